@@ -1,0 +1,47 @@
+# Two commands matter: `make demo` trains a small model, `make test` runs the test suite. Both create .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+COMMA := ,
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONFIG := examples/reverse_digits/config.toml
+REQUIREMENTS := pyproject.toml constraints.txt
+
+define install
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(1)]'
+	touch $@
+endef
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/fastrl train $(CONFIG)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/fastrl bench
+
+$(VENV)/.installed-demo: $(REQUIREMENTS)
+	$(call install,train)
+
+$(VENV)/.installed-test: $(REQUIREMENTS)
+	$(call install,dev$(COMMA)train$(COMMA)trl)
+
+$(VENV)/.installed-bench: $(REQUIREMENTS)
+	$(call install,bench$(COMMA)train)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

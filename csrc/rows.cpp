@@ -1,0 +1,209 @@
+// The CPU backend's C interface: rows of logits shared out among torch's own threads. See fastrl/ops/contract.py.
+#include "rows.h"
+
+#include <array>
+#include <atomic>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+#include "fastrl_formulas.h"
+
+namespace {
+
+using namespace fastrl;
+
+// The structs mirror those of fastrl/ops/cpp_backend.py, field by field.
+struct Rows {
+  void* logits;  // (a, b, vocab), strides in elements
+  int64_t a, b, vocab, stride_a, stride_b;
+  const int64_t* targets;
+  const uint8_t* mask;        // or null
+  const float* temperatures;  // or null: then `temperature`
+  double temperature, logit_scale, softcap;
+  int32_t element;  // 0 float32, 1 bfloat16, 2 float16
+  int32_t threads;
+
+  int64_t count() const { return a * b; }
+  bool counts(int64_t row) const { return mask == nullptr || mask[row]; }
+  double row_temperature(int64_t row) const { return temperatures == nullptr ? temperature : temperatures[row]; }
+  template <class T>
+  T* at(int64_t row) const {
+    return (T*)logits + row / b * stride_a + row % b * stride_b;
+  }
+};
+
+struct Gradient {
+  const float *logprobs, *entropy, *maximum, *log_sum, *c;
+  const float* h;  // or null
+  void* out;       // (a, b, vocab); may be the logits, with the same strides
+  int64_t stride_a, stride_b;
+};
+
+struct Visit {
+  double gate_parameters[4], rollout_low, rollout_high, max_log_ratio, entropy_threshold;
+  const float *advantages, *policy_weights;
+  const float *old, *ref, *rollout, *kl_weights, *entropy_weights;  // or null
+  float *logprobs, *entropy, *terms;
+  int32_t gate, kl, rollout_mode, padding;
+};
+
+// torch_parallel_for of libtorch_cpu (torch/csrc/stable/c/shim.h): the pool that torch.set_num_threads governs
+using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
+ParallelFor parallel_for = nullptr;
+
+constexpr int64_t BLOCK_BYTES = 2 << 20;    // rows are handed out in blocks of a huge page, so that no two threads fault one
+constexpr int64_t LARGE_BYTES = 8 << 20;     // smaller buffers are left alone
+constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the second-level cache for the next one
+
+// Call each_row(row, next) for every row, next being the row that this thread gets afterwards, -1 if none counts.
+template <class F>
+int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
+  struct Work {
+    const Rows& rows;
+    const F& each_row;
+    int64_t block;
+    std::atomic<int64_t> next{0};
+
+    void run() {
+      const int64_t count = rows.count();
+      int64_t end = 0;
+      const auto after = [&](int64_t row) {
+        if (row + 1 < end) return row + 1;
+        const int64_t begin = next.fetch_add(block, std::memory_order_relaxed);
+        end = std::min(begin + block, count);
+        return begin;
+      };
+      for (int64_t row = after(-1); row < count;) {
+        const int64_t following = after(row);
+        each_row(row, following < count && rows.counts(following) ? following : -1);
+        row = following;
+      }
+    }
+  };
+  const int64_t fair = rows.count() / (int64_t(rows.threads) * 8);
+  Work work{rows, each_row, std::max<int64_t>(1, std::min(fair, BLOCK_BYTES / std::max<int64_t>(row_bytes, 1)))};
+  return parallel_for(0, rows.threads, 1, [](int64_t, int64_t, void* w) { static_cast<Work*>(w)->run(); }, &work);
+}
+
+// Call f(T{}, transform) with the element type and the rows' kind of transform.
+template <class F>
+int32_t dispatch(const Rows& rows, const F& f) {
+  const auto with_element = [&](auto element) {
+    return rows.softcap != 0 ? f(element, std::true_type{}) : f(element, std::false_type{});
+  };
+  switch (rows.element) {
+    case 0: return with_element(float{});
+    case 1: return with_element(BFloat16{});
+    case 2: return with_element(Float16{});
+    default: return 1;
+  }
+}
+
+template <bool softcap>
+Transform<softcap> transform_of(const Rows& rows, int64_t row) {
+  return {rows.row_temperature(row), rows.logit_scale, rows.softcap};
+}
+
+template <class T>
+const T* to_prefetch(const Rows& rows, int64_t next) {
+  return next < 0 || rows.vocab * int64_t(sizeof(T)) > PREFETCH_BYTES ? nullptr : rows.at<T>(next);
+}
+
+// A fresh buffer of hundreds of megabytes costs more in page faults than the work on it: ask for huge pages.
+void ask_for_huge_pages(void* begin, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = ((uintptr_t)begin + page - 1) / page * page, last = ((uintptr_t)begin + bytes) / page * page;
+  if (bytes >= LARGE_BYTES) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
+}
+
+float or_else(const float* values, int64_t row, float otherwise) { return values == nullptr ? otherwise : values[row]; }
+
+}  // namespace
+
+extern "C" {
+
+void fastrl_set_parallel_for(void* function) { parallel_for = reinterpret_cast<ParallelFor>(function); }
+
+// statistics: (4, rows), in the order of the contract's Statistics. Returns 0, as all functions here, or an error code.
+int32_t fastrl_row_statistics(const Rows* arguments, float* statistics) {
+  const Rows& rows = *arguments;
+  return dispatch(rows, [&](auto element, auto softcap) {
+    using T = decltype(element);
+    return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
+      RowStatistics found{};
+      if (rows.counts(row)) {
+        const auto transform = transform_of<decltype(softcap)::value>(rows, row);
+        found = row_statistics(rows.at<T>(row), rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next));
+      }
+      float* out = statistics + row;
+      const int64_t n = rows.count();
+      out[0] = found.logprob, out[n] = found.entropy, out[2 * n] = found.maximum, out[3 * n] = found.log_sum;
+    });
+  });
+}
+
+int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
+  const Rows& rows = *arguments;
+  const Gradient& g = *gradient;
+  return dispatch(rows, [&](auto element, auto softcap) {
+    using T = decltype(element);
+    const int64_t dense = rows.count() * rows.vocab * int64_t(sizeof(T));
+    const int64_t span = ((rows.a - 1) * g.stride_a + (rows.b - 1) * g.stride_b + rows.vocab) * int64_t(sizeof(T));
+    if (g.out != rows.logits && span == dense) ask_for_huge_pages(g.out, dense);
+    return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t) {
+      T* out = (T*)g.out + row / rows.b * g.stride_a + row % rows.b * g.stride_b;
+      if (!rows.counts(row)) {
+        std::fill(out, out + rows.vocab, T{});
+        return;
+      }
+      const auto transform = transform_of<decltype(softcap)::value>(rows, row);
+      const RowStatistics statistics{g.logprobs[row], g.entropy[row], g.maximum[row], g.log_sum[row]};
+      row_gradient(rows.at<T>(row), rows.vocab, rows.targets[row], transform, statistics, g.c[row],
+                   or_else(g.h, row, 0.0f), out);
+    });
+  });
+}
+
+int32_t fastrl_row_visit(const Rows* arguments, const Visit* visit) {
+  const Rows& rows = *arguments;
+  const Visit& v = *visit;
+  return dispatch(rows, [&](auto element, auto softcap) {
+    using T = decltype(element);
+    return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
+      constexpr int TERMS = formulas::TOKEN_TERMS - 2;  // the last two are c and h
+      thread_local std::vector<float> kept;
+      kept.resize(kept_size(rows.vocab));
+      T* x = rows.at<T>(row);
+      RowStatistics found{};
+      std::array<double, formulas::TOKEN_TERMS> terms{};
+      if (rows.counts(row)) {
+        const auto transform = transform_of<decltype(softcap)::value>(rows, row);
+        found =
+            row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
+        const float old = or_else(v.old, row, found.logprob);
+        terms = formulas::token_terms(
+            formulas::GATE_VALUE[v.gate], formulas::GATE_WEIGHT[v.gate], formulas::GATE_SIDE[v.gate],
+            formulas::KL_VALUE[v.kl], formulas::KL_SLOPE[v.kl], formulas::KL_RATIO_SLOPE[v.kl],
+            formulas::ROLLOUT_WEIGHT[v.rollout_mode], found.logprob, found.entropy, old,
+            or_else(v.ref, row, found.logprob), or_else(v.rollout, row, old), v.advantages[row], v.policy_weights[row],
+            or_else(v.kl_weights, row, 0.0f), or_else(v.entropy_weights, row, 0.0f), v.entropy_threshold,
+            v.gate_parameters[0], v.gate_parameters[1], v.gate_parameters[2], v.gate_parameters[3], v.rollout_low,
+            v.rollout_high, v.max_log_ratio);
+        row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[TERMS]), float(terms[TERMS + 1]),
+                     x, kept.data());
+      } else {
+        std::fill(x, x + rows.vocab, T{});
+      }
+      v.logprobs[row] = found.logprob;
+      v.entropy[row] = found.entropy;
+      for (int i = 0; i < TERMS; ++i) v.terms[i * rows.count() + row] = float(terms[i]);
+    });
+  });
+}
+}

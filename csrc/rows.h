@@ -1,0 +1,209 @@
+// The three row functions of fastrl/ops/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
+//
+// A lane's columns, a sum's grouping and the order in which groups are folded depend on V alone, so that a row's numbers
+// are bitwise the same at any position, stride or alignment and under any number of threads.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "vector.h"
+
+namespace fastrl {
+
+constexpr int64_t SEGMENT = 1024;  // columns summed in float32 before the sums are folded into float64
+
+// z = scale * x, or z = scale * tanh(inner * x) with x = -inf staying -inf. Only z - shift is ever formed.
+template <bool softcap>
+struct Transform {
+  static constexpr bool has_softcap = softcap;
+  float inner, scale;
+  double slope;  // dz/dx, without the 1 - tanh^2 of a softcap
+
+  // temperature, logit_scale and softcap as in the contract; a softcap of 0 means none
+  Transform(double temperature, double logit_scale, double cap)
+      : inner(softcap ? float(logit_scale / cap) : 1.0f),
+        scale(float(softcap ? cap / temperature : logit_scale / temperature)),
+        slope(logit_scale / temperature) {}
+
+  Floats before_scale(Floats x, Floats* tanh_slope) const {
+    if constexpr (!softcap) return x;
+    const Tanh tanh = tanh_with_slope(x * inner);
+    *tanh_slope = tanh.slope;
+    return x == -INF ? x : tanh.value;
+  }
+  // z - shift with one rounding (a fused multiply-add where the machine has one), and the tanh's slope
+  Floats shifted(Floats x, float shift, Floats* tanh_slope) const {
+    return before_scale(x, tanh_slope) * scale - shift;
+  }
+  // the same for one number, through the same instructions
+  float shifted(float x, float shift, float* tanh_slope) const {
+    Floats slopes = splat(1.0f);
+    const Floats z = shifted(splat(x), shift, &slopes);
+    *tanh_slope = slopes[0];
+    return z[0];
+  }
+};
+
+struct RowStatistics {
+  float logprob, entropy, maximum, log_sum;
+};
+
+// The largest x, NaN ones dropped; -inf where there is none.
+template <class T>
+float row_maximum(const T* x, int64_t vocab) {
+  Floats m0 = splat(-INF), m1 = m0, m2 = m0, m3 = m0;
+  int64_t j = 0;
+  for (; j + 4 * W <= vocab; j += 4 * W) {
+    m0 = larger(load(x + j), m0);
+    m1 = larger(load(x + j + W), m1);
+    m2 = larger(load(x + j + 2 * W), m2);
+    m3 = larger(load(x + j + 3 * W), m3);
+  }
+  for (; j + W <= vocab; j += W) m0 = larger(load(x + j), m0);
+  m0 = larger(larger(m0, m1), larger(m2, m3));
+  float maximum = -INF;
+  for (int i = 0; i < W; ++i) maximum = std::max(maximum, m0[i]);
+  for (; j < vocab; ++j) maximum = widen(x[j]) > maximum ? widen(x[j]) : maximum;
+  return maximum;
+}
+
+struct Sums {
+  double exponentials[W] = {}, weighted[W] = {};  // of e^t and of t e^t, t = z - maximum, by lane
+
+  static double fold(const double* lanes) {
+    double halves[W];
+    std::copy(lanes, lanes + W, halves);
+    for (int width = W / 2; width; width /= 2)
+      for (int i = 0; i < width; ++i) halves[i] += halves[i + width];
+    return halves[0];
+  }
+};
+
+// Add x[0..count), count a multiple of 2 W and at most SEGMENT. As many bytes from `next` on, if not null, are fetched
+// into the cache meanwhile. `kept`, if not null, receives the e^t.
+template <class T, class Z>
+void add_segment(const T* x, int64_t count, const Z& transform, float maximum, Sums* sums, const char* next,
+                 float* kept) {
+  Floats s0{}, s1{}, w0{}, w1{}, unused;
+  const Floats floor = splat(EXP_FLOOR);
+  for (int64_t j = 0; j < count; j += 2 * W) {
+    if (next != nullptr) {
+      const char* line = next + j * int64_t(sizeof(T));  // past the end of the row this does no harm
+      for (int offset = 0; offset < int(2 * W * sizeof(T)); offset += 64) __builtin_prefetch(line + offset, 0, 2);
+    }
+    const Floats t0 = larger(floor, transform.shifted(load(x + j), maximum, &unused));
+    const Floats t1 = larger(floor, transform.shifted(load(x + j + W), maximum, &unused));
+    const Floats e0 = exp_floored(t0), e1 = exp_floored(t1);
+    if (kept != nullptr) {
+      store(kept + j, e0);
+      store(kept + j + W, e1);
+    }
+    s0 += e0;
+    s1 += e1;
+    w0 += t0 * e0;
+    w1 += t1 * e1;
+  }
+  s0 += s1;
+  w0 += w1;
+  for (int i = 0; i < W; ++i) {
+    sums->exponentials[i] += double(s0[i]);
+    sums->weighted[i] += double(w0[i]);
+  }
+}
+
+// Statistics of one row. A target outside [0, vocab) gives a NaN log-probability. `next`: the row to be read after this
+// one, or null. `kept`: null, or room for kept_size(vocab) numbers e^(z - maximum), anything at the target.
+inline int64_t kept_size(int64_t vocab) { return vocab + 2 * W; }
+template <class T, class Z>
+RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z& transform, const T* next,
+                             float* kept = nullptr) {
+  const bool valid = target >= 0 && target < vocab;
+  const int64_t y = valid ? target : 0;
+  const float largest = row_maximum(x, vocab);  // the transform is monotone
+  float slope;
+  const float maximum = transform.shifted(largest, 0.0f, &slope);
+
+  // The others' sums. Segments with the target or a ragged end are summed from a copy with -inf in those places.
+  Sums sums;
+  alignas(64) float copy[SEGMENT];
+  for (int64_t begin = 0; begin < vocab; begin += SEGMENT) {
+    const int64_t count = std::min(SEGMENT, vocab - begin);
+    float* keep = kept != nullptr ? kept + begin : nullptr;
+    const char* fetch = next != nullptr ? (const char*)(next + begin) : nullptr;
+    if (count == SEGMENT && (y < begin || y >= begin + SEGMENT)) {
+      add_segment(x + begin, count, transform, maximum, &sums, fetch, keep);
+      continue;
+    }
+    int64_t j = 0;
+    for (; j + W <= count; j += W) store(copy + j, load(x + begin + j));
+    for (; j < count; ++j) copy[j] = widen(x[begin + j]);
+    for (; j % (2 * W) != 0; ++j) copy[j] = -INF;
+    if (y >= begin && y < begin + count) copy[y - begin] = -INF;
+    add_segment(copy, j, transform, maximum, &sums, fetch, keep);
+  }
+  const double others = Sums::fold(sums.exponentials);
+
+  const float x_y = widen(x[y]);
+  const double u = transform.shifted(x_y, maximum, &slope);
+  const double e_u = std::exp(u);
+  // Where the target is the maximum, log1p keeps what a rounded sum 1 + others would lose. (u is then 0 or the rounding
+  // error of the maximum.)
+  const double log_sum = x_y == largest ? u + std::log1p(others * std::exp(-u)) : std::log(others + e_u);
+  const double logprob = x_y == largest ? -std::log1p(others * std::exp(-u)) : u - log_sum;
+  const double weighted = Sums::fold(sums.weighted) + (e_u > 0 ? u * e_u : e_u);
+  const double entropy = log_sum - weighted / (others + e_u);
+  return {valid ? float(logprob) : QUIET_NAN, float(entropy), log_sum == log_sum ? maximum : QUIET_NAN, float(log_sum)};
+}
+
+// The gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, into `out`, which may be `x`.
+// `kept`, if not null, is what row_statistics left there: it spares the second exponential.
+template <class T, class Z>
+void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform, const RowStatistics& statistics,
+                  float c, float h, T* out, const float* kept = nullptr) {
+  const bool valid = target >= 0 && target < vocab;
+  if (!valid || (c == 0.0f && h == 0.0f && std::isfinite(statistics.log_sum))) {
+    T value;
+    narrow(valid ? 0.0f : QUIET_NAN, &value);
+    std::fill(out, out + vocab, value);
+    return;
+  }
+  float slope;
+  transform.shifted(widen(x[target]), 0.0f, &slope);
+  // 1 - p_y from the log-probability itself: p_y rounded to 1 would lose a confident token's gradient.
+  const double log_p_y = statistics.logprob, p_y = std::exp(log_p_y), entropy = statistics.entropy;
+  const double from_entropy = p_y == 0 ? 0 : p_y * (log_p_y + entropy);
+  const double at_target = transform.slope * slope * (c * -std::expm1(log_p_y) - h * from_entropy);
+
+  // Elsewhere: slope p (-c - h (log p + H)) = e^a (factor + log_factor a), a = log p, or z - maximum where e^a is kept.
+  const double log_sum_kept = kept != nullptr ? statistics.log_sum : 0.0, to_p = std::exp(-log_sum_kept);
+  const float factor = float(-transform.slope * to_p * (c + h * (entropy - log_sum_kept)));
+  const float log_factor = float(-transform.slope * to_p * h);
+  const float maximum = statistics.maximum, log_sum = kept != nullptr ? 0.0f : statistics.log_sum;
+  const Floats floor = splat(EXP_FLOOR);
+  const auto sweep = [&](auto exponential) {
+    const auto gradient = [&](Floats logits, int64_t j) {
+      Floats tanh_slope;
+      const Floats a = larger(floor, transform.shifted(logits, maximum, &tanh_slope) - log_sum);
+      const Floats g = exponential(a, j) * (a * log_factor + factor);
+      if constexpr (!Z::has_softcap) return g;
+      return g * tanh_slope;
+    };
+    int64_t j = 0;
+    for (; j + W <= vocab; j += W) store(out + j, gradient(load(x + j), j));
+    if (j < vocab) {
+      alignas(64) float tail[W] = {};
+      for (int64_t i = j; i < vocab; ++i) tail[i - j] = widen(x[i]);
+      store(tail, gradient(load(tail), j));
+      for (int64_t i = j; i < vocab; ++i) narrow(tail[i - j], out + i);
+    }
+  };
+  if (kept != nullptr) {
+    sweep([&](Floats, int64_t j) { return load(kept + j); });
+  } else {
+    sweep([](Floats a, int64_t) { return exp_floored(a); });
+  }
+  narrow(float(at_target), out + target);
+}
+
+}  // namespace fastrl

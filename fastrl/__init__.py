@@ -1,0 +1,95 @@
+"""fastrl: fused vocabulary work for reinforcement learning of language models.
+
+Token log-probabilities, entropies and whole policy losses, with their gradients, from logits or from hidden states and
+the output head, without an (N, V) float32 tensor.
+"""
+
+from .advantages import gae, group_advantages, rloo_advantages, value_loss
+from .checks import check_inputs
+from .cross_entropy import linear_cross_entropy
+from .objective_loss import LossContext
+from .objectives import (
+    KL,
+    Clip,
+    GammaWeight,
+    GeometricMean,
+    NoGate,
+    Objective,
+    RolloutCorrection,
+    SoftGate,
+    StopGradientClip,
+)
+from .ops.backend import backends, use_backend
+from .policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
+from .presets import (
+    BNPO,
+    CISPO,
+    CPI,
+    DAPO,
+    GMPO,
+    GPG,
+    GRPO,
+    GSPO,
+    LUSPO,
+    PPO,
+    PPOKL,
+    PRESETS,
+    REINFORCE,
+    SAPO,
+    VESPO,
+    DeepSeekV32,
+    DrGRPO,
+    GSPOToken,
+)
+from .rewards import kl_penalized_rewards, overlong_penalty
+from .token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BNPO",
+    "CISPO",
+    "CPI",
+    "DAPO",
+    "GMPO",
+    "GPG",
+    "GRPO",
+    "GSPO",
+    "KL",
+    "LUSPO",
+    "PPO",
+    "PPOKL",
+    "PRESETS",
+    "REINFORCE",
+    "SAPO",
+    "VESPO",
+    "Clip",
+    "DeepSeekV32",
+    "DrGRPO",
+    "GSPOToken",
+    "GammaWeight",
+    "GeometricMean",
+    "LossContext",
+    "NoGate",
+    "Objective",
+    "PolicyLoss",
+    "RolloutCorrection",
+    "SoftGate",
+    "StopGradientClip",
+    "TokenStats",
+    "backends",
+    "check_inputs",
+    "gae",
+    "group_advantages",
+    "kl_penalized_rewards",
+    "linear_cross_entropy",
+    "linear_policy_loss",
+    "linear_token_logprobs",
+    "logits_policy_loss",
+    "overlong_penalty",
+    "policy_loss",
+    "rloo_advantages",
+    "token_logprobs",
+    "use_backend",
+    "value_loss",
+]  # fmt: skip

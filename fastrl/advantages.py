@@ -1,0 +1,288 @@
+"""Advantages and the value loss: from rewards to the numbers that `policy_loss` multiplies log-probabilities with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
+
+
+def group_advantages(
+    rewards: Tensor,
+    group_ids: Tensor | Sequence[Hashable],
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    ddof: int = 0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Group-relative advantages `(R - mean) / (std + eps)`, the mean taken over the responses to one prompt.
+
+    GRPO (Shao et al., 2024, arXiv:2402.03300) with `scale="group"`; Dr. GRPO (Liu et al., 2025, arXiv:2503.20783) with
+    `scale="none"`. A group whose rewards are all equal gets exactly 0, whatever `eps` is.
+
+    Args:
+        rewards: `(B,)`, one a response, any real dtype. NaN means that the response has no reward: it is left out of
+            every mean and standard deviation, and its advantage is 0.
+        group_ids: `(B,)`, an integer tensor on the device of `rewards`, or a list of anything hashable. Responses with
+            equal ids form a group; they need not be neighbours.
+        scale: divide by the standard deviation of the group, of the whole batch, or by nothing.
+        ddof: 0 for the population's standard deviation, 1 for the sample's. With `ddof=1` a single reward has standard
+            deviation 0.
+        eps: added to the standard deviation, >= 0.
+
+    Returns:
+        `(B,)` float32, in the units of a standard deviation (of the rewards with `scale="none"`); no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value.
+    """
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+    if isinstance(ddof, bool) or ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 or 1, got {ddof!r}")
+    _number_between("eps", eps, 0.0)
+    present, groups = _rewards_and_groups(rewards, group_ids)
+    centred, counts = _centred(rewards.detach(), present, groups)
+    if scale == "none":
+        return centred.float()
+    if scale == "batch":
+        # One group of everybody: the spread between prompts counts too.
+        everybody = torch.zeros_like(groups)
+        deviation, counts = _centred(rewards.detach(), present, everybody)
+        groups = everybody
+    else:
+        deviation = centred
+    variance = _group_sum(deviation.square(), groups) / (counts - ddof).clamp(min=1)
+    divisor = variance.sqrt() + eps
+    # With eps=0 a zero divisor means that every numerator above it is zero as well.
+    return (centred / torch.where(divisor > 0, divisor, 1.0)).float()
+
+
+def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
+    """Leave-one-out advantages: the reward minus the mean of the group's other rewards, `G/(G-1) * (R - mean)`.
+
+    RLOO (Ahmadian et al., 2024, arXiv:2402.14740). A group whose rewards are all equal gets exactly 0, and so does a
+    response that is alone in its group: there is nothing to compare it with.
+
+    Args:
+        rewards: `(B,)`, one a response, any real dtype. NaN means that the response has no reward: it is left out of
+            its group, and its advantage is 0.
+        group_ids: `(B,)`, as in `group_advantages`.
+
+    Returns:
+        `(B,)` float32, in the units of the rewards; no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or device.
+    """
+    present, groups = _rewards_and_groups(rewards, group_ids)
+    centred, counts = _centred(rewards.detach(), present, groups)
+    return (centred * counts / (counts - 1).clamp(min=1)).float()
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: `A_t = delta_t + gamma lam A_{t+1}`, `delta_t = r_t + gamma V_{t+1} - V_t`.
+
+    Schulman et al., 2016, arXiv:1506.02438. Masked tokens are skipped over: `t+1` is the response's next unmasked
+    token, and what `rewards` and `values` hold under the mask is not read. Whitening is left to the caller.
+
+    Args:
+        rewards: the reward of each token, a floating-point tensor: `(B, T)`, or `(N,)`, packed or one response.
+        values: the critic's value before each token, shaped like `rewards`.
+        mask: bool or 0/1, shaped like `rewards`, 1 = counts.
+        gamma: the discount a token, in [0, 1].
+        lam: the decay of the estimator, in [0, 1].
+        bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
+            0 for all of them by default.
+        cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
+
+    Returns:
+        `(advantages, returns)`, float32, shaped like `rewards`, 0 where masked; `returns = advantages + values`.
+        Neither carries a gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value.
+    """
+    checks.tensor("rewards", rewards)
+    same_layout("values", values, "rewards", rewards)
+    counts = token_mask(mask, "rewards", rewards)
+    _number_between("gamma", gamma, 0.0, 1.0)
+    _number_between("lam", lam, 0.0, 1.0)
+    numbers, responses = response_numbers("rewards", rewards, cu_seqlens)
+    if bootstrap is None:
+        after = rewards.new_zeros(responses, dtype=torch.float64)
+    else:
+        checks.tensor("bootstrap", bootstrap)
+        checks.shape("bootstrap", bootstrap, (responses,), "one a response")
+        checks.same_device("bootstrap", bootstrap, rewards, "rewards")
+        after = bootstrap.detach().double()
+
+    # A response's unmasked tokens first, then its masked ones: equal keys become neighbours, in order of time. No token
+    # leaves its response, so that `numbers` holds for the sorted tokens too.
+    key, order = torch.sort(2 * numbers + ~counts.reshape(-1), stable=True)
+    reward = rewards.detach().reshape(-1)[order].double()
+    value = values.detach().reshape(-1)[order].double()
+    next_value = after[numbers]
+    same = key[1:] == key[:-1]
+    next_value[:-1] = torch.where(same, value[1:], next_value[:-1])
+    delta = reward + gamma * next_value - value
+    advantage = _discounted_sum(delta, key, gamma * lam)
+
+    skipped = key % 2 == 1
+    advantages = torch.empty_like(advantage)
+    returns = torch.empty_like(advantage)
+    advantages[order] = advantage.masked_fill(skipped, 0.0)
+    returns[order] = (advantage + value).masked_fill(skipped, 0.0)
+    return advantages.float().reshape(rewards.shape), returns.float().reshape(rewards.shape)
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
+    denominator: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The critic's loss, `0.5 (V - R)^2`, or clipped around the old values, averaged over the unmasked tokens.
+
+    Clipped as in PPO's public code (Schulman et al., 2017, arXiv:1707.06347):
+    `0.5 max( (V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2 )`.
+
+    Args:
+        values: the critic's value before each token, a floating-point tensor: `(B, T)` or `(N,)`. Differentiable.
+        returns: what the values are regressed on, shaped like `values`; no gradient flows into it.
+        mask: bool or 0/1, shaped like `values`, 1 = counts. Masked entries are not read; their gradient is 0.
+        old_values: the values of the rollout, shaped like `values`; needed with `clip`, not read without it.
+        clip: how far a value may move from its old value, > 0, in the units of the values.
+        denominator: replaces the local number of unmasked tokens (a number > 0 or a 0-dim tensor), so that
+            micro-batches and ranks add up to the whole batch's loss.
+        cu_seqlens: int32 `(B+1,)` of a packed batch; checked, otherwise the mean over tokens does not need it.
+
+    Returns:
+        A scalar, float64 for float64 values, else float32. Without unmasked tokens it is 0, and so are its gradients.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value.
+    """
+    checks.tensor("values", values)
+    same_layout("returns", returns, "values", values)
+    counts = token_mask(mask, "values", values)
+    if clip is not None:
+        checks.number("clip", clip, positive=True)
+        if old_values is None:
+            raise ValueError("old_values must be a tensor shaped like values beside clip, got None")
+    if old_values is not None:
+        same_layout("old_values", old_values, "values", values)
+    response_numbers("values", values, cu_seqlens)
+    total = _denominator(denominator, counts)
+
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    # Filled before the arithmetic: a NaN under the mask would otherwise reach the gradient as 0 * NaN.
+    value = values.to(dtype).masked_fill(~counts, 0.0)
+    target = returns.detach().to(dtype).masked_fill(~counts, 0.0)
+    squared = (value - target).square()
+    if clip is not None and old_values is not None:
+        old = old_values.detach().to(dtype).masked_fill(~counts, 0.0)
+        moved = old + (value - old).clamp(-clip, clip)
+        squared = torch.maximum(squared, (moved - target).square())
+    return 0.5 * squared.sum() / total
+
+
+def _number_between(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """Raise unless `value` is a finite number in [low, high]."""
+    if not low <= checks.number(name, value) <= high:
+        raise ValueError(f"{name} must be >= {low:g}{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}")
+
+
+def _denominator(denominator: float | Tensor | None, counts: Tensor) -> Tensor | float:
+    """What a sum over tokens is divided by; never 0."""
+    if denominator is None:
+        return counts.sum().clamp(min=1)
+    if not isinstance(denominator, Tensor):
+        return checks.number("denominator", denominator, positive=True)
+    if denominator.ndim != 0:
+        raise ValueError(f"denominator must be a number or a 0-dim tensor, got shape {tuple(denominator.shape)}")
+    # Reading it would wait for the device. A count of 0 comes with no tokens to divide.
+    return torch.where(denominator > 0, denominator, 1).detach()
+
+
+def _rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Tensor]:
+    """Which rewards there are, `(B,)` bool, and each one's group as a number in [0, B), `(B,)` int64; both checked."""
+    if not isinstance(rewards, Tensor):
+        raise TypeError(f"rewards must be a tensor of shape (responses,), got {type(rewards).__name__}")
+    if rewards.is_complex():
+        raise TypeError(f"rewards must be real, got {rewards.dtype}")
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards must have shape (responses,), got {tuple(rewards.shape)}")
+    present = ~torch.isnan(rewards)
+    if not isinstance(group_ids, Tensor):
+        return present, _number_hashables(group_ids, rewards)
+    checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
+    checks.shape("group_ids", group_ids, rewards.shape, "the shape of rewards")
+    checks.same_device("group_ids", group_ids, rewards, "rewards")
+    # As torch.unique would number them, but without telling the host how many there are.
+    ids, order = torch.sort(group_ids, stable=True)
+    rises = torch.zeros_like(order)
+    rises[1:] = ids[1:] != ids[:-1]
+    groups = torch.empty_like(order)
+    groups[order] = rises.cumsum(0)
+    return present, groups
+
+
+def _number_hashables(group_ids: object, rewards: Tensor) -> Tensor:
+    """A list of ids as numbers in order of appearance, on the device of `rewards`."""
+    if not isinstance(group_ids, Sequence) or isinstance(group_ids, str | bytes):
+        raise TypeError(f"group_ids must be an integer tensor or a list, got {type(group_ids).__name__}")
+    if len(group_ids) != rewards.numel():
+        raise ValueError(f"group_ids must hold {rewards.numel()} ids, one a reward, got {len(group_ids)}")
+    seen: dict[Hashable, int] = {}
+    for position, group in enumerate(group_ids):
+        if not isinstance(group, Hashable):
+            raise TypeError(f"group_ids[{position}] must be hashable, got {type(group).__name__}")
+        seen.setdefault(group, len(seen))
+    return torch.tensor([seen[group] for group in group_ids], dtype=torch.int64).to(rewards.device)
+
+
+def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
+    """The sum of each element's group, at each element."""
+    return torch.zeros_like(x).index_add_(0, groups, x)[groups]
+
+
+def _centred(rewards: Tensor, present: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards minus their group's mean, float64, 0 where absent; and how many present rewards each one's group has."""
+    exact = rewards.double()
+    lowest = torch.full_like(exact, math.inf).scatter_reduce(0, groups, exact.where(present, math.inf), "amin")[groups]
+    # Subtracting a member first makes equal rewards exactly 0, which subtracting their rounded mean would not.
+    shifted = (exact - lowest).where(present, 0.0)
+    counts = _group_sum(present.double(), groups)
+    return (shifted - _group_sum(shifted, groups) / counts.clamp(min=1)).where(present, 0.0), counts
+
+
+def _discounted_sum(x: Tensor, key: Tensor, decay: float) -> Tensor:
+    """`y_t = x_t + decay * y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps, not N."""
+    total = x
+    step = 1
+    # After k rounds total_t holds the first 2^k terms. A decay of 0 must end it: 0 * NaN would reach other tokens.
+    while step < x.numel() and decay > 0.0:
+        same = key[step:] == key[:-step]
+        total = torch.cat([total[:-step] + torch.where(same, decay * total[step:], 0.0), total[-step:]])
+        decay, step = decay * decay, 2 * step
+    return total

@@ -1,0 +1,142 @@
+"""A batch of responses, flattened: which tokens belong to which response, what is read per token, and the weights w."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .objectives import Objective
+from .responses import Responses, check_cu_seqlens
+
+
+@dataclass
+class Batch:
+    """What a policy loss reads beside the current policy, flattened to (N,) float32 (or float64); None = absent.
+
+    Everything under a False mask is 0, whatever came in.
+    """
+
+    shape: torch.Size
+    responses: Responses
+    mask: Tensor  # (N,) bool
+    has_mask: bool
+    advantages: Tensor
+    per_response: bool  # advantages came as one a response
+    old: Tensor | None
+    ref: Tensor | None
+    rollout: Tensor | None
+    token_weights: Tensor | None
+    entropy_weights: Tensor | None
+    entropy_threshold: Tensor | None
+    counts: Tensor  # (G,) unmasked tokens a response
+    tokens: Tensor  # 0-dim, all unmasked tokens
+
+    def flat(self, x: Tensor) -> Tensor:
+        """A tensor shaped like the targets as (N,) with zeros under the mask, keeping its graph."""
+        return x.reshape(-1).where(self.mask, 0.0) if self.has_mask else x.reshape(-1)
+
+    def rows(self, index: Tensor | slice) -> Batch:
+        """Some tokens alone, as one response: for objectives that look at nothing else."""
+        mask = self.mask[index]
+        parts: dict[str, Any] = {
+            name: None if (x := getattr(self, name)) is None else x[index]
+            for name in ("advantages", "old", "ref", "rollout", "token_weights", "entropy_weights")
+        }
+        responses = Responses(mask.shape, None, mask.device)
+        return replace(self, shape=mask.shape, mask=mask, responses=responses, **parts)
+
+    def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
+        """w (N,), 0 under the mask: the aggregation's weight of each token (ALGORITHMS section 4)."""
+        counts, total = self.counts, self.tokens
+        of = torch.as_tensor(
+            denominator if denominator is not None
+            else (total.clamp_min(1) if objective.aggregate == "token-mean" else max(self.responses.count, 1)),
+            dtype=counts.dtype, device=counts.device,
+        )  # fmt: skip
+        if objective.aggregate == "token-mean":
+            return self.mask / of
+        if objective.aggregate == "seq-mean-token-mean":
+            return self.mask * self.responses.spread(1 / (counts.clamp_min(1) * of))
+        normed = objective.aggregate == "seq-mean-token-sum-norm"
+        return self.mask / (of * objective.max_length if normed and objective.max_length else of)
+
+
+def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dtype: torch.dtype) -> Tensor | None:
+    """An optional tensor shaped like the targets, detached and flattened."""
+    if value is None:
+        return None
+    value = checks.tensor(name, value)
+    checks.shape(name, value, targets.shape, f"the shape of {targets_name}")
+    checks.same_device(name, value, targets, targets_name)
+    return value.detach().to(dtype).reshape(-1)
+
+
+def make_batch(
+    targets: Tensor,
+    targets_name: str,
+    *,
+    advantages: object,
+    mask: object,
+    old_logprobs: object,
+    ref_logprobs: object,
+    rollout_logprobs: object,
+    token_weights: object,
+    entropy_weights: object,
+    entropy_threshold: object,
+    cu_seqlens: object,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """Check the arguments of a policy loss against the targets (or log-probabilities) and flatten them."""
+    if targets.dim() == 0:
+        raise ValueError(f"{targets_name} must have at least one dimension, got a 0-dim tensor")
+    offsets = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, targets_name, targets)
+    responses = Responses(targets.shape, offsets, targets.device)
+    checked = checks.mask(mask, targets, targets_name)
+    counted = torch.ones_like(targets, dtype=torch.bool) if checked is None else checked
+    counted = counted.reshape(-1)
+
+    advantages = checks.tensor("advantages", advantages)
+    checks.same_device("advantages", advantages, targets, targets_name)
+    per_response = advantages.shape == (responses.count,)
+    if not per_response and advantages.shape != targets.shape:
+        raise ValueError(
+            f"advantages must have shape ({responses.count},), one a response, or {tuple(targets.shape)}, the shape of"
+            f" {targets_name}; got {tuple(advantages.shape)}"
+        )
+    flat = advantages.detach().to(dtype)
+    flat = responses.spread(flat) if per_response else flat.reshape(-1)
+
+    def optional(name: str, value: object) -> Tensor | None:
+        found = _per_token(name, value, targets, targets_name, dtype)
+        return found if found is None or checked is None else found.where(counted, 0.0)
+
+    threshold = entropy_threshold
+    if threshold is not None:
+        threshold = torch.as_tensor(
+            threshold if isinstance(threshold, Tensor) else checks.number("entropy_threshold", threshold),
+            dtype=dtype, device=targets.device,
+        ).detach()  # fmt: skip
+        if threshold.dim() != 0:
+            raise ValueError(f"entropy_threshold must be a number or 0-dim, got shape {tuple(threshold.shape)}")
+    ones = counted.to(dtype)
+    counts = responses.sum(ones)
+    return Batch(
+        shape=targets.shape,
+        responses=responses,
+        mask=counted,
+        has_mask=checked is not None,
+        advantages=flat if checked is None else flat.where(counted, 0.0),
+        per_response=per_response,
+        old=optional("old_logprobs", old_logprobs),
+        ref=optional("ref_logprobs", ref_logprobs),
+        rollout=optional("rollout_logprobs", rollout_logprobs),
+        token_weights=optional("token_weights", token_weights),
+        entropy_weights=optional("entropy_weights", entropy_weights),
+        entropy_threshold=threshold,
+        counts=counts,
+        tokens=counts.sum(),
+    )

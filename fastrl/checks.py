@@ -1,0 +1,139 @@
+"""Argument checks shared by the entry points: each raises before any work, naming the argument."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_always = False
+
+
+@contextmanager
+def check_inputs() -> Iterator[None]:
+    """Inside this context the values of targets are checked on a GPU too, as they always are on the CPU.
+
+    Raises IndexError for an unmasked target outside `[0, V)` before any kernel runs, where a GPU otherwise gives that
+    token a NaN log-probability. Costs one host synchronisation a call.
+    """
+    global _always
+    before, _always = _always, True
+    try:
+        yield
+    finally:
+        _always = before
+
+
+def values_are_checked(tensor: Tensor) -> bool:
+    """Whether values on the tensor's device may be looked at: on the CPU, or inside `check_inputs()`."""
+    if torch.compiler.is_compiling():
+        return False  # the operators look again when the compiled graph runs
+    return _always or tensor.device.type == "cpu"
+
+
+def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
+    """The value, if it is a tensor of one of the dtypes (any floating dtype where none are named)."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if dtypes is None and not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if dtypes is not None and value.dtype not in dtypes:
+        expected = ", ".join(str(d) for d in dtypes)
+        raise TypeError(f"{name} must be one of {expected}, got {value.dtype}")
+    return value
+
+
+def shape(name: str, value: Tensor, expected: Sequence[int], why: str) -> None:
+    """The tensor has the expected shape; `why` says where that shape comes from."""
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(f"{name} must have shape {tuple(expected)} ({why}), got {tuple(value.shape)}")
+
+
+def same_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
+    """Both tensors are on one device."""
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like {like_name}, got {value.device}")
+
+
+def number(name: str, value: object, *, positive: bool = False) -> float:
+    """A finite float, > 0 where positive."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    # comparisons, for torch.compile traces them through a float that it has made symbolic
+    if not -sys.float_info.max <= value <= sys.float_info.max or (positive and value <= 0):
+        raise ValueError(f"{name} must be finite{' and > 0' if positive else ''}, got {value!r}")
+    return float(value)
+
+
+def targets(value: object, leading: Sequence[int], why: str, like: Tensor, like_name: str) -> Tensor:
+    """Targets (...) int64 that match the leading dimensions of the logits or hidden states."""
+    value = tensor("targets", value, (torch.int64,))
+    shape("targets", value, leading, why)
+    same_device("targets", value, like, like_name)
+    return value
+
+
+def mask(value: object, like: Tensor, like_name: str = "targets") -> Tensor | None:
+    """A mask shaped like the targets (or what they are called) as bool, or None; bool or 0/1 numbers come in."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise TypeError(f"mask must be a tensor, got {type(value).__name__}")
+    shape("mask", value, like.shape, f"the shape of {like_name}")
+    same_device("mask", value, like, like_name)
+    if value.dtype == torch.bool:
+        return value
+    if value.is_complex():
+        raise TypeError(f"mask must be bool or 0/1, got {value.dtype}")
+    if values_are_checked(value):
+        bad = (value != 0) & (value != 1)
+        if bool(bad.any()):
+            raise ValueError(f"mask must hold only 0 and 1, got {value[bad][0].item()!r}")
+    return value != 0
+
+
+def targets_in_range(value: Tensor, counts: Tensor | None, vocab: int) -> None:
+    """IndexError for an unmasked target outside [0, vocab), where values may be looked at."""
+    if not values_are_checked(value):
+        return
+    bad = (value < 0) | (value >= vocab)
+    if counts is not None:
+        bad = bad & counts
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        raise IndexError(
+            f"targets{where} is {value[tuple(where)].item()}, outside [0, {vocab}) and not masked"
+            " (mask=0 marks tokens that do not count)"
+        )
+
+
+def temperature(value: object, like: Tensor) -> tuple[float, Tensor | None]:
+    """A scalar temperature and None, or 1.0 and a float32 tensor shaped like the targets."""
+    if not isinstance(value, Tensor):
+        return number("temperature", value, positive=True), None
+    if not value.is_floating_point():
+        raise TypeError(f"temperature must be a float or a floating-point tensor, got {value.dtype}")
+    same_device("temperature", value, like, "targets")
+    if value.dim() == 0:
+        value = value.expand(like.shape)
+    shape("temperature", value, like.shape, "the shape of targets")
+    if values_are_checked(value) and not bool(((value > 0) & value.isfinite()).all()):
+        raise ValueError("temperature must be finite and > 0 everywhere")
+    return 1.0, value.detach().float().reshape(-1).contiguous()
+
+
+def softcap(value: object) -> float:
+    """A positive softcap, or 0.0 for None."""
+    return 0.0 if value is None else number("softcap", value, positive=True)
+
+
+def unsupported(**arguments: object) -> None:
+    """NotImplementedError for an argument of the settled interface whose work is not built yet."""
+    for name, value in arguments.items():
+        if value is not None and value != ():
+            raise NotImplementedError(f"{name} is not built yet in this version of fastrl; leave it out")

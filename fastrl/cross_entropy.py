@@ -1,0 +1,70 @@
+"""Supervised cross-entropy from hidden states and the output head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .policy_loss import linear_policy_loss
+from .presets import REINFORCE
+from .token_logprobs import linear_token_logprobs
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (...)
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    denominator: float | Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | str | None = None,
+    tp_group: Any = None,
+    num_tokens: int | None = None,
+) -> Tensor:
+    """Cross-entropy of `hidden @ weight.T + bias`, in nats, a chunk of rows at a time (3U for a scalar, U = 2 N V H).
+
+    It is the policy loss of REINFORCE with advantage 1: "mean" and "sum" get their gradients in the forward.
+    `hidden[t]` predicts `targets[t]`: nothing is shifted.
+
+    Args:
+        hidden, weight, bias, temperature, logit_scale, softcap: as in `linear_token_logprobs`.
+        targets: (...) int64; entries equal to `ignore_index` do not count and are not read.
+        reduction: "mean" over the counted tokens, "sum", or "none" for one loss a token (0 where ignored; 4U).
+        denominator: replaces the local count of tokens in "mean".
+        memory_budget, tp_group: not built yet.
+        num_tokens: the number of counted tokens, if known; saves a host synchronisation on a GPU.
+
+    Returns:
+        A float32 scalar, or (...) for "none".
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_token_logprobs`.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if denominator is not None and reduction != "mean":
+        raise ValueError(f"denominator goes with reduction='mean', got reduction={reduction!r}")
+    targets = checks.tensor("targets", targets, (torch.int64,))
+    mask = targets != ignore_index
+    head: dict[str, Any] = {
+        "bias": bias, "mask": mask, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap,
+        "memory_budget": memory_budget, "tp_group": tp_group,
+    }  # fmt: skip
+    if reduction == "none":
+        return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
+    one = torch.ones(targets.shape, device=targets.device)
+    loss = linear_policy_loss(
+        hidden, weight, targets, objective=REINFORCE(), advantages=one, num_tokens=num_tokens,
+        denominator=1.0 if reduction == "sum" else denominator, **head,
+    )  # fmt: skip
+    return loss.loss

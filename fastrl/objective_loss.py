@@ -1,0 +1,326 @@
+"""An objective evaluated on log-probabilities in torch, differentiable by autograd: the readable loss, and its metrics.
+
+The fused paths run the same formulas inside kernels where tokens do not depend on each other (`row_objective` says
+when, and what the kernels are given), and this file where they do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import formulas as f
+from .batch import Batch
+from .objectives import GATE_FORMULAS, KL, KL_FORMULAS, ROLLOUT_FORMULAS, GammaWeight, GeometricMean, Objective
+from .ops.contract import TERMS, RowInputs, RowObjective
+
+
+class LossContext(NamedTuple):
+    """What a custom objective may read beside its log-ratio and advantages; all detached but `logprobs` and `entropy`.
+
+    Tensors have the shape of the log-ratio given to the callable; None = not given by the caller.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    mask: Tensor
+    cu_seqlens: Tensor | None
+
+
+CustomObjective = Callable[[Tensor, Tensor, LossContext], Tensor]
+
+
+class _Ratio(NamedTuple):
+    """The gate's ratio: its clamped log, 1 where the clamp left it alone, and 1 where an exponent was clamped."""
+
+    log: Tensor
+    active: Tensor
+    clamped: Tensor
+
+
+def settings_of(objective: Objective | CustomObjective) -> Objective:
+    """The objective itself; for a callable, the fields that surround it: its `aggregate` attribute, else token-mean."""
+    if isinstance(objective, Objective):
+        return objective
+    if not callable(objective):
+        raise TypeError(f"objective must be an Objective or a callable, got {type(objective).__name__}")
+    return Objective(aggregate=getattr(objective, "aggregate", "token-mean"))
+
+
+def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) -> None:
+    """ValueError where the objective reads something that the caller did not give."""
+    if objective.kl is not None and objective.kl.needs_reference and batch.ref is None:
+        raise ValueError(f"ref_logprobs is needed by the objective's KL term ({objective.kl.kind}), got None")
+    if objective.rollout_correction is not None and batch.rollout is None:
+        raise ValueError("rollout_logprobs is needed by the objective's rollout_correction, got None")
+    wants = objective.has_entropy_term or objective.top_entropy_fraction is not None
+    if not has_entropy and (wants or batch.entropy_threshold is not None):
+        raise ValueError("entropy is needed by the objective's entropy terms, got None")
+
+
+def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ratio:
+    """The log-ratio that the gate reads, at the objective's level (ALGORITHMS section 1)."""
+    bound, responses = objective.max_log_ratio, batch.responses
+    raw = logp - old
+    clamped = 1 - f.within(raw, bound)
+    if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean):
+        return _Ratio(f.clamp(raw, bound), f.within(raw, bound), clamped)
+    if isinstance(objective.gate, GeometricMean):
+        clip, a = objective.gate.clip, batch.advantages
+        raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
+    total = responses.sum(raw.where(batch.mask, 0.0))
+    if isinstance(objective.gate, GammaWeight) and batch.rollout is not None:
+        total = total + responses.sum(old - batch.rollout)
+    if objective.ratio != "sequence-product":
+        total = total / batch.counts.clamp_min(1)
+    level = responses.spread(total)
+    active = f.within(level, bound)
+    clamped = torch.maximum(clamped, 1 - active)
+    level = f.clamp(level, bound)
+    if objective.ratio == "sequence-token":
+        return _Ratio(level.detach() + (logp - logp.detach()), torch.ones_like(active), clamped)
+    return _Ratio(level, active, clamped)
+
+
+def rollout_weights(objective: Objective, batch: Batch, old: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Detached rollout-correction weights (N,), and 1 where log rho was clamped."""
+    correction = objective.rollout_correction
+    if correction is None or batch.rollout is None:
+        return None, None
+    log_rho = old.detach() - batch.rollout
+    if correction.level == "sequence":
+        log_rho = batch.responses.spread(batch.responses.sum(log_rho.where(batch.mask, 0.0)))
+    bound = objective.max_log_ratio
+    weight = ROLLOUT_FORMULAS[correction.mode](f.clamp(log_rho, bound), correction.low, correction.high)
+    return weight, 1 - f.within(log_rho, bound)
+
+
+def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> Tensor | None:
+    """1 for tokens that DeepSeek-V3.2's sequence mask leaves out: A < 0 in a response that drifted beyond delta."""
+    if objective.off_policy_delta is None:
+        return None
+    sampled = old if batch.rollout is None else batch.rollout
+    drift = batch.responses.sum((sampled - logp.detach()).where(batch.mask, 0.0)) / batch.counts.clamp_min(1)
+    drifted = batch.responses.spread(drift) > objective.off_policy_delta
+    return (drifted & (batch.advantages < 0) & batch.mask).to(logp.dtype)
+
+
+def _entropy_weights(objective: Objective, batch: Batch, entropy: Tensor) -> Tensor | None:
+    """1 for the tokens of high entropy that alone are trained on (80/20), else 0."""
+    threshold = batch.entropy_threshold
+    if threshold is None:
+        if objective.top_entropy_fraction is None:
+            return None
+        values = entropy.detach().where(batch.mask, torch.nan)
+        threshold = torch.nanquantile(values, 1 - objective.top_entropy_fraction) if values.numel() else None
+        if threshold is None:
+            return None
+    return (entropy.detach() >= threshold).to(entropy.dtype)
+
+
+def _token_weights(
+    objective: Objective, batch: Batch, logp: Tensor, old: Tensor, entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """omega (N,) or None for ones, the off-policy mask, and 1 where a rollout exponent was clamped."""
+    rho, rho_clamped = rollout_weights(objective, batch, old)
+    dropped = _off_policy_mask(objective, batch, logp, old)
+    high_entropy = None if entropy is None else _entropy_weights(objective, batch, entropy)
+    kept = None if dropped is None else 1 - dropped
+    return _product(batch.token_weights, rho, kept, high_entropy), dropped, rho_clamped
+
+
+def _product(*factors: Tensor | None) -> Tensor | None:
+    """The product of those that are there; None where none is."""
+    there = [factor for factor in factors if factor is not None]
+    return math.prod(there[1:], start=there[0]) if there else None
+
+
+def _kl(kl: KL, batch: Batch, logp: Tensor, token: Tensor, gate: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Per-token KL (N,) and 1 where its exponent was clamped."""
+    raw = torch.zeros_like(logp) if batch.ref is None else batch.ref - logp
+    own = kl.kind == "k3-unbiased" and kl.ratio == "objective"
+    value = KL_FORMULAS[kl.kind][0](f.clamp(raw, bound), gate if own else token)
+    return value, 1 - f.within(raw, bound)
+
+
+def objective_loss(
+    objective: Objective | CustomObjective,
+    batch: Batch,
+    logp: Tensor,
+    entropy: Tensor | None,
+    weights: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Per-token terms (len(TERMS), N), whose first row sums to the loss, and the off-policy mask (N,) or None.
+
+    logp and entropy (N,) carry the graph; weights (N,) are the aggregation's, detached.
+    """
+    settings = settings_of(objective)
+    bound = settings.max_log_ratio
+    old = logp.detach() if batch.old is None else batch.old
+    ratio = _ratio(settings, batch, logp, old)
+    token = f.clamp(logp - old, bound)
+    clamped = ratio.clamped
+    if isinstance(objective, Objective):
+        value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
+        numbers = objective.gate.parameters()
+        value = value_of(ratio.log, logp, batch.advantages, *numbers)
+        with torch.no_grad():
+            weight = weight_of(ratio.log, ratio.active, batch.advantages, *numbers)
+            side = _sides(objective, batch, logp - old, side_of(ratio.log, batch.advantages, *numbers))
+    else:
+        value = _custom_value(objective, batch, token, logp, entropy, old, cu_seqlens)
+        weight, side = torch.full_like(logp, torch.nan), torch.zeros_like(logp)
+
+    omega, dropped, rho_clamped = _token_weights(settings, batch, logp, old, entropy)
+    kept = weights if omega is None else weights * omega
+    policy = torch.where(kept == 0, 0.0, kept * value)
+    loss, kl = policy, torch.zeros_like(logp)
+    if settings.kl is not None:
+        kl, kl_clamped = _kl(settings.kl, batch, logp, token, ratio.log, bound)
+        loss = loss + weights * f.detach(settings.kl.coef) * kl
+        clamped = torch.maximum(clamped, kl_clamped)
+    if settings.has_entropy_term and entropy is not None:
+        on_entropy = weights if batch.entropy_weights is None else batch.entropy_weights
+        loss = loss - on_entropy * f.detach(settings.entropy_coef) * entropy
+    if rho_clamped is not None:
+        clamped = torch.maximum(clamped, rho_clamped)
+    with torch.no_grad():
+        approx_kl = f.kl_old_new_value(token, token)
+        rest = torch.stack([policy, kl, ratio.log.exp(), weight, side, approx_kl, clamped])
+        rest = rest.where(batch.mask, 0.0)
+    return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), dropped
+
+
+def _sides(objective: Objective, batch: Batch, raw: Tensor, side: Tensor) -> Tensor:
+    """The gate's clipped sides; GMPO's clip is on each token's log-ratio, before the gate."""
+    if not isinstance(objective.gate, GeometricMean):
+        return side
+    clip, a = objective.gate.clip, batch.advantages
+    return ((a > 0) & (raw > clip)).to(raw.dtype) - ((a < 0) & (raw < -clip)).to(raw.dtype)
+
+
+def _custom_value(
+    objective: CustomObjective, batch: Batch, log_ratio: Tensor, logp: Tensor, entropy: Tensor | None, old: Tensor,
+    cu_seqlens: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The callable's per-token loss (N,); it sees tensors shaped like the targets."""
+
+    def shaped(x: Tensor | None) -> Any:
+        return None if x is None else x.reshape(batch.shape)
+
+    context = LossContext(
+        shaped(logp), shaped(entropy), shaped(old), shaped(batch.ref), shaped(batch.rollout), shaped(batch.mask),
+        cu_seqlens,
+    )  # fmt: skip
+    value = objective(shaped(log_ratio), shaped(batch.advantages), context)
+    if not isinstance(value, Tensor) or value.shape != batch.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"objective must return a per-token loss of shape {tuple(batch.shape)}, got {got}")
+    return value.reshape(-1).to(logp.dtype)
+
+
+def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor | None) -> dict[str, Tensor]:
+    """Detached float32 scalars from terms (len(TERMS), N): means over unmasked tokens, and counts. No host sync."""
+    terms = terms.detach().float()
+    row = dict(zip(TERMS, terms, strict=True))
+    side = row["side"]
+    tokens = batch.tokens.float()
+    sums = torch.stack(
+        [row["kl"], row["ratio"], row["weight"], side.clamp_min(0), (-side).clamp_min(0), row["approx_kl"]]
+    ).sum(-1) / tokens.clamp_min(1)
+    kl, ratio, gate, high, low, approx_kl = sums.unbind()
+    nothing = torch.zeros((), device=terms.device)
+    return {
+        "policy_loss": row["policy"].sum(),
+        "kl": kl,
+        "entropy": torch.full_like(nothing, torch.nan) if entropy is None
+        else batch.flat(entropy.detach().float()).sum() / tokens.clamp_min(1),
+        "ratio_mean": ratio,
+        "ratio_max": row["ratio"].amax() if terms.shape[1] else nothing,
+        "clip_frac": low + high,
+        "clip_frac_low": low,
+        "clip_frac_high": high,
+        "gate_mean": gate,
+        "approx_kl": approx_kl,
+        "ratio_clamped": row["clamped"].sum(),
+        "masked_off_policy": nothing if dropped is None else dropped.float().sum(),
+        "tokens": tokens,
+    }  # fmt: skip
+
+
+def why_not_row_local(objective: Objective | CustomObjective, batch: Batch) -> str | None:
+    """Why a token's coefficients depend on other tokens here, or None where they do not."""
+    if not isinstance(objective, Objective):
+        return None if getattr(objective, "row_local", False) else "a callable that does not promise row_local"
+    on_policy = batch.old is None
+    correction = objective.rollout_correction
+    if objective.off_policy_delta is not None:
+        return "off_policy_delta reads a whole response"
+    if objective.top_entropy_fraction is not None and batch.entropy_threshold is None:
+        return "a top-entropy fraction without a threshold reads the whole batch"
+    if correction is not None and correction.level == "sequence" and on_policy:
+        return "a sequence-level rollout correction reads a whole response"
+    if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean | GammaWeight):
+        return None
+    if not on_policy:
+        return f"the {objective.ratio} ratio reads a whole response"
+    if isinstance(objective.gate, GammaWeight):
+        return None if batch.rollout is None else "the gamma weight reads a whole response's rollout ratios"
+    if objective.ratio == "sequence-token":
+        return None
+    if objective.ratio == "sequence-product":
+        return "a sequence product's gradient grows with its length"
+    if objective.kl is not None and objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective":
+        return "the KL term is multiplied by the response's ratio"
+    uneven = batch.token_weights is not None or correction is not None or batch.entropy_threshold is not None
+    if uneven or not batch.per_response:
+        return "weights or advantages differ inside a response, whose tokens share one ratio"
+    return None
+
+
+def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:
+    """A row-local objective as the kernels take it, and 1 where an exponent outside the kernels was clamped.
+
+    weights (N,) are the aggregation's. On-policy, every ratio level has ratio 1 and the token level's coefficients, so
+    the kernels know tokens only.
+    """
+    omega = batch.token_weights
+    correction, clamped = objective.rollout_correction, None
+    in_kernel = correction is not None and correction.level == "token"
+    if batch.old is not None and not in_kernel:
+        rho, clamped = rollout_weights(objective, batch, batch.old)
+        omega = _product(omega, rho)
+    policy = (weights if omega is None else weights * omega).contiguous()
+    kl = objective.kl
+    entropy_weights = None
+    if objective.has_entropy_term:
+        on_entropy = weights if batch.entropy_weights is None else batch.entropy_weights
+        entropy_weights = (on_entropy * f.detach(objective.entropy_coef)).contiguous()
+    spec = RowObjective(
+        gate=objective.gate.formula,
+        gate_parameters=objective.gate.parameters(),
+        kl="none" if kl is None else kl.kind,
+        rollout=correction.mode if correction is not None and in_kernel else "none",
+        rollout_low=0.0 if correction is None else correction.low,
+        rollout_high=0.0 if correction is None else correction.high,
+        max_log_ratio=objective.max_log_ratio,
+    )
+    inputs = RowInputs(
+        advantages=batch.advantages.contiguous(),
+        policy_weights=policy,
+        old=batch.old,
+        ref=batch.ref if kl is not None and kl.needs_reference else None,
+        rollout=batch.rollout if in_kernel else None,
+        kl_weights=None if kl is None else (weights * f.detach(kl.coef)).contiguous(),
+        entropy_weights=entropy_weights,
+        entropy_threshold=batch.entropy_threshold,
+    )
+    return spec, inputs, clamped

@@ -1,0 +1,294 @@
+"""Objectives as data: a ratio level x a gate x a KL term x an aggregation, and the table of published algorithms.
+
+The arithmetic is in `formulas.py`; this file names it, holds its numbers and checks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from . import formulas as f
+
+RatioLevel = Literal["token", "sequence", "sequence-token", "sequence-product"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+RATIO_LEVELS = ("token", "sequence", "sequence-token", "sequence-product")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+#: gate -> (value, weight, side), see `formulas`
+GATE_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "surrogate": (f.surrogate_value, f.surrogate_weight, f.never_clipped),
+    "reinforce": (f.reinforce_value, f.reinforce_weight, f.never_clipped),
+    "clip": (f.clip_value, f.clip_weight, f.clip_side),
+    "soft": (f.soft_value, f.soft_weight, f.never_clipped),
+    "stop-gradient-clip": (f.stop_gradient_clip_value, f.stop_gradient_clip_weight, f.stop_gradient_clip_side),
+    "gamma": (f.gamma_value, f.gamma_weight, f.never_clipped),
+}
+#: KL kind -> (value, its derivative in d = ref - logp, its derivative in log_ratio)
+KL_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "none": (f.zero, f.zero, f.zero),
+    "k1": (f.kl_k1_value, f.kl_k1_slope, f.zero),
+    "k2": (f.kl_k2_value, f.kl_k2_slope, f.zero),
+    "k3": (f.kl_k3_value, f.kl_k3_slope, f.zero),
+    "k3-unbiased": (f.kl_k3_unbiased_value, f.kl_k3_unbiased_slope, f.kl_k3_unbiased_value),
+    "k1+": (f.kl_k1_straight_value, f.kl_k2_slope, f.zero),
+    "k3+": (f.kl_k3_straight_value, f.kl_k2_slope, f.zero),
+    "forward": (f.kl_forward_value, f.kl_forward_slope, f.zero),
+    "old-new": (f.kl_old_new_value, f.zero, f.kl_old_new_ratio_slope),
+}
+#: rollout correction mode -> weight
+ROLLOUT_FORMULAS: dict[str, Callable[..., Any]] = {
+    "none": f.rollout_none,
+    "truncate": f.rollout_truncate,
+    "mask": f.rollout_mask,
+}
+
+_ABSENT = 1e30  # a bound that never binds; finite, so that a product with it is never NaN
+
+
+def _check(name: str, value: object, low: float, *, strict: bool = False, high: float = math.inf) -> None:
+    """A real number in [low, high], or (low, high] where strict."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < low or (strict and value == low) or value > high:
+        raise ValueError(f"{name} must be {'>' if strict else '>='} {low:g}"
+                         f"{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}")  # fmt: skip
+
+
+class Gate(Protocol):
+    """What turns a ratio and an advantage into a per-token loss."""
+
+    @property
+    def formula(self) -> str:
+        """The key of the gate's functions in GATE_FORMULAS."""
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        """The gate's numbers p0..p3, in the order of its formulas."""
+
+
+@dataclass(frozen=True)
+class NoGate:
+    """No clipping: `-r A` with the ratio (CPI, TRPO's surrogate), `-A logp` without (REINFORCE, GPG)."""
+
+    ratio: bool = True
+
+    @property
+    def formula(self) -> str:
+        return "surrogate" if self.ratio else "reinforce"
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """PPO's clip: `-min(r A, clip(r, 1 - low, 1 + high) A)` (arXiv:1707.06347; DAPO, arXiv:2503.14476, high > low).
+
+    `dual` bounds the loss of a negative advantage by `-dual A` (arXiv:1912.09729); `delta` bounds r inside the
+    unclipped branch (INTELLECT-2, arXiv:2505.07291).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+    delta: float | None = None
+    formula: ClassVar[str] = "clip"
+
+    def __post_init__(self) -> None:
+        _check("Clip.low", self.low, 0.0)
+        _check("Clip.high", self.high, 0.0)
+        if self.dual is not None:
+            _check("Clip.dual", self.dual, 1.0, strict=True)
+        if self.delta is not None:
+            _check("Clip.delta", self.delta, 1.0, strict=True)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        dual = _ABSENT if self.dual is None else self.dual
+        return (self.low, self.high, dual, _ABSENT if self.delta is None else self.delta)
+
+
+@dataclass(frozen=True)
+class SoftGate:
+    """SAPO's gate: `-(4 / tau) sigmoid(tau (r - 1)) A`, so that the weight on grad log pi is `r sech^2(tau (r-1) / 2)`.
+
+    tau is `tau_pos` for A > 0 and `tau_neg` otherwise (arXiv:2511.20347).
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    formula: ClassVar[str] = "soft"
+
+    def __post_init__(self) -> None:
+        _check("SoftGate.tau_pos", self.tau_pos, 0.0, strict=True)
+        _check("SoftGate.tau_neg", self.tau_neg, 0.0, strict=True)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (self.tau_pos, self.tau_neg, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class StopGradientClip:
+    """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound of the ratio (arXiv:2506.13585)."""
+
+    cap: float = 5.0
+    low: float | None = None
+    formula: ClassVar[str] = "stop-gradient-clip"
+
+    def __post_init__(self) -> None:
+        _check("StopGradientClip.cap", self.cap, 0.0, strict=True)
+        if self.low is not None:
+            _check("StopGradientClip.low", self.low, 0.0, high=self.cap)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (self.cap, 0.0 if self.low is None else self.low, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class GeometricMean:
+    """GMPO: `-A exp(mean_t clip(log r_t))`, log r clipped at +clip for A > 0, at -clip for A < 0 (arXiv:2507.20673)."""
+
+    clip: float = 0.4
+    formula: ClassVar[str] = "surrogate"
+
+    def __post_init__(self) -> None:
+        _check("GeometricMean.clip", self.clip, 0.0, strict=True)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class GammaWeight:
+    """VESPO: `-sg[phi] A logp`, `log phi = lam + k log W - lam W`, W the product of the response's ratios."""
+
+    k_pos: float = 2.0
+    lam_pos: float = 3.0
+    k_neg: float = 3.0
+    lam_neg: float = 2.0
+    formula: ClassVar[str] = "gamma"
+
+    def __post_init__(self) -> None:
+        for name in ("k_pos", "lam_pos", "k_neg", "lam_neg"):
+            _check(f"GammaWeight.{name}", getattr(self, name), 0.0)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (self.k_pos, self.lam_pos, self.k_neg, self.lam_neg)
+
+
+_GATES = (NoGate, Clip, SoftGate, StopGradientClip, GeometricMean, GammaWeight)
+
+
+def _check_coefficient(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise ValueError(f"{name} must be a float or a 0-dim tensor, got a tensor of shape {tuple(value.shape)}")
+    else:
+        _check(name, value, -math.inf)
+
+
+@dataclass(frozen=True)
+class KL:
+    """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
+
+    kind: k1 k2 k3 k3-unbiased k1+ k3+ forward old-new; coef: a float or a 0-dim tensor, read on its device;
+    ratio: which ratio multiplies "k3-unbiased", the token's own or the objective's (a response's at sequence levels).
+    """
+
+    kind: str = "k3"
+    coef: float | Tensor = 0.04
+    ratio: Literal["token", "objective"] = "token"
+
+    def __post_init__(self) -> None:
+        kinds = [k for k in KL_FORMULAS if k != "none"]
+        if self.kind not in kinds:
+            raise ValueError(f"KL.kind must be one of {', '.join(kinds)}, got {self.kind!r}")
+        if self.ratio not in ("token", "objective"):
+            raise ValueError(f"KL.ratio must be 'token' or 'objective', got {self.ratio!r}")
+        _check_coefficient("KL.coef", self.coef)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the estimator reads the reference policy's log-probabilities."""
+        return self.kind != "old-new"
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """A detached weight from `rho = exp(old - rollout)`, at the token or the sequence level.
+
+    mode "truncate" (TIS): rho clipped into [low, high]; mode "mask" (MIS, IcePop): rho inside [low, high], else 0.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.level not in ("token", "sequence"):
+            raise ValueError(f"RolloutCorrection.level must be 'token' or 'sequence', got {self.level!r}")
+        if self.mode not in ("truncate", "mask"):
+            raise ValueError(f"RolloutCorrection.mode must be 'truncate' or 'mask', got {self.mode!r}")
+        _check("RolloutCorrection.low", self.low, 0.0)
+        _check("RolloutCorrection.high", self.high, self.low, strict=True)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A policy objective, `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
+
+    gate: f; ratio: the level of the ratio that the gate reads; kl: beta kl, or None; entropy_coef: alpha, a float or a
+    0-dim tensor; aggregate: w; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio: every exponent
+    is clamped to +- this; rollout_correction, off_policy_delta (nats) and top_entropy_fraction (0 to 1): omega.
+    """
+
+    gate: Gate = Clip()
+    ratio: RatioLevel = "token"
+    kl: KL | None = None
+    entropy_coef: float | Tensor = 0.0
+    aggregate: Aggregation = "token-mean"
+    max_length: int | None = None
+    max_log_ratio: float = 20.0
+    rollout_correction: RolloutCorrection | None = None
+    off_policy_delta: float | None = None
+    top_entropy_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gate, _GATES):
+            names = ", ".join(g.__name__ for g in _GATES)
+            raise TypeError(f"Objective.gate must be one of {names}, got {self.gate!r}")
+        for name, options in (("ratio", RATIO_LEVELS), ("aggregate", AGGREGATIONS)):
+            if getattr(self, name) not in options:
+                raise ValueError(f"Objective.{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
+        for name, kind in (("kl", KL), ("rollout_correction", RolloutCorrection)):
+            if not isinstance(getattr(self, name), kind | None):
+                raise TypeError(f"Objective.{name} must be a {kind.__name__} or None, got {getattr(self, name)!r}")
+        _check_coefficient("Objective.entropy_coef", self.entropy_coef)
+        _check("Objective.max_log_ratio", self.max_log_ratio, 0.0, strict=True, high=80.0)
+        if self.aggregate == "seq-mean-token-sum-norm" and self.max_length is None:
+            raise ValueError("Objective.max_length is needed by aggregate='seq-mean-token-sum-norm', got None")
+        if self.max_length is not None:
+            _check("Objective.max_length", self.max_length, 0, strict=True)
+        if self.off_policy_delta is not None:
+            _check("Objective.off_policy_delta", self.off_policy_delta, -math.inf)
+        if self.top_entropy_fraction is not None:
+            _check("Objective.top_entropy_fraction", self.top_entropy_fraction, 0.0, strict=True, high=1.0)
+
+    @property
+    def has_entropy_term(self) -> bool:
+        """Whether the entropy enters the loss; a 0-dim tensor counts, for its value is not read here."""
+        return isinstance(self.entropy_coef, Tensor) or self.entropy_coef != 0.0
+
+    @property
+    def couples_response(self) -> bool:
+        """Whether the gate's ratio is one number of a whole response through which all its tokens get gradient."""
+        return self.ratio in ("sequence", "sequence-product") or isinstance(self.gate, GeometricMean)
+
+    def replace(self, **changes: Any) -> Objective:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,59 @@
+"""A loss whose gradients are already known: autograd gets them when it asks, times the upstream scalar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.ops.backend import kernels
+
+Gradients = Sequence[Tensor | None]
+Run = Callable[[], tuple[Tensor, Gradients]]
+
+
+class _Attach(torch.autograd.Function):
+    """The value that `run` returns, with the gradients that it returns for the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, backend: str, repeatable: bool, undo: Tensor | None, *inputs: Tensor | None
+    ) -> Tensor:
+        # Here the graph's edges to the inputs exist already. Had the logits been overwritten before, autograd would
+        # have rebuilt a view's edge as an as_strided one, whose backward copies the whole tensor.
+        value, ctx.gradients = run()
+        ctx.backend, ctx.undo = backend, undo
+        ctx.run = run if repeatable else None
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            if ctx.run is None:
+                raise RuntimeError(
+                    "the logits were consumed by the first backward (inplace=True): a second one has no input"
+                )
+            with torch.no_grad():
+                _, gradients = ctx.run()
+        factor = upstream.float() if ctx.undo is None else upstream.float() * ctx.undo
+        for gradient in gradients:
+            if gradient is not None:
+                kernels(ctx.backend, gradient).scale_(gradient, factor)
+        cast = (None if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
+        return (None, None, None, None, *cast)
+
+
+def attach_gradients(
+    run: Run, inputs: Sequence[Tensor | None], backend: str, *, repeatable: bool, undo: Tensor | None = None
+) -> Tensor:
+    """The 0-dim value that `run()` returns, with a graph to `inputs` whose gradients, one each or None, it returns too.
+
+    The first backward hands the gradients' buffers over, scaled in place by the upstream scalar (and by `undo`), which
+    is read on its device; a later one runs again, or raises RuntimeError where that is not repeatable.
+    """
+    out: Tensor = _Attach.apply(run, backend, repeatable, undo, *inputs)
+    return out

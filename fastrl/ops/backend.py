@@ -1,0 +1,99 @@
+"""Which backend runs the row functions: chosen here, and nowhere else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+NAMES = ("triton", "cpp", "torch")
+_MODULES = {
+    "triton": "fastrl.ops.triton_backend",
+    "cpp": "fastrl.ops.cpp_backend",
+    "torch": "fastrl.ops.torch_backend",
+}
+_forced = ""
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Force one backend, "triton", "cpp" or "torch", for the calls made inside the context and their backwards.
+
+    Raises ValueError for another name, RuntimeError with the reason where that backend is not available here. A call
+    with tensors that the forced backend cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too.
+    """
+    global _forced
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+    reason = _why_unavailable(name)
+    if reason is not None:
+        raise RuntimeError(f"the {name} backend is not available: {reason}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def backends() -> dict[str, str]:
+    """Each backend's name -> "available", or the reason why it is not. Compiles the C++ backend if it is not cached."""
+    return {name: _why_unavailable(name) or "available" for name in NAMES}
+
+
+def interpreted() -> bool:
+    """Whether Triton's own switch makes it run kernels on the CPU, by its interpreter."""
+    return bool(import_module("triton").knobs.runtime.interpret)
+
+
+@cache
+def _why_unavailable(name: str) -> str | None:
+    if name == "triton":
+        try:
+            import_module("triton")
+        except ImportError as error:
+            return f"triton does not import ({error})"
+        if not torch.cuda.is_available() and not interpreted():
+            return "no CUDA or ROCm GPU (kernels run on the CPU only under Triton's interpreter)"
+    if name == "cpp":
+        reason: str | None = _module("cpp").why_unavailable()
+        return reason
+    return None
+
+
+def forced() -> str:
+    """The backend that `use_backend` forces here, or "": what an operator is given, and its backward with it."""
+    return _forced
+
+
+def kernels(name: str, tensor: Tensor) -> ModuleType:
+    """The named backend's module, or for "" that of the fastest backend for the tensor's device.
+
+    See `fastrl.ops.contract` for what is in it. RuntimeError where the named backend cannot take the tensor.
+    """
+    device = tensor.device.type
+    if name in ("triton", "cpp"):
+        fits = device == "cpu" if name == "cpp" else device == "cuda" or interpreted()
+        if not fits:
+            raise RuntimeError(f"use_backend({name!r}) cannot take tensors on {tensor.device}")
+    return _module(name or _default(device))
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    return import_module(_MODULES[name])
+
+
+@cache
+def _default(device: str) -> str:
+    name = {"cuda": "triton", "cpu": "cpp"}.get(device, "torch")
+    reason = _why_unavailable(name)
+    if reason is not None:
+        warnings.warn(f"fastrl falls back to plain torch on {device}, which is slower: {reason}", stacklevel=2)
+        return "torch"
+    return name

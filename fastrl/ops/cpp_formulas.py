@@ -1,0 +1,135 @@
+"""The formulas of `fastrl.formulas`, translated into a C++ header, so that the objectives' arithmetic has one source.
+
+Straight-line functions only: assignments to names and one return, made of arithmetic, comparisons, `&` and `|` on
+comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters. Anything else
+raises `TranslationError` with its line. Every number is a double: a row's few operations cost nothing beside its
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+from fastrl import formulas
+from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.ops.contract import TERMS
+
+#: the names of `fastrl.arithmetic` in C++; a NaN argument of minimum or maximum gives NaN, as in torch
+_FUNCTIONS = {
+    "exp": "inline double exp(double x) { return std::exp(x); }",
+    "expm1": "inline double expm1(double x) { return std::expm1(x); }",
+    "sigmoid": "inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }",
+    "minimum": "inline double minimum(double a, double b) { return a < b || a != a ? a : b; }",
+    "maximum": "inline double maximum(double a, double b) { return a > b || a != a ? a : b; }",
+    "where": "inline double where(bool condition, double a, double b) { return condition ? a : b; }",
+    "detach": "inline double detach(double x) { return x; }",
+}
+_BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&&", ast.BitOr: "||"}
+_COMPARE = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
+_LOGICAL = (ast.BitAnd, ast.BitOr)
+
+
+class TranslationError(ValueError):
+    """A formula uses something that has no translation."""
+
+
+def _refuse(node: ast.AST) -> TranslationError:
+    return TranslationError(f"formulas line {getattr(node, 'lineno', '?')}: cannot translate {ast.unparse(node)!r}")
+
+
+def _is_condition(node: ast.expr, conditions: set[str]) -> bool:
+    return (
+        isinstance(node, ast.Compare)
+        or (isinstance(node, ast.BinOp) and isinstance(node.op, _LOGICAL))
+        or (isinstance(node, ast.Name) and node.id in conditions)
+    )
+
+
+def _expression(node: ast.expr, values: set[str], conditions: set[str], callables: set[str]) -> str:
+    def sub(child: ast.expr, condition: bool = False) -> str:
+        if _is_condition(child, conditions) != condition:
+            raise _refuse(child)
+        return _expression(child, values, conditions, callables)
+
+    match node:
+        case ast.Constant(value=float()):
+            return repr(node.value)
+        case ast.Name() if node.id in values | conditions:
+            return node.id
+        case ast.UnaryOp(op=ast.USub()):
+            return f"(-{sub(node.operand)})"
+        case ast.BinOp() if type(node.op) in _BINARY:
+            logical = isinstance(node.op, _LOGICAL)
+            return f"({sub(node.left, logical)} {_BINARY[type(node.op)]} {sub(node.right, logical)})"
+        case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            return f"({sub(node.left)} {_COMPARE[type(op)]} {sub(right)})"
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in callables:
+            arguments = [sub(a, name == "where" and i == 0) for i, a in enumerate(node.args)]
+            return f"{name}({', '.join(arguments)})"
+    raise _refuse(node)
+
+
+def translate(function: ast.FunctionDef, callables: set[str]) -> str:
+    """One formula as a C++ function; `callables` are the functions that it may call."""
+    a = function.args
+    if a.posonlyargs or a.kwonlyargs or a.vararg or a.kwarg or a.defaults or function.decorator_list:
+        raise _refuse(function)
+    names = [argument.arg for argument in a.args]
+    called = {n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    parameters = [f"{'auto' if name in called else 'double'} {name}" for name in names]
+    values, conditions = set(names) - called, set[str]()
+    callables = callables | (set(names) & called)
+    lines = []
+    for i, statement in enumerate(function.body):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in values | conditions | callables:
+                lines.append(f"  const auto {name} = {_expression(value, values, conditions, callables)};")
+                (conditions if _is_condition(value, conditions) else values).add(name)
+            case ast.Return(value=ast.Tuple(elts=items)) if i == len(function.body) - 1:
+                results = ", ".join(_expression(item, values, conditions, callables) for item in items)
+                lines.append(f"  return std::array<double, {len(items)}>{{{results}}};")
+            case ast.Return(value=ast.expr() as value) if i == len(function.body) - 1:
+                lines.append(f"  return {_expression(value, values, conditions, callables)};")
+            case _:
+                raise _refuse(statement)
+    if not isinstance(function.body[-1], ast.Return):
+        raise _refuse(function)
+    return f"inline auto {function.name}({', '.join(parameters)}) {{\n" + "\n".join(lines) + "\n}\n"
+
+
+def translate_source(source: str) -> str:
+    """All formulas of a Python source, in order."""
+    callables, out = set(_FUNCTIONS), []
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.FunctionDef():
+                out.append(translate(statement, callables))
+                callables.add(statement.name)
+            case ast.Expr(value=ast.Constant(value=str())) | ast.ImportFrom(module="arithmetic"):
+                pass
+            case _:
+                raise _refuse(statement)
+    return "\n".join(out)
+
+
+def _table(name: str, functions: list[str]) -> str:
+    return f"inline constexpr decltype(&{functions[0]}) {name}[] = {{{', '.join('&' + f for f in functions)}}};\n"
+
+
+def header() -> str:
+    """The header `fastrl_formulas.h`: the formulas, and tables of them in the order of the dictionaries' keys."""
+    parts = ("VALUE", "WEIGHT", "SIDE"), ("VALUE", "SLOPE", "RATIO_SLOPE")
+    tables = [
+        _table(f"{kind}_{part}", [functions[i].__name__ for functions in formulas_of.values()])
+        for kind, names, formulas_of in (("GATE", parts[0], GATE_FORMULAS), ("KL", parts[1], KL_FORMULAS))
+        for i, part in enumerate(names)
+    ]
+    tables.append(_table("ROLLOUT_WEIGHT", [function.__name__ for function in ROLLOUT_FORMULAS.values()]))
+    tables.append(f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n")
+    body = "\n".join([*_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), *tables])
+    return (
+        "// Generated from fastrl/formulas.py by fastrl/ops/cpp_formulas.py.\n#pragma once\n\n"
+        f"#include <array>\n#include <cmath>\n\nnamespace fastrl::formulas {{\n\n{body}\n"
+        f"}}  // namespace fastrl::formulas\n"
+    )

@@ -1,0 +1,155 @@
+"""torch.library operators over logits: row statistics (differentiable) and the row gradient, out of place and in place.
+
+They check target values, choose nothing (the backend's name is an argument, so that a backward uses its forward's) and
+hand over to a backend's functions; `fastrl.ops.contract` says what those are given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import checks
+from fastrl.ops.backend import kernels
+from fastrl.ops.contract import Statistics, Transform
+
+
+@torch.library.custom_op("fastrl::row_statistics", mutates_args=())
+def row_statistics(
+    logits: Tensor,  # (A, B, V)
+    targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool
+    temperatures: Tensor | None,  # (N,) float32
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+    consume: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, maxima and log-sums, each (N,) float32.
+
+    The first two are differentiable; with `consume` the backward writes the gradient over the logits.
+    """
+    checks.targets_in_range(targets, mask, logits.shape[-1])
+    if targets.numel() == 0:
+        return tuple(logits.new_empty(0, dtype=torch.float32) for _ in range(4))  # type: ignore[return-value]
+    transform = Transform(temperature, temperatures, logit_scale, softcap)
+    statistics: Statistics = kernels(backend, logits).row_statistics(logits, targets, mask, transform)
+    # An operator's results may not share memory; backends are free to fill one (4, N) tensor.
+    shared = len({s.untyped_storage().data_ptr() for s in statistics}) < len(statistics)
+    return tuple(s.clone() for s in statistics) if shared else tuple(statistics)  # type: ignore[return-value]
+
+
+@row_statistics.register_fake
+def _(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, temperatures: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
+    n = targets.shape[0]
+    return tuple(logits.new_empty(n, dtype=torch.float32) for _ in range(4))
+
+
+@torch.library.custom_op("fastrl::row_gradient", mutates_args=())
+def row_gradient(
+    logits: Tensor,  # (A, B, V)
+    targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool
+    temperatures: Tensor | None,  # (N,) float32
+    statistics: list[Tensor],  # 4 x (N,) float32
+    c: Tensor,  # (N,) float32
+    h: Tensor | None,  # (N,) float32
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+) -> Tensor:
+    """dL/dlogits (A, B, V), contiguous, from c = dL/dlogp and h = dL/dH."""
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    transform = Transform(temperature, temperatures, logit_scale, softcap)
+    if out.numel():
+        kernels(backend, logits).row_gradient(logits, targets, mask, transform, Statistics(*statistics), c, h, out)
+    return out
+
+
+@row_gradient.register_fake
+def _(logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@torch.library.custom_op("fastrl::row_gradient_", mutates_args=("logits",))
+def row_gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperatures: Tensor | None,
+    statistics: list[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+) -> None:
+    """`row_gradient`, written over the logits."""
+    transform = Transform(temperature, temperatures, logit_scale, softcap)
+    if logits.numel():
+        kernels(backend, logits).row_gradient(logits, targets, mask, transform, Statistics(*statistics), c, h, logits)
+
+
+def upstream(gradient: Tensor | None) -> Tensor | None:
+    """A per-row gradient as backends take it, (N,) float32 contiguous, or None."""
+    return None if gradient is None else gradient.detach().float().contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, targets, mask, temperatures, *options, consume = inputs
+    ctx.save_for_backward(logits, targets, mask, temperatures, *output)
+    ctx.options, ctx.consume, ctx.consumed = options, consume, False
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+    if ctx.consumed:
+        raise RuntimeError("the logits were consumed by the first backward (inplace=True): a second one has no input")
+    logits, targets, mask, temperatures, *statistics = ctx.saved_tensors
+    c, h = upstream(d_logprobs), upstream(d_entropy)
+    if c is None:
+        if h is None:
+            return (None,) * 9
+        c = torch.zeros_like(statistics[0])
+    if ctx.consume:
+        ctx.consumed = True
+        gradient = logits.detach()
+        row_gradient_(gradient, targets, mask, temperatures, statistics, c, h, *ctx.options)
+    else:
+        gradient = row_gradient(logits, targets, mask, temperatures, statistics, c, h, *ctx.options)
+    return (gradient, *(None,) * 8)
+
+
+row_statistics.register_autograd(_backward, setup_context=_setup_context)
+
+
+def as_rows(logits: Tensor, inplace: bool) -> Tensor:
+    """Logits (..., V) as (A, B, V): a view wherever two leading strides suffice, else a contiguous copy.
+
+    ValueError where in-place work would need the copy, or would write a broadcast row more than once.
+    """
+    vocab = logits.shape[-1]
+    # The last dimension before V stays B, so that x[:, :-1] of a padded batch needs no copy.
+    inner = logits.shape[-2] if logits.dim() > 1 else 1
+    outer = logits.numel() // max(inner * vocab, 1)
+    try:
+        rows = logits.view(outer, inner, vocab)
+    except RuntimeError:
+        rows = None
+    if rows is not None and rows.stride(-1) != 1 and vocab > 1:
+        rows = None
+    if inplace:
+        broadcast = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+        if rows is None or broadcast:
+            raise ValueError(
+                "inplace=True needs logits that are dense in the vocabulary, not broadcast, and regular in their"
+                f" leading dimensions; got shape {tuple(logits.shape)} with strides {logits.stride()}"
+            )
+    return logits.reshape(outer, inner, vocab).contiguous() if rows is None else rows

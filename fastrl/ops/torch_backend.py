@@ -1,0 +1,15 @@
+"""The torch backend: the oracle's row functions, on any device torch has."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastrl.reference.rows import row_gradient, row_statistics, row_visit
+
+__all__ = ["row_gradient", "row_statistics", "row_visit", "scale_"]
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    """Multiply a tensor in place by a 0-dim factor."""
+    if factor.device.type != "cpu" or factor.item() != 1:
+        tensor.mul_(factor)

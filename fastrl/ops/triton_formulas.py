@@ -1,0 +1,75 @@
+"""The formulas of `fastrl.formulas` as Triton device functions: the same code objects, executed on other globals.
+
+A formula is a plain function on bare names. Here each gets a globals dictionary in which `exp`, `where` and the rest
+are `@triton.jit` functions, and so are the other formulas; what torch executes and what a kernel compiles is one source.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from fastrl import formulas
+from fastrl.kernels.device_functions import exp, expm1, maximum, minimum, sigmoid
+from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.ops.contract import RowObjective
+
+
+@triton.jit
+def where(condition, a, b):  # type: ignore[no-untyped-def]
+    """a where the condition holds, else b."""
+    return tl.where(condition, a, b)
+
+
+@triton.jit
+def detach(x):  # type: ignore[no-untyped-def]
+    """The identity: nothing is differentiated here."""
+    return x
+
+
+_ARITHMETIC = (exp, expm1, sigmoid, minimum, maximum, where, detach)
+#: What a rebound formula sees. `tl` is what the interpreter patches.
+_GLOBALS: dict[str, Any] = {"__name__": f"{__name__}.rebound", "tl": tl} | {f.__name__: f for f in _ARITHMETIC}
+
+
+def _rebind(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
+    assert isinstance(function, types.FunctionType)
+    return triton.jit(types.FunctionType(function.__code__, scope, function.__name__))
+
+
+_GLOBALS |= {
+    name: _rebind(function, _GLOBALS)
+    for name, function in vars(formulas).items()
+    if isinstance(function, types.FunctionType) and function.__module__ == formulas.__name__
+}
+
+
+def _terms(  # type: ignore[no-untyped-def]
+    logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
+    p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
+):  # fmt: skip
+    return token_terms(  # type: ignore[name-defined]  # noqa: F821  (the names stand in the scope that it is bound to)
+        gate_value, gate_weight, gate_side, kl_value, kl_slope, kl_ratio_slope, rollout_weight,  # type: ignore[name-defined]  # noqa: F821
+        logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
+        p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
+    )  # fmt: skip
+
+
+@functools.cache
+def row_terms(gate: str, kl: str, rollout: str) -> Any:
+    """`token_terms` with its formulas filled in: the device function that `row_visit` takes, one a combination."""
+    names = ("gate_value", "gate_weight", "gate_side", "kl_value", "kl_slope", "kl_ratio_slope", "rollout_weight")
+    chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl], ROLLOUT_FORMULAS[rollout])
+    bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
+    return _rebind(_terms, _GLOBALS | bound)
+
+
+def device_objective(objective: RowObjective) -> tuple[Any, tuple[float, ...]]:
+    """The objective as `row_visit` takes it: a device function and its numbers."""
+    numbers = (*objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio)
+    return row_terms(objective.gate, objective.kl, objective.rollout), numbers

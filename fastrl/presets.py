@@ -1,0 +1,123 @@
+"""The published algorithms, each a few fields of `Objective`. Every preset also takes any field of it by keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .objectives import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+
+
+def _objective(overrides: dict[str, Any], **defaults: Any) -> Objective:
+    return Objective(**(defaults | overrides))
+
+
+def _kl(kind: str, coef: float | Tensor) -> KL | None:
+    """A KL term, or none for a coefficient that is the float 0."""
+    return KL(kind=kind, coef=coef) if isinstance(coef, Tensor) or coef != 0 else None
+
+
+def REINFORCE(**fields: Any) -> Objective:
+    """`-A logp`, token-mean (Williams, 1992)."""
+    return _objective(fields, gate=NoGate(ratio=False))
+
+
+def GPG(**fields: Any) -> Objective:
+    """Group policy gradient: `-A logp` with group advantages, token-mean (arXiv:2504.02546)."""
+    return _objective(fields, gate=NoGate(ratio=False))
+
+
+def CPI(**fields: Any) -> Objective:
+    """Conservative policy iteration's surrogate `-r A`, TRPO's too, token-mean (Kakade and Langford, 2002)."""
+    return _objective(fields, gate=NoGate(ratio=True))
+
+
+def PPO(clip: float = 0.2, clip_high: float | None = None, dual_clip: float | None = None, **fields: Any) -> Objective:
+    """PPO's clipped surrogate, token-mean (arXiv:1707.06347); `dual_clip` as in arXiv:1912.09729."""
+    return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high, dual=dual_clip))
+
+
+def PPOKL(coef: float | Tensor, **fields: Any) -> Objective:
+    """PPO with a KL penalty instead of the clip: `-r A + coef KL(old || new)`, token-mean (arXiv:1707.06347)."""
+    return _objective(fields, gate=NoGate(ratio=True), kl=_kl("old-new", coef))
+
+
+def GRPO(clip: float = 0.2, clip_high: float | None = None, kl_coef: float | Tensor = 0.04, **fields: Any) -> Objective:
+    """GRPO: PPO's clip, k3 KL in the loss, the mean of each response's mean (arXiv:2402.03300)."""
+    gate = Clip(clip, clip if clip_high is None else clip_high)
+    return _objective(fields, gate=gate, kl=_kl("k3", kl_coef), aggregate="seq-mean-token-mean")
+
+
+def DrGRPO(max_length: int, clip: float = 0.2, **fields: Any) -> Objective:
+    """Dr. GRPO: the clip, summed and divided by a constant length, no KL (arXiv:2503.20783)."""
+    return _objective(fields, gate=Clip(clip, clip), aggregate="seq-mean-token-sum-norm", max_length=max_length)
+
+
+def BNPO(clip: float = 0.2, clip_high: float | None = None, **fields: Any) -> Objective:
+    """GRPO's gate averaged over the batch's tokens, no KL (TRL's `loss_type="bnpo"`)."""
+    return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high))
+
+
+def DAPO(clip_low: float = 0.2, clip_high: float = 0.28, **fields: Any) -> Objective:
+    """DAPO: a higher upper clip, token-mean, no KL (arXiv:2503.14476)."""
+    return _objective(fields, gate=Clip(clip_low, clip_high))
+
+
+def GSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
+    """GSPO: the clip on the response's geometric-mean ratio (arXiv:2507.18071)."""
+    return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-mean")
+
+
+def GSPOToken(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
+    """GSPO-token: the response's ratio in value, each token's own gradient, per-token advantages (arXiv:2507.18071)."""
+    return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence-token", aggregate="seq-mean-token-mean")
+
+
+def SAPO(tau_pos: float = 1.0, tau_neg: float = 1.05, **fields: Any) -> Objective:
+    """SAPO: a soft sech^2 gate instead of the clip (arXiv:2511.20347)."""
+    return _objective(fields, gate=SoftGate(tau_pos, tau_neg), aggregate="seq-mean-token-mean")
+
+
+def CISPO(cap: float = 5.0, low: float | None = None, **fields: Any) -> Objective:
+    """CISPO: REINFORCE weighted by the clipped, detached ratio, token-mean (arXiv:2506.13585)."""
+    return _objective(fields, gate=StopGradientClip(cap, low))
+
+
+def GMPO(clip: float = 0.4, **fields: Any) -> Objective:
+    """GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673)."""
+    return _objective(fields, gate=GeometricMean(clip), aggregate="seq-mean-token-mean")
+
+
+def LUSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
+    """LUSPO: GSPO with each response weighted by its length (seq-mean-token-sum)."""
+    return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-sum")
+
+
+def VESPO(
+    k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, **fields: Any
+) -> Objective:
+    """VESPO: REINFORCE weighted by a gamma-shaped function of the response's ratio, token-mean."""
+    return _objective(fields, gate=GammaWeight(k_pos, lam_pos, k_neg, lam_neg), ratio="sequence-product")
+
+
+def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta: float, **fields: Any) -> Objective:
+    """DeepSeek-V3.2's GRPO: unbiased k3, off-policy sequence masking (arXiv:2512.02556)."""
+    return _objective(
+        fields,
+        gate=Clip(clip, clip),
+        kl=_kl("k3-unbiased", kl_coef),
+        aggregate="seq-mean-token-mean",
+        off_policy_delta=off_policy_delta,
+    )
+
+
+#: Every preset by name; the command line, the tests and the plots read this table.
+PRESETS: dict[str, Callable[..., Objective]] = {
+    preset.__name__: preset
+    for preset in (
+        REINFORCE, GPG, CPI, PPO, PPOKL, GRPO, DrGRPO, BNPO, DAPO, GSPO, GSPOToken, SAPO, CISPO, GMPO, LUSPO, VESPO,
+        DeepSeekV32,
+    )
+}  # fmt: skip

@@ -1,0 +1,137 @@
+"""The three row functions of `fastrl.ops.contract` in plain torch: the oracle, and the torch backend.
+
+Here the logits may also be float64, and all results are then float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.formulas import token_terms
+from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform, Visit
+
+#: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.
+_BLOCK_ENTRIES = 1 << 22
+
+
+def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """z and dz/dx of logits x (n, V), in float32, or in float64 for float64 logits."""
+    x = x if x.dtype == torch.float64 else x.float()
+    temperature: Tensor | float = transform.temperature
+    if transform.temperatures is not None:
+        temperature = transform.temperatures[rows].to(x.dtype)[:, None]
+    if not transform.softcap:
+        return x * (transform.logit_scale / temperature), torch.as_tensor(transform.logit_scale / temperature)
+    tanh = torch.tanh(x * (transform.logit_scale / transform.softcap))
+    z = torch.where(x == -torch.inf, x, tanh * (transform.softcap / temperature))
+    return z, (1 - tanh * tanh) * (transform.logit_scale / temperature)
+
+
+def _row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
+    """Views (n, V) of logits (A, B, V) with the rows that they cover, small enough to work on at once."""
+    a, b, v = logits.shape
+    step = max(1, _BLOCK_ENTRIES // max(v, 1))
+    return [
+        (logits[i, j : j + step], slice(i * b + j, i * b + min(j + step, b)))
+        for i in range(a)
+        for j in range(0, b, step)
+    ]
+
+
+def _block_statistics(z: Tensor, targets: Tensor, valid: Tensor) -> Statistics:
+    """Statistics of z (n, V); rows that are not valid give NaN log-probabilities."""
+    y = targets.where(valid, 0)[:, None]
+    maximum = z.amax(-1)
+    shifted = (z - maximum[:, None]).clamp_min(-1e4)  # -inf would make 0 * inf in the entropy
+    exponentials = shifted.exp()
+    others = exponentials.scatter(-1, y, 0.0).sum(-1)
+    u = shifted.gather(-1, y)[:, 0]
+    # Where the target is the maximum, log s = log1p(others) keeps what a rounded s = 1 + others would lose.
+    log_sum = torch.where(u == 0, torch.log1p(others), torch.log(others + u.exp()))
+    logprobs = torch.where(z.gather(-1, y)[:, 0] == -torch.inf, -torch.inf, u - log_sum)
+    entropy = log_sum - (shifted * exponentials).sum(-1) / (others + u.exp())
+    return Statistics(logprobs.where(valid, torch.nan), entropy, maximum, log_sum)
+
+
+def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
+    """See `fastrl.ops.contract`."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    out = torch.zeros(4, targets.numel(), dtype=dtype, device=logits.device)
+    for block, rows in _row_blocks(logits):
+        z, _ = transformed(block, transform, rows)
+        y = targets[rows]
+        found = torch.stack(_block_statistics(z, y, (y >= 0) & (y < logits.shape[-1])))
+        out[:, rows] = found if mask is None else found.where(mask[rows], 0.0)
+    return Statistics(*out)
+
+
+def row_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write dL/dlogits into `out` (A, B, V), given c = dL/dlogp and h = dL/dH, each (N,); `out` may be `logits`."""
+    vocab = logits.shape[-1]
+    for (block, rows), (out_block, _) in zip(_row_blocks(logits), _row_blocks(out), strict=True):
+        z, slope = transformed(block, transform, rows)
+        logp, entropy, maximum, log_sum = (s[rows, None] for s in statistics)
+        log_p = ((z - maximum) - log_sum).clamp_min(-1e4)
+        p = log_p.exp()
+        y = targets[rows]
+        valid = (y >= 0) & (y < vocab)
+        y = y.where(valid, 0)[:, None]
+        # 1 - p_y from the log-probability itself: p_y rounded to 1 would lose a confident token's gradient.
+        not_p = (-p).scatter(-1, y, -torch.expm1(logp))
+        gradient = c[rows, None] * not_p
+        if h is not None:
+            gradient = gradient - h[rows, None] * p * (log_p + entropy)
+        gradient = gradient * slope
+        gradient = gradient.where(valid[:, None], torch.nan)
+        if mask is not None:
+            gradient = gradient.where(mask[rows, None], 0.0)
+        out_block.copy_(gradient)
+
+
+def row_terms(
+    logprobs: Tensor, entropy: Tensor, mask: Tensor | None, objective: RowObjective, inputs: RowInputs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The objective of rows with known statistics: terms (len(TERMS), N), c (N,) and h (N,)."""
+    old = logprobs if inputs.old is None else inputs.old
+    zeros = torch.zeros_like(logprobs)
+    *terms, c, h = token_terms(
+        *GATE_FORMULAS[objective.gate], *KL_FORMULAS[objective.kl], ROLLOUT_FORMULAS[objective.rollout],
+        logprobs, entropy, old,
+        logprobs if inputs.ref is None else inputs.ref,
+        old if inputs.rollout is None else inputs.rollout,
+        inputs.advantages, inputs.policy_weights,
+        zeros if inputs.kl_weights is None else inputs.kl_weights,
+        zeros if inputs.entropy_weights is None else inputs.entropy_weights,
+        -1e30 if inputs.entropy_threshold is None else inputs.entropy_threshold,
+        *objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio,
+    )  # fmt: skip
+    stacked = torch.stack([*terms, c, h])
+    if mask is not None:
+        stacked = stacked.where(mask, 0.0)
+    return stacked[:-2], stacked[-2], stacked[-1]
+
+
+def row_visit(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+) -> Visit:
+    """Statistics, objective and gradient of each row; the gradient overwrites the logits."""
+    statistics = row_statistics(logits, targets, mask, transform)
+    terms, c, h = row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
+    row_gradient(logits, targets, mask, transform, statistics, c, None if inputs.entropy_weights is None else h, logits)
+    return Visit(statistics.logprobs, statistics.entropy, terms)

@@ -1,0 +1,104 @@
+"""Where each token's response is: padded `(B, T)`, packed `(N,)` with `cu_seqlens`, or one response `(N,)`.
+
+The functions of `advantages.py` and `rewards.py` work on flattened tokens and a response number for each of them, so
+that the three layouts are one code path and none of them needs the longest length on the host.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def same_layout(name: str, value: object, like_name: str, like: Tensor) -> Tensor:
+    """The value, if it is a floating-point tensor with the shape and the device of `like`."""
+    value = checks.tensor(name, value)
+    checks.shape(name, value, like.shape, f"the shape of {like_name}")
+    checks.same_device(name, value, like, like_name)
+    return value
+
+
+def token_mask(mask: object, like_name: str, like: Tensor) -> Tensor:
+    """A mask laid out as `like`, as bool; TypeError for None, else as `checks.mask` says."""
+    if mask is None:
+        raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
+    checked = checks.mask(mask, like, like_name)
+    assert checked is not None
+    return checked
+
+
+def check_cu_seqlens(cu_seqlens: object, name: str, tokens: Tensor) -> Tensor:
+    """`cu_seqlens` `(B+1,)` int32 on the device of `tokens` `(N,)`, which it cuts; `name` is what to call the tokens.
+
+    The numbers themselves (0 first, the token count last, never falling) are read where values may be.
+    """
+    if tokens.ndim != 1:
+        raise ValueError(f"{name} must have shape (tokens,) beside cu_seqlens, got {tuple(tokens.shape)}")
+    cu_seqlens = checks.tensor("cu_seqlens", cu_seqlens, (torch.int32,))
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens must have shape (responses + 1,), got {tuple(cu_seqlens.shape)}")
+    checks.same_device("cu_seqlens", cu_seqlens, tokens, name)
+    if checks.values_are_checked(cu_seqlens):
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != tokens.numel() or any(a > b for a, b in pairwise(ends)):
+            raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {tokens.numel()}, got {ends[:16]}")
+    return cu_seqlens
+
+
+class Responses:
+    """Responses of one padded batch (G, T), or packed by cu_seqlens: sums over a response, and the way back."""
+
+    def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
+        self.count, self.length = 1, shape.numel()
+        self.offsets: Tensor | None = None
+        if cu_seqlens is not None:
+            self.count = cu_seqlens.shape[0] - 1
+            self.offsets = cu_seqlens.long()
+            position = torch.arange(shape.numel(), device=device)
+            self.owner = torch.searchsorted(self.offsets[1:].contiguous(), position, right=True)
+        elif len(shape) > 1:
+            self.count, self.length = shape[:-1].numel(), shape[-1]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """(N,) -> (G,), in a fixed order; 0 for an empty response."""
+        if self.offsets is None:
+            return x.reshape(self.count, self.length).sum(-1)
+        if x.numel() == 0:
+            return x.new_zeros(self.count) + x.sum()
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0)
+
+    def spread(self, y: Tensor) -> Tensor:
+        """(G,) -> (N,): each token gets its response's number."""
+        if self.offsets is None:
+            return y[:, None].expand(self.count, self.length).reshape(-1)
+        return y[self.owner]
+
+    def owners(self, device: torch.device) -> Tensor:
+        """(N,) int64: the response of each token."""
+        if self.offsets is not None:
+            return self.owner
+        return torch.arange(self.count, device=device).repeat_interleave(self.length)
+
+
+def response_numbers(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+    """The response each token of `tokens` belongs to, flattened `(N,)` int64, and how many responses there are.
+
+    Args:
+        name: what to call `tokens` in an error.
+        tokens: `(B, T)`; or `(N,)`, packed if `cu_seqlens` is given and otherwise one response.
+        cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
+
+    Raises:
+        TypeError, ValueError: as `check_cu_seqlens`, and for any other number of dimensions.
+    """
+    if cu_seqlens is None and tokens.ndim not in (1, 2):
+        raise ValueError(f"{name} must have shape (responses, time) or (tokens,), got {tuple(tokens.shape)}")
+    checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, name, tokens)
+    responses = Responses(tokens.shape, checked, tokens.device)
+    return responses.owners(tokens.device), responses.count

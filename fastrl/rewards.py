@@ -1,0 +1,108 @@
+"""Rewards a token or a response gets beside the task's own: the KL to the reference, and DAPO's price of length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .objectives import KL_FORMULAS
+from .responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
+
+_REWARD_KINDS = ("k1", "k2", "k3")
+_MAX_LOG_RATIO = 20.0  # as Objective.max_log_ratio: exp(20) is far beyond any use and far from overflow
+
+
+def kl_penalized_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    beta: float | Tensor,
+    kind: str = "k1",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Token rewards `-beta * kl_t`, and the response's score on top at its last unmasked token.
+
+    PPO for language models (Ziegler et al., 2019, arXiv:1909.08593; Ouyang et al., 2022, arXiv:2203.02155). The
+    estimators are those of `KL` with `d = ref - logp`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - 1 - d`
+    (d held within +-20 there, so that exp stays finite). Any other price, such as `overlong_penalty`, is added to
+    `scores` beforehand.
+
+    Args:
+        scores: `(B,)`, one a response, a floating-point tensor. A response without unmasked tokens has no token to
+            carry its score, and gets none; a NaN score makes that one token NaN.
+        logprobs: of the policy that drew the tokens, in nats: `(B, T)`, or `(N,)`, packed or one response.
+        ref_logprobs: of the frozen reference, shaped like `logprobs`.
+        mask: bool or 0/1, shaped like `logprobs`, 1 = counts. Masked entries are not read.
+        beta: the weight of the KL, a number or a 0-dim tensor, in reward per nat.
+        kind: "k1" (unbiased, the usual one), "k2" or "k3".
+        cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
+
+    Returns:
+        Float32, shaped like `logprobs`, 0 where masked; no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value.
+    """
+    checks.tensor("logprobs", logprobs)
+    same_layout("ref_logprobs", ref_logprobs, "logprobs", logprobs)
+    counts = token_mask(mask, "logprobs", logprobs).reshape(-1)
+    if kind not in _REWARD_KINDS:
+        raise ValueError(f"kind must be one of {', '.join(_REWARD_KINDS)} in a reward, got {kind!r}")
+    if isinstance(beta, Tensor):
+        checks.shape("beta", beta, (), "a number or a 0-dim tensor")
+    elif checks.number("beta", beta) < 0:
+        raise ValueError(f"beta must be >= 0, got {beta!r}")
+    numbers, responses = response_numbers("logprobs", logprobs, cu_seqlens)
+    checks.tensor("scores", scores)
+    checks.shape("scores", scores, (responses,), "one a response")
+    checks.same_device("scores", scores, logprobs, "logprobs")
+
+    with torch.no_grad():
+        d = ref_logprobs.reshape(-1).double() - logprobs.reshape(-1).double()
+        if kind == "k3":
+            d = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        value, _, _ = KL_FORMULAS[kind]
+        rewards = (-beta * value(d, torch.zeros_like(d))).masked_fill(~counts, 0.0)
+        # The last unmasked token of each response, -1 where there is none.
+        position = torch.arange(d.numel(), device=d.device)
+        last = position.new_full((responses,), -1)
+        last = last.scatter_reduce(0, numbers, position.masked_fill(~counts, -1), "amax")
+        carries = last[numbers] == position
+        rewards = torch.where(carries, rewards + scores.double()[numbers], rewards)
+        return rewards.float().reshape(logprobs.shape)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:
+    """DAPO's soft overlong punishment: 0 up to `max_length - cache`, falling linearly to -1 at `max_length` and beyond.
+
+    `((max_length - cache) - length) / cache` in between (Yu et al., 2025, arXiv:2503.14476, equation 13; there
+    `max_length` is 20480, the generation limit, and `cache` 4096). Add it to the scores.
+
+    Args:
+        lengths: `(B,)` integers, tokens in each response.
+        max_length: the generation limit in tokens, > 0.
+        cache: over how many tokens before the limit the penalty grows, from 0 (none: -1 beyond the limit only) to
+            `max_length`.
+
+    Returns:
+        `(B,)` float32 in [-1, 0].
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or value.
+    """
+    checks.tensor("lengths", lengths, INTEGER_DTYPES)
+    if lengths.ndim != 1:
+        raise ValueError(f"lengths must have shape (responses,), got {tuple(lengths.shape)}")
+    for name, number in (("max_length", max_length), ("cache", cache)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
+    if max_length <= 0:
+        raise ValueError(f"max_length must be > 0, got {max_length}")
+    if not 0 <= cache <= max_length:
+        raise ValueError(f"cache must be from 0 to max_length = {max_length}, got {cache}")
+    beyond = (max_length - cache) - lengths.to(torch.int64)
+    # Lengths are whole, so that a cache of 1 is already the step that a cache of 0 means.
+    return (beyond.double() / max(cache, 1)).clamp(-1.0, 0.0).float()

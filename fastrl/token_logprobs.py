@@ -1,0 +1,183 @@
+"""Log-probabilities and entropies of given tokens, from logits or from hidden states and the output head."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .ops.backend import forced
+from .ops.contract import Transform
+from .ops.linear import Head, linear_statistics
+from .ops.rows import as_rows, row_statistics
+
+
+class TokenStats(NamedTuple):
+    """What the vocabulary work gives per token."""
+
+    logprobs: Tensor
+    """float32, the shape of targets: log-probability of each target, in nats; 0 where masked."""
+    entropy: Tensor | None
+    """float32, the shape of targets: entropy in nats; 0 where masked; None unless asked for."""
+
+
+class VocabularyArguments(NamedTuple):
+    """Checked arguments of an entry point, flattened for the operators."""
+
+    targets: Tensor  # (N,) int64
+    mask: Tensor | None  # (N,) bool
+    transform: Transform
+
+
+def vocabulary_arguments(
+    targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object
+) -> VocabularyArguments:
+    """Check what both entry points share and flatten it."""
+    checked = checks.mask(mask, targets)
+    scalar, per_token = checks.temperature(temperature, targets)
+    transform = Transform(
+        scalar, per_token, checks.number("logit_scale", logit_scale, positive=True), checks.softcap(softcap)
+    )
+    return VocabularyArguments(
+        targets.reshape(-1).contiguous(), None if checked is None else checked.reshape(-1).contiguous(), transform
+    )
+
+
+def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Tensor, Tensor]:
+    """Logits (..., V) and their targets (...), or an error that names what is wrong."""
+    logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES)
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")
+    return logits, checks.targets(targets, logits.shape[:-1], "logits.shape[:-1]", logits, "logits")
+
+
+def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor]:
+    """A head whose hidden states are flattened to (N, H), and the targets (...), or an error.
+
+    Under autocast the three are cast to its dtype, as torch.nn.functional.linear would cast them.
+    """
+    hidden = checks.tensor("hidden", hidden)
+    weight = checks.tensor("weight", weight)
+    bias = None if bias is None else checks.tensor("bias", bias)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    checks.tensor("hidden", hidden, checks.LOGIT_DTYPES)
+    if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
+        raise ValueError(
+            "hidden must have shape (..., H) and weight (V, H) with V, H >= 1,"
+            f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            checks.same_device(name, value, hidden, "hidden")
+            if value.dtype != hidden.dtype:
+                raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {value.dtype}")
+    if bias is not None:
+        checks.shape("bias", bias, weight.shape[:1], "one a vocabulary entry")
+    targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
+    return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias), targets
+
+
+def token_logprobs(
+    logits: Tensor,  # (..., V)
+    targets: Tensor,  # (...)
+    *,
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: object = None,
+    entropy: bool = False,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    inplace: bool = False,
+) -> TokenStats:
+    """Log-probabilities of targets, and entropies, from logits, without an (N, V) float32 tensor.
+
+    With `z = softcap * tanh(logit_scale * logits / softcap) / temperature` (no tanh without a softcap):
+    `logprobs = z[target] - logsumexp(z)` and `entropy = -sum_j p_j log p_j`, in nats. Both are differentiable.
+    `-inf` logits have probability 0, with a softcap too. `logits[t]` predicts `targets[t]`: nothing is shifted.
+
+    Args:
+        logits: (..., V) float32, bfloat16 or float16, any leading strides.
+        targets: (...) int64 in [0, V); not read where the mask is 0.
+        mask: (...) bool or 0/1, 1 = counts. Masked outputs and gradients are 0.
+        temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
+        sampling_mask: not built yet.
+        entropy: whether to return entropies.
+        logit_scale: multiplies the logits (Cohere, Granite).
+        softcap: bounds the logits smoothly (Gemma 2), > 0.
+        inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
+            RuntimeError. Nothing else may read the logits after the backward.
+
+    Returns:
+        TokenStats of float32 tensors shaped like targets.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or option.
+        IndexError: on the CPU, or inside `check_inputs()`, an unmasked target outside [0, V); on a GPU its
+            log-probability is NaN.
+    """
+    logits, targets = checked_logits(logits, targets, inplace)
+    checks.unsupported(sampling_mask=sampling_mask)
+    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+    consume = inplace and logits.requires_grad and torch.is_grad_enabled()
+    rows = as_rows(logits, consume)
+    transform = args.transform
+    logprobs, entropies, *_ = row_statistics(
+        rows, args.targets, args.mask, transform.temperatures, transform.temperature, transform.logit_scale,
+        transform.softcap, forced(), consume,
+    )  # fmt: skip
+    return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: object = None,
+    entropy: bool = False,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | str | None = None,
+    tp_group: Any = None,
+    extras: tuple[str, ...] = (),
+) -> TokenStats:
+    """`token_logprobs` of the logits `hidden @ weight.T + bias`, a chunk of rows at a time: no (N, V) tensor exists.
+
+    Differentiable in hidden, weight and bias; the backward rebuilds the logits (2U forward and backward logits, 4U in
+    all with both gradients, U = 2 N V H), and the gradients of weight and bias are summed in float32. Masked rows never
+    enter a matrix product, which costs one host synchronisation on a GPU.
+
+    Args:
+        hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, of hidden's dtype; a weight that needs no gradient costs no product for it.
+        targets: (...) int64 in [0, V); not read where the mask is 0.
+        bias: (V,) of hidden's dtype.
+        mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
+        sampling_mask, memory_budget, tp_group, extras: not built yet.
+
+    Returns, raises: as `token_logprobs`.
+    """
+    head, targets = checked_head(hidden, weight, bias, targets)
+    checks.unsupported(sampling_mask=sampling_mask, memory_budget=memory_budget, tp_group=tp_group, extras=extras)
+    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+    logprobs, entropies = linear_stats(head, args, -1)
+    return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def linear_stats(head: Head, args: VocabularyArguments, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies (N,); num_tokens is -1 where unknown."""
+    transform = args.transform
+    logprobs, entropies, *_ = linear_statistics(
+        head.hidden, head.weight, head.bias, args.targets, args.mask, transform.temperatures, transform.temperature,
+        transform.logit_scale, transform.softcap, forced(), num_tokens,
+    )  # fmt: skip
+    return logprobs, entropies

@@ -1,0 +1,393 @@
+"""The arithmetic that the row kernels share: precise scalar functions, the transform, the online update and its fold.
+
+Nothing here comes from libdevice, so that the same code runs on CUDA, on ROCm and in the interpreter. Shapes: R vectors
+of VEC consecutive columns are one block of a row; `m`, `s`, `w` are accumulators, one each a vector of the block.
+"""
+
+# ruff: noqa: D103
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693145751953125)  # 12 bits: its product with a small integer is exact in float32
+LN2_LOW = tl.constexpr(1.428606765330187e-06)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite start for the maximum, not above any finite logit
+FLOOR = tl.constexpr(-200.0)  # under every exponent in base 2: 2**-200 is 0 in float32, and 0 * -200 is not NaN
+TWO_INFINITIES = tl.constexpr(-8323200)  # 0xFF80FF80: a word of two bfloat16 of -inf
+FIXED = tl.constexpr(1099511627776.0)  # 2**40: one unit of the fixed point that accumulators are summed in
+
+
+# --- scalar functions with small relative errors ----------------------------------------------------------------------
+
+
+@triton.jit
+def minimum(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def divide(a, b):
+    """a / b rounded well, for finite numbers: the hardware's quotient is 2 units off, and z would be with it."""
+    q = a / b
+    return q + tl.fma(-q, b, a) / b
+
+
+@triton.jit
+def _reduced(x):
+    """f = x - n ln 2 in [-0.35, 0.35] and 2**n, n an integer, for x clamped to where e**x is a normal number."""
+    x = minimum(maximum(x, -87.0), 88.7)
+    n = tl.minimum(tl.floor(x * LOG2E + 0.5), 127.0)
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return power, tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, x))
+
+
+@triton.jit
+def _expm1_near_0(f):
+    """e**f - 1 for |f| <= 0.35, by its series."""
+    q = tl.fma(f, 1.9841270e-4, 1.3888889e-3)
+    q = tl.fma(f, q, 8.3333333e-3)
+    q = tl.fma(f, q, 4.1666667e-2)
+    q = tl.fma(f, q, 1.6666667e-1)
+    q = tl.fma(f, q, 0.5)
+    return tl.fma(f * f, q, f)
+
+
+@triton.jit
+def exp(x):
+    power, f = _reduced(x)
+    y = tl.where(x < -87.0, 0.0, tl.fma(power, _expm1_near_0(f), power))
+    return tl.where(x > 88.7, float("inf"), y)
+
+
+@triton.jit
+def expm1(x):
+    power, f = _reduced(x)
+    # power = 1 gives the series itself; elsewhere power - 1 is at least 1/2 away from 0 and cancels nothing.
+    return tl.where(x > 88.7, float("inf"), tl.fma(power, _expm1_near_0(f), power - 1.0))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.jit
+def _log1p_near_0(f):
+    """log(1 + f) for f in [-0.3, 0.42]: 2 atanh(f / (2 + f)) by its series."""
+    r = f / (2.0 + f)
+    q = r * r
+    p = tl.fma(q, 0.11111111, 0.14285714)
+    p = tl.fma(q, p, 0.2)
+    p = tl.fma(q, p, 0.33333333)
+    return 2.0 * tl.fma(r * q, p, r)
+
+
+@triton.jit
+def log(x):
+    """log x for normal x > 0; -inf at 0, NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    n = (bits - 0x3F3504F3) >> 23  # x = 2**n times a number in [sqrt(1/2), sqrt(2))
+    f = (bits - (n << 23)).to(tl.float32, bitcast=True) - 1.0
+    n = n.to(tl.float32)
+    y = tl.fma(n, LN2_HIGH, tl.fma(n, LN2_LOW, _log1p_near_0(f)))
+    y = tl.where(x == 0.0, -float("inf"), y)
+    return tl.where((x == x) & (x != float("inf")), y, x)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0."""
+    return tl.where(x < 0.4, _log1p_near_0(tl.minimum(x, 0.4)), log(1.0 + x))
+
+
+# --- from a logit to z ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """A row's outer, inner2 and slope: z = outer * x and dz/dx = slope, or, with a softcap,
+
+    z = outer * tanh(y) and dz/dx = slope * tanh'(y) with y = logit_scale x / softcap, inner2 x = -2 y log2(e).
+    """
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + row)
+    slope = divide(logit_scale, temperature)
+    if SOFTCAP:
+        return divide(softcap, temperature), divide(logit_scale, softcap) * (-2.0 * LOG2E), slope
+    else:
+        return slope, 0.0, slope
+
+
+@triton.jit
+def tanh_and_slope(exponent):
+    """tanh y and its derivative, for tensors, from exponent = -2 y log2(e); the absolute error of tanh is below 2e-7.
+
+    The derivative keeps its relative accuracy where tanh rounds to 1.
+    """
+    e = tl.exp2(minimum(exponent, 126.0))
+    r = 1.0 / (1.0 + e)
+    return (1.0 - e) * r, 4.0 * (e * r) * r
+
+
+@triton.jit
+def capped(x, inner2, SOFTCAP: tl.constexpr):
+    """What the running maximum is taken of: z / outer. -inf stays -inf."""
+    if SOFTCAP:
+        t, _ = tanh_and_slope(x * inner2)
+        return tl.where(x == -float("inf"), x, t)
+    else:
+        return x
+
+
+# --- loading a block --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_columns(R: tl.constexpr, VEC: tl.constexpr):
+    """The columns (R, VEC) of a block that starts at 0."""
+    return tl.arange(0, R)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+
+
+@triton.jit
+def load_target(target_ptr, vocab):
+    """The target's column, -1 where it lies outside [0, V)."""
+    target = tl.load(target_ptr)
+    return tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
+
+
+@triton.jit
+def load_logit(row_ptr, column):
+    """One logit, float32; -inf for the column -1."""
+    return tl.load(row_ptr + column, mask=column >= 0, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def is_column(start, column, R: tl.constexpr, VEC: tl.constexpr):
+    """Which entry (R, VEC) of the block at `start` is `column`; false everywhere where the column lies elsewhere."""
+    local = column - start
+    return (tl.arange(0, R) == local // VEC)[:, None] & (tl.arange(0, VEC) == local % VEC)[None, :]
+
+
+@triton.jit
+def row_pointer(ptr, row, columns_b, stride_a, stride_b, ALIGNED: tl.constexpr):
+    """The address of row (row // B, row % B); where rows are aligned, the compiler is told."""
+    offset = (row // columns_b).to(tl.int64) * stride_a + (row % columns_b).to(tl.int64) * stride_b
+    ptr += offset
+    if ALIGNED:
+        ptr = tl.multiple_of(ptr, 16)
+    return ptr
+
+
+@triton.jit
+def inside(start, vocab, R: tl.constexpr, VEC: tl.constexpr):
+    """Which entries (R, VEC) of the block at `start` lie in an aligned row: whole vectors do or do not."""
+    return (start + tl.arange(0, R) * VEC < vocab)[:, None] & (tl.arange(0, VEC)[None, :] >= 0)
+
+
+@triton.jit
+def tile(start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr):
+    """A block's columns and which lie in the row, for work entry by entry: (R, VEC) where aligned, else (R * VEC,)."""
+    if ALIGNED:
+        columns = start + block_columns(R, VEC)
+        mask = inside(start, vocab, R, VEC)
+    else:
+        columns = start + tl.arange(0, R * VEC)
+        mask = columns < vocab
+    return columns, mask
+
+
+@triton.jit
+def _column(row_ptr, start, vocab, i: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr):  # noqa: E501  # fmt: skip
+    """Entry i of each vector, (R,)."""
+    columns = start + tl.arange(0, R) * VEC + i
+    if TAIL:
+        return tl.load(row_ptr + columns, mask=columns < vocab, other=-float("inf"), eviction_policy=EVICT)
+    else:
+        return tl.load(row_ptr + columns, eviction_policy=EVICT)
+
+
+@triton.jit
+def load_vectors(
+    row_ptr, start, vocab,
+    R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """The block at `start`, (R, VEC) float32, each vector in one thread whatever the row's alignment; -inf outside V.
+
+    An aligned vector is one 16-byte load. Otherwise VEC narrow loads are joined into the same layout, so that sums
+    within a vector are formed in the same order and a row's result does not depend on where the row lies.
+    """
+    if ALIGNED and row_ptr.dtype.element_ty == tl.bfloat16:
+        # Two entries a word: a shift or a mask makes each a float32, where a cast would take three instructions for two.
+        H: tl.constexpr = VEC // 2
+        pointers = row_ptr.to(tl.pointer_type(tl.int32)) + start // 2 + block_columns(R, H)
+        if TAIL:
+            mask = inside(start // 2, vocab // 2, R, H)
+            words = tl.load(pointers, mask=mask, other=TWO_INFINITIES, eviction_policy=EVICT)
+        else:
+            words = tl.load(pointers, eviction_policy=EVICT)
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low, high), [R, VEC])
+    elif ALIGNED:
+        pointers = row_ptr + start + block_columns(R, VEC)
+        if TAIL:
+            mask = inside(start, vocab, R, VEC)
+            x = tl.load(pointers, mask=mask, other=-float("inf"), eviction_policy=EVICT)
+        else:
+            x = tl.load(pointers, eviction_policy=EVICT)
+        return x.to(tl.float32)
+    else:
+        tl.static_assert(VEC == 4 or VEC == 8)
+        # Entry by entry; join(a, b) appends an axis of length 2, so the halves that differ in the highest bit of i are joined first.
+        x0 = tl.join(_column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
+        x1 = tl.join(_column(row_ptr, start, vocab, 1, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, VEC // 2 + 1, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
+        if VEC == 8:
+            x2 = tl.join(_column(row_ptr, start, vocab, 2, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, 6, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
+            x3 = tl.join(_column(row_ptr, start, vocab, 3, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, 7, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
+            x0 = tl.join(x0, x2)
+            x1 = tl.join(x1, x3)
+        return tl.reshape(tl.join(x0, x1), [R, VEC]).to(tl.float32)
+
+
+# --- row statistics ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def update(m, s, w, x, outer2):
+    """Add a block to the accumulators: m = max x, s = sum 2**d, w = sum d 2**d, d = outer2 (x - m) floored.
+
+    m, s, w: (R,) float32; x: (R, VEC) float32, z / outer; outer2: outer * log2(e). A NaN in x becomes one in s and w.
+    """
+    top = tl.maximum(m, tl.max(x, axis=1))
+    # The difference first: a constant added to all logits then changes nothing.
+    d = maximum((x - top[:, None]) * outer2, FLOOR)
+    e = tl.exp2(d)
+    shift = tl.maximum((m - top) * outer2, FLOOR)
+    scale = tl.exp2(shift)
+    w = tl.fma(scale, tl.fma(shift, s, w), tl.sum(d * e, axis=1))
+    s = tl.fma(scale, s, tl.sum(e, axis=1))
+    return top, s, w
+
+
+@triton.jit
+def fold(m, s, w, outer2, AXIS: tl.constexpr):
+    """Combine accumulators along AXIS, exactly: the result does not depend on the order, or on the layout.
+
+    The largest m has s >= 1 (or all are empty), so the sums are taken in fixed point, 2**-40 a unit: below the
+    rounding of float32 by far, and integer addition is associative. A NaN in s makes m infinite, which no finite row is.
+    """
+    m = tl.where(s == s, m, float("inf"))
+    top = tl.max(m, axis=AXIS, keep_dims=True)
+    shift = tl.maximum((m - top) * outer2, FLOOR)
+    scale = tl.exp2(shift)
+    w = tl.sum((scale * tl.fma(shift, s, w) * FIXED).to(tl.int64), axis=AXIS)
+    s = tl.sum((scale * s * FIXED).to(tl.int64), axis=AXIS)
+    top = tl.max(m, axis=AXIS)
+    s = tl.where(top == float("inf"), float("nan"), s.to(tl.float32) * (1.0 / FIXED))
+    return top, s, w.to(tl.float32) * (1.0 / FIXED)
+
+
+@triton.jit
+def finish(m, s, w, target, valid, outer):
+    """logprob, entropy, maximum and log_sum of a row from the fold of its other entries and the target's z / outer.
+
+    With the target left out of s, a confident token's log-probability is -log1p(s) and loses nothing.
+    """
+    m = tl.where(s == s, m, s)
+    top = maximum(m, target)
+    u2 = maximum((target - top) * (outer * LOG2E), FLOOR)
+    u = (target - top) * outer
+    e = tl.exp2(u2)
+    shift = maximum((m - top) * (outer * LOG2E), FLOOR)
+    scale = tl.exp2(shift)
+    w = scale * tl.fma(shift, s, w)
+    s = scale * s
+    total = s + e
+    empty = total == 0.0  # every logit is -inf
+    log_sum = tl.where(empty, float("nan"), tl.where(u == 0.0, log1p(s), log(total)))
+    entropy = log_sum - LN2 * (tl.fma(u2, e, w) / total)
+    logprob = tl.where((target == -float("inf")) & (log_sum == log_sum), target, u - log_sum)
+    logprob = tl.where(valid, logprob, float("nan"))
+    return logprob, entropy, tl.where(empty, -float("inf"), top * outer), log_sum
+
+
+# --- row gradient -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gradient_scalars(logprob, entropy, log_sum, c, h, valid, slope):
+    """A row's numbers for `gradient_block`: (a, b, shift2, at_target), slope = dz/dx without the softcap's factor.
+
+    g_j = slope_j p_j (a + b log2 p_j) for j other than the target, log2 p_j = (z_j - maximum) log2(e) + shift2, and
+    at_target for the target, formed from its log-probability itself; h is None where the entropy has no gradient.
+    """
+    a = tl.where(valid, -c * slope, float("nan"))
+    at_target = -c * expm1(logprob)
+    b = 0.0
+    if h is not None:
+        a = a - h * entropy * slope
+        b = -h * slope * LN2
+        at_target = at_target - h * exp(logprob) * (tl.maximum(logprob, -1e4) + entropy)
+    at_target = tl.where(valid, at_target * slope, float("nan"))
+    return a, b, -log_sum * LOG2E, at_target
+
+
+@triton.jit
+def gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):
+    """The gradient of a block of raw logits x, float32, as if none of them were the target, and the softcap's factor."""
+    slope = 1.0
+    if SOFTCAP:
+        t, slope = tanh_and_slope(x * inner2)
+        x = tl.where(x == -float("inf"), x, t)
+    log2_p = tl.fma(tl.fma(x, outer, -maximum_z), LOG2E, shift2)
+    if ENTROPY:
+        log2_p = maximum(log2_p, FLOOR)
+        g = tl.exp2(log2_p) * tl.fma(log2_p, b, a)
+    else:
+        g = tl.exp2(log2_p) * a
+    if SOFTCAP:
+        g = g * slope
+    return g, slope
+
+
+@triton.jit
+def gradient_step(
+    row_ptr, out_ptr, start, vocab, column, maximum_z, a, b, shift2, at_target, outer, inner2,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Load the block at `start`, form its gradient, store it; out_ptr may be row_ptr."""
+    columns, mask = tile(start, vocab, R, VEC, ALIGNED)
+    if ALIGNED:
+        x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, TAIL, EVICT)
+    elif TAIL:
+        x = tl.load(row_ptr + columns, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    else:
+        x = tl.load(row_ptr + columns, eviction_policy=EVICT).to(tl.float32)
+    g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, ENTROPY)
+    if (column >= start) & (column < start + R * VEC):
+        if ALIGNED:
+            g = tl.where(is_column(start, column, R, VEC), at_target * slope, g)
+        else:
+            g = tl.where(columns == column, at_target * slope, g)
+    g = g.to(out_ptr.dtype.element_ty)
+    if TAIL:
+        tl.store(out_ptr + columns, g, mask=mask, eviction_policy="evict_first")
+    else:
+        tl.store(out_ptr + columns, g, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_zeros(out_ptr, first, last, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Zeros in the columns [first, last) of a row."""
+    for start in range(first, last, R * VEC):
+        columns, mask = tile(start, last, R, VEC, ALIGNED)
+        zeros = tl.zeros(columns.shape, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + columns, zeros, mask=mask, eviction_policy="evict_first")

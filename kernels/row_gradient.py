@@ -1,0 +1,149 @@
+"""Row gradient: (logits, statistics, c = dL/dlogp, h = dL/dH) -> dL/dlogits, each row read once and written once.
+
+    g_j = dz_j/dx_j * ( c (1[j = y] - p_j) - h p_j (log p_j + H) ),    p_j = exp(z_j - maximum - log_sum)
+
+Elementwise, so that a row may be cut into spans and the output may be the input. The target's entry comes from its
+log-probability, 1 - p_y = -expm1(logp): p_y itself may have been rounded to 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
+from fastrl.kernels.device_functions import gradient_scalars, gradient_step, load_target, row_pointer, scales, store_zeros
+
+_BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to cut a long row for a small batch
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "out_stride_a", "out_stride_b"],
+    do_not_specialize_on_alignment=["logits_ptr", "out_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "logprobs_ptr", "entropy_ptr",
+                                    "maximum_ptr", "log_sum_ptr", "c_ptr", "h_ptr"],
+)  # fmt: skip
+def row_gradient_kernel(
+    logits_ptr,  # (A, B, V), unit stride on V
+    out_ptr,  # (A, B, V), unit stride on V; may be logits_ptr
+    targets_ptr,  # (N,) int64, N = A * B
+    mask_ptr,  # (N,) uint8, or None
+    temperatures_ptr,  # (N,) float32, or None
+    logprobs_ptr,  # (N,) float32, the statistics
+    entropy_ptr,  # (N,) float32
+    maximum_ptr,  # (N,) float32
+    log_sum_ptr,  # (N,) float32
+    c_ptr,  # (N,) float32
+    h_ptr,  # (N,) float32, or None: no entropy term
+    columns_b: tl.int32,  # B
+    vocab: tl.int32,  # V
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    out_stride_a: tl.int64,
+    out_stride_b: tl.int64,
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    R: tl.constexpr = BLOCK // VEC
+    row = tl.program_id(0)
+    # The program's span of the row, which from here on counts as the row.
+    first = tl.program_id(1) * (BLOCK * BLOCKS)
+    row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED) + first
+    out_row_ptr = row_pointer(out_ptr, row, columns_b, out_stride_a, out_stride_b, ALIGNED) + first
+    span = tl.minimum(vocab - first, BLOCK * BLOCKS)
+
+    if mask_ptr is not None:
+        if tl.load(mask_ptr + row) == 0:
+            store_zeros(out_row_ptr, 0, span, R, VEC, ALIGNED)
+            return
+
+    # Load: the row's scalars.
+    target = load_target(targets_ptr + row, vocab)
+    valid = target >= 0
+    column = target - first
+    log_sum = tl.load(log_sum_ptr + row)
+    c = tl.load(c_ptr + row)
+    idle = valid & (c == 0.0) & (log_sum == log_sum)
+    if h_ptr is not None:
+        h = tl.load(h_ptr + row)
+        idle = idle & (h == 0.0)
+    else:
+        h = None
+    if idle:
+        store_zeros(out_row_ptr, 0, span, R, VEC, ALIGNED)
+        return
+
+    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    maximum_z = tl.load(maximum_ptr + row)
+    a, b, shift2, at_target = gradient_scalars(
+        tl.load(logprobs_ptr + row), tl.load(entropy_ptr + row), log_sum, c, h, valid, slope
+    )
+
+    # Loop: whole blocks, then the tail of the row.
+    whole = (span // BLOCK) * BLOCK
+    for start in range(0, whole, BLOCK):
+        gradient_step(
+            row_ptr, out_row_ptr, start, span, column, maximum_z, a, b, shift2, at_target, outer, inner2,
+            SOFTCAP, h_ptr is not None, R, VEC, ALIGNED, False, "evict_first",
+        )  # fmt: skip
+    if whole < span:
+        gradient_step(
+            row_ptr, out_row_ptr, whole, span, column, maximum_z, a, b, shift2, at_target, outer, inner2,
+            SOFTCAP, h_ptr is not None, R, VEC, ALIGNED, True, "evict_first",
+        )  # fmt: skip
+
+
+def row_gradient(
+    logits: Tensor,  # (A, B, V)
+    targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool
+    temperature: float,
+    temperatures: Tensor | None,  # (N,) float32
+    logit_scale: float,
+    softcap: float,
+    statistics: tuple[Tensor, Tensor, Tensor, Tensor],  # each (N,) float32
+    c: Tensor,  # (N,) float32
+    h: Tensor | None,  # (N,) float32
+    out: Tensor,  # (A, B, V), may be logits
+) -> None:
+    """Write the gradient into `out`."""
+    rows, vocab = targets.numel(), logits.shape[-1]
+    if rows == 0:
+        return
+    columns_b, stride_a, stride_b = row_strides(logits)
+    _, out_stride_a, out_stride_b = row_strides(out)
+    sizes = configuration(vocab, logits.element_size())
+    aligned = is_aligned(logits, sizes.vector) and is_aligned(out, sizes.vector)
+    with on_device(logits):
+        row_gradient_kernel[(rows, triton.cdiv(vocab, sizes.block * _BLOCKS_A_PROGRAM))](
+            logits,
+            out,
+            targets,
+            None if mask is None else mask.view(torch.uint8),
+            temperatures,
+            *statistics,
+            c,
+            h,
+            columns_b,
+            vocab,
+            stride_a,
+            stride_b,
+            out_stride_a,
+            out_stride_b,
+            float(temperature),
+            float(logit_scale),
+            float(softcap),
+            SOFTCAP=softcap != 0,
+            ALIGNED=aligned,
+            VEC=sizes.vector,
+            BLOCK=sizes.block,
+            BLOCKS=_BLOCKS_A_PROGRAM,
+            **launch_options(sizes.warps, aligned and not softcap),
+        )

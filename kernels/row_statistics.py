@@ -1,0 +1,150 @@
+"""Row statistics: logits -> (log-probability of the target, entropy, maximum, log-sum), each row read once.
+
+A program owns a row. It walks the row in blocks of R vectors, one running (maximum, sum, entropy sum) a vector and
+thread, so that the loop has no reduction across threads, no shuffle and no barrier; these are folded once a segment.
+The target is left out of the sums: what a confident token's log-probability needs is the sum over the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
+from fastrl.kernels.device_functions import (
+    LOG2E,
+    LOWEST,
+    capped,
+    finish,
+    fold,
+    is_column,
+    load_logit,
+    load_target,
+    load_vectors,
+    row_pointer,
+    scales,
+    update,
+)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
+    do_not_specialize_on_alignment=["logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "out_ptr"],
+)
+def row_statistics_kernel(
+    logits_ptr,  # (A, B, V), unit stride on V
+    targets_ptr,  # (N,) int64, N = A * B
+    mask_ptr,  # (N,) uint8, or None
+    temperatures_ptr,  # (N,) float32, or None
+    out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
+    rows: tl.int32,  # N
+    columns_b: tl.int32,  # B
+    vocab: tl.int32,  # V
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    R: tl.constexpr = BLOCK // VEC
+    STEP: tl.constexpr = BLOCK * SEGMENTS
+    row = tl.program_id(0)
+    out_ptr += row
+
+    if mask_ptr is not None:
+        if tl.load(mask_ptr + row) == 0:
+            for i in tl.static_range(4):
+                tl.store(out_ptr + i * rows.to(tl.int64), 0.0)
+            return
+
+    # Load: the row's scalars.
+    row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
+    outer, inner2, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    outer2 = outer * LOG2E
+    column = load_target(targets_ptr + row, vocab)
+
+    # Loop: the segments, one after the other.
+    segment_index = tl.arange(0, SEGMENTS)
+    segments_m = tl.full([SEGMENTS], LOWEST, tl.float32)
+    segments_s = tl.zeros([SEGMENTS], tl.float32)
+    segments_w = tl.zeros([SEGMENTS], tl.float32)
+    whole = (vocab // BLOCK) * BLOCK
+    for segment in range(SEGMENTS):
+        m = tl.full([R], LOWEST, tl.float32)
+        s = tl.zeros([R], tl.float32)
+        w = tl.zeros([R], tl.float32)
+        for start in range(segment * BLOCK, whole, STEP):
+            x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, False, "evict_first")
+            if (column >= start) & (column < start + BLOCK):
+                x = tl.where(is_column(start, column, R, VEC), -float("inf"), x)
+            m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
+        # The segment's first block that is not whole: the row's tail in one segment, beyond the row in the others.
+        rest = segment * BLOCK + tl.cdiv(tl.maximum(whole - segment * BLOCK, 0), STEP) * STEP
+        if rest < vocab:
+            x = load_vectors(row_ptr, rest, vocab, R, VEC, ALIGNED, True, "evict_first")
+            x = tl.where(is_column(rest, column, R, VEC), -float("inf"), x)
+            m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
+        m_1, s_1, w_1 = fold(m, s, w, outer2, 0)
+        segments_m = tl.where(segment_index == segment, m_1, segments_m)
+        segments_s = tl.where(segment_index == segment, s_1, segments_s)
+        segments_w = tl.where(segment_index == segment, w_1, segments_w)
+
+    # Epilogue. The target's logit is read only now: held through the loop it would cost a register, or a spill.
+    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
+    m_all, s_all, w_all = fold(segments_m, segments_s, segments_w, outer2, 0)
+    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
+
+    # Store.
+    tl.store(out_ptr, logprob)
+    tl.store(out_ptr + rows.to(tl.int64), entropy)
+    tl.store(out_ptr + 2 * rows.to(tl.int64), maximum)
+    tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
+
+
+def row_statistics(
+    logits: Tensor,  # (A, B, V)
+    targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool
+    temperature: float,
+    temperatures: Tensor | None,  # (N,) float32
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """Logprobs, entropy, maximum and log_sum of the N = A * B rows, (4, N) float32."""
+    rows, vocab = targets.numel(), logits.shape[-1]
+    out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return out
+    columns_b, stride_a, stride_b = row_strides(logits)
+    sizes = configuration(vocab, logits.element_size())
+    aligned = is_aligned(logits, sizes.vector)
+    with on_device(logits):
+        row_statistics_kernel[(rows,)](
+            logits,
+            targets,
+            None if mask is None else mask.view(torch.uint8),
+            temperatures,
+            out,
+            rows,
+            columns_b,
+            vocab,
+            stride_a,
+            stride_b,
+            float(temperature),
+            float(logit_scale),
+            float(softcap),
+            SOFTCAP=softcap != 0,
+            ALIGNED=aligned,
+            VEC=sizes.vector,
+            BLOCK=sizes.block,
+            SEGMENTS=sizes.segments,
+            **launch_options(sizes.warps, aligned and not softcap),
+        )
+    return out

@@ -1,0 +1,243 @@
+"""One visit: logits -> statistics -> a row-local objective -> the gradient, in place of the logits.
+
+A program owns a row and sweeps it twice: forth for the statistics, back for the gradient, so that the second sweep
+starts with what the first has left in L2. In between stands the objective, on the row's scalars; it arrives as a device
+function, for the kernel knows no objective. The result is bitwise that of `row_statistics`, the objective and
+`row_gradient`, one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
+from fastrl.kernels.device_functions import (
+    LOG2E,
+    LOWEST,
+    capped,
+    finish,
+    fold,
+    gradient_scalars,
+    gradient_step,
+    is_column,
+    load_logit,
+    load_target,
+    load_vectors,
+    row_pointer,
+    scales,
+    store_zeros,
+    update,
+)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
+    do_not_specialize_on_alignment=[
+        "logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "advantages_ptr", "policy_weights_ptr", "old_ptr",
+        "ref_ptr", "rollout_ptr", "kl_weights_ptr", "entropy_weights_ptr", "entropy_threshold_ptr", "out_ptr",
+    ],
+)  # fmt: skip
+def row_visit_kernel(
+    logits_ptr,  # (A, B, V), unit stride on V; becomes the gradient
+    targets_ptr,  # (N,) int64, N = A * B
+    mask_ptr,  # (N,) uint8, or None
+    temperatures_ptr,  # (N,) float32, or None
+    advantages_ptr,  # (N,) float32
+    policy_weights_ptr,  # (N,) float32
+    old_ptr,  # (N,) float32, or None: the row's own logprob
+    ref_ptr,  # (N,) float32, or None: the row's own logprob
+    rollout_ptr,  # (N,) float32, or None: old
+    kl_weights_ptr,  # (N,) float32, or None: 0
+    entropy_weights_ptr,  # (N,) float32, or None: 0
+    entropy_threshold_ptr,  # () float32, or None: no threshold
+    out_ptr,  # (2 + 8, N) float32: logprobs, entropy, the objective's terms
+    rows: tl.int32,  # N
+    columns_b: tl.int32,  # B
+    vocab: tl.int32,  # V
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    p0: tl.float32,  # the objective's numbers
+    p1: tl.float32,
+    p2: tl.float32,
+    p3: tl.float32,
+    rollout_low: tl.float32,
+    rollout_high: tl.float32,
+    max_log_ratio: tl.float32,
+    OBJECTIVE: tl.constexpr,  # device function: scalars -> eight terms, c = dL/dlogp, h = dL/dH
+    SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    STEP: tl.constexpr = BLOCK * SEGMENTS
+    R: tl.constexpr = STEP // VEC
+    ENTROPY: tl.constexpr = entropy_weights_ptr is not None
+    row = tl.program_id(0)
+    out_ptr += row
+    stride_out = rows.to(tl.int64)
+    row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
+
+    if mask_ptr is not None:
+        if tl.load(mask_ptr + row) == 0:
+            for i in tl.static_range(10):
+                tl.store(out_ptr + i * stride_out, 0.0)
+            store_zeros(row_ptr, 0, vocab, R, VEC, ALIGNED)
+            return
+
+    # Load: the row's scalars.
+    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    outer2 = outer * LOG2E
+    column = load_target(targets_ptr + row, vocab)
+
+    # Loop, forth: all segments at once.
+    whole = (vocab // STEP) * STEP
+    m = tl.full([R], LOWEST, tl.float32)
+    s = tl.zeros([R], tl.float32)
+    w = tl.zeros([R], tl.float32)
+    for start in range(0, whole, STEP):
+        x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, False, "evict_last")
+        if (column >= start) & (column < start + STEP):
+            x = tl.where(is_column(start, column, R, VEC), -float("inf"), x)
+        m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
+    if whole < vocab:
+        x = load_vectors(row_ptr, whole, vocab, R, VEC, ALIGNED, True, "evict_last")
+        x = tl.where(is_column(whole, column, R, VEC), -float("inf"), x)
+        m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
+    m_1, s_1, w_1 = fold(
+        tl.reshape(m, [SEGMENTS, R // SEGMENTS]),
+        tl.reshape(s, [SEGMENTS, R // SEGMENTS]),
+        tl.reshape(w, [SEGMENTS, R // SEGMENTS]),
+        outer2,
+        1,
+    )
+    m_all, s_all, w_all = fold(m_1, s_1, w_1, outer2, 0)
+    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
+    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
+
+    # The objective.
+    old = logprob
+    if old_ptr is not None:
+        old = tl.load(old_ptr + row)
+    ref = logprob
+    if ref_ptr is not None:
+        ref = tl.load(ref_ptr + row)
+    rollout = old
+    if rollout_ptr is not None:
+        rollout = tl.load(rollout_ptr + row)
+    kl_weight = 0.0
+    if kl_weights_ptr is not None:
+        kl_weight = tl.load(kl_weights_ptr + row)
+    entropy_weight = 0.0
+    if entropy_weights_ptr is not None:
+        entropy_weight = tl.load(entropy_weights_ptr + row)
+    entropy_threshold = -1e30
+    if entropy_threshold_ptr is not None:
+        entropy_threshold = tl.load(entropy_threshold_ptr)
+    t0, t1, t2, t3, t4, t5, t6, t7, c, h = OBJECTIVE(
+        logprob, entropy, old, ref, rollout, tl.load(advantages_ptr + row), tl.load(policy_weights_ptr + row),
+        kl_weight, entropy_weight, entropy_threshold, p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
+    )  # fmt: skip
+    tl.store(out_ptr, logprob)
+    tl.store(out_ptr + stride_out, entropy)
+    tl.store(out_ptr + 2 * stride_out, t0)
+    tl.store(out_ptr + 3 * stride_out, t1)
+    tl.store(out_ptr + 4 * stride_out, t2)
+    tl.store(out_ptr + 5 * stride_out, t3)
+    tl.store(out_ptr + 6 * stride_out, t4)
+    tl.store(out_ptr + 7 * stride_out, t5)
+    tl.store(out_ptr + 8 * stride_out, t6)
+    tl.store(out_ptr + 9 * stride_out, t7)
+
+    # An idle row's gradient is 0: no second sweep.
+    idle = (column >= 0) & (c == 0.0) & (log_sum == log_sum)
+    if ENTROPY:
+        idle = idle & (h == 0.0)
+    if idle:
+        store_zeros(row_ptr, 0, vocab, R, VEC, ALIGNED)
+        return
+
+    # Loop, back: the gradient over the logits.
+    a, b, shift2, at_column = gradient_scalars(
+        logprob, entropy, log_sum, c, h if ENTROPY else None, column >= 0, slope
+    )
+    if whole < vocab:
+        gradient_step(
+            row_ptr, row_ptr, whole, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
+            SOFTCAP, ENTROPY, R, VEC, ALIGNED, True, "evict_first",
+        )  # fmt: skip
+    for done in range(0, whole, STEP):
+        gradient_step(
+            row_ptr, row_ptr, whole - STEP - done, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
+            SOFTCAP, ENTROPY, R, VEC, ALIGNED, False, "evict_first",
+        )  # fmt: skip
+
+
+def row_visit(
+    logits: Tensor,  # (A, B, V), becomes the gradient
+    targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool
+    temperature: float,
+    temperatures: Tensor | None,  # (N,) float32
+    logit_scale: float,
+    softcap: float,
+    objective: Any,  # device function
+    numbers: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
+    advantages: Tensor,  # (N,) float32
+    policy_weights: Tensor,  # (N,) float32
+    old: Tensor | None,  # (N,) float32, as the next four
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    kl_weights: Tensor | None,
+    entropy_weights: Tensor | None,
+    entropy_threshold: Tensor | None,  # () float32
+) -> Tensor:
+    """Logprobs, entropy and the eight terms of the N = A * B rows, (10, N) float32."""
+    rows, vocab = targets.numel(), logits.shape[-1]
+    out = torch.empty(10, rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return out
+    columns_b, stride_a, stride_b = row_strides(logits)
+    sizes = configuration(vocab, logits.element_size())
+    aligned = is_aligned(logits, sizes.vector)
+    with on_device(logits):
+        row_visit_kernel[(rows,)](
+            logits,
+            targets,
+            None if mask is None else mask.view(torch.uint8),
+            temperatures,
+            advantages,
+            policy_weights,
+            old,
+            ref,
+            rollout,
+            kl_weights,
+            entropy_weights,
+            entropy_threshold,
+            out,
+            rows,
+            columns_b,
+            vocab,
+            stride_a,
+            stride_b,
+            float(temperature),
+            float(logit_scale),
+            float(softcap),
+            *map(float, numbers),
+            OBJECTIVE=objective,
+            SOFTCAP=softcap != 0,
+            ALIGNED=aligned,
+            VEC=sizes.vector,
+            BLOCK=sizes.block,
+            SEGMENTS=sizes.segments,
+            **launch_options(sizes.visit_warps, aligned and not softcap),
+        )
+    return out

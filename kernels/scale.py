@@ -1,0 +1,73 @@
+"""Scale: multiply a tensor in place by a number that lies on its device; where that number is 1, nothing is touched.
+
+An upstream gradient is 1 in almost every step, and to ask the host for it would be a sync.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import launch_options, on_device
+
+_BLOCK = 4096
+_BLOCKS_A_PROGRAM = 16  # a factor of 1 then costs one small program for 65,536 entries
+
+
+@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["factor_ptr"])
+def scale_kernel(
+    tensor_ptr,  # (entries,)
+    factor_ptr,  # () float32
+    entries: tl.int64,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    if factor == 1.0:
+        return
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    left = tl.minimum(entries - first, BLOCK * BLOCKS).to(tl.int32)
+    tensor_ptr += first
+    columns = tl.arange(0, BLOCK)
+    whole = (left // BLOCK) * BLOCK
+    for start in range(0, whole, BLOCK):
+        x = tl.load(tensor_ptr + start + columns, eviction_policy="evict_first").to(tl.float32) * factor
+        tl.store(tensor_ptr + start + columns, x.to(tensor_ptr.dtype.element_ty), eviction_policy="evict_first")
+    if whole < left:
+        mask = whole + columns < left
+        x = tl.load(tensor_ptr + whole + columns, mask=mask, other=0.0).to(tl.float32) * factor
+        tl.store(tensor_ptr + whole + columns, x.to(tensor_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_(
+    tensor: Tensor,  # any shape; float32, bfloat16 or float16
+    factor: Tensor,  # () float32
+) -> Tensor:
+    """`tensor`, multiplied in place."""
+    entries = tensor.numel()
+    if entries == 0:
+        return tensor
+    if not _is_dense(tensor):
+        return tensor.mul_(factor)  # a view with gaps; also without a sync
+    with on_device(tensor):
+        scale_kernel[(triton.cdiv(entries, _BLOCK * _BLOCKS_A_PROGRAM),)](
+            tensor,
+            factor,
+            entries,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS_A_PROGRAM,
+            **launch_options(8, light=True),
+        )
+    return tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills a contiguous piece of memory, in whatever order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: d[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

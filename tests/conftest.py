@@ -1,0 +1,36 @@
+"""Shared by all tests: every backend that this machine can run, and Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Triton reads its switch when a kernel is defined, so it is set before any test imports one.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import fastrl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tensors of device-independent tests live."""
+    return DEVICE
+
+
+@pytest.fixture(params=["torch", "cpp", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend in turn, forced; a GPU's tensors cannot go to the C++ one, which is tested on the CPU then."""
+    with fastrl.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def backend_device(backend: str) -> str:
+    """The device that the forced backend takes."""
+    return "cpu" if backend == "cpp" else DEVICE

@@ -1,0 +1,300 @@
+"""The three entry points give one loss, one gradient and one set of metrics, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_policy_loss import OBJECTIVES
+
+import fastrl
+from fastrl.batch import make_batch
+from fastrl.objective_loss import why_not_row_local
+
+# Two float32 routes to a sum of some dozen terms of size about 1.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+B, T, V, H = 3, 4, 37, 8
+
+
+class Problem:
+    """Random hidden states, a head and everything a loss may read, float32."""
+
+    def __init__(self, device: str, on_policy: bool, per_token: bool = False, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (scale * torch.randn(*shape, generator=g)).to(device)
+
+        self.hidden, self.weight, self.bias = normal(B, T, H), normal(V, H), normal(V)
+        self.targets = torch.randint(V, (B, T), generator=g).to(device)
+        mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]], device=device)
+        logp = torch.log_softmax(self.hidden @ self.weight.T + self.bias, -1)
+        logp = logp.gather(-1, self.targets[..., None])[..., 0]
+        self.targets = self.targets.where(mask.bool(), -100)
+        self.arguments: dict[str, Any] = {
+            "advantages": normal(B, T) if per_token else normal(B),
+            "mask": mask,
+            "old_logprobs": None if on_policy else logp + normal(B, T, scale=0.3),
+            "ref_logprobs": logp + normal(B, T, scale=0.3),
+            "rollout_logprobs": logp + normal(B, T, scale=0.3),
+        }
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [x.clone().requires_grad_() for x in (self.hidden, self.weight, self.bias)]
+
+    def by_logprobs(self, objective: Any) -> tuple[fastrl.PolicyLoss, list[torch.Tensor]]:
+        leaves = self.leaves()
+        stats = fastrl.token_logprobs(
+            leaves[0] @ leaves[1].T + leaves[2], self.targets, mask=self.arguments["mask"], entropy=True
+        )
+        out = fastrl.policy_loss(stats.logprobs, objective=objective, entropy=stats.entropy, **self.arguments)
+        out.loss.backward()
+        return out, [x.grad for x in leaves]
+
+    def by_logits(self, objective: Any, inplace: bool, upstream: float = 1.0) -> Any:
+        leaves = self.leaves()
+        logits = leaves[0] @ leaves[1].T + leaves[2]
+        out = fastrl.logits_policy_loss(logits, self.targets, objective=objective, inplace=inplace, **self.arguments)
+        (upstream * out.loss).backward()
+        return out, [x.grad / upstream for x in leaves]
+
+    def by_hidden(self, objective: Any, upstream: float = 1.0, **more: Any) -> Any:
+        leaves = self.leaves()
+        out = fastrl.linear_policy_loss(
+            leaves[0], leaves[1], self.targets, bias=leaves[2], objective=objective, **self.arguments, **more
+        )
+        (upstream * out.loss).backward()
+        return out, [x.grad / upstream for x in leaves]
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    out, gradients = actual
+    truth, expected_gradients = expected
+
+    def named(name: str) -> Any:
+        return lambda text: f"{what}, {name}: {text}"
+
+    torch.testing.assert_close(out.loss, truth.loss, msg=named("loss"), **CLOSE)
+    torch.testing.assert_close(out.logprobs, truth.logprobs, msg=named("logprobs"), **CLOSE)
+    torch.testing.assert_close(out.entropy, truth.entropy, msg=named("entropy"), **CLOSE)
+    for g, e, name in zip(gradients, expected_gradients, ("hidden", "weight", "bias"), strict=True):
+        torch.testing.assert_close(g, e, msg=named(f"gradient of {name}"), **CLOSE)
+    assert out.metrics.keys() == truth.metrics.keys()
+    for key, value in truth.metrics.items():
+        torch.testing.assert_close(out.metrics[key], value, msg=named(key), equal_nan=True, **CLOSE)
+
+
+def assert_entry_points_agree(device: str, name: str, entropy_coef: float, on_policy: bool) -> None:
+    objective = OBJECTIVES[name].replace(entropy_coef=entropy_coef)
+    problem = Problem(device, on_policy)
+    expected = problem.by_logprobs(objective)
+    for inplace in (False, True):
+        assert_same(problem.by_logits(objective, inplace), expected, f"logits, inplace={inplace}")
+    assert_same(problem.by_hidden(objective), expected, "hidden")
+
+
+# The interpreter takes about a second a case: a few objectives that differ in plan and kernel here, all of them among
+# the slow tests (and every gate x KL x correction in the kernels' own tests).
+FEW = ["GRPO", "SAPO", "CISPO", "GSPO", "VESPO", "DeepSeekV32", "kl forward", "TIS", "dual and delta"]
+interpreted = pytest.param("triton", marks=() if torch.cuda.is_available() else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("on_policy", [False, True], ids=["off-policy", "on-policy"])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05], ids=["", "entropy bonus"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("backend", ["torch", "cpp", interpreted], indirect=True)
+def test_entry_points_agree(backend: str, backend_device: str, name: str, entropy_coef: float, on_policy: bool) -> None:
+    assert_entry_points_agree(backend_device, name, entropy_coef, on_policy)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_entry_points_agree_in_triton(backend: str, backend_device: str, name: str) -> None:
+    assert_entry_points_agree(backend_device, name, 0.05, on_policy=name == "VESPO")
+
+
+@pytest.mark.parametrize("name", ["GRPO", "GSPO", "SAPO"])
+def test_any_upstream_scalar(backend: str, backend_device: str, name: str) -> None:
+    """Accumulation's 1/n, a GradScaler's 2^16: read in the backward."""
+    problem = Problem(backend_device, on_policy=False)
+    expected = problem.by_logprobs(OBJECTIVES[name])
+    for upstream in (0.125, 65536.0):
+        for inplace in (False, True):
+            assert_same(problem.by_logits(OBJECTIVES[name], inplace, upstream), expected, f"x {upstream}")
+        assert_same(problem.by_hidden(OBJECTIVES[name], upstream), expected, f"hidden x {upstream}")
+
+
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
+def test_per_token_advantages_and_weights(backend: str, backend_device: str, aggregate: Any) -> None:
+    for on_policy in (False, True):
+        problem = Problem(backend_device, on_policy, per_token=True)
+        problem.arguments["token_weights"] = torch.rand(B, T, device=backend_device)
+        problem.arguments["entropy_weights"] = torch.rand(B, T, device=backend_device)
+        problem.arguments["entropy_threshold"] = 2.0
+        for name in ("PPO", "GSPO", "GSPOToken", "GMPO"):
+            objective = OBJECTIVES[name].replace(aggregate=aggregate, entropy_coef=0.1)
+            expected = problem.by_logprobs(objective)
+            assert_same(problem.by_logits(objective, True), expected, name)
+            assert_same(problem.by_hidden(objective), expected, name)
+
+
+@pytest.mark.parametrize("row_local", [False, True])
+def test_callables(backend: str, backend_device: str, row_local: bool) -> None:
+    def loss(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
+        assert context.entropy is not None and context.entropy.shape == log_ratio.shape
+        r = log_ratio.exp()
+        return -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages) - 0.05 * context.entropy
+
+    loss.row_local = row_local
+    problem = Problem(backend_device, on_policy=False)
+    expected = problem.by_logprobs(fastrl.PPO(entropy_coef=0.05))
+    for out, gradients in (problem.by_logits(loss, True), problem.by_hidden(loss), problem.by_hidden(loss)):
+        torch.testing.assert_close(out.loss, expected[0].loss, **CLOSE)
+        for g, e in zip(gradients, expected[1], strict=True):
+            torch.testing.assert_close(g, e, **CLOSE)
+
+
+def test_a_packed_batch(backend: str, backend_device: str) -> None:
+    problem = Problem(backend_device, on_policy=False)
+    keep = problem.arguments["mask"].bool()
+    cu_seqlens = torch.tensor([0, 3, 7, 7], dtype=torch.int32, device=backend_device)
+    packed = {k: v[keep] for k, v in problem.arguments.items() if k not in ("advantages", "mask")}
+    packed["advantages"] = problem.arguments["advantages"]
+    for name in ("GRPO", "GSPO", "SAPO", "GMPO", "LUSPO", "DeepSeekV32"):
+        expected, (d_hidden, *_) = problem.by_logprobs(OBJECTIVES[name])
+        hidden = problem.hidden[keep].requires_grad_()
+        out = fastrl.linear_policy_loss(
+            hidden, problem.weight, problem.targets[keep], bias=problem.bias, objective=OBJECTIVES[name],
+            cu_seqlens=cu_seqlens, **packed,
+        )  # fmt: skip
+        out.loss.backward()
+        torch.testing.assert_close(out.loss, expected.loss, **CLOSE)
+        torch.testing.assert_close(hidden.grad, d_hidden[keep], **CLOSE)
+
+
+def test_num_tokens_is_taken_and_checked(backend: str, backend_device: str) -> None:
+    problem = Problem(backend_device, on_policy=False)
+    for name in ("GRPO", "GSPO"):
+        assert_same(problem.by_hidden(OBJECTIVES[name], num_tokens=7), problem.by_logprobs(OBJECTIVES[name]), name)
+    if backend_device == "cpu":
+        with pytest.raises(ValueError, match="num_tokens must be the number of unmasked tokens, 7, got 6"):
+            problem.by_hidden(OBJECTIVES["GRPO"], num_tokens=6)
+
+
+def test_a_second_backward(backend: str, backend_device: str) -> None:
+    """With inplace=True it raises; otherwise it gives the same gradient again, from hidden states too."""
+    problem = Problem(backend_device, on_policy=False)
+    for name in ("GRPO", "GSPO"):
+        common = {"objective": OBJECTIVES[name], **problem.arguments}
+        expected = problem.by_hidden(OBJECTIVES[name])[1]
+        leaves = problem.leaves()
+        loss = fastrl.linear_policy_loss(leaves[0], leaves[1], problem.targets, bias=leaves[2], **common).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for leaf, e in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(leaf.grad, 2 * e, **CLOSE)
+        logits = torch.randn(B, T, V, device=backend_device, requires_grad=True) * 1
+        loss = fastrl.logits_policy_loss(logits, problem.targets, inplace=True, **common).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="consumed by the first backward"):
+            loss.backward()
+
+
+def test_only_wanted_gradients_are_made(backend: str, backend_device: str) -> None:
+    problem = Problem(backend_device, on_policy=False)
+    for name in ("GRPO", "GSPO"):
+        expected = problem.by_hidden(OBJECTIVES[name])[1]
+        for wanted in range(3):
+            leaves = [problem.hidden.clone(), problem.weight.clone(), problem.bias.clone()]
+            leaves[wanted].requires_grad_()
+            fastrl.linear_policy_loss(
+                leaves[0], leaves[1], problem.targets, bias=leaves[2], objective=OBJECTIVES[name], **problem.arguments
+            ).loss.backward()
+            torch.testing.assert_close(leaves[wanted].grad, expected[wanted], **CLOSE)
+            assert all(x.grad is None for i, x in enumerate(leaves) if i != wanted)
+        with torch.no_grad():
+            plain = fastrl.linear_policy_loss(
+                problem.hidden, problem.weight, problem.targets, bias=problem.bias, objective=OBJECTIVES[name],
+                **problem.arguments,
+            )  # fmt: skip
+        assert not plain.loss.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["GRPO", "GSPO", "SAPO"])
+def test_half_precision(backend: str, backend_device: str, name: str, dtype: torch.dtype) -> None:
+    """Against float64 by autograd on the same half-precision inputs; a GradScaler's upstream for float16."""
+    problem = Problem(backend_device, on_policy=False)
+    inputs = [x.to(dtype) for x in (problem.hidden, problem.weight / 3, problem.bias)]
+    wide = [x.double().requires_grad_() for x in inputs]
+    log_p = torch.log_softmax(wide[0] @ wide[1].T + wide[2], -1)
+    logp = log_p.gather(-1, problem.targets.clamp_min(0)[..., None])[..., 0]
+    problem.arguments["old_logprobs"] = (logp + 0.1).detach().float()
+    common = {"objective": OBJECTIVES[name].replace(entropy_coef=0.01), **problem.arguments}
+    fastrl.policy_loss(logp, entropy=-(log_p.exp() * log_p).sum(-1), **common).loss.backward()
+    # A scaled batch of one-in-a-million weights underflows float16 unless the loss scales inside.
+    for denominator in (None, 1e6):
+        factor = 1.0 if denominator is None else 3 / denominator
+        for make in (
+            lambda xs, **kw: fastrl.linear_policy_loss(xs[0], xs[1], problem.targets, bias=xs[2], **kw),
+            lambda xs, **kw: fastrl.logits_policy_loss(xs[0] @ xs[1].T + xs[2], problem.targets, inplace=True, **kw),
+        ):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            scale = 65536.0 if dtype == torch.float16 else 1.0
+            (make(leaves, denominator=denominator, **common).loss * scale).backward()
+            for leaf, truth in zip(leaves, wide, strict=True):
+                assert leaf.grad.dtype == dtype
+                error = (leaf.grad.double() / scale / factor - truth.grad).norm() / truth.grad.norm()
+                # rounded logits (relative 2^-9 of numbers near 4), gradient entries and results; float16 is 8x finer
+                # but its logits gradient of 1e-6 x 65536 x p also meets the subnormal spacing
+                assert error < (0.04 if dtype == torch.bfloat16 else 0.01), error
+
+
+def test_plans_follow_the_objective() -> None:
+    """Which objectives need no other token: DESIGN section 3."""
+
+    def reason(objective: Any, on_policy: bool, **more: Any) -> str | None:
+        zeros = torch.zeros(2, 3)
+        inputs: dict[str, Any] = dict.fromkeys(
+            ("mask", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights", "entropy_threshold",
+             "cu_seqlens")
+        )  # fmt: skip
+        inputs |= {"advantages": torch.ones(2), "old_logprobs": None if on_policy else zeros} | more
+        return why_not_row_local(objective, make_batch(torch.zeros(2, 3, dtype=torch.int64), "targets", **inputs))
+
+    zeros = torch.zeros(2, 3)
+    for name in ("REINFORCE", "GPG", "CPI", "PPO", "PPOKL", "GRPO", "DrGRPO", "BNPO", "DAPO", "SAPO", "CISPO"):
+        assert reason(OBJECTIVES[name], False) is None and reason(OBJECTIVES[name], True) is None
+    for name in ("GSPO", "GSPOToken", "GMPO", "LUSPO", "VESPO"):
+        assert reason(OBJECTIVES[name], False) is not None and reason(OBJECTIVES[name], True) is None
+    for name in ("GSPO", "GMPO"):  # tokens that share a ratio share their weights' sum
+        assert reason(OBJECTIVES[name], True, token_weights=zeros) is not None
+        assert reason(OBJECTIVES[name], True, advantages=zeros) is not None
+    assert reason(OBJECTIVES["VESPO"], True, rollout_logprobs=zeros) is not None
+    assert reason(OBJECTIVES["DeepSeekV32"], True) is not None
+    assert reason(OBJECTIVES["ratio sequence-product"], True) is not None
+    assert reason(OBJECTIVES["objective's own ratio in the KL"], True) is not None
+    assert reason(fastrl.PPO(top_entropy_fraction=0.2), True) is not None
+    assert reason(fastrl.PPO(top_entropy_fraction=0.2), True, entropy_threshold=1.0) is None
+    assert reason(OBJECTIVES["sequence TIS"], True) is not None and reason(OBJECTIVES["sequence TIS"], False) is None
+    assert reason(lambda r, a, c: r, True) is not None
+
+
+def test_in_place_on_a_view_keeps_the_view_s_own_backward(backend: str, backend_device: str) -> None:
+    """Overwriting a view makes autograd rebuild its edge as as_strided, whose backward copies the whole tensor."""
+    problem = Problem(backend_device, on_policy=False)
+    leaf = torch.randn(B, T + 1, V, device=backend_device, requires_grad=True)
+    for name in ("GRPO", "GSPO"):
+        common = {"objective": OBJECTIVES[name], **problem.arguments}
+        logits = (leaf * 1)[:, :-1]
+        loss = fastrl.logits_policy_loss(logits, problem.targets, inplace=True, **common).loss
+        (actual,) = torch.autograd.grad(loss, leaf)
+        names, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            names.add(type(node).__name__)
+            todo += [following for following, _ in node.next_functions if following is not None]
+        assert "SliceBackward0" in names and "AsStridedBackward0" not in names
+        loss = fastrl.logits_policy_loss((leaf * 1)[:, :-1], problem.targets, **common).loss
+        torch.testing.assert_close(actual, torch.autograd.grad(loss, leaf)[0], **CLOSE)

@@ -1,0 +1,302 @@
+"""`policy_loss` against the token-by-token oracle in float64: every preset, gate, ratio level, KL, weight, layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastrl
+from fastrl.objectives import AGGREGATIONS, KL_FORMULAS, RATIO_LEVELS, Objective
+from fastrl.reference import losses as oracle
+
+PRESET_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "PPOKL": {"coef": 0.3},
+    "DrGRPO": {"max_length": 7},
+    "DeepSeekV32": {"kl_coef": 0.3, "off_policy_delta": 0.05},
+}
+OBJECTIVES = {
+    **{name: make(**PRESET_ARGUMENTS.get(name, {})) for name, make in fastrl.PRESETS.items()},
+    **{f"ratio {level}": Objective(ratio=level) for level in RATIO_LEVELS},
+    **{f"kl {k}": Objective(kl=fastrl.KL(k, 0.7)) for k in KL_FORMULAS if k != "none"},
+    **{f"aggregate {a}": Objective(aggregate=a, max_length=9) for a in AGGREGATIONS},
+    "dual": fastrl.PPO(dual_clip=1.5),
+    "delta": Objective(gate=fastrl.Clip(0.2, 0.2, delta=1.6)),
+    "delta inside the clip": Objective(gate=fastrl.Clip(0.2, 0.5, delta=1.2)),
+    "dual and delta": Objective(gate=fastrl.Clip(0.2, 0.2, dual=1.3, delta=1.5)),
+    "CISPO with a lower bound": fastrl.CISPO(cap=1.2, low=0.8),
+    "objective's own ratio in the KL": fastrl.GSPO(kl=fastrl.KL("k3-unbiased", 0.4, ratio="objective")),
+    "TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(high=1.1)),
+    "IcePop": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(mode="mask", low=0.9, high=1.2)),
+    "sequence TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection("sequence", high=1.1)),
+    "off-policy mask": fastrl.GRPO(off_policy_delta=0.0),
+    "tight clamp": Objective(gate=fastrl.NoGate(), kl=fastrl.KL("forward", 0.5), max_log_ratio=0.2),
+    "tight clamp, CISPO": fastrl.CISPO(max_log_ratio=0.2),
+    "tight clamp, sequence": fastrl.GSPO(clip_low=0.5, clip_high=0.5, max_log_ratio=0.05),
+}
+# Two algorithms' float64 sums of some dozen terms: agreement to a few hundred roundings.
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+@dataclasses.dataclass
+class Case:
+    """A padded batch (B, T) of random numbers, float64."""
+
+    mask: torch.Tensor
+    logp: torch.Tensor
+    advantages: torch.Tensor
+    optional: dict[str, torch.Tensor]
+    entropy: torch.Tensor
+
+    @staticmethod
+    def make(seed: int, on_policy: bool, per_token: bool, lengths: tuple[int, ...] = (4, 1, 0, 6, 3)) -> Case:
+        g = torch.Generator().manual_seed(seed)
+        shape = (len(lengths), max(lengths))
+
+        def normal(scale: float, *size: int) -> torch.Tensor:
+            return scale * torch.randn(*(size or shape), generator=g, dtype=torch.float64)
+
+        # holes inside responses too, not only padding at their ends
+        mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
+        mask[3, 2] = False
+        logp = -normal(1.0).abs()
+        old = logp + normal(0.3)
+        optional = {"ref_logprobs": logp + normal(0.4), "rollout_logprobs": old + normal(0.15)}
+        optional["token_weights"] = normal(1.0).abs()
+        if not on_policy:
+            optional["old_logprobs"] = old
+        advantages = normal(1.0) if per_token else normal(1.0, shape[0])
+        return Case(mask, logp, advantages, optional, normal(1.0).abs())
+
+    def oracle(self, objective: Objective, threshold: float | None = None) -> tuple[torch.Tensor, ...]:
+        logp, entropy = self.logp.clone().requires_grad_(), self.entropy.clone().requires_grad_()
+        names = {"old_logprobs": "old", "ref_logprobs": "ref", "rollout_logprobs": "rollout"}
+        rows = []
+        for i, keep in enumerate(self.mask):
+            advantages = self.advantages[i] if self.advantages.dim() > 1 else self.advantages[i].expand(len(keep))
+            optional = {names.get(k, k): v[i][keep] for k, v in self.optional.items()}
+            rows.append(oracle.Response(logp[i][keep], advantages[keep], entropy=entropy[i][keep], **optional))
+        loss = oracle.policy_loss(rows, objective, threshold)
+        gradients = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
+        return loss, *gradients
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["A per response", "A per token"])
+@pytest.mark.parametrize("on_policy", [False, True], ids=["off-policy", "on-policy"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_match_the_oracle(name: str, on_policy: bool, per_token: bool) -> None:
+    objective = OBJECTIVES[name].replace(entropy_coef=0.03)
+    case = Case.make(sum(map(ord, name)), on_policy, per_token)
+    expected, d_logp, d_entropy = case.oracle(objective)
+    logp, entropy = case.logp.clone().requires_grad_(), case.entropy.clone().requires_grad_()
+    out = fastrl.policy_loss(
+        logp, objective=objective, advantages=case.advantages, mask=case.mask, entropy=entropy, **case.optional
+    )
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, expected, **EXACT)
+    torch.testing.assert_close(logp.grad, d_logp, **EXACT)
+    torch.testing.assert_close(entropy.grad, d_entropy, **EXACT)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(OBJECTIVES)),
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(sum),
+    seed=st.integers(0, 1000),
+    on_policy=st.booleans(),
+)
+def test_a_packed_batch_equals_the_padded_one(name: str, lengths: list[int], seed: int, on_policy: bool) -> None:
+    """cu_seqlens changes the layout only: same loss, gradients and metrics, empty responses included."""
+    objective = OBJECTIVES[name]
+    width = max(max(lengths), 1)
+    case = Case.make(seed, on_policy, False, lengths=(4, 1, 0, 6, 3))
+    case = Case(*(x for x in (case.mask, case.logp, case.advantages)), case.optional, case.entropy)
+    g = torch.Generator().manual_seed(seed)
+    keep = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    padded = {k: torch.randn(keep.shape, generator=g, dtype=torch.float64) for k in case.optional}
+    logp = torch.randn(keep.shape, generator=g, dtype=torch.float64)
+    advantages = torch.randn(len(lengths), generator=g, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+    one, two = logp.clone().requires_grad_(), logp[keep].requires_grad_()
+    a = fastrl.policy_loss(one, objective=objective, advantages=advantages, mask=keep, **padded)
+    packed = {k: v[keep] for k, v in padded.items()}
+    b = fastrl.policy_loss(two, objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, **packed)
+    a.loss.backward()
+    b.loss.backward()
+    torch.testing.assert_close(b.loss, a.loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(two.grad, one.grad[keep], rtol=1e-10, atol=1e-12)
+    for key in a.metrics:
+        torch.testing.assert_close(b.metrics[key], a.metrics[key], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_on_policy_all_gates_have_the_gradient_of_reinforce() -> None:
+    """At r = 1 every gate's weight is 1 (ALGORITHMS section 2), whatever its value."""
+    case = Case.make(1, True, False)
+    inputs = {"advantages": case.advantages, "mask": case.mask}
+    for name in ("CPI", "PPO", "DAPO", "GSPO", "GSPOToken", "SAPO", "CISPO", "GMPO", "VESPO"):
+        logp = case.logp.clone().requires_grad_()
+        objective = OBJECTIVES[name].replace(aggregate="seq-mean-token-mean")
+        fastrl.policy_loss(logp, objective=objective, **inputs).loss.backward()
+        plain = case.logp.clone().requires_grad_()
+        objective = fastrl.REINFORCE(aggregate="seq-mean-token-mean")
+        fastrl.policy_loss(plain, objective=objective, **inputs).loss.backward()
+        torch.testing.assert_close(logp.grad, plain.grad, msg=lambda text, name=name: f"{name}: {text}", **EXACT)
+
+
+def test_ppo_takes_the_smaller_of_the_clipped_and_the_unclipped() -> None:
+    """With ratios (2, 0.4), A = 1 and eps = 0.2 the terms are 1.2 and 0.4: a clip without the min gives 0.8."""
+    out = fastrl.policy_loss(
+        torch.tensor([2.0, 0.4]).log(), objective=fastrl.PPO(), advantages=torch.ones(2), old_logprobs=torch.zeros(2)
+    )
+    torch.testing.assert_close(out.loss, torch.tensor(-(1.2 + 0.4) / 2))
+
+
+def test_micro_batches_with_a_global_denominator_add_up() -> None:
+    for name, count in (("DAPO", "tokens"), ("GRPO", "responses"), ("DrGRPO", "responses"), ("LUSPO", "responses")):
+        case = Case.make(3, False, False)
+        whole = fastrl.policy_loss(
+            case.logp, objective=OBJECTIVES[name], advantages=case.advantages, mask=case.mask, **case.optional
+        ).loss
+        total = case.mask.sum() if count == "tokens" else torch.tensor(len(case.mask))
+        parts = [
+            fastrl.policy_loss(
+                case.logp[i : i + 2], objective=OBJECTIVES[name], advantages=case.advantages[i : i + 2],
+                mask=case.mask[i : i + 2], denominator=total, **{k: v[i : i + 2] for k, v in case.optional.items()},
+            ).loss
+            for i in range(0, 5, 2)
+        ]  # fmt: skip
+        torch.testing.assert_close(sum(parts), whole, **EXACT)
+
+
+def test_top_entropy_tokens_are_a_fraction_or_a_threshold() -> None:
+    case = Case.make(5, False, False)
+    values = case.entropy[case.mask]
+    fraction = fastrl.DAPO(top_entropy_fraction=0.25)
+    threshold = torch.quantile(values, 0.75)
+    common = {"advantages": case.advantages, "mask": case.mask, "entropy": case.entropy, **case.optional}
+    logp = case.logp.clone().requires_grad_()
+    by_fraction = fastrl.policy_loss(logp, objective=fraction, **common)
+    by_fraction.loss.backward()
+    explicit = fastrl.policy_loss(case.logp, objective=fastrl.DAPO(), entropy_threshold=threshold, **common)
+    torch.testing.assert_close(by_fraction.loss, explicit.loss, **EXACT)
+    trained = int((logp.grad[case.mask] != 0).sum())
+    assert 0 < trained <= -(-len(values) // 4)
+    expected, *_ = case.oracle(fastrl.DAPO(), float(threshold))
+    torch.testing.assert_close(explicit.loss, expected, **EXACT)
+
+
+def test_coefficients_may_be_tensors() -> None:
+    case = Case.make(6, False, False)
+    common = {"advantages": case.advantages, "mask": case.mask, "entropy": case.entropy, **case.optional}
+    numbers = fastrl.GRPO(kl_coef=0.3, entropy_coef=0.2)
+    tensors = fastrl.GRPO(kl_coef=torch.tensor(0.3, dtype=torch.float64), entropy_coef=torch.tensor(0.2).double())
+    a = fastrl.policy_loss(case.logp, objective=numbers, **common).loss
+    b = fastrl.policy_loss(case.logp, objective=tensors, **common).loss
+    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)  # 0.2 went through float32
+
+
+def test_entropy_weights_replace_w_on_the_entropy_term_only() -> None:
+    case = Case.make(7, False, False)
+    own = torch.rand(case.mask.shape, dtype=torch.float64)
+    common = {"advantages": case.advantages, "mask": case.mask, **case.optional}
+    without = fastrl.policy_loss(case.logp, objective=fastrl.GRPO(), **common).loss
+    both = fastrl.policy_loss(
+        case.logp, objective=fastrl.GRPO(entropy_coef=0.5), entropy=case.entropy, entropy_weights=own, **common
+    ).loss
+    torch.testing.assert_close(both, without - 0.5 * (own * case.entropy)[case.mask].sum(), **EXACT)
+
+
+def test_gradcheck() -> None:
+    case = Case.make(8, False, False)
+    for name in ("GRPO", "GSPO", "SAPO", "GMPO", "kl forward", "kl k3-unbiased", "objective's own ratio in the KL"):
+        objective = OBJECTIVES[name].replace(entropy_coef=0.1)
+
+        def loss(logp: torch.Tensor, entropy: torch.Tensor, objective: Objective = objective) -> torch.Tensor:
+            return fastrl.policy_loss(
+                logp, objective=objective, advantages=case.advantages, mask=case.mask, entropy=entropy, **case.optional
+            ).loss
+
+        inputs = (case.logp.clone().requires_grad_(), case.entropy.clone().requires_grad_())
+        assert torch.autograd.gradcheck(loss, inputs), name
+
+
+def test_metrics_say_what_happened() -> None:
+    old = torch.zeros(1, 4)
+    logp = torch.tensor([[2.0, 0.5, 1.0, 1.0]]).log()
+    out = fastrl.policy_loss(
+        logp, objective=fastrl.PPO(), advantages=torch.tensor([[1.0, -1.0, 1.0, 1.0]]), old_logprobs=old,
+        mask=torch.tensor([[1, 1, 1, 0]]), entropy=torch.tensor([[1.0, 2.0, 3.0, 100.0]]),
+    )  # fmt: skip
+    expected = {
+        "policy_loss": -(1.2 - 0.8 + 1.0) / 3, "kl": 0.0, "entropy": 2.0, "ratio_mean": 3.5 / 3, "ratio_max": 2.0,
+        "clip_frac": 2 / 3, "clip_frac_low": 1 / 3, "clip_frac_high": 1 / 3, "gate_mean": 1 / 3,
+        "approx_kl": sum(r - 1 - torch.tensor(r).log().item() for r in (2.0, 0.5, 1.0)) / 3,
+        "ratio_clamped": 0.0, "masked_off_policy": 0.0, "tokens": 3.0,
+    }  # fmt: skip
+    assert out.metrics.keys() == expected.keys()
+    for key, value in expected.items():
+        assert out.metrics[key].dtype == torch.float32 and out.metrics[key].dim() == 0
+        assert out.metrics[key].item() == pytest.approx(value, abs=1e-6), key
+
+
+def test_a_clamped_exponent_is_counted_and_passes_no_gradient() -> None:
+    logp = torch.tensor([[0.0, -1.0]], requires_grad=True)
+    out = fastrl.policy_loss(
+        logp, objective=fastrl.CPI(), advantages=torch.ones(1), old_logprobs=torch.tensor([[-30.0, -1.0]])
+    )
+    out.loss.backward()
+    assert out.metrics["ratio_clamped"] == 1
+    torch.testing.assert_close(out.metrics["ratio_max"], torch.tensor(20.0).exp())
+    torch.testing.assert_close(logp.grad, torch.tensor([[0.0, -0.5]]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"), [((0, 4), None), ((3, 0), None), ((2, 3), torch.zeros(2, 3)), ((0,), None)], ids=str
+)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_nothing_divides_by_zero(name: str, shape: tuple[int, ...], mask: torch.Tensor | None) -> None:
+    logp = (
+        torch.full(shape, torch.nan, requires_grad=True) if mask is not None else torch.zeros(shape, requires_grad=True)
+    )
+    numbers = {k: torch.full(shape, torch.nan) for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    count = shape[0] if len(shape) > 1 else 1
+    out = fastrl.policy_loss(logp, objective=OBJECTIVES[name], advantages=torch.ones(count), mask=mask, **numbers)
+    out.loss.backward()
+    assert out.loss == 0
+    torch.testing.assert_close(logp.grad, torch.zeros(shape))
+    assert all(v.isfinite() for k, v in out.metrics.items() if k not in ("entropy", "gate_mean"))
+
+
+class TestCallables:
+    """A custom objective in torch is aggregated like any other."""
+
+    @staticmethod
+    def clip(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
+        r = log_ratio.exp()
+        return -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
+
+    def test_a_callable_equals_the_preset_that_it_spells_out(self) -> None:
+        case = Case.make(9, False, False)
+        common = {"advantages": case.advantages, "mask": case.mask, **case.optional}
+        expected = fastrl.policy_loss(case.logp, objective=fastrl.PPO(), **common).loss
+        actual = fastrl.policy_loss(case.logp, objective=self.clip, **common).loss
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+    def test_it_may_name_its_aggregation(self) -> None:
+        def loss(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
+            return self.clip(log_ratio, advantages, context)
+
+        loss.aggregate = "seq-mean-token-mean"
+        case = Case.make(9, False, False)
+        common = {"advantages": case.advantages, "mask": case.mask, **case.optional}
+        expected = fastrl.policy_loss(case.logp, objective=fastrl.GRPO(kl_coef=0), **common).loss
+        torch.testing.assert_close(fastrl.policy_loss(case.logp, objective=loss, **common).loss, expected, **EXACT)
+
+    def test_a_wrong_shape_is_named(self) -> None:
+        with pytest.raises(ValueError, match=r"objective must return a per-token loss of shape \(2, 3\), got \(\)"):
+            fastrl.policy_loss(torch.zeros(2, 3), objective=lambda r, a, c: (r * a).sum(), advantages=torch.ones(2, 3))

@@ -1,0 +1,737 @@
+"""The C++ row functions against the float64 oracle.
+
+A result's error may be that of the same computation by torch in float32, plus a margin: one rounding of z (torch's own
+sample of that may happen to be small), and `STATISTICS_MARGIN` in units of 1 + |value| (rounding the result itself
+takes 6e-8), `GRADIENT_MARGIN` relative to the terms of each gradient entry (`gradient_scale`).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.ops import cpp_backend, cpp_build
+from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
+from fastrl.reference import rows as reference
+
+pytestmark = pytest.mark.skipif(
+    cpp_backend.why_unavailable() is not None, reason=f"no C++ backend: {cpp_backend.why_unavailable()}"
+)
+
+STATISTICS_MARGIN = 3e-7
+GRADIENT_MARGIN = 5e-7
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a unit, and some
+TINY = {torch.float32: 1e-35, torch.bfloat16: 1e-35, torch.float16: 2.0**-25}  # flushed, or below the last place
+PLAIN = Transform()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# 1: no other entry; 31: one ragged vector; 1000: below one segment; 32003: ragged in segment, pair and vector;
+# 151936: a real vocabulary, many segments
+VOCABULARIES = [1, 31, 1000, 32003, 151936]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_rows(n: int, vocab: int, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> tuple[Tensor, ...]:
+    """Logits (1, n, vocab), targets, c and h."""
+    g = generator(seed)
+    logits = (torch.randn(1, n, vocab, generator=g) * spread).to(dtype)
+    targets = torch.randint(0, vocab, (n,), generator=g)
+    return logits, targets, torch.randn(n, generator=g), torch.randn(n, generator=g)
+
+
+def relative_error(found: Tensor, exact: Tensor, scale: Tensor) -> float:
+    """The largest error in units of scale; NaN and infinities must stand in the same places."""
+    torch.testing.assert_close(found.isnan(), exact.isnan(), msg="NaN elsewhere than in the oracle")
+    same = found.double() == exact
+    return ((found.double() - exact).abs() / scale).where(~same & ~exact.isnan(), 0.0).max().item()
+
+
+def log_sum_of_all(statistics: Statistics) -> Statistics:
+    """With log sum exp z in place of log_sum, which is relative to a maximum that is itself rounded."""
+    return statistics._replace(log_sum=statistics.maximum.double() + statistics.log_sum.double())
+
+
+def rounding_of_z(logits: Tensor, transform: Transform) -> Tensor:
+    """Half a unit in the last place of the largest z that matters, (N, 1): what forming z in float32 may cost."""
+    z, _ = reference.transformed(logits.double().flatten(0, 1), transform64(transform))
+    matters = z > z.amax(-1, keepdim=True) - 90
+    return 2.0**-24 * z.abs().where(matters, 0.0).amax(-1, keepdim=True)
+
+
+def check_statistics(found: Statistics, exact: Statistics, torch32: Statistics, z_rounding: Tensor) -> None:
+    margin = STATISTICS_MARGIN + z_rounding.max().item()
+    found, exact, torch32 = map(log_sum_of_all, (found, exact, torch32))
+    for name, ours, oracle, theirs in zip(Statistics._fields, found, exact, torch32, strict=True):
+        scale = 1 + oracle.abs()
+        allowed = relative_error(theirs, oracle, scale) + margin
+        assert relative_error(ours, oracle, scale) <= allowed, name
+
+
+def gradient_scale(
+    logits: Tensor, targets: Tensor, transform: Transform, exact: Statistics, c: Tensor, h: Tensor | None
+) -> Tensor:
+    """What an entry's error is relative to: the sizes of the terms that make it up, where p_j itself carries a relative
+    error that grows with log p_j, as that is rounded, and a softcap's slope, 4 e^(-2 |v|) far out, one that grows with
+    v."""
+    z, slope = reference.transformed(logits.double().flatten(0, 1), transform64(transform))
+    log_p = (z - exact.maximum[:, None] - exact.log_sum[:, None]).clamp_min(-1e4)
+    h = torch.zeros_like(c) if h is None else h
+    size = c.abs()[:, None] + h.abs()[:, None] * (log_p.abs() + exact.entropy[:, None])
+    slope = slope.abs() + 1e-9 * slope.abs().max()  # the oracle's 1 - tanh^2 is good to 1e-16 of the largest
+    scale = slope * log_p.exp() * (1 + log_p.abs()) * size
+    if transform.softcap:
+        v = logits.double().flatten(0, 1) * (transform.logit_scale / transform.softcap)
+        scale *= 1 + 2 * v.abs().where(v.isfinite(), 0.0)
+    at_target = torch.zeros_like(scale).scatter(-1, targets[:, None].clamp(0, z.shape[-1] - 1), 1)
+    scale += at_target * (slope * (c.abs() * torch.expm1(exact.logprobs).abs())[:, None])
+    return (scale.nan_to_num(1.0) + 1e-30).view(logits.shape)
+
+
+def check_gradient(found: Tensor, exact: Tensor, torch32: Tensor, scale: Tensor, z_rounding: Tensor) -> None:
+    """Entry by entry."""
+    allowed = relative_error(torch32, exact, scale) + GRADIENT_MARGIN + z_rounding.view(*exact.shape[:2], 1)
+    error = (found.double() - exact).abs()
+    bound = allowed * scale + ROUNDING[found.dtype] * exact.abs() + TINY[found.dtype]
+    torch.testing.assert_close(found.isnan(), exact.isnan(), msg="NaN elsewhere than in the oracle")
+    worst = (error - bound).where(~exact.isnan() & (found.double() != exact), -1.0).max().item()
+    assert worst <= 0, f"over the bound by {worst}"
+
+
+def transform64(transform: Transform) -> Transform:
+    return transform._replace(temperatures=None if transform.temperatures is None else transform.temperatures.double())
+
+
+def statistics_of(backend: object, logits: Tensor, *arguments: object) -> Statistics:
+    return backend.row_statistics(logits, *arguments)  # type: ignore[attr-defined]
+
+
+def check(
+    logits: Tensor, targets: Tensor, c: Tensor, h: Tensor | None, mask: Tensor | None = None,
+    transform: Transform = PLAIN, *, in_place: bool = False,
+) -> None:  # fmt: skip
+    """Statistics and gradient against the oracle, with the same statistics for both gradients."""
+    exact = reference.row_statistics(logits.double(), targets, mask, transform64(transform))
+    torch32 = reference.row_statistics(logits.float(), targets, mask, transform)
+    found = cpp_backend.row_statistics(logits, targets, mask, transform)
+    check_statistics(found, exact, torch32, rounding_of_z(logits, transform))
+
+    h64 = None if h is None else h.double()
+    gradient64 = torch.empty(logits.shape, dtype=torch.float64)
+    reference.row_gradient(logits.double(), targets, mask, transform64(transform), exact, c.double(), h64, gradient64)
+    gradient32 = torch.empty(logits.shape)
+    reference.row_gradient(logits.float(), targets, mask, transform, torch32, c, h, gradient32)
+    before = logits.clone()
+    out = logits if in_place else torch.full_like(logits, 7.0)
+    cpp_backend.row_gradient(logits, targets, mask, transform, found, c, h, out)
+    assert in_place or same_bits(logits, before)
+    scale = gradient_scale(before, targets, transform, exact, c, h)
+    check_gradient(out, gradient64, gradient32, scale, rounding_of_z(before, transform))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+# --- sizes, types, transforms -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ragged_vocabularies(vocab: int, dtype: torch.dtype, in_place: bool) -> None:
+    logits, targets, c, h = random_rows(5, vocab, dtype, seed=vocab)
+    check(logits, targets, c, h, in_place=in_place)
+    check(*random_rows(3, vocab, dtype, seed=vocab + 1)[:3], None, in_place=in_place)
+
+
+@pytest.mark.parametrize("position", [0, 15, 16, 1023, 1024, 2047, 2048, 3006])
+def test_target_anywhere_in_the_segments(position: int) -> None:
+    # 3007 columns: two whole segments of 1024 and a ragged one; the target at the edges of vectors and segments
+    logits, _, c, h = random_rows(2, 3007, torch.float32, seed=position)
+    check(logits, torch.full((2,), position), c, h)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        Transform(temperature=0.7),
+        Transform(logit_scale=0.1),
+        Transform(softcap=30.0),
+        Transform(softcap=30.0, logit_scale=1.7, temperature=1.3),
+        Transform(softcap=0.5, temperature=0.05),  # most entries saturated
+        Transform(softcap=1000.0),  # all entries in tanh's small branch, where 1 - tanh^2 is nearly 1
+    ],
+)
+def test_transforms(dtype: torch.dtype, transform: Transform) -> None:
+    logits, targets, c, h = random_rows(6, 4099, dtype)
+    check(logits, targets, c, h, transform=transform)
+    logits[0, :, 5:50] = -torch.inf  # stays -inf under a softcap
+    check(logits, targets.clamp_min(50), c, h, transform=transform)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_temperature_per_row(softcap: float) -> None:
+    logits, targets, c, h = random_rows(6, 777, torch.float32)
+    temperatures = torch.tensor([0.2, 0.5, 1.0, 1.5, 3.0, 10.0])
+    check(logits, targets, c, h, transform=Transform(temperature=9.0, temperatures=temperatures, softcap=softcap))
+
+
+def test_negative_logit_scale() -> None:
+    logits, targets, c, h = random_rows(4, 333, torch.float32)
+    for softcap in (0.0, 10.0):
+        check(logits.clone(), targets, c, h, transform=Transform(logit_scale=-1.5, softcap=softcap), in_place=True)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+def test_softcap_keeps_relative_accuracy_of_small_logits(softcap: float) -> None:
+    # z is read off the maximum of rows with a single entry
+    x = torch.logspace(-30, 2, 4001).view(1, -1, 1) * torch.tensor([1.0, -1.0]).repeat(2001)[:4001].view(1, -1, 1)
+    z = cpp_backend.row_statistics(x, torch.zeros(4001, dtype=torch.int64), None, Transform(softcap=softcap)).maximum
+    exact = softcap * torch.tanh(x.double().flatten() / softcap)
+    assert ((z.double() - exact) / exact).abs().max() < 4e-7
+
+
+def test_softcap_keeps_relative_accuracy_of_the_slope() -> None:
+    # at 8 times the softcap 1 - tanh^2 is 4.5e-7: formed as a difference it would have lost three digits of seven
+    logits = torch.linspace(-8, 8, 4001).view(1, 1, -1)
+    targets, c, transform = torch.tensor([2000]), torch.ones(1), Transform(softcap=1.0)
+    found = cpp_backend.row_statistics(logits, targets, None, transform)
+    out = torch.empty_like(logits)
+    cpp_backend.row_gradient(logits, targets, None, transform, found, c, None, out)
+    x = logits.double()
+    p = torch.softmax(torch.tanh(x), -1)
+    exact = -p / torch.cosh(x) ** 2
+    exact[..., 2000] += 1
+    assert ((out.double() - exact) / exact).abs().max() < 1.5e-6
+
+
+# --- hard rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("margin", [10.0, 17.0, 26.0, 40.0, 60.0, 80.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_confident_tokens(margin: float, dtype: torch.dtype) -> None:
+    vocab = 151936
+    logits = torch.zeros(1, 3, vocab, dtype=dtype)
+    logits[0, 0, 7] = margin
+    logits[0, 1, vocab - 1] = margin
+    logits[0, 2] = torch.randn(vocab, generator=generator()).to(dtype)
+    logits[0, 2, 70_000] = margin
+    targets = torch.tensor([7, vocab - 1, 70_000])
+    check(logits.clone(), targets, torch.ones(3), None)
+    check(logits, targets, torch.ones(3), torch.tensor([0.5, -0.5, 0.0]))
+    exact = reference.row_statistics(logits.double(), targets, None, Transform()).logprobs
+    found = cpp_backend.row_statistics(logits, targets, None, Transform()).logprobs
+    assert (found < 0).all()  # never rounded to 0
+    assert ((found.double() - exact) / exact).abs().max() < 2e-6  # the relative error of float32's 1e-5 at z = 80
+    c, out = torch.ones(3), torch.empty_like(logits)
+    statistics = cpp_backend.row_statistics(logits, targets, None, Transform())
+    cpp_backend.row_gradient(logits, targets, None, Transform(), statistics, c, None, out)
+    at_target = out[0, torch.arange(3), targets].double()
+    bound = 2e-6 + ROUNDING[dtype]
+    if dtype == torch.float16:  # its last place
+        assert (at_target + torch.expm1(exact)).abs().max() <= bound * torch.expm1(exact).abs().max() + 2.0**-25
+    else:
+        assert ((at_target / -torch.expm1(exact)) - 1).abs().max() < bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [-80.0, 80.0])
+def test_offsets(dtype: torch.dtype, offset: float) -> None:
+    logits, targets, c, h = random_rows(4, 5001, dtype)
+    check(logits + offset, targets, c, h)
+    check(logits + offset, targets, c, h, transform=Transform(temperature=0.7))
+
+
+def test_large_negative_logits_and_targets_on_them() -> None:
+    # entries far below the maximum have probability 0; the target's log-probability is exact however low
+    logits, targets, c, h = random_rows(4, 2100, torch.float32)
+    logits[0, :, ::2] = torch.tensor([-88.0, -1000.0, -3e4, torch.finfo(torch.float32).min])[:, None]
+    check(logits, targets | 1, c, h)
+    even = torch.tensor([0, 2, 1024, 2098])
+    found = cpp_backend.row_statistics(logits, even, None, Transform()).logprobs
+    exact = torch.log_softmax(logits[0].double(), -1).gather(-1, even[:, None])[:, 0]
+    assert ((found.double() - exact) / exact).abs().max() < 3e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.0, 25.0])
+def test_minus_infinity(dtype: torch.dtype, softcap: float) -> None:
+    vocab = 3000
+    logits, targets, c, h = random_rows(6, vocab, dtype)
+    logits[0, 0, :1024] = -torch.inf  # the whole first segment
+    logits[0, 1, 1024:2048] = -torch.inf  # one in the middle
+    logits[0, 2, torch.arange(vocab) != 1234] = -torch.inf  # all but the target
+    logits[0, 3, torch.arange(vocab) != 1234] = -torch.inf  # all but one that is not the target
+    logits[0, 4, 2000:] = -torch.inf  # the ragged end
+    logits[0, 5, 77] = -torch.inf  # the target alone
+    targets = torch.tensor([2000, 2500, 1234, 0, 5, 77])
+    transform = Transform(softcap=softcap)
+    check(logits, targets, c, h, transform=transform)
+    found = cpp_backend.row_statistics(logits, targets, None, transform)
+    assert found.logprobs[2] == 0
+    assert found.entropy[2] == 0
+    assert found.logprobs[3] == -torch.inf
+    assert found.logprobs[5] == -torch.inf
+    out = torch.empty_like(logits)
+    cpp_backend.row_gradient(logits, targets, None, transform, found, c, h, out)
+    off_target = torch.ones_like(out).scatter(-1, targets.view(1, -1, 1), 0).bool()
+    assert (out[(logits == -torch.inf) & off_target] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_at_the_smallest_number(dtype: torch.dtype) -> None:
+    logits = torch.full((1, 3, 1500), torch.finfo(dtype).min, dtype=dtype)
+    targets = torch.tensor([0, 1499, 3])
+    logits[0, 2, 3] = 0.0
+    check(logits, targets, torch.ones(3), torch.ones(3))
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    torch.testing.assert_close(found.entropy[0], torch.tensor(1500.0).log())
+    assert found.logprobs[2] == 0
+
+
+def test_all_minus_infinity_is_nan() -> None:
+    logits = torch.zeros(1, 3, 40)
+    logits[0, 1] = -torch.inf
+    targets = torch.tensor([0, 1, 2])
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    for statistic in (found.logprobs, found.entropy, found.log_sum):
+        assert statistic.isnan().tolist() == [False, True, False]
+    out = torch.empty_like(logits)
+    cpp_backend.row_gradient(logits, targets, None, Transform(), found, torch.ones(3), torch.ones(3), out)
+    assert out.isnan().all(-1).tolist() == [[False, True, False]]
+    assert out.isnan().any(-1).tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("column", [0, 40, 1023, 1030, 2050, 2051])
+@pytest.mark.parametrize("softcap", [0.0, 25.0])
+def test_nan_stays_in_its_row(dtype: torch.dtype, bad: float, column: int, softcap: float) -> None:
+    if softcap and bad == torch.inf:
+        pytest.skip("tanh(inf) is 1")
+    # the column: in the target's segment, a whole one, the ragged one, the target itself (40)
+    logits, _, c, h = random_rows(5, 2052, dtype)
+    targets = torch.full((5,), 40)
+    logits[0, 2, column] = bad
+    logits[0, 3, 40] = -torch.inf
+    logits[0, 3, column] = bad  # beside a target of probability 0
+    expected = [False, False, True, True, False]
+    transform = Transform(softcap=softcap)
+    found = cpp_backend.row_statistics(logits, targets, None, transform)
+    for statistic in found if bad != torch.inf else (found.logprobs, found.entropy, found.log_sum):
+        assert statistic.isnan().tolist() == expected
+    for coefficients in ((c, h), (c, None), (torch.zeros(5), torch.zeros(5))):
+        out = torch.empty_like(logits)
+        cpp_backend.row_gradient(logits, targets, None, transform, found, *coefficients, out)
+        assert out[0].isnan().all(-1).tolist() == expected
+        assert out[0].isnan().any(-1).tolist() == expected
+
+
+def test_nan_of_any_payload() -> None:
+    bits = torch.tensor([0x7F800001, 0x7FC00001, 0x7FFFFFFF, -1, -0x400000, -0x7FFFFF], dtype=torch.int32)
+    logits = torch.zeros(1, len(bits), 64)
+    logits[0, :, 33] = bits.view(torch.float32)
+    targets = torch.zeros(len(bits), dtype=torch.int64)
+    for transform in (Transform(), Transform(softcap=3.0)):
+        found = cpp_backend.row_statistics(logits, targets, None, transform)
+        assert all(statistic.isnan().all() for statistic in found)
+
+
+@pytest.mark.parametrize("target", [-1, -100, 31, 2**40, -(2**63)])
+def test_unmasked_target_out_of_range(target: int) -> None:
+    logits, targets, c, h = random_rows(3, 31, torch.float32)
+    targets[1] = target
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    assert found.logprobs.isnan().tolist() == [False, True, False]
+    check(logits, targets, c, h)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mask(dtype: torch.dtype) -> None:
+    logits, targets, c, h = random_rows(8, 1031, dtype)
+    mask = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0]).bool()
+    targets[~mask] = -100
+    logits[0, 1], logits[0, 5] = torch.nan, torch.inf  # not read
+    c[5] = h[5] = torch.nan
+    check(logits.clone(), targets, c, h, mask)
+    found = cpp_backend.row_statistics(logits, targets, mask, Transform())
+    assert all((statistic[~mask] == 0).all() for statistic in found)
+    cpp_backend.row_gradient(logits, targets, mask, Transform(), found, c, h, logits)
+    assert (logits[0, ~mask] == 0).all()
+    everything = torch.zeros(8, dtype=torch.bool)
+    assert all((s == 0).all() for s in cpp_backend.row_statistics(logits, targets, everything, Transform()))
+
+
+def test_no_rows() -> None:
+    logits, targets = torch.empty(2, 0, 30), torch.empty(0, dtype=torch.int64)
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    assert all(statistic.shape == (0,) for statistic in found)
+    cpp_backend.row_gradient(logits, targets, None, Transform(), found, torch.empty(0), None, logits)
+    empty = RowInputs(torch.empty(0), torch.empty(0))
+    assert cpp_backend.row_visit(logits, targets, None, Transform(), OBJECTIVE, empty).terms.shape == (8, 0)
+
+
+def test_zero_coefficients_give_zero() -> None:
+    logits, targets, c, h = random_rows(3, 100, torch.float32)
+    c[1] = h[1] = 0.0
+    out = torch.full_like(logits, 7.0)
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    cpp_backend.row_gradient(logits, targets, None, Transform(), found, c, h, out)
+    assert (out[0, 1] == 0).all()
+    assert (out[0, [0, 2]] != 0).all()
+
+
+def test_error_at_the_size_of_the_benchmark() -> None:
+    logits, targets, c, h = random_rows(256, 32768, torch.float32)  # rows are alike: 256 of the 2048
+    exact = reference.row_statistics(logits.double(), targets, None, Transform())
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    for ours, oracle in zip(found, exact, strict=True):
+        assert (ours.double() - oracle).abs().max() <= 2e-6  # the last place of 20 is 1.9e-6
+    gradient64 = torch.empty(logits.shape, dtype=torch.float64)
+    reference.row_gradient(logits.double(), targets, None, Transform(), exact, c.double(), h.double(), gradient64)
+    out = torch.empty_like(logits)
+    cpp_backend.row_gradient(logits, targets, None, Transform(), found, c, h, out)
+    assert (out.double() - gradient64).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_the_16_bit_types(dtype: torch.dtype) -> None:
+    """Widening is exact, as a maximum shows; narrowing rounds to nearest even, as a gradient of any magnitude shows."""
+    if dtype == torch.float32:
+        pytest.skip("nothing to convert")
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite()]
+    targets = torch.zeros(len(x), dtype=torch.int64)
+    found = cpp_backend.row_statistics(x.view(1, -1, 1), targets, None, Transform()).maximum
+    assert torch.equal(found, x.float())
+    vectors = x.view(1, 2, -1)  # all entries but the first go through the vector path
+    copied = cpp_backend.row_statistics(vectors, torch.zeros(2, dtype=torch.int64), None, Transform())
+    assert torch.equal(copied.maximum, vectors.float().amax(-1)[0])
+    c = torch.randn(40_000, generator=generator()) * 2.0 ** torch.randint(-30, 14, (40_000,), generator=generator())
+    zeros = torch.zeros(1, 40_000, 2, dtype=dtype)
+    targets = torch.zeros(40_000, dtype=torch.int64)
+    statistics = Statistics(*torch.zeros(4, 40_000))  # they say p_j = 1
+    cpp_backend.row_gradient(zeros, targets, None, Transform(), statistics, c, None, zeros)
+    assert torch.equal(zeros[0, :, 1], (-c).to(dtype))
+
+
+# --- layouts, threads, positions --------------------------------------------------------------------------------------
+
+
+def test_strided_views() -> None:
+    whole = torch.randn(3, 6, 97, generator=generator())
+    targets = torch.randint(0, 90, (15,), generator=generator())
+    c = torch.randn(15, generator=generator())
+    for view in (whole[:, :-1], whole[:, 1:, 5:95], whole.transpose(0, 1)[:5], whole[:, ::2][:, :, 1:92]):
+        n = view.shape[0] * view.shape[1]
+        check(view.clone(), targets[:n], c[:n], c[:n])
+        copy = whole.clone()
+        inside = copy.as_strided(view.shape, view.stride(), view.storage_offset())
+        dense = view.contiguous()
+        found = cpp_backend.row_statistics(inside, targets[:n], None, Transform())
+        expected = cpp_backend.row_statistics(dense, targets[:n], None, Transform())
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        cpp_backend.row_gradient(dense, targets[:n], None, Transform(), expected, c[:n], c[:n], dense)
+        cpp_backend.row_gradient(inside, targets[:n], None, Transform(), found, c[:n], c[:n], inside)
+        assert same_bits(inside, dense)
+        inside.copy_(view)
+        assert torch.equal(copy, whole)  # nothing outside the view was written
+
+
+def test_gradient_into_a_strided_buffer() -> None:
+    logits, targets, c, h = random_rows(6, 50, torch.float32)
+    logits = logits.view(2, 3, 50)
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    dense, wide = torch.empty(2, 3, 50), torch.zeros(2, 4, 60)
+    cpp_backend.row_gradient(logits, targets, None, Transform(), found, c, h, dense)
+    cpp_backend.row_gradient(logits, targets, None, Transform(), found, c, h, wide[:, :3, 5:55])
+    assert same_bits(wide[:, :3, 5:55], dense)
+    wide[:, :3, 5:55] = 0
+    assert (wide == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [17, 1000, 5003])
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_a_rows_bits_depend_on_the_row_alone(dtype: torch.dtype, vocab: int, softcap: float) -> None:
+    logits, targets, c, h = random_rows(9, vocab, dtype)
+    transform = Transform(softcap=softcap, temperature=0.9)
+
+    def run(x: Tensor, rows: Tensor) -> list[Tensor]:
+        n = rows.numel()
+        found = cpp_backend.row_statistics(x, targets[rows], None, transform)
+        out = torch.empty(x.shape, dtype=dtype)
+        cpp_backend.row_gradient(x, targets[rows], None, transform, found, c[rows], h[rows], out)
+        inputs = RowInputs(c[rows], torch.full((n,), 0.3), entropy_weights=h[rows])
+        visited = x.clone(memory_format=torch.contiguous_format)
+        visit = cpp_backend.row_visit(visited, targets[rows], None, transform, OBJECTIVE, inputs)
+        return [*found, out.view(n, -1), *visit[:2], visit.terms.T, visited.view(n, -1)]
+
+    together = run(logits, torch.arange(9))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for found, expected in zip(run(logits, torch.arange(9)), together, strict=True):
+                assert same_bits(found, expected)
+    finally:
+        torch.set_num_threads(threads)
+    order = torch.tensor([8, 3, 3, 0])
+    for found, expected in zip(run(logits[:, order], order), together, strict=True):
+        assert same_bits(found, expected[order])
+    for shift in range(1, 20):  # every alignment
+        buffer = torch.empty(vocab + shift, dtype=dtype)
+        buffer[shift:] = logits[0, 4]
+        for found, expected in zip(run(buffer[shift:].view(1, 1, -1), torch.tensor([4])), together, strict=True):
+            assert same_bits(found, expected[4:5])
+
+
+@pytest.mark.parametrize("vocab", [2, 5])
+def test_many_rows_of_a_tiny_vocabulary(vocab: int) -> None:
+    logits, targets, c, h = random_rows(70_000, vocab, torch.float32)
+    check(logits, targets, c, h, in_place=True)
+
+
+def test_large_fresh_buffer() -> None:
+    """Above the size from which huge pages are asked for, dense and not."""
+    logits, targets, c, h = random_rows(9, 300_007, torch.float32)
+    check(logits, targets, c, h)
+    check(logits.view(3, 3, -1)[:, :2], targets[:6], c[:6], h[:6])
+
+
+def test_wrong_arguments_are_refused() -> None:
+    logits, targets, c, h = random_rows(4, 10, torch.float32)
+    found = cpp_backend.row_statistics(logits, targets, None, Transform())
+    with pytest.raises(ValueError, match="targets"):
+        cpp_backend.row_statistics(logits, targets.int(), None, Transform())
+    with pytest.raises(ValueError, match="mask"):
+        cpp_backend.row_statistics(logits, targets, torch.ones(3, dtype=torch.bool), Transform())
+    with pytest.raises(ValueError, match="logits"):
+        cpp_backend.row_statistics(logits.double(), targets, None, Transform())
+    with pytest.raises(ValueError, match="stride 1"):
+        cpp_backend.row_statistics(logits.transpose(1, 2), torch.zeros(10, dtype=torch.int64), None, Transform())
+    with pytest.raises(ValueError, match="temperatures"):
+        cpp_backend.row_statistics(logits, targets, None, Transform(temperatures=torch.ones(8)[::2]))
+    with pytest.raises(ValueError, match="out"):
+        cpp_backend.row_gradient(logits, targets, None, Transform(), found, c, h, logits.half())
+    with pytest.raises(ValueError, match="at least one"):
+        cpp_backend.row_statistics(torch.empty(1, 4, 0), targets, None, Transform())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocab=st.integers(1, 2300),
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 10.0, 100.0]),
+    offset=st.floats(-80, 80, width=32),
+    holes=st.sampled_from([0.0, 0.3, 0.95]),
+    dtype=st.sampled_from(DTYPES),
+    softcap=st.sampled_from([0.0, 0.0, 7.0, 50.0]),
+    temperature=st.sampled_from([1.0, 0.25, 3.3]),
+)
+def test_properties(
+    vocab: int, seed: int, spread: float, offset: float, holes: float, dtype: torch.dtype, softcap: float,
+    temperature: float,
+) -> None:  # fmt: skip
+    logits, targets, c, h = random_rows(3, vocab, dtype, seed, spread)
+    logits = (logits + offset).to(dtype)
+    empty = torch.rand(logits.shape, generator=generator(seed)) < holes
+    logits = logits.masked_fill(empty.scatter(-1, targets.view(1, -1, 1), False), -torch.inf)
+    check(logits, targets, c, h, transform=Transform(temperature=temperature, softcap=softcap))
+    found = cpp_backend.row_statistics(logits, targets, None, Transform(temperature=temperature, softcap=softcap))
+    assert (found.logprobs <= 0).all()
+    assert (found.entropy >= -1e-5).all()
+    assert (found.entropy <= torch.tensor(float(vocab)).log() + 1e-5).all()
+
+
+# --- one visit --------------------------------------------------------------------------------------------------------
+
+OBJECTIVE = RowObjective("clip", (0.2, 0.28, 3.0, 1e30), "k3", "truncate", 0.1, 2.0, 20.0)
+PARAMETERS = {
+    "surrogate": (0.0, 0.0, 0.0, 0.0),
+    "reinforce": (0.0, 0.0, 0.0, 0.0),
+    "clip": (0.2, 0.28, 1.5, 1.4),
+    "soft": (1.0, 1.05, 0.0, 0.0),
+    "stop-gradient-clip": (1.2, 0.8, 0.0, 0.0),
+    "gamma": (2.0, 3.0, 3.0, 2.0),
+}
+OPTIONAL = ("old", "ref", "rollout", "kl_weights", "entropy_weights", "entropy_threshold")
+
+
+def test_every_formula_has_parameters_here() -> None:
+    assert PARAMETERS.keys() == GATE_FORMULAS.keys()
+
+
+def random_inputs(logprobs: Tensor, present: tuple[str, ...], seed: int) -> RowInputs:
+    g, n = generator(seed), len(logprobs)
+
+    def near(spread: float) -> Tensor:
+        return logprobs + spread * torch.randn(n, generator=g)
+
+    inputs = {"old": near(0.3), "ref": near(0.5), "rollout": near(0.7), "kl_weights": torch.rand(n, generator=g),
+              "entropy_weights": torch.randn(n, generator=g), "entropy_threshold": torch.tensor(1.4)}  # fmt: skip
+    for name in ("old", "ref", "rollout"):  # some beyond the clamp
+        inputs[name][0], inputs[name][1] = logprobs[0] + 5, logprobs[1] - 5
+    advantages = torch.randn(n, generator=g)
+    advantages[2] = 0.0
+    weights = torch.rand(n, generator=g)
+    weights[3] = 0.0
+    return RowInputs(advantages, weights, **{name: inputs[name] for name in present})
+
+
+def check_visit(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
+    inputs: RowInputs,
+) -> None:  # fmt: skip
+    def double(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.double()
+
+    # The oracle's objective starts from our float32 statistics: a clip's edge may lie between those and the exact ones.
+    statistics = cpp_backend.row_statistics(logits, targets, mask, transform)
+    *_, c, h = reference.row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
+    exact, c64, h64 = reference.row_terms(
+        statistics.logprobs.double(), statistics.entropy.double(), mask, objective, RowInputs(*map(double, inputs))
+    )
+    torch32, _, _ = reference.row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
+    exact_statistics = reference.row_statistics(logits.double(), targets, mask, transform64(transform))
+    gradient64, gradient32 = torch.empty(logits.shape, dtype=torch.float64), torch.empty(logits.shape)
+    reference.row_gradient(
+        logits.double(), targets, mask, transform64(transform), exact_statistics, c64, h64, gradient64
+    )
+    torch_statistics = reference.row_statistics(logits.float(), targets, mask, transform)
+    reference.row_gradient(logits.float(), targets, mask, transform, torch_statistics, c, h, gradient32)
+
+    visited = logits.clone()
+    found = cpp_backend.row_visit(visited, targets, mask, transform, objective, inputs)
+    assert same_bits(found.logprobs, statistics.logprobs)
+    assert same_bits(found.entropy, statistics.entropy)
+    scale = 1 + exact.abs()
+    assert relative_error(found.terms, exact, scale) <= relative_error(torch32, exact, scale) + 1e-7
+    scale = gradient_scale(logits, targets, transform, exact_statistics, c, h)
+    check_gradient(visited, gradient64, gradient32, scale, rounding_of_z(logits, transform))
+
+
+@pytest.mark.parametrize("gate", GATE_FORMULAS)
+@pytest.mark.parametrize("kl", KL_FORMULAS)
+@pytest.mark.parametrize("rollout", ROLLOUT_FORMULAS)
+def test_every_objective_with_and_without_each_input(gate: str, kl: str, rollout: str) -> None:
+    objective = RowObjective(gate, PARAMETERS[gate], kl, rollout, 0.6, 1.5, 2.0)
+    logits, targets, _, _ = random_rows(40, 37, torch.float32, seed=len(kl), spread=1.0)
+    logprobs = reference.row_statistics(logits, targets, None, Transform()).logprobs
+    singles = [(name,) for name in OPTIONAL]
+    all_but_one = [tuple(set(OPTIONAL) - {name}) for name in OPTIONAL]
+    for seed, present in enumerate([(), *singles, *all_but_one, OPTIONAL]):
+        check_visit(logits, targets, None, Transform(), objective, random_inputs(logprobs, present, seed))
+
+
+def test_every_presence_of_inputs() -> None:
+    logits, targets, _, _ = random_rows(40, 37, torch.float32, seed=1, spread=1.0)
+    logprobs = reference.row_statistics(logits, targets, None, Transform()).logprobs
+    for seed, bits in enumerate(itertools.product([False, True], repeat=len(OPTIONAL))):
+        inputs = random_inputs(logprobs, tuple(itertools.compress(OPTIONAL, bits)), seed)
+        check_visit(logits, targets, None, Transform(), OBJECTIVE, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_visit_of_ragged_rows(dtype: torch.dtype, vocab: int) -> None:
+    logits, targets, _, _ = random_rows(5, vocab, dtype, seed=vocab)
+    mask = torch.tensor([True, True, False, True, True])
+    targets[2] = -100
+    transform = Transform(temperature=0.8, softcap=40.0)
+    logprobs = reference.row_statistics(logits, targets, mask, transform).logprobs
+    check_visit(logits, targets, mask, transform, OBJECTIVE, random_inputs(logprobs, OPTIONAL, 0))
+    check_visit(logits, targets, None, Transform(), OBJECTIVE, random_inputs(logprobs, ("old",), 0))
+
+
+def test_visit_equals_statistics_then_gradient() -> None:
+    logits, targets, _, _ = random_rows(7, 3001, torch.float32)
+    statistics = cpp_backend.row_statistics(logits, targets, None, Transform())
+    weights, advantages = torch.rand(7, generator=generator()), torch.randn(7, generator=generator())
+    objective = RowObjective("reinforce", (0.0,) * 4, "none", "none", 0.0, 0.0, 20.0)
+    inputs = RowInputs(advantages, weights, entropy_weights=torch.full((7,), 0.25))
+    out = torch.empty_like(logits)
+    c, h = (-advantages.double() * weights.double()).float(), torch.full((7,), -0.25)
+    cpp_backend.row_gradient(logits, targets, None, Transform(), statistics, c, h, out)
+    cpp_backend.row_visit(logits, targets, None, Transform(), objective, inputs)
+    # The visit has e^z already where the gradient forms e^(log p); log p + H cancels in some entries.
+    torch.testing.assert_close(logits, out, rtol=2e-6, atol=1e-8)
+
+
+def test_visit_leaves_what_is_masked_and_isolates_nan() -> None:
+    logits, targets, _, _ = random_rows(6, 70, torch.float32)
+    logits[0, 1, 3] = torch.nan
+    logits[0, 2] = torch.nan
+    targets[4], targets[2] = 70, -100
+    mask = torch.tensor([True, True, False, True, True, True])
+    visited = logits.clone()
+    inputs = RowInputs(torch.ones(6), torch.ones(6))
+    found = cpp_backend.row_visit(visited, targets, mask, Transform(), OBJECTIVE, inputs)
+    assert visited[0].isnan().all(-1).tolist() == [False, True, False, False, True, False]
+    assert visited[0].isnan().any(-1).tolist() == [False, True, False, False, True, False]
+    assert found.logprobs.isnan().tolist() == [False, True, False, False, True, False]
+    assert found.terms[0].isnan().tolist() == [False, True, False, False, True, False]
+    assert (found.terms[:, 2] == 0).all()
+    assert (visited[0, 2] == 0).all()
+
+
+def test_on_policy_ratio_is_exactly_one() -> None:
+    logits, targets, _, _ = random_rows(50, 501, torch.float32)
+    old = cpp_backend.row_statistics(logits, targets, None, Transform()).logprobs
+    inputs = RowInputs(torch.randn(50, generator=generator()), torch.ones(50), old=old, ref=old)
+    terms = cpp_backend.row_visit(logits, targets, None, Transform(), OBJECTIVE, inputs).terms
+    assert (terms[3] == 1).all()  # ratio
+    assert (terms[2] == 0).all()  # kl
+
+
+# --- scale_, and the narrower machines --------------------------------------------------------------------------------
+
+
+def test_scale() -> None:
+    x = torch.randn(5, 7, generator=generator())
+    scaled, version = x.clone(), None
+    cpp_backend.scale_(scaled, torch.tensor(0.5))
+    assert torch.equal(scaled, x * 0.5)
+    version = scaled._version
+    cpp_backend.scale_(scaled, torch.tensor(1.0))
+    assert scaled._version == version  # not touched
+
+
+@pytest.mark.parametrize("flags", [(), ("-march=x86-64-v3",)], ids=["no flags: 4 lanes", "AVX2: 8 lanes"])
+def test_narrower_vectors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sources without this processor's own instructions."""
+    monkeypatch.setattr(cpp_build, "_PROCESSOR_FLAGS", (flags,))
+    cpp_backend._load.cache_clear()
+    try:
+        if cpp_backend.why_unavailable() is not None:
+            pytest.skip("not an x86-64 compiler")
+        for dtype in DTYPES:
+            logits, targets, c, h = random_rows(4, 5003, dtype)
+            logits[0, 1, 70:2000] = -torch.inf
+            targets[1] = 3000
+            check(logits, targets, c, h, transform=Transform(temperature=0.7))
+            check(logits, targets, c, h, transform=Transform(softcap=20.0))
+            logits[0, 2, 2222] = torch.nan
+            found = cpp_backend.row_statistics(logits, targets, None, Transform())
+            assert found.entropy.isnan().tolist() == [False, False, True, False]
+            if dtype != torch.float32:
+                test_every_number_of_the_16_bit_types(dtype)
+            logits[0, 2, 2222] = 0.0
+            logprobs = cpp_backend.row_statistics(logits, targets, None, Transform()).logprobs
+            inputs = random_inputs(logprobs, OPTIONAL, 0)
+            check_visit(logits, targets, None, Transform(), OBJECTIVE, inputs)
+    finally:
+        monkeypatch.undo()
+        cpp_backend._load.cache_clear()

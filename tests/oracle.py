@@ -1,0 +1,63 @@
+"""Float64 answers from torch's own functions, and the tolerance that they allow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Truth(NamedTuple):
+    """Log-probabilities and entropies of targets, and d(sum a logp + b H)/dlogits where asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    gradient: Tensor | None
+
+
+def token_stats(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    upstream: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Truth:
+    """By log_softmax and autograd in `dtype`, on the whole (..., V) tensor."""
+    x = logits.detach().to(dtype).requires_grad_()
+    t = temperature.to(dtype)[..., None] if isinstance(temperature, Tensor) else temperature
+    z = logit_scale * x
+    if softcap is not None:
+        z = torch.where(x == -torch.inf, -torch.inf, softcap * torch.tanh(z / softcap))
+    log_p = torch.log_softmax(z / t, -1)
+    counts = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    logp = log_p.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
+    entropy = _entropy(log_p)
+    logp, entropy = logp.where(counts, 0.0), entropy.where(counts, 0.0)
+    gradient = None
+    if upstream is not None:
+        a, b = (u.to(dtype).where(counts, 0.0) for u in upstream)
+        (gradient,) = torch.autograd.grad((a * logp + b * entropy).sum(), x)
+    return Truth(logp.detach(), entropy.detach(), gradient)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    return -(log_p.exp() * finite).sum(-1)
+
+
+def assert_as_good_as_torch(actual: Tensor, truth: Tensor, same_dtype: Tensor, margin: float, what: str) -> None:
+    """Error against float64 at most that of torch's own computation in the same dtype, plus a margin.
+
+    The margin is absolute, relative to max(1, |truth|); both errors are maxima over the tensor.
+    """
+    scale = truth.abs().clamp_min(1.0)
+    ours = ((actual.double() - truth) / scale).abs()
+    theirs = ((same_dtype.double() - truth) / scale).abs()
+    assert not ours.isnan().any(), f"{what}: NaN"
+    allowed = theirs.max().item() + margin if theirs.numel() else margin
+    worst = ours.max().item() if ours.numel() else 0.0
+    assert worst <= allowed, f"{what}: error {worst:.3g} > torch's {allowed - margin:.3g} + {margin:.3g}"

@@ -1,0 +1,241 @@
+"""API.md's last section, case by case: a clear error before any work, and nothing lost."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import fastrl
+from fastrl.ops import backend as backends
+
+B, T, V, H = 2, 3, 7, 4
+F = torch.float32
+
+
+def logits_arguments(**changes: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=torch.int64),
+        "objective": fastrl.PPO(), "advantages": torch.ones(B),
+    }  # fmt: skip
+    return given | changes
+
+
+def linear_arguments(**changes: Any) -> dict[str, Any]:
+    given = logits_arguments() | {"hidden": torch.zeros(B, T, H), "weight": torch.zeros(V, H)}
+    del given["logits"]
+    return given | changes
+
+
+COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"targets": torch.zeros(B, T)}, TypeError, "targets must be one of torch.int64, got torch.float32"),
+    ({"targets": [[0]]}, TypeError, "targets must be a tensor, got list"),
+    ({"targets": torch.zeros(B, T + 1, dtype=torch.int64)}, ValueError, r"targets must have shape \(2, 3\)"),
+    ({"targets": torch.full((B, T), V)}, IndexError, r"targets\[0, 0\] is 7, outside \[0, 7\) and not masked|is 7"),
+    ({"targets": torch.full((B, T), -100)}, IndexError, "is -100, outside"),
+    ({"mask": torch.ones(B)}, ValueError, r"mask must have shape \(2, 3\)"),
+    ({"mask": torch.full((B, T), 0.5)}, ValueError, "mask must hold only 0 and 1, got 0.5"),
+    ({"mask": [1, 1]}, TypeError, "mask must be a tensor, got list"),
+    ({"temperature": 0.0}, ValueError, "temperature must be finite and > 0, got 0.0"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
+    ({"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+    ({"temperature": torch.zeros(B, T)}, ValueError, "temperature must be finite and > 0 everywhere"),
+    ({"temperature": torch.ones(T)}, ValueError, r"temperature must have shape \(2, 3\)"),
+    ({"softcap": -1.0}, ValueError, "softcap must be finite and > 0, got -1.0"),
+    ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite and > 0, got inf"),
+    ({"logit_scale": -1.0}, ValueError, "logit_scale must be finite and > 0, got -1.0"),
+    ({"sampling_mask": object()}, NotImplementedError, "sampling_mask is not built yet"),
+]
+LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"objective": "grpo"}, TypeError, "objective must be an Objective or a callable, got str"),
+    ({"advantages": torch.ones(B, 1)}, ValueError, r"advantages must have shape \(2,\), one a response, or \(2, 3\)"),
+    ({"advantages": torch.ones(B, dtype=torch.int64)}, TypeError, "advantages must be floating point"),
+    ({"advantages": [1.0, 1.0]}, TypeError, "advantages must be a tensor, got list"),
+    ({"old_logprobs": torch.zeros(B)}, ValueError, r"old_logprobs must have shape \(2, 3\)"),
+    ({"objective": fastrl.GRPO()}, ValueError, r"ref_logprobs is needed by the objective's KL term \(k3\), got None"),
+    (
+        {"objective": fastrl.PPO(rollout_correction=fastrl.RolloutCorrection())}, ValueError,
+        "rollout_logprobs is needed",
+    ),
+    ({"denominator": 0}, ValueError, "denominator must be finite and > 0, got 0"),
+    ({"denominator": torch.ones(2)}, ValueError, "denominator must be a number or 0-dim"),
+    ({"entropy_threshold": torch.ones(2)}, ValueError, "entropy_threshold must be a number or 0-dim"),
+    ({"token_weights": torch.ones(B)}, ValueError, r"token_weights must have shape \(2, 3\)"),
+    ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, r"targets must have shape \(tokens,\) beside cu_seqlens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), COMMON, ids=lambda x: None)
+def test_vocabulary_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    """The same check, whichever entry point the argument reaches."""
+    for function, arguments in (
+        (fastrl.token_logprobs, {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=torch.int64)}),
+        (fastrl.logits_policy_loss, logits_arguments()),
+        (fastrl.linear_policy_loss, linear_arguments()),
+    ):
+        with pytest.raises(error, match=message):
+            function(**(arguments | changes))
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), LOSS, ids=lambda x: None)
+def test_loss_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    for function, arguments in (
+        (fastrl.logits_policy_loss, logits_arguments()),
+        (fastrl.linear_policy_loss, linear_arguments()),
+    ):
+        with pytest.raises(error, match=message):
+            function(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"logits": torch.zeros(B, T, V, dtype=torch.float64)}, TypeError, "logits must be one of torch.float32"),
+        ({"logits": torch.zeros(B, T, V, dtype=torch.int32)}, TypeError, "logits must be one of"),
+        ({"logits": torch.zeros(B, T, 0)}, ValueError, r"logits must have shape \(..., V\) with V >= 1"),
+        ({"inplace": 1}, TypeError, "inplace must be a bool, got int"),
+        (
+            {"logits": torch.zeros(B, 1, V, requires_grad=True).expand(B, T, V), "inplace": True}, ValueError,
+            "inplace=True needs logits that are dense",
+        ),
+        (
+            {"logits": torch.zeros(B, V, T, requires_grad=True).transpose(1, 2), "inplace": True}, ValueError,
+            "inplace=True needs logits that are dense",
+        ),
+    ],
+    ids=lambda x: None,
+)  # fmt: skip
+def test_logits(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fastrl.logits_policy_loss(**logits_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"weight": torch.zeros(V, H + 1)}, ValueError, r"hidden must have shape \(..., H\) and weight \(V, H\)"),
+        ({"weight": torch.zeros(V, H, dtype=torch.bfloat16)}, TypeError, "weight must be torch.float32 like hidden"),
+        ({"hidden": torch.zeros(B, T, H, dtype=torch.float64)}, TypeError, "hidden must be one of torch.float32"),
+        ({"bias": torch.zeros(H)}, ValueError, r"bias must have shape \(7,\)"),
+        ({"bias": torch.zeros(V, dtype=torch.float16)}, TypeError, "bias must be torch.float32 like hidden"),
+        ({"memory_budget": "1GiB"}, NotImplementedError, "memory_budget is not built yet"),
+        ({"tp_group": object()}, NotImplementedError, "tp_group is not built yet"),
+        ({"num_tokens": 5}, ValueError, "num_tokens must be the number of unmasked tokens, 6, got 5"),
+        ({"num_tokens": 6.0}, TypeError, "num_tokens must be an int, got float"),
+    ],
+    ids=lambda x: None,
+)
+def test_heads(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fastrl.linear_policy_loss(**linear_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        (torch.tensor([0, 4]), TypeError, "cu_seqlens must be one of torch.int32"),
+        (torch.tensor([0, 3], dtype=torch.int32), ValueError, "must rise from 0 to the number of tokens, 4"),
+        (torch.tensor([0, 3, 2, 4], dtype=torch.int32), ValueError, "must rise from 0"),
+        (torch.tensor([1, 4], dtype=torch.int32), ValueError, "must rise from 0"),
+        (torch.tensor([[0, 4]], dtype=torch.int32), ValueError, "cu_seqlens must have shape"),
+    ],
+    ids=lambda x: None,
+)
+def test_cu_seqlens(cu_seqlens: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fastrl.policy_loss(torch.zeros(4), objective=fastrl.PPO(), advantages=torch.ones(4), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: fastrl.Clip(low=-0.1), ValueError, "Clip.low must be >= 0, got -0.1"),
+        (lambda: fastrl.Clip(high="a"), TypeError, "Clip.high must be a number, got 'a'"),
+        (lambda: fastrl.PPO(dual_clip=1.0), ValueError, "Clip.dual must be > 1, got 1.0"),
+        (lambda: fastrl.SAPO(tau_pos=0.0), ValueError, "SoftGate.tau_pos must be > 0"),
+        (lambda: fastrl.KL("k4"), ValueError, "KL.kind must be one of k1, k2, k3"),
+        (lambda: fastrl.KL("k3", torch.ones(2)), ValueError, "KL.coef must be a float or a 0-dim tensor"),
+        (lambda: fastrl.PPO(aggregate="mean"), ValueError, "Objective.aggregate must be one of token-mean"),
+        (lambda: fastrl.PPO(ratio="word"), ValueError, "Objective.ratio must be one of token, sequence"),
+        (lambda: fastrl.PPO(aggregate="seq-mean-token-sum-norm"), ValueError, "Objective.max_length is needed"),
+        (lambda: fastrl.PPO(max_log_ratio=100.0), ValueError, "Objective.max_log_ratio must be > 0 and <= 80"),
+        (lambda: fastrl.PPO(top_entropy_fraction=1.5), ValueError, "Objective.top_entropy_fraction must be > 0"),
+        (lambda: fastrl.PPO(kl=0.1), TypeError, "Objective.kl must be a KL or None, got 0.1"),
+        (lambda: fastrl.Objective(gate="clip"), TypeError, "Objective.gate must be one of NoGate, Clip"),
+        (lambda: fastrl.RolloutCorrection(mode="drop"), ValueError, "RolloutCorrection.mode must be"),
+        (lambda: fastrl.CISPO(cap=1.0, low=2.0), ValueError, "StopGradientClip.low must be >= 0 and <= 1"),
+    ],
+    ids=lambda x: None,
+)
+def test_objectives(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_masked_target_is_not_read() -> None:
+    targets = torch.tensor([[0, -100, 1 << 40]] * B)
+    mask = torch.tensor([[1, 0, 0]] * B)
+    out = fastrl.token_logprobs(torch.zeros(B, T, V), targets, mask=mask)
+    assert torch.equal(out.logprobs[:, 1:], torch.zeros(B, 2))
+
+
+def test_an_index_error_leaves_the_logits_alone() -> None:
+    leaf = torch.randn(B, T, V, requires_grad=True)
+    logits = leaf * 1
+    before = logits.detach().clone()
+    with pytest.raises(IndexError):
+        fastrl.logits_policy_loss(**logits_arguments(logits=logits, targets=torch.full((B, T), V), inplace=True))
+    assert torch.equal(logits, before)
+
+
+def test_kernels_answer_a_bad_target_with_nan(backend: str, backend_device: str) -> None:
+    """What a GPU does without `check_inputs()`: that token's log-probability is NaN, the others are right."""
+    logits = torch.randn(1, 3, V, device=backend_device)
+    targets = torch.tensor([1, V, -1], device=backend_device)
+    run = backends.kernels(backends.forced(), logits).row_statistics
+    from fastrl.ops.contract import Transform
+
+    found = run(logits, targets, None, Transform())
+    assert found.logprobs.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_check_inputs_raises_on_a_gpu() -> None:
+    logits, targets = torch.zeros(1, V, device="cuda"), torch.tensor([V], device="cuda")
+    assert fastrl.token_logprobs(logits, targets).logprobs.isnan().all()
+    with fastrl.check_inputs(), pytest.raises(IndexError):
+        fastrl.token_logprobs(logits, targets)
+
+
+def test_backends() -> None:
+    assert set(fastrl.backends()) == {"triton", "cpp", "torch"} and fastrl.backends()["torch"] == "available"
+    with (
+        pytest.raises(ValueError, match="backend must be one of triton, cpp, torch, got 'cuda'"),
+        fastrl.use_backend("cuda"),
+    ):
+        pass
+
+
+def test_a_missing_backend_says_why_and_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = backends._module("cpp")
+    monkeypatch.setattr(module, "why_unavailable", lambda: "no compiler in this test")
+    for cached in (backends._why_unavailable, backends._default):
+        cached.cache_clear()
+    try:
+        assert fastrl.backends()["cpp"] == "no compiler in this test"
+        with pytest.raises(RuntimeError, match="cpp backend is not available: no compiler"), fastrl.use_backend("cpp"):
+            pass
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                out = fastrl.token_logprobs(torch.zeros(1, V), torch.zeros(1, dtype=torch.int64))
+        assert [str(w.message) for w in caught] == [
+            "fastrl falls back to plain torch on cpu, which is slower: no compiler in this test"
+        ]
+        torch.testing.assert_close(out.logprobs, -torch.tensor([float(V)]).log())
+    finally:
+        for cached in (backends._why_unavailable, backends._default):
+            cached.cache_clear()

@@ -1,0 +1,98 @@
+"""The torch.library side: schemas, fakes and autograd registrations hold, and whole graphs compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastrl
+from fastrl.ops import linear, rows
+
+B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view and a mask differ from each other
+
+
+@pytest.fixture
+def tensors(backend_device: str) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    made = {
+        "logits": torch.randn(B, T + 1, V, generator=g), "hidden": torch.randn(B, T, H, generator=g),
+        "weight": torch.randn(V, H, generator=g), "bias": torch.randn(V, generator=g),
+        "targets": torch.randint(V, (B, T), generator=g), "mask": torch.rand(B, T, generator=g) > 0.3,
+    }  # fmt: skip
+    return {k: v.to(backend_device) for k, v in made.items()}
+
+
+def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
+    logits = tensors["logits"][:, :-1]
+    y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
+    options = (0.9, 1.1, 5.0, backend)
+    stats = list(rows.row_statistics(logits, y, m, None, *options, False))
+    upstream = (stats[0], stats[1])
+    head = (tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (rows.row_statistics, (logits.clone().requires_grad_(), y, m, None, *options, False)),
+        (rows.row_gradient, (logits, y, m, None, stats, *upstream, *options)),
+        (rows.row_gradient_, (logits.clone(), y, m, None, stats, *upstream, *options)),
+        (linear.linear_statistics, (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1)),
+        (linear.linear_gradient, (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments)
+
+
+def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> None:
+    """One graph, the numbers of eager, forward and backward; new temperatures do not break it."""
+    targets, mask = tensors["targets"], tensors["mask"]
+    signs = torch.tensor([1.0, -1.0], device=targets.device)
+
+    def from_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        s = fastrl.token_logprobs(
+            logits[:, :-1], targets, mask=mask, entropy=True, temperature=temperature, softcap=5.0
+        )
+        assert s.entropy is not None
+        return (1.3 * s.logprobs).sum() + s.entropy.square().sum()
+
+    def from_hidden(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        s = fastrl.linear_token_logprobs(hidden, weight, targets, bias=bias, mask=mask, entropy=True, temperature=0.7)
+        assert s.entropy is not None
+        return (1.3 * s.logprobs).sum() + s.entropy.square().sum()
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return fastrl.logits_policy_loss(
+            logits[:, :-1], targets, objective=fastrl.SAPO(), advantages=signs, mask=mask
+        ).loss
+
+    leaves = {k: tensors[k].requires_grad_() for k in ("logits", "hidden", "weight", "bias")}
+    head = (leaves["hidden"], leaves["weight"], leaves["bias"])
+    for function, arguments in (
+        (from_logits, (leaves["logits"], 0.9)),
+        (from_hidden, head),
+        (loss, (leaves["logits"],)),
+    ):
+        wanted = [x for x in arguments if isinstance(x, torch.Tensor)]
+        compiled = torch.compile(function, fullgraph=True)
+        eager, value = function(*arguments), compiled(*arguments)
+        torch.testing.assert_close(value, eager)
+        for actual, expected in zip(
+            torch.autograd.grad(value, wanted), torch.autograd.grad(eager, wanted), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
+    again = torch.compile(from_logits, fullgraph=True)
+    for temperature in (0.8, 0.7):
+        torch.testing.assert_close(again(leaves["logits"], temperature), from_logits(leaves["logits"], temperature))
+
+
+def test_autocast_casts_the_head_as_linear_does(backend: str, tensors: dict[str, torch.Tensor]) -> None:
+    hidden, weight = tensors["hidden"].requires_grad_(), tensors["weight"].requires_grad_()
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        out = fastrl.linear_token_logprobs(hidden, weight, tensors["targets"])
+        loss = fastrl.linear_policy_loss(
+            hidden, weight, tensors["targets"], objective=fastrl.SAPO(),
+            advantages=torch.ones(B, device=hidden.device),
+        )  # fmt: skip
+    same = fastrl.linear_token_logprobs(hidden.bfloat16(), weight.bfloat16(), tensors["targets"])
+    assert torch.equal(out.logprobs, same.logprobs) and torch.equal(loss.logprobs, same.logprobs)
+    loss.loss.backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0

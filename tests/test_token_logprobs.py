@@ -1,0 +1,304 @@
+"""`token_logprobs` and `linear_token_logprobs` against float64 torch, on every backend.
+
+Sizes are small because Triton's interpreter takes milliseconds a row; large rows are the backends' own tests' matter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_as_good_as_torch, token_stats
+
+import fastrl
+from fastrl.ops import linear as linear_ops
+from fastrl.reference import rows as reference_rows
+
+# A float32 result is formed by a handful of roundings of numbers of the size of the logits' spread.
+MARGIN = 2e-6
+# A half-precision gradient is rounded once to its own dtype (relative 2^-9 or 2^-12), like torch's.
+GRADIENT_MARGIN = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "temperature per token": {"temperature": torch.tensor([[0.5, 1.0, 1.7], [0.9, 2.0, 0.3]])},
+    "softcap, scale": {"softcap": 4.0, "logit_scale": 0.8, "temperature": 1.3},
+    "mask": {"mask": torch.tensor([[1, 0, 1], [0, 1, 1]])},
+}
+
+
+def problem(vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(2, 3, vocab, generator=g)).to(dtype)
+    targets = torch.randint(vocab, (2, 3), generator=g)
+    return logits, targets, torch.randn(2, 3, generator=g), torch.randn(2, 3, generator=g)
+
+
+def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
+def test_values_and_gradients(
+    backend: str, backend_device: str, vocab: int, dtype: torch.dtype, option: str, inplace: bool
+) -> None:
+    logits, targets, a, b = (x.to(backend_device) for x in problem(vocab, dtype))
+    options = moved(OPTIONS[option], backend_device)
+    truth = token_stats(logits, targets, upstream=(a, b), **options)
+    same = token_stats(logits, targets, upstream=(a, b), dtype=torch.float32, **options)
+    if "mask" in options:
+        targets = targets.where(options["mask"].bool(), -100)
+    leaf = logits.clone().requires_grad_()
+    out = fastrl.token_logprobs(leaf * 1, targets, entropy=True, inplace=inplace, **options)
+    assert out.entropy is not None and out.logprobs.dtype == torch.float32
+    (a * out.logprobs + b * out.entropy).sum().backward()
+    assert_as_good_as_torch(out.logprobs, truth.logprobs, same.logprobs, MARGIN, "logprobs")
+    assert_as_good_as_torch(out.entropy, truth.entropy, same.entropy, MARGIN, "entropy")
+    rounded = same.gradient.to(dtype)
+    # Triton's interpreter truncates where it should round to bfloat16: one more half unit in the last place.
+    margin = GRADIENT_MARGIN[dtype] * (2 if backend == "triton" and dtype == torch.bfloat16 else 1)
+    assert leaf.grad is not None and leaf.grad.dtype == dtype
+    assert_as_good_as_torch(leaf.grad, truth.gradient, rounded, margin, "gradient")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_linear_equals_float64(backend: str, backend_device: str, option: str, biased: bool) -> None:
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(2, 3, 16, generator=g), torch.randn(77, 16, generator=g)
+    bias = torch.randn(77, generator=g) if biased else None
+    _, targets, a, b = problem(77, torch.float32)
+    options = OPTIONS[option]
+    wide = [x.double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    logits = wide[0] @ wide[1].T + (wide[2] if biased else 0)
+    truth = token_stats(logits, targets, upstream=(a, b), **options)
+    expected = torch.autograd.grad(logits, wide, truth.gradient)
+
+    narrow = [x.detach().float().to(backend_device).requires_grad_() for x in wide]
+    out = fastrl.linear_token_logprobs(
+        narrow[0], narrow[1], targets.to(backend_device), bias=narrow[2] if biased else None, entropy=True,
+        **moved(options, backend_device),
+    )  # fmt: skip
+    (a.to(backend_device) * out.logprobs + b.to(backend_device) * out.entropy).sum().backward()
+    # float32 products of 16 terms, then sums over 77 entries or 6 rows: tens of roundings of numbers up to about 10
+    close = {"rtol": 2e-5, "atol": 2e-5, "check_device": False}
+    torch.testing.assert_close(out.logprobs.double(), truth.logprobs, **close)
+    torch.testing.assert_close(out.entropy.double(), truth.entropy, **close)
+    for x, e in zip(narrow, expected, strict=True):
+        torch.testing.assert_close(x.grad.double(), e, **close)
+
+
+def test_chunks_change_nothing(backend: str, backend_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five chunks and one chunk: the same rows, sums of the same products in another order."""
+    g = torch.Generator().manual_seed(4)
+    hidden = torch.randn(19, 8, generator=g).to(backend_device)
+    weight = torch.randn(33, 8, generator=g).to(backend_device)
+    targets = torch.randint(33, (19,), generator=g).to(backend_device)
+    mask = (torch.rand(19, generator=g) > 0.3).to(backend_device)
+    found = []
+    for size in (128 << 20, 4 * 33 * 4):
+        monkeypatch.setitem(linear_ops._CHUNK_BYTES, "cpu", size)
+        monkeypatch.setitem(linear_ops._CHUNK_BYTES, "cuda", size)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = fastrl.linear_token_logprobs(h, w, targets, mask=mask, entropy=True)
+        (out.logprobs + 0.5 * out.entropy).sum().backward()
+        found.append((out.logprobs, out.entropy, h.grad, w.grad))
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_heads(backend: str, backend_device: str, dtype: torch.dtype) -> None:
+    """No worse than torch's own half-precision head with float32 statistics, with tiny upstream gradients too."""
+    g = torch.Generator().manual_seed(5)
+    hidden = torch.randn(12, 32, generator=g).to(dtype).to(backend_device)
+    weight = (torch.randn(65, 32, generator=g) / 6).to(dtype).to(backend_device)
+    targets = torch.randint(65, (12,), generator=g).to(backend_device)
+    for upstream in (1.0, 1e-6):  # 1e-6 underflows float16 unless the backward scales it
+        h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+        torch.log_softmax(h @ w.T, -1).gather(-1, targets[:, None]).sum().backward()
+        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        (fastrl.linear_token_logprobs(*mine, targets).logprobs.sum() * upstream).backward()
+        for x, truth in ((mine[0], h), (mine[1], w)):
+            got = x.grad.double() / upstream
+            error = ((got - truth.grad).norm() / truth.grad.norm()).item()
+            # logits, gradient entries and the result are each rounded to the dtype once: 3 x 2^-9 (2^-12), and
+            # float16's subnormal spacing of 6e-8 beside gradients of 1e-6
+            assert error < (3 * 2**-8 if dtype == torch.bfloat16 else 3 * 2**-11 if upstream == 1 else 0.2), error
+
+
+def test_confident_tokens_stay_exact(backend: str, backend_device: str) -> None:
+    """151,936 equal entries 26 below the target: -7.8e-7, not 0 (DESIGN section 4)."""
+    for margin in (10.0, 26.0, 40.0, 80.0):
+        logits = torch.full((1, 151936), -margin)
+        logits[0, 7] = 0
+        leaf = logits.to(backend_device).requires_grad_()
+        out = fastrl.token_logprobs(leaf, torch.tensor([7], device=backend_device), entropy=True)
+        out.logprobs.sum().backward()
+        # float64's log_softmax rounds these away too: the answers are known in closed form
+        others = 151935 * math.exp(-margin)
+        logp, not_p = -math.log1p(others), others / (1 + others)
+        # a float32 sum of 151,936 equal terms, and exp at -80 (80 roundings of the exponent)
+        for actual, expected in ((out.logprobs, logp), (out.entropy, -logp + margin * not_p), (leaf.grad[0, 7], not_p)):
+            assert actual.item() == pytest.approx(expected, rel=2e-5, abs=0), margin
+
+
+def test_offsets_and_minus_infinity(backend: str, backend_device: str) -> None:
+    logits, targets, a, b = problem(1000, torch.float32)
+    logits[0, :, :600] = -torch.inf
+    logits[1, 0] = -torch.inf
+    logits[1, 0, targets[1, 0]] = 3.0
+    targets[0] = torch.tensor([700, 800, 999])
+    for offset in (0.0, 80.0, -80.0):
+        truth = token_stats(logits + offset, targets, upstream=(a, b))
+        same = token_stats(logits + offset, targets, upstream=(a, b), dtype=torch.float32)
+        leaf = (logits + offset).to(backend_device).requires_grad_()
+        out = fastrl.token_logprobs(leaf, targets.to(backend_device), entropy=True)
+        (a.to(backend_device) * out.logprobs + b.to(backend_device) * out.entropy).sum().backward()
+        assert_as_good_as_torch(out.logprobs.cpu(), truth.logprobs, same.logprobs, MARGIN, "logprobs")
+        assert_as_good_as_torch(out.entropy.cpu(), truth.entropy, same.entropy, MARGIN, "entropy")
+        assert_as_good_as_torch(leaf.grad.cpu(), truth.gradient, same.gradient, MARGIN, "gradient")
+    assert out.logprobs[1, 0] == 0 and out.entropy[1, 0] == 0
+
+
+def test_a_target_of_probability_zero_is_minus_infinity_and_nan_stays_in_its_row(
+    backend: str, backend_device: str
+) -> None:
+    logits, targets, *_ = problem(31, torch.float32)
+    logits[0, 0, targets[0, 0]] = -torch.inf
+    logits[1, 2, 5] = torch.nan
+    out = fastrl.token_logprobs(logits.to(backend_device), targets.to(backend_device), entropy=True)
+    bad = torch.tensor([[False] * 3, [False, False, True]])
+    assert out.logprobs[0, 0] == -torch.inf
+    assert torch.equal(out.logprobs.isnan().cpu(), bad) and torch.equal(out.entropy.isnan().cpu(), bad)
+
+
+def test_leading_strides_need_no_copy(backend: str, backend_device: str) -> None:
+    """The usual shifted view of a padded batch, and a transposed one, give the numbers of their contiguous copies."""
+    whole = torch.randn(3, 4, 50, device=backend_device)
+    targets = torch.randint(50, (3, 3), device=backend_device)
+    for view, y in ((whole[:, :-1], targets), (whole.transpose(0, 1)[:-1], targets.T)):
+        a = fastrl.token_logprobs(view, y, entropy=True)
+        b = fastrl.token_logprobs(view.contiguous(), y.contiguous(), entropy=True)
+        assert torch.equal(a.logprobs, b.logprobs) and torch.equal(a.entropy, b.entropy)
+
+
+def test_a_row_is_bitwise_the_same_in_any_batch(backend: str, backend_device: str) -> None:
+    if backend == "torch":
+        pytest.skip("torch's own reductions are free to depend on the shape")
+    row = torch.randn(1, 999, device=backend_device)
+    y = torch.tensor([5], device=backend_device)
+    alone = fastrl.token_logprobs(row, y, entropy=True)
+    batch = torch.randn(7, 999, device=backend_device)
+    batch[4] = row[0]
+    among = fastrl.token_logprobs(batch, y.expand(7), entropy=True)
+    assert torch.equal(among.logprobs[4], alone.logprobs[0]) and torch.equal(among.entropy[4], alone.entropy[0])
+
+
+def test_consumed_logits_hold_their_gradient(backend: str, backend_device: str) -> None:
+    logits, targets, *_ = (x.to(backend_device) for x in problem(31, torch.float32))
+    expected = logits.clone().requires_grad_()
+    fastrl.token_logprobs(expected, targets).logprobs.sum().backward(retain_graph=True)
+    leaf = logits.clone().requires_grad_()
+    inner = leaf * 1
+    out = fastrl.token_logprobs(inner, targets, inplace=True).logprobs.sum()
+    out.backward(retain_graph=True)
+    torch.testing.assert_close(leaf.grad, expected.grad)
+    torch.testing.assert_close(inner.detach(), expected.grad)
+    with pytest.raises(RuntimeError, match="consumed by the first backward"):
+        out.backward()
+
+
+def test_logits_without_a_gradient_are_not_consumed(backend: str, backend_device: str) -> None:
+    logits, targets, *_ = (x.to(backend_device) for x in problem(31, torch.float32))
+    before = logits.clone()
+    fastrl.token_logprobs(logits, targets, inplace=True)
+    with torch.no_grad():
+        fastrl.token_logprobs(logits.clone().requires_grad_(), targets, inplace=True)
+    assert torch.equal(logits, before)
+
+
+def test_retain_graph_works_without_inplace(backend: str, backend_device: str) -> None:
+    logits, targets, *_ = (x.to(backend_device) for x in problem(31, torch.float32))
+    leaf = logits.requires_grad_()
+    out = fastrl.token_logprobs(leaf, targets).logprobs.sum()
+    out.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    out.backward()
+    assert torch.equal(leaf.grad, 2 * first)
+
+
+def test_many_rows_of_a_small_vocabulary() -> None:
+    """65,536 rows and more: one launch axis of a GPU holds 2^31, the other two 65,535 (Triton: its own launch test)."""
+    for name in ("torch", "cpp"):
+        with fastrl.use_backend(name):
+            logits = torch.randn(70000, 5, requires_grad=True)
+            targets = torch.randint(5, (70000,))
+            out = fastrl.token_logprobs(logits, targets)
+            out.logprobs.sum().backward()
+            expected = torch.log_softmax(logits.detach(), -1)
+            torch.testing.assert_close(out.logprobs, expected.gather(-1, targets[:, None])[:, 0])
+            torch.testing.assert_close(
+                logits.grad, torch.nn.functional.one_hot(targets, 5) - expected.exp(), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_no_rows_at_all(backend: str, backend_device: str) -> None:
+    for shape in ((0, 3), (3, 0), (0,)):
+        logits = torch.zeros(*shape, 7, device=backend_device, requires_grad=True)
+        hidden = torch.zeros(*shape, 4, device=backend_device, requires_grad=True)
+        weight = torch.zeros(7, 4, device=backend_device, requires_grad=True)
+        targets = torch.zeros(shape, dtype=torch.int64, device=backend_device)
+        fastrl.token_logprobs(logits, targets).logprobs.sum().backward()
+        fastrl.linear_token_logprobs(hidden, weight, targets).logprobs.sum().backward()
+        assert logits.grad.shape == logits.shape and weight.grad.abs().sum() == 0
+
+
+def test_gradcheck_of_the_oracle() -> None:
+    """The reference's own gradient formula against finite differences, float64."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4, 9, generator=g, dtype=torch.float64)
+    targets = torch.randint(9, (4,), generator=g)
+    mask = torch.tensor([True, True, False, True])
+    transform = reference_rows.Transform(1.0, torch.rand(4, generator=g) + 0.5, 0.9, 3.0)
+
+    class Stats(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            stats = reference_rows.row_statistics(x, targets, mask, transform)
+            ctx.save_for_backward(x, *stats)
+            return torch.stack(stats[:2])
+
+        @staticmethod
+        def backward(ctx: Any, d: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x, *stats = ctx.saved_tensors
+            out = torch.empty_like(x)
+            reference_rows.row_gradient(x, targets, mask, transform, reference_rows.Statistics(*stats), d[0], d[1], out)
+            return out
+
+    assert torch.autograd.gradcheck(Stats.apply, x.requires_grad_())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_cross_entropy(backend: str, backend_device: str, reduction: str) -> None:
+    g = torch.Generator().manual_seed(6)
+    hidden = torch.randn(2, 5, 8, generator=g).to(backend_device)
+    weight = torch.randn(21, 8, generator=g).to(backend_device)
+    targets = torch.randint(21, (2, 5), generator=g).to(backend_device)
+    targets[0, 1:3] = -100
+    found = []
+    for mine in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if mine:
+            loss = fastrl.linear_cross_entropy(h, w, targets, reduction=reduction)
+        else:
+            loss = torch.nn.functional.cross_entropy((h @ w.T).flatten(0, 1), targets.flatten(), reduction=reduction)
+        loss.sum().backward()
+        found.append((loss.flatten(), h.grad, w.grad))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
