@@ -1,0 +1,37 @@
+"""Our paths from hidden states and the head, between commits; the bare products tell how fast the machine was."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from fastrl.bench.linear_work import products, works
+from fastrl.bench.measure import default_device
+from fastrl.bench.problems import LinearProblem, linear_problem
+
+DEVICE = default_device()
+SIZES = {
+    # the size of the project's target against the three products on a CPU; a narrow head, where row work weighs most
+    "cpu": [(2048, 512, 32768, torch.float32), (2048, 128, 32768, torch.float32)],
+    # a 7B-shaped and a 1.5B-shaped head with a Qwen vocabulary
+    "cuda": [(8192, 4096, 151936, torch.bfloat16), (8192, 2048, 151936, torch.bfloat16)],
+}[DEVICE]
+
+
+@cache
+def problem(n: int, width: int, vocab: int, dtype: torch.dtype) -> LinearProblem:
+    return linear_problem(n, width, vocab, dtype, DEVICE)
+
+
+@pytest.mark.parametrize(("n", "width", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch."))
+@pytest.mark.parametrize("work", ["loss and gradients", "statistics"])
+@pytest.mark.parametrize("subject", ["fastrl", "products"])
+def test_linear(n, width, vocab, dtype, work, subject, time_run) -> None:
+    given = problem(n, width, vocab, dtype)
+    if subject == "products":
+        run = products(given, backward=work == "loss and gradients").prepare()
+    else:
+        run = works(given)[("loss and gradients", "statistics").index(work)].subjects[0].prepare()
+    time_run(f"linear, {work}, {n} x {width} x {vocab} {dtype}", run)

@@ -1,0 +1,38 @@
+"""Our paths from logits, between commits; eager torch tells how fast the machine was."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from fastrl.bench.logits_work import works
+from fastrl.bench.measure import default_device
+from fastrl.bench.problems import LogitsProblem, logits_problem
+
+DEVICE = default_device()
+SIZES = {
+    # the size of the project's speed target on a CPU: rows stay in a core's cache, the whole does not
+    "cpu": [(2048, 32768, torch.float32), (2048, 32768, torch.bfloat16), (512, 151936, torch.float32)],
+    # a Qwen vocabulary, where a row no longer fits an SM, and a small one, where launches and reductions weigh more
+    "cuda": [(8192, 151936, torch.bfloat16), (32768, 32768, torch.bfloat16)],
+}[DEVICE]
+WORKS = {
+    "statistics and gradients": ["fastrl", "eager torch"],
+    "loss and gradient": ["fastrl, in place", "fastrl", "eager torch"],
+    "statistics": ["fastrl", "eager torch"],
+}
+
+
+@cache
+def problem(n: int, vocab: int, dtype: torch.dtype) -> LogitsProblem:
+    return logits_problem(n, vocab, dtype, DEVICE)
+
+
+@pytest.mark.parametrize(("n", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch."))
+@pytest.mark.parametrize(("work", "subject"), [(work, subject) for work in WORKS for subject in WORKS[work]])
+def test_logits(n, vocab, dtype, work, subject, time_run) -> None:
+    found = next(w for w in works(problem(n, vocab, dtype)) if w.name == work)
+    chosen = next(s for s in found.subjects if s.name == subject)
+    time_run(f"logits, {work}, {n} x {vocab} {dtype}", chosen.prepare())

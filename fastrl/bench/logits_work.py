@@ -1,0 +1,128 @@
+"""The works that start from logits (N, V), and who does them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+import fastrl
+
+from . import peers, plain
+from .measure import Outcome, Run, Subject
+from .problems import LogitsProblem
+from .works import COMPILED, EAGER, Work, compiled
+
+
+def works(problem: LogitsProblem) -> list[Work]:
+    """Statistics with gradients, one loss with its gradient, statistics alone."""
+    once = problem.logits.numel() * problem.logits.element_size()  # reading or writing the logits once
+    truth = problem.statistics_truth()
+    return [
+        Work(
+            "statistics and gradients",
+            "log-probabilities and entropies, and the gradient of both (arbitrary upstream) in a fresh buffer",
+            _statistics_subjects(problem, backward=True), truth, work_bytes=3 * once,
+        ),
+        Work(
+            "loss and gradient", "PPO's clipped loss (off-policy) and its gradient",
+            _loss_subjects(problem), problem.loss_truth(), work_bytes=2 * once,
+        ),
+        Work(
+            "statistics", "log-probabilities and entropies, forward only",
+            _statistics_subjects(problem, backward=False), truth, work_bytes=once,
+        ),
+    ]  # fmt: skip
+
+
+def _sizes(problem: LogitsProblem) -> tuple[int, int]:
+    """Bytes of one tensor of the logits' shape: in their dtype, in float32."""
+    return problem.logits.numel() * problem.logits.element_size(), problem.logits.numel() * 4
+
+
+def _statistics_subjects(problem: LogitsProblem, backward: bool) -> list[Subject]:
+    once, wide = _sizes(problem)
+    plain_run = partial(_plain_statistics, problem, backward)
+    trl_run = partial(peers.trl_statistics, problem, backward=backward)
+    return [
+        Subject("fastrl", partial(_statistics, problem, backward), once, ours=True),
+        Subject(EAGER, partial(plain_run, compile=False), 5 * wide),
+        Subject(COMPILED, partial(plain_run, compile=True), 3 * wide),
+        Subject("TRL kernel", partial(trl_run, kernel=True), once),
+        Subject("TRL torch", partial(trl_run, kernel=False), 5 * wide),
+    ]
+
+
+def _loss_subjects(problem: LogitsProblem) -> list[Subject]:
+    once, wide = _sizes(problem)
+    return [
+        Subject("fastrl, in place", partial(_loss, problem, inplace=True), once, ours=True),
+        Subject("fastrl", partial(_loss, problem, inplace=False), once, ours=True),
+        Subject(EAGER, partial(_plain_loss, problem, compile=False), 5 * wide),
+        Subject(COMPILED, partial(_plain_loss, problem, compile=True), 3 * wide),
+        Subject("Liger triton_grpo_loss", partial(peers.liger_logits_loss, problem), once),
+        Subject("TRL kernel", partial(peers.trl_logits_loss, problem, kernel=True), once),
+        Subject("TRL torch", partial(peers.trl_logits_loss, problem, kernel=False), 5 * wide),
+    ]
+
+
+def _statistics(problem: LogitsProblem, backward: bool) -> Run:
+    tokens = problem.tokens
+    logits = problem.logits.detach().requires_grad_(backward)
+
+    def call() -> Outcome:
+        found = fastrl.token_logprobs(logits, tokens.targets, entropy=True)
+        assert found.entropy is not None
+        outputs = (found.logprobs, found.entropy)
+        gradients = {"logits": torch.autograd.grad(outputs, logits, tokens.upstream)[0]} if backward else {}
+        return Outcome(None, outputs[0].detach(), outputs[1].detach(), gradients)
+
+    return Run(call)
+
+
+def _plain_statistics(problem: LogitsProblem, backward: bool, compile: bool) -> Run:
+    statistics = compiled(plain.statistics) if compile else plain.statistics
+    tokens = problem.tokens
+    logits = problem.logits.detach().requires_grad_(backward)
+
+    def call() -> Outcome:
+        outputs = statistics(logits, tokens.targets)
+        gradients = {"logits": torch.autograd.grad(outputs, logits, tokens.upstream)[0]} if backward else {}
+        return Outcome(None, outputs[0].detach(), outputs[1].detach(), gradients)
+
+    return Run(call)
+
+
+def _loss(problem: LogitsProblem, inplace: bool) -> Run:
+    tokens = problem.tokens
+    source = tokens.padded(problem.logits)
+    logits = (source.clone() if inplace else source.detach()).requires_grad_()
+    targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
+    objective = fastrl.PPO(clip=plain.CLIP)
+
+    @torch.no_grad()
+    def restore() -> None:
+        if inplace:
+            logits.copy_(source)
+
+    def call() -> Outcome:
+        found = fastrl.logits_policy_loss(
+            logits, targets, objective=objective, advantages=tokens.per_response, old_logprobs=old, inplace=inplace
+        )
+        (gradient,) = torch.autograd.grad(found.loss, logits)
+        return Outcome(found.loss.detach(), found.logprobs, found.entropy, {"logits": gradient})
+
+    return Run(call, restore)
+
+
+def _plain_loss(problem: LogitsProblem, compile: bool) -> Run:
+    policy_loss = compiled(plain.policy_loss) if compile else plain.policy_loss
+    tokens = problem.tokens
+    logits = problem.logits.detach().requires_grad_()
+
+    def call() -> Outcome:
+        loss, logprobs, entropy = policy_loss(logits, tokens.targets, tokens.old, tokens.advantages, tokens.count)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        return Outcome(loss.detach(), logprobs.detach(), entropy, {"logits": gradient})
+
+    return Run(call)

@@ -1,0 +1,88 @@
+"""What a result was measured on and with: without it a number means nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastrl
+
+_PACKAGES = ("triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
+
+
+def describe(argv: Sequence[str]) -> dict[str, Any]:
+    """Machine, versions, commit, command line and time, ready for JSON."""
+    return {
+        "command": shlex.join(["fastrl", "bench", *argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": _machine(),
+        "versions": {
+            "fastrl": fastrl.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            **{name: installed_version(name) for name in _PACKAGES},
+        },
+        "backends": fastrl.backends(),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    memory = _field("/proc/meminfo", "MemTotal")
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": None if memory is None else round(int(memory.split()[0]) / 2**20, 1),
+    }
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found["gpu"] = gpu.name
+        found["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)
+    return found
+
+
+def _field(path: str, name: str) -> str | None:
+    """The first value of a `name : value` line of a Linux information file."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def commit() -> str | None:
+    """The commit of the checkout that fastrl is run from, "-dirty" if it has changes; None for an installed package."""
+    root = Path(fastrl.__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root:  # not a checkout, or an environment inside somebody else's
+        return None
+    found = git("rev-parse", "HEAD")
+    return f"{found}-dirty" if found is not None and git("status", "--porcelain") else found

@@ -1,0 +1,158 @@
+"""Other packages' ways to do the same works, at their own defaults; each says why it cannot run.
+
+PPO's clip with beta = 0 and loss_type "bnpo" (the mean over tokens) is what both Liger losses and ours compute here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from . import plain
+from .measure import Outcome, Run, Unavailable
+from .problems import LinearProblem, LogitsProblem, Tokens
+
+#: What TRL's trainers give its head.
+_TRL_HEAD_CHUNK = 32768
+
+
+def _needs_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable("its Triton kernels need a GPU")
+
+
+def liger_logits_loss(problem: LogitsProblem) -> Run:
+    """Liger's one-kernel GRPO loss; it writes the gradient over the logits, in the backward."""
+    _needs_gpu(problem.logits.device)
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    tokens = problem.tokens
+    # It wants T + 1 positions and ignores the last one.
+    buffer = problem.logits.new_zeros(tokens.responses, tokens.length + 1, problem.logits.shape[1]).requires_grad_()
+    old, targets = tokens.padded(tokens.old), tokens.padded(tokens.targets)
+
+    @torch.no_grad()
+    def restore() -> None:
+        buffer[:, :-1] = tokens.padded(problem.logits)
+
+    def call() -> Outcome:
+        loss, _ = triton_grpo_loss(
+            buffer, old, None, targets, tokens.per_response, temperature=1.0, beta=0.0, eps_low=plain.CLIP,
+            eps_high=plain.CLIP, loss_type="bnpo", reduce=True,
+        )  # fmt: skip
+        (gradient,) = torch.autograd.grad(loss, buffer)
+        return Outcome(loss.detach(), None, None, {"logits": gradient[:, :-1]})
+
+    return Run(call, restore)
+
+
+def liger_linear_loss(problem: LinearProblem) -> Run:
+    """Liger's chunked GRPO loss, one response a chunk."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    tokens = problem.tokens
+    hidden = tokens.padded(problem.hidden).detach().requires_grad_()
+    weight = problem.weight.detach().requires_grad_()
+    old, targets = tokens.padded(tokens.old), tokens.padded(tokens.targets)
+    mask = torch.ones_like(old)
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, epsilon_low=plain.CLIP, epsilon_high=plain.CLIP, loss_type="bnpo"
+    )
+
+    def call() -> Outcome:
+        loss, _ = loss_of(hidden, weight, targets, mask, tokens.per_response, old_per_token_logps=old)
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+        return Outcome(loss.detach(), None, None, {"hidden": d_hidden, "weight": d_weight})
+
+    return Run(call)
+
+
+def _trl_statistics(problem: LogitsProblem, kernel: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """TRL's function for logits: its Triton kernel, or the torch code that its trainers use elsewhere."""
+    if kernel:
+        _needs_gpu(problem.logits.device)
+    elif problem.logits.device.type == "cuda":
+        raise Unavailable("on a GPU this function of TRL calls its kernel")
+    module = import_module("trl.kernels" if kernel else "trl.trainer.utils")
+    function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.selective_log_softmax_and_entropy
+    return function
+
+
+def trl_statistics(problem: LogitsProblem, kernel: bool, backward: bool) -> Run:
+    """TRL's log-probabilities and entropies of logits, with or without their gradients."""
+    function, tokens = _trl_statistics(problem, kernel), problem.tokens
+    targets = tokens.padded(tokens.targets)
+    logits = tokens.padded(problem.logits).detach().requires_grad_(backward)
+    upstream = tuple(tokens.padded(u) for u in tokens.upstream)
+
+    def call() -> Outcome:
+        with torch.set_grad_enabled(backward):
+            outputs = function(logits, targets)
+        gradients = {"logits": torch.autograd.grad(outputs, logits, upstream)[0]} if backward else {}
+        return Outcome(None, outputs[0].detach(), outputs[1].detach(), gradients)
+
+    return Run(call)
+
+
+def trl_logits_loss(problem: LogitsProblem, kernel: bool) -> Run:
+    """TRL's log-probabilities, and entropies for the log, with the clip in torch behind them."""
+    function, tokens = _trl_statistics(problem, kernel), problem.tokens
+    targets = tokens.padded(tokens.targets)
+    logits = tokens.padded(problem.logits).detach().requires_grad_()
+
+    def call() -> Outcome:
+        logprobs, entropy = function(logits, targets)
+        loss = _clipped(tokens, logprobs)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        return Outcome(loss.detach(), logprobs.detach(), entropy.detach(), {"logits": gradient})
+
+    return Run(call)
+
+
+def trl_linear(problem: LinearProblem, backward: bool) -> Run:
+    """TRL's chunked head, with the clip in torch behind it."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    tokens = problem.tokens
+    hidden, weight = (x.detach().requires_grad_(backward) for x in (problem.hidden, problem.weight))
+
+    def call() -> Outcome:
+        with torch.set_grad_enabled(backward):
+            logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
+                hidden, weight, None, tokens.targets, 1.0, _TRL_HEAD_CHUNK, None, 1.0, ("entropy",)
+            )
+        if not backward:
+            return Outcome(None, logprobs, entropy, {})
+        loss = _clipped(tokens, logprobs)
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+        gradients = {"hidden": d_hidden, "weight": d_weight}
+        return Outcome(loss.detach(), logprobs.detach(), entropy.detach(), gradients)
+
+    return Run(call)
+
+
+def apple_linear(problem: LinearProblem, backward: bool) -> Run:
+    """Apple's cut cross-entropy as a head (its default gradient filter on), with the clip in torch behind it."""
+    _needs_gpu(problem.hidden.device)
+    from cut_cross_entropy import linear_cross_entropy
+
+    tokens = problem.tokens
+    hidden, weight = (x.detach().requires_grad_(backward) for x in (problem.hidden, problem.weight))
+
+    def call() -> Outcome:
+        with torch.set_grad_enabled(backward):
+            logprobs = -linear_cross_entropy(hidden, weight, tokens.targets, reduction="none")
+        if not backward:
+            return Outcome(None, logprobs, None, {})
+        loss = _clipped(tokens, logprobs)
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+        return Outcome(loss.detach(), logprobs.detach(), None, {"hidden": d_hidden, "weight": d_weight})
+
+    return Run(call)
+
+
+def _clipped(tokens: Tokens, logprobs: Tensor) -> Tensor:
+    return plain.clipped_loss(logprobs.reshape(-1), tokens.old, tokens.advantages, tokens.count)

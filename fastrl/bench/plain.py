@@ -1,0 +1,54 @@
+"""The vocabulary work and PPO's clipped loss as a trainer writes them in torch: what eager and torch.compile run.
+
+In float64 the same functions are the truth that every subject is compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CLIP = 0.2
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+
+
+def _statistics(log_p: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of targets (...) and entropies (...) of logits (..., V), both differentiable."""
+    return _statistics(_log_softmax(logits), targets)
+
+
+def clipped_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, denominator: int) -> Tensor:
+    """PPO's clipped surrogate over tokens (N,), summed and divided by the denominator."""
+    ratio = torch.exp(logprobs - old)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -gain.sum() / denominator
+
+
+def policy_loss(
+    logits: Tensor, targets: Tensor, old: Tensor, advantages: Tensor, denominator: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, log-probabilities and, for the trainer's log only, entropies."""
+    log_p = _log_softmax(logits)
+    logprobs = log_p.gather(-1, targets[..., None])[..., 0]
+    with torch.no_grad():
+        entropy = -(log_p.exp() * log_p).sum(-1)
+    return clipped_loss(logprobs, old, advantages, denominator), logprobs, entropy
+
+
+def linear_statistics(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`statistics` of the logits hidden (N, H) weight^T (H, V)."""
+    return statistics(torch.nn.functional.linear(hidden, weight), targets)
+
+
+def linear_policy_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, old: Tensor, advantages: Tensor, denominator: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`policy_loss` of the logits hidden (N, H) weight^T (H, V)."""
+    return policy_loss(torch.nn.functional.linear(hidden, weight), targets, old, advantages, denominator)

@@ -1,0 +1,186 @@
+"""Inputs that all subjects of a work share, and float64 answers to judge them by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import plain
+
+#: Standard deviation of the logits: with it a row is neither flat nor decided.
+_SPREAD = 3.0
+#: Rows whose gradients are checked. All rows' log-probabilities, entropies and the loss are.
+_SAMPLED_ROWS = 64
+#: Bytes of one float64 chunk of logits while answers are formed.
+_CHUNK_BYTES = 256 << 20
+
+
+class Truth(NamedTuple):
+    """Float64 answers; gradients by name, each as (indices into the first dimension, its values there)."""
+
+    loss: Tensor | None
+    logprobs: Tensor
+    entropy: Tensor
+    gradients: dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the losses read besides the vocabulary: B responses of T tokens, flattened to N = B T."""
+
+    responses: int
+    targets: Tensor  # (N,) int64
+    per_response: Tensor  # (B,) float32 advantages
+    advantages: Tensor  # (N,) float32, the same repeated
+    old: Tensor  # (N,) float32, off-policy log-probabilities
+    upstream: tuple[Tensor, Tensor]  # 2 x (N,) float32: arbitrary gradients for log-probabilities and entropies
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.targets.shape[0]
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.count // self.responses
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """(N, ...) seen as (B, T, ...)."""
+        return tensor.view(self.responses, self.length, *tensor.shape[1:])
+
+    def sampled(self) -> Tensor:
+        """Indices of the rows whose gradients are checked, from the first to the last."""
+        return torch.linspace(
+            0, self.count - 1, min(self.count, _SAMPLED_ROWS), device=self.targets.device, dtype=torch.float64
+        ).long()
+
+
+@dataclass(frozen=True)
+class LogitsProblem:
+    """Logits (N, V) and their tokens."""
+
+    logits: Tensor
+    tokens: Tokens
+    logprobs: Tensor  # (N,) float64
+    entropy: Tensor  # (N,) float64
+
+    def statistics_truth(self) -> Truth:
+        """For log-probabilities and entropies with the tokens' upstream gradients."""
+        rows = self.tokens.sampled()
+        c, h = (u[rows].double() for u in self.tokens.upstream)
+        x = self.logits[rows].double().requires_grad_()
+        logprobs, entropy = plain.statistics(x, self.tokens.targets[rows])
+        (gradient,) = torch.autograd.grad((c * logprobs + h * entropy).sum(), x)
+        return Truth(None, self.logprobs, self.entropy, {"logits": (rows, gradient)})
+
+    def loss_truth(self) -> Truth:
+        """For the clipped loss."""
+        rows = self.tokens.sampled()
+        x = self.logits[rows].double().requires_grad_()
+        loss, *_ = plain.policy_loss(x, *_loss_inputs(self.tokens, rows))
+        (gradient,) = torch.autograd.grad(loss, x)
+        return Truth(_loss(self.tokens, self.logprobs), self.logprobs, self.entropy, {"logits": (rows, gradient)})
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """Hidden states (N, H), an output head (V, H) and their tokens."""
+
+    hidden: Tensor
+    weight: Tensor
+    tokens: Tokens
+    logprobs: Tensor  # (N,) float64
+    entropy: Tensor  # (N,) float64
+
+    def statistics_truth(self) -> Truth:
+        """For log-probabilities and entropies, forward only."""
+        return Truth(None, self.logprobs, self.entropy, {})
+
+    def loss_truth(self) -> Truth:
+        """For the clipped loss: gradients of sampled rows of the hidden states and of the weight."""
+        tokens, weight = self.tokens, self.weight.double()
+        rows = tokens.sampled()
+        x = self.hidden[rows].double().requires_grad_()
+        loss, *_ = plain.linear_policy_loss(x, weight, *_loss_inputs(tokens, rows))
+        (d_hidden,) = torch.autograd.grad(loss, x)
+
+        # d loss / d z_v = c (1[v = y] - p_v) for all tokens, but for a few entries v: the first tokens' own and others
+        spaced = torch.linspace(0, weight.shape[0] - 1, 16, device=weight.device, dtype=torch.float64).long()
+        entries = torch.cat([tokens.targets[rows[:16]], spaced])
+        logp = self.logprobs.clone().requires_grad_()
+        (c,) = torch.autograd.grad(_loss(tokens, logp), logp)
+        hidden = self.hidden.double()
+        target_logit = (hidden * weight[tokens.targets]).sum(-1)
+        log_p = hidden @ weight[entries].t() - (target_logit - self.logprobs)[:, None]
+        is_target = (tokens.targets[:, None] == entries).double()
+        d_weight = (c[:, None] * (is_target - log_p.exp())).t() @ hidden
+        gradients = {"hidden": (rows, d_hidden), "weight": (entries, d_weight)}
+        return Truth(_loss(tokens, self.logprobs), self.logprobs, self.entropy, gradients)
+
+
+def _loss_inputs(tokens: Tokens, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    return tokens.targets[rows], tokens.old[rows].double(), tokens.advantages[rows].double(), tokens.count
+
+
+def _loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
+    return plain.clipped_loss(logprobs, tokens.old.double(), tokens.advantages.double(), tokens.count)
+
+
+def _chunks(count: int, vocab: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_BYTES // (8 * vocab))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _tokens(targets: Tensor, logprobs: Tensor, generator: torch.Generator) -> Tokens:
+    """Off-policy tokens, of which one in twenty is far enough away to be clipped on one side.
+
+    Log-ratios stay clear of the clip's edges, where rounding would decide whether a token has a gradient.
+    """
+    n, device = targets.shape[0], targets.device
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.empty(n, device=device).uniform_(low, high, generator=generator)
+
+    size = uniform(0.05, 0.15).where(uniform(0, 1) > 0.05, uniform(0.35, 0.45))
+    log_ratio = size * uniform(-1, 1).sign()
+    responses = math.gcd(n, 8)
+    advantages = torch.randn(responses, device=device, generator=generator)
+    return Tokens(
+        responses=responses,
+        targets=targets,
+        per_response=advantages,
+        advantages=advantages.repeat_interleave(n // responses),
+        old=(logprobs - log_ratio).float(),
+        upstream=(
+            torch.randn(n, device=device, generator=generator),
+            torch.randn(n, device=device, generator=generator),
+        ),
+    )
+
+
+def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> LogitsProblem:
+    """Normal logits, uniform targets; the same for the same arguments."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(n, vocab, device=device, dtype=dtype, generator=generator).mul_(_SPREAD)
+    targets = torch.randint(vocab, (n,), device=device, generator=generator)
+    parts = [plain.statistics(logits[rows].double(), targets[rows]) for rows in _chunks(n, vocab)]
+    logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+    return LogitsProblem(logits, _tokens(targets, logprobs, generator), logprobs, entropy)
+
+
+def linear_problem(n: int, width: int, vocab: int, dtype: torch.dtype, device: str) -> LinearProblem:
+    """Normal hidden states and head, uniform targets; the same for the same arguments."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(n, width, device=device, dtype=dtype, generator=generator)
+    weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(_SPREAD / width**0.5)
+    targets = torch.randint(vocab, (n,), device=device, generator=generator)
+    wide = weight.double()
+    parts = [plain.linear_statistics(hidden[rows].double(), wide, targets[rows]) for rows in _chunks(n, vocab)]
+    logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+    return LinearProblem(hidden, weight, _tokens(targets, logprobs, generator), logprobs, entropy)
