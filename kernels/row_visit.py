@@ -97,6 +97,8 @@ def row_visit_kernel(
     outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
     outer2 = outer * LOG2E
     column = load_target(targets_ptr + row, vocab)
+    # Before the fold, whose barriers all warps pass: later, a warp that is ahead may have written the gradient there.
+    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
 
     # Loop, forth: all segments at once.
     whole = (vocab // STEP) * STEP
@@ -120,7 +122,6 @@ def row_visit_kernel(
         1,
     )
     m_all, s_all, w_all = fold(m_1, s_1, w_1, outer2, 0)
-    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
     logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
 
     # The objective.

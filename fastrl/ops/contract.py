@@ -26,7 +26,7 @@ class Transform(NamedTuple):
 
     temperature: float = 1.0
     temperatures: Tensor | None = None  # (N,) float32; where given, it is used instead of the scalar
-    logit_scale: float = 1.0
+    logit_scale: float = 1.0  # > 0: the largest x has the largest z
     softcap: float = 0.0  # 0 means none
 
 

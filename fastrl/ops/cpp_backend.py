@@ -18,7 +18,6 @@ from torch import Tensor
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops import cpp_build, cpp_formulas
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Statistics, Transform, Visit
-from fastrl.reference import rows
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -137,8 +136,6 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
     """See `fastrl.ops.contract`."""
-    if transform.logit_scale < 0:
-        return rows.row_statistics(logits, targets, mask, transform)
     out = torch.empty(4, targets.numel())
     _library().fastrl_row_statistics(byref(_rows(logits, targets, mask, transform)), out.data_ptr())
     return Statistics(*out)
@@ -155,8 +152,6 @@ def row_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.ops.contract`; large pages are asked for where `out` is not the logits."""
-    if transform.logit_scale < 0:
-        return rows.row_gradient(logits, targets, mask, transform, statistics, c, h, out)
     n = targets.numel()
     strides = _strides("out", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
@@ -177,8 +172,6 @@ def row_visit(
     inputs: RowInputs,
 ) -> Visit:
     """See `fastrl.ops.contract`. The objective runs in float64 on the rows' float32 numbers."""
-    if transform.logit_scale < 0:
-        return rows.row_visit(logits, targets, mask, transform, objective, inputs)
     n = targets.numel()
     visit = Visit(torch.empty(n), torch.empty(n), torch.empty(len(TERMS), n))
     threshold = inputs.entropy_threshold

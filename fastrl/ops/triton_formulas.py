@@ -1,7 +1,7 @@
 """The formulas of `fastrl.formulas` as Triton device functions: the same code objects, executed on other globals.
 
 A formula is a plain function on bare names. Here each gets a globals dictionary in which `exp`, `where` and the rest
-are `@triton.jit` functions, and so are the other formulas; what torch executes and what a kernel compiles is one source.
+are `@triton.jit` functions, and so are the other formulas: torch executes and kernels compile one source.
 """
 
 from __future__ import annotations

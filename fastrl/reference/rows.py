@@ -24,9 +24,11 @@ def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> t
         temperature = transform.temperatures[rows].to(x.dtype)[:, None]
     if not transform.softcap:
         return x * (transform.logit_scale / temperature), torch.as_tensor(transform.logit_scale / temperature)
-    tanh = torch.tanh(x * (transform.logit_scale / transform.softcap))
+    y = x * (transform.logit_scale / transform.softcap)
+    tanh, decay = torch.tanh(y), torch.exp(-2 * y.abs())
     z = torch.where(x == -torch.inf, x, tanh * (transform.softcap / temperature))
-    return z, (1 - tanh * tanh) * (transform.logit_scale / temperature)
+    # 1 - tanh^2 as 4 e^-2|y| / (1 + e^-2|y|)^2, which does not cancel where tanh saturates
+    return z, 4 * decay / (1 + decay) ** 2 * (transform.logit_scale / temperature)
 
 
 def _row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
@@ -47,11 +49,11 @@ def _block_statistics(z: Tensor, targets: Tensor, valid: Tensor) -> Statistics:
     shifted = (z - maximum[:, None]).clamp_min(-1e4)  # -inf would make 0 * inf in the entropy
     exponentials = shifted.exp()
     others = exponentials.scatter(-1, y, 0.0).sum(-1)
-    u = shifted.gather(-1, y)[:, 0]
+    u = z.gather(-1, y)[:, 0] - maximum
     # Where the target is the maximum, log s = log1p(others) keeps what a rounded s = 1 + others would lose.
     log_sum = torch.where(u == 0, torch.log1p(others), torch.log(others + u.exp()))
-    logprobs = torch.where(z.gather(-1, y)[:, 0] == -torch.inf, -torch.inf, u - log_sum)
     entropy = log_sum - (shifted * exponentials).sum(-1) / (others + u.exp())
+    logprobs = u - log_sum
     return Statistics(logprobs.where(valid, torch.nan), entropy, maximum, log_sum)
 
 

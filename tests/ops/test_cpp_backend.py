@@ -187,12 +187,6 @@ def test_temperature_per_row(softcap: float) -> None:
     check(logits, targets, c, h, transform=Transform(temperature=9.0, temperatures=temperatures, softcap=softcap))
 
 
-def test_negative_logit_scale() -> None:
-    logits, targets, c, h = random_rows(4, 333, torch.float32)
-    for softcap in (0.0, 10.0):
-        check(logits.clone(), targets, c, h, transform=Transform(logit_scale=-1.5, softcap=softcap), in_place=True)
-
-
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 def test_softcap_keeps_relative_accuracy_of_small_logits(softcap: float) -> None:
     # z is read off the maximum of rows with a single entry

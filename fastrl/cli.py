@@ -1,0 +1,81 @@
+"""The command ``fastrl``. Its subcommands are imported when they are called: a core install has no trainer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from . import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``fastrl COMMAND ...``; returns the exit status. 2 means that the user can mend it, and one line said how."""
+    parser = argparse.ArgumentParser(
+        prog="fastrl",
+        description="Fused vocabulary losses for reinforcement learning of language models.",
+        epilog="commands:\n" + "".join(f"  {name:<8}{text}\n" for name, (_, text) in _COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fastrl {__version__}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="command", help="one of those below; each has its --help")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
+    options = parser.parse_args(argv)
+    run, _ = _COMMANDS[options.command]
+    try:
+        return run(options.arguments)
+    except KeyboardInterrupt:
+        print("fastrl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _train(argv: list[str]) -> int:
+    from .doctor import missing_for_train
+
+    missing = missing_for_train()
+    if missing:
+        return _fail(
+            f"train needs the package's train extra (missing: {', '.join(missing)}): pip install 'fastrl[train]'"
+        )
+    from .trainer.errors import UserError
+    from .trainer.train import main as train
+
+    try:
+        return train(argv)
+    except UserError as error:
+        return _fail(str(error))
+
+
+def _bench(argv: list[str]) -> int:
+    from .bench import main as bench
+
+    return bench(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from .doctor import main as doctor
+
+    argparse.ArgumentParser(prog="fastrl doctor", description=_COMMANDS["doctor"][1]).parse_args(argv)
+    return doctor()
+
+
+def _plan(argv: list[str]) -> int:
+    argparse.ArgumentParser(prog="fastrl plan", description=_COMMANDS["plan"][1]).parse_known_args(argv)
+    return _fail("plan is not there yet (planned: memory plans of the fused linear losses)")
+
+
+def _fail(message: str) -> int:
+    print(f"fastrl: {message}", file=sys.stderr)
+    return 2
+
+
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "train a language model: fastrl train CONFIG.toml [--section.field value ...]"),
+    "bench": (_bench, "measure the losses on this machine, beside their peers"),
+    "doctor": (_doctor, "versions, devices, backends, and why one is missing"),
+    "plan": (_plan, "which memory plan a linear loss would take (not there yet)"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Where a run's numbers go: a progress bar, ``metrics.jsonl``, TensorBoard, and ``summary.json`` at the end."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from .config import Config
+from .errors import UserError
+
+# Everything a run writes; overwriting a run removes these and nothing else.
+FILES = ("config.json", "metrics.jsonl", "summary.json", "curves.png")
+DIRECTORIES = ("tensorboard", "checkpoints")
+# What the progress bar shows, if it is there.
+BAR = ("reward", "entropy", "clip_frac", "length", "eval/reward")
+
+
+class RunLog:
+    """Writes one record a step into the run's directory. A context manager; leaving it closes the files."""
+
+    def __init__(self, config: Config) -> None:
+        """Create the directory and write ``config.json``. Raises UserError if it holds another run."""
+        self.directory = config.logging.output_dir
+        _prepare(self.directory, config.logging.overwrite)
+        (self.directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        self.path = self.directory / "metrics.jsonl"
+        self.file = self.path.open("w", encoding="utf-8")
+        self.writer = SummaryWriter(self.directory / "tensorboard") if config.logging.tensorboard else None
+        self.bar = tqdm(total=config.training.steps, unit="step", desc=config.objective.name)
+        self.shown: dict[str, str] = {}
+        self.last: dict[str, float | None] = {}
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar."""
+        record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.file.write(json.dumps({"step": step, **record}) + "\n")
+        self.file.flush()
+        if self.writer is not None:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, step)
+        self.shown |= {name: f"{numbers[name]:.3f}" for name in BAR if name in numbers}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update()
+        self.last |= record
+
+    def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Write ``summary.json``: the last value of every metric, and ``extra``. Returns it."""
+        summary = {**self.last, **extra}
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return summary
+
+
+def check_output(directory: Path, overwrite: bool) -> None:
+    """Raise UserError if ``directory`` holds a run that may not be replaced."""
+    if (directory / "metrics.jsonl").exists() and not overwrite:
+        raise UserError(
+            f"{directory}: holds a run already; choose another --logging.output_dir, or replace it with "
+            "--logging.overwrite true"
+        )
+
+
+def _prepare(directory: Path, overwrite: bool) -> None:
+    check_output(directory, overwrite)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (directory / name).unlink(missing_ok=True)
+        for name in DIRECTORIES:
+            if (directory / name).exists():
+                shutil.rmtree(directory / name)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error

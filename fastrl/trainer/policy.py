@@ -1,0 +1,162 @@
+"""A Hugging Face causal LM split into what the fused losses need: decoder, head weight, shape of the logits.
+
+The logits of the whole vocabulary are never formed in training: the decoder gives hidden states, and
+``fastrl.linear_policy_loss`` does the rest from the head's weight. That is right only if the model's own logits are
+``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, so it is checked once, on a few tokens.
+"""
+
+import copy
+import inspect
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .config import ModelConfig
+from .errors import UserError
+
+# How far the model's own logits may be from ours, relative to their largest magnitude: rounding, never another formula.
+HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model, its tokenizer, and the head as arguments for the fused losses."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    weight: Tensor  # (V, H), the embedding itself where the two are tied
+    head: dict[str, Any]  # bias (V,) or None, logit_scale, softcap: keyword arguments of every linear_* function
+    eos_token_ids: list[int]
+    pad_token_id: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model takes, or None if its config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, start: int) -> Tensor:
+        """Last hidden states that predict ``input_ids[:, start:]``.
+
+        input_ids (B, S) int64, attention_mask (B, S) bool, left-padded; returns (B, S - start, H).
+        """
+        return decoder_states(self.model, input_ids, attention_mask)[:, start - 1 : -1]
+
+
+def decoder_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The decoder's last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S), left-padded."""
+    decoder = model.get_decoder()
+    arguments: dict[str, Any] = {"attention_mask": attention_mask.long(), "use_cache": False}
+    accepted = inspect.signature(decoder.forward).parameters
+    if "position_ids" in accepted:
+        # With left padding a token's position is its rank among the real ones, as generate() counts.
+        arguments["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+    return decoder(input_ids=input_ids, **arguments).last_hidden_state
+
+
+def load_policy(config: ModelConfig, device: torch.device) -> Policy:
+    """Load or initialise the model and its tokenizer. Raises UserError for one that the losses cannot train."""
+    tokenizer = _load_tokenizer(config)
+    model = load_model(config, device)
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError(f"{_name(config)}: expected a linear output head, got {type(head).__name__}")
+    eos_token_ids = _eos_token_ids(model, tokenizer)
+    if not eos_token_ids:
+        raise UserError(f"{_name(config)}: neither the tokenizer nor the generation config names an EOS token")
+    largest = max([*tokenizer.get_vocab().values(), *eos_token_ids])
+    if largest >= head.weight.shape[0]:
+        raise UserError(
+            f"{_name(config)}: the tokenizer has a token id {largest}, but the model's vocabulary ends at "
+            f"{head.weight.shape[0] - 1}"
+        )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
+    arguments = {"bias": head.bias, **_logit_shape(model)}
+    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad)
+    _check_head(policy, _name(config))
+    return policy
+
+
+def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """The model alone, on its device, in evaluation mode."""
+    options = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+    try:
+        if config.config is not None:
+            values = json.loads(config.config.read_text(encoding="utf-8"))
+            if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+                raise UserError(f'{config.config}: expected a JSON object with a "model_type"')
+            model_config = AutoConfig.for_model(**values)
+            model = AutoModelForCausalLM.from_config(model_config, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(config.path), **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers raises for a model it cannot load
+        raise UserError(f"{_name(config)}: cannot load the model: {_first_line(error)}") from error
+    # Dropout would make the new log-probabilities differ from the old ones before the first update.
+    return model.to(device).eval()
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """The same policy with weights of its own that never change: the reference of a KL term."""
+    model = copy.deepcopy(policy.model).requires_grad_(False)
+    head = model.get_output_embeddings()
+    return replace(policy, model=model, weight=head.weight, head={**policy.head, "bias": head.bias})
+
+
+def _load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    name = config.tokenizer or config.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{name}: cannot load the tokenizer: {_first_line(error)}") from error
+    return tokenizer
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's EOS first, then what else the generation config stops at."""
+    extra = model.generation_config.eos_token_id
+    found = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra])]
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def _logit_shape(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    return {"logit_scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma
+
+
+@torch.no_grad()
+def _check_head(policy: Policy, name: str) -> None:
+    """Raise UserError unless the model's own logits are what the losses will compute from its hidden states."""
+    count = min(8, policy.weight.shape[0])
+    input_ids = torch.arange(count, device=policy.device)[None]  # (1, 8), any tokens will do
+    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+    theirs = policy.model(input_ids=input_ids, use_cache=False).logits.float()
+    hidden = decoder_states(policy.model, input_ids, attention_mask)
+    ours = torch.nn.functional.linear(hidden, policy.weight, policy.head["bias"]).float()
+    ours *= policy.head["logit_scale"]
+    softcap = policy.head["softcap"]
+    if softcap is not None:
+        ours = softcap * torch.tanh(ours / softcap)
+    error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+    if not error <= HEAD_TOLERANCE[policy.weight.dtype]:
+        raise UserError(
+            f"{name}: {type(policy.model).__name__} computes its logits in a way the fused losses do not know "
+            f"(relative difference {error:.2g}); known are a linear head with bias, a logit scale "
+            "(logit_scale, logits_scaling) and a softcap (final_logit_softcapping)"
+        )
+
+
+def _name(config: ModelConfig) -> str:
+    return str(config.path or config.config)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

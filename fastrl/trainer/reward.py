@@ -1,0 +1,101 @@
+"""Reward functions: ``path/to/file.py:function``, with TRL's signature, and every result checked.
+
+    def reward(prompts, completions, **columns) -> list[float | None]
+
+``prompts`` and each column hold one entry a completion. A completion is a string, or for a chat prompt a list of one
+assistant message (as in TRL). None means "no reward": that completion is left out of its group.
+"""
+
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .data import Example
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A checked reward function; ``name`` is the function's, ``source`` its "file.py:function"."""
+
+    function: Callable[..., Any]
+    name: str
+    source: str
+
+    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
+        """One finite float or None a completion; ``examples[i]`` is the prompt of ``completions[i]``.
+
+        Raises UserError naming the function and the index for anything else, and for an exception inside it.
+        """
+        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+        prompts = [example.prompt for example in examples]
+        texts = [_as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
+        try:
+            results = self.function(prompts=prompts, completions=texts, **columns)
+        except Exception as error:  # someone else's code: whatever it raises is its user's to mend
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{self.source}: raised {type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+            ) from error
+        return self._checked(results, prompts)
+
+    def _checked(self, results: Any, prompts: list[Any]) -> list[float | None]:
+        if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
+            raise UserError(f"{self.source}: expected a list of {len(prompts)} rewards, got {type(results).__name__}")
+        if len(results) != len(prompts):
+            raise UserError(f"{self.source}: expected {len(prompts)} rewards, one a completion, got {len(results)}")
+        rewards: list[float | None] = []
+        for index, value in enumerate(results.tolist() if hasattr(results, "tolist") else results):
+            number = isinstance(value, numbers.Real) and math.isfinite(value)
+            if not number and value is not None:
+                raise UserError(
+                    f"{self.source}: reward {index} must be a finite number or None, got {value!r} "
+                    f"({type(value).__name__}); its prompt is {prompts[index]!r}"
+                )
+            rewards.append(float(value) if number else None)
+        return rewards
+
+
+def _as_trl(example: Example, completion: str) -> str | list[dict[str, str]]:
+    return completion if isinstance(example.prompt, str) else [{"role": "assistant", "content": completion}]
+
+
+def load_reward(source: str) -> RewardFunction:
+    """Import ``path/to/file.py:function``. Raises UserError naming the file (and line) if that cannot be done."""
+    file, separator, name = source.rpartition(":")
+    if not separator or not file.endswith(".py") or not name.isidentifier():
+        raise UserError(f'reward function: expected "path/to/file.py:function", got {source!r}')
+    module = _import(Path(file))
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        raise UserError(f"{file}: has no function {name!r}; it has {', '.join(own) or 'none'}")
+    return RewardFunction(function, name, source)
+
+
+def _import(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file (reward function)")
+    spec = importlib.util.spec_from_file_location(f"fastrl_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: cannot be imported as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except Exception as error:  # someone else's code, as above
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{path}: importing it raised {type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+        ) from error
+    return module

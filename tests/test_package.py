@@ -1,0 +1,205 @@
+"""What the package promises as a package: a light import, documented names, one direction of imports, whole wheels."""
+
+import ast
+import importlib
+import inspect
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fastrl
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("transformers", "triton", "trl", "matplotlib", "tensorboard", "pydantic")
+
+# --- import -----------------------------------------------------------------------------------------------------------
+
+
+def test_importing_fastrl_imports_neither_transformers_nor_triton():
+    # torch looks for triton by itself, so what torch alone imports is not ours to answer for.
+    script = (
+        "import sys, torch; before = set(sys.modules); import fastrl\n"
+        f"print(sorted({set(HEAVY)!r} & (set(sys.modules) - before)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_importing_torch_does_not_hide_what_fastrl_imports():
+    # Without this the test above could not fail.
+    result = subprocess.run(
+        [sys.executable, "-c", "import sys, torch; print('triton' in sys.modules, 'transformers' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert result.stdout.split() == ["False", "False"]
+
+
+def test_every_public_name_is_there_and_documented():
+    assert len(set(fastrl.__all__)) == len(fastrl.__all__)
+    for name in fastrl.__all__:
+        value = getattr(fastrl, name)
+        if inspect.isclass(value) or callable(value):
+            # A dataclass or NamedTuple without a docstring is given its signature for one.
+            text = (value.__doc__ or "").strip()
+            assert text, f"fastrl.{name} has no docstring"
+            assert not text.startswith(f"{name}("), f"fastrl.{name} has a generated docstring"
+
+
+def test_the_interface_of_advantages_and_rewards_is_public():
+    names = {
+        "group_advantages",
+        "rloo_advantages",
+        "gae",
+        "value_loss",
+        "kl_penalized_rewards",
+        "overlong_penalty",
+    }
+    assert names <= set(fastrl.__all__)
+
+
+# --- arrows -----------------------------------------------------------------------------------------------------------
+
+#: Each level may import itself and what stands before it. A module that is named nowhere is one of the losses.
+LEVELS = (
+    ("fastrl.arithmetic", "fastrl.checks", "fastrl.formulas", "fastrl.ops.contract"),
+    ("fastrl.objectives",),
+    ("fastrl.kernels", "fastrl.reference"),
+    ("fastrl.ops",),
+    ("fastrl",),
+    ("fastrl.trainer", "fastrl.integrations"),
+    ("fastrl.cli", "fastrl.bench", "fastrl.doctor"),
+)
+
+
+def level(module: str) -> int:
+    """The level of the longest listed name that the module is or lies under."""
+    owners = [
+        (len(name), depth)
+        for depth, names in enumerate(LEVELS)
+        for name in names
+        if module == name or module.startswith(name + ".")
+    ]
+    return max(owners)[1]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_files() -> list[Path]:
+    files = [p for p in (ROOT / "fastrl").rglob("*.py") if "kernels" not in p.parts]
+    # rglob does not enter links to directories on every version of Python.
+    return sorted([*files, *(ROOT / "fastrl" / "kernels").glob("*.py")])
+
+
+def is_module(name: str) -> bool:
+    base = ROOT.joinpath(*name.split("."))
+    return base.with_suffix(".py").is_file() or base.is_dir()
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> set[str]:
+    """Modules of fastrl that the source imports, at its top or inside functions, absolutely or relatively."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")
+            drop = node.level - is_package
+            base = ".".join(package[: len(package) - drop]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            # `from package import name` imports the module `package.name` where there is one.
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if base.startswith("fastrl") and is_module(inner) else base)
+    return {name for name in found if name.split(".")[0] == "fastrl"}
+
+
+def test_imports_point_down():
+    upward = []
+    for path in package_files():
+        module = module_name(path)
+        for target in imported_modules(path.read_text(), module, path.name == "__init__.py"):
+            if level(target) > level(module) or (module.startswith("fastrl.kernels") and "kernels" not in target):
+                upward.append(f"{module} imports {target}")
+    assert not upward, "\n".join(upward)
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "is_package", "expected"),
+    [
+        ("from fastrl.trainer import config", "fastrl.ops.rows", False, {"fastrl.trainer.config"}),
+        ("from fastrl import group_advantages", "fastrl.ops.rows", False, {"fastrl"}),
+        ("from fastrl import checks", "fastrl.ops.rows", False, {"fastrl.checks"}),
+        ("def f():\n    from ..objectives import KL", "fastrl.ops.rows", False, {"fastrl.objectives"}),
+        ("from . import checks", "fastrl.gae", False, {"fastrl.checks"}),
+        ("from .ops import rows", "fastrl", True, {"fastrl.ops.rows"}),
+        ("from .rows import upstream", "fastrl.ops", True, {"fastrl.ops.rows"}),
+        ("import torch, fastrl.trainer.config", "fastrl.gae", False, {"fastrl.trainer.config"}),
+    ],
+)
+def test_imports_are_found(source, module, is_package, expected):
+    assert imported_modules(source, module, is_package) == expected
+
+
+def test_levels_are_as_designed():
+    order = ["fastrl.checks", "fastrl.reference.rows", "fastrl.ops.rows", "fastrl.policy_loss", "fastrl.trainer.train"]
+    assert [level(m) for m in order] == sorted({level(m) for m in order})
+    assert level("fastrl.cli") > level("fastrl.trainer.train")
+
+
+# --- distribution -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """A wheel built from the tree, and a wheel built from the tree's sdist: their paths."""
+    tree = tmp_path_factory.mktemp("tree") / "fastrl"
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore)
+    found = []
+    for name, options in (("direct", ["--wheel"]), ("through-sdist", [])):
+        out = tree.parent / name
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(tree)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+        (wheel,) = out.glob("*.whl")
+        found.append(wheel)
+    return found
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Name -> bytes, but for the record of hashes and the build's own notes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {n: archive.read(n) for n in archive.namelist() if not n.endswith(("/RECORD", "/WHEEL"))}
+
+
+def test_the_wheel_is_pure_and_holds_the_package_and_nothing_else(distributions):
+    wheel = distributions[0]
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(contents(wheel))
+    expected = {p.relative_to(ROOT).as_posix() for p in package_files()} | {"fastrl/py.typed"}
+    expected |= {f"fastrl/csrc/{p.name}" for p in (ROOT / "csrc").iterdir() if p.suffix in (".cpp", ".h")}
+    assert {n for n in names if ".dist-info/" not in n} == expected
+    assert any(n.endswith("/LICENSE") for n in names)
+    assert any(n.startswith("fastrl/kernels/") for n in names)
+    assert any(n.endswith(".cpp") for n in names)
+
+
+def test_the_sdist_builds_the_same_wheel(distributions):
+    direct, through_sdist = map(contents, distributions)
+    assert direct == through_sdist
+
+
+def test_every_source_of_the_cpp_backend_is_of_a_kind_that_is_shipped():
+    assert {p.suffix for p in (ROOT / "csrc").iterdir() if p.is_file()} <= {".cpp", ".h", ".md"}
+    assert {p.suffix for p in (ROOT / "kernels").iterdir() if p.is_file()} <= {".py", ".md"}
+
+
+def test_the_command_line_entry_point_exists():
+    assert callable(importlib.import_module("fastrl.cli").main)

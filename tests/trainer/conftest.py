@@ -1,0 +1,63 @@
+"""A run small enough for a test: the reverse_digits example with one narrow layer and a handful of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastrl.trainer.config import Config, ModelConfig, load_config
+from fastrl.trainer.policy import Policy, load_policy
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_digits"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may reach for a model hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def example() -> Path:
+    return EXAMPLE
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., Config]:
+    """The example's config, shrunk; keyword arguments are tables that override it."""
+    model = json.loads((EXAMPLE / "model.json").read_text())
+    model |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model |= {"num_key_value_heads": 2}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+
+    def make(**tables: dict[str, Any]) -> Config:
+        overrides: dict[str, dict[str, Any]] = {
+            "model": {"config": str(tmp_path / "model.json")},
+            "rollout": {"prompts_per_step": 6, "num_generations": 4},
+            "training": {"steps": 2, "minibatches": 2, "device": "cpu"},
+            "evaluation": {"every": 1},
+            "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False, "overwrite": False},
+        }
+        for table, fields in tables.items():
+            overrides[table] = overrides.get(table, {}) | fields
+        return load_config(EXAMPLE / "config.toml", overrides)
+
+    return make
+
+
+@pytest.fixture
+def make_policy(tmp_path: Path) -> Callable[..., Policy]:
+    """A tiny policy from a model config given as keyword arguments, with the example's tokenizer."""
+
+    def make(**values: Any) -> Policy:
+        path = tmp_path / "policy.json"
+        path.write_text(json.dumps({"vocab_size": 12, "eos_token_id": 0, "bos_token_id": None, **values}))
+        torch.manual_seed(0)
+        return load_policy(ModelConfig(config=path, tokenizer=str(EXAMPLE / "tokenizer")), torch.device("cpu"))
+
+    return make

@@ -1,0 +1,78 @@
+"""The command line: subcommands, exit codes, and one line for a mistake."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fastrl.doctor
+from fastrl.cli import main
+
+
+def test_train_runs_a_config_with_overrides(example, tmp_path, capsys):
+    arguments = ["train", str(example / "config.toml"), "--objective.name", "sapo", "--objective.tau_pos", "2.0",
+                 "--training.steps", "1", "--rollout.prompts_per_step", "4", "--logging.output_dir", str(tmp_path),
+                 "--logging.tensorboard", "false"]  # fmt: skip
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "sapo: 1 steps" in output
+    assert "eval/exact_match 0." in output
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text("[model]\npath = 'x'\n[rollout\n")
+    assert main(["train", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"fastrl: {path}: not valid TOML: Expected ']' at the end of a table declaration (at line 3, column 9)\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", "x.toml", "--rollout.temperatur", "1"]])
+def test_wrong_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "fastrl" in capsys.readouterr().err
+
+
+def test_help_lists_every_option_of_every_preset(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--help"])
+    assert exit_.value.code == 0
+    output = capsys.readouterr().out
+    for option in ("--rollout.temperature", "--objective.tau_pos", "--logging.output_dir"):
+        assert option in output
+
+
+def test_train_without_the_extra_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(fastrl.doctor, "missing_for_train", lambda: ["tqdm"])
+    assert main(["train", "x.toml"]) == 2
+    assert "missing: tqdm" in (error := capsys.readouterr().err)
+    assert "pip install 'fastrl[train]'" in error
+
+
+def test_plan_says_that_it_is_planned(capsys):
+    assert main(["plan", "--tokens", "5"]) == 2
+    assert "planned" in capsys.readouterr().err
+
+
+def test_doctor_names_versions_backends_and_compiler(capsys):
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    for word in ("torch", "triton", "transformers", "backends", "cpp", "compiler", "fastrl train"):
+        assert word in output
+
+
+def test_doctor_needs_no_extra():
+    """A core install has torch and no more."""
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'pydantic', 'pydantic_settings', 'matplotlib', 'tqdm', 'tabulate'):\n"
+        "    sys.modules[name] = None\n"
+        "import fastrl.cli\n"
+        "sys.exit(fastrl.cli.main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

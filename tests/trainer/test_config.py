@@ -1,0 +1,129 @@
+"""Configs: what is read, where paths point, who wins, and what a mistake says."""
+
+from pathlib import Path
+
+import pytest
+
+import fastrl
+from fastrl.trainer.config import load_config, parse_command_line
+from fastrl.trainer.errors import UserError
+
+MINIMAL = """
+[model]
+path = "model"
+[data]
+path = "train.jsonl"
+[reward]
+function = "reward.py:reward"
+[objective]
+name = "grpo"
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "config.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def parse(path, *overrides):
+    return parse_command_line([str(path), *overrides])
+
+
+def test_the_command_line_overrides_the_file(write):
+    path = write(MINIMAL + "kl_coef = 0.5\n[rollout]\ntemperature = 0.7\nmax_new_tokens = 9\n")
+    config = parse(path, "--rollout.temperature", "0.9", "--objective.name", "sapo", "--objective.tau_pos", "2.0",
+                   "--objective.kl_coef", "None", "--logging.overwrite", "true")  # fmt: skip
+    assert (config.rollout.temperature, config.rollout.max_new_tokens) == (0.9, 9)
+    assert config.logging.overwrite
+    assert config.objective.build() == fastrl.SAPO(tau_pos=2.0)
+
+
+def test_every_preset_can_be_named_in_any_case(write):
+    required = {
+        "PPOKL": ["--objective.coef", "0.1"],
+        "DrGRPO": ["--objective.max_length", "8"],
+        "DeepSeekV32": ["--objective.kl_coef", "0.1", "--objective.off_policy_delta", "0.2"],
+    }
+    path = write(MINIMAL)
+    for name in fastrl.PRESETS:
+        for spelling in (name, name.lower()):
+            config = parse(path, "--objective.name", spelling, *required.get(name, []))
+            assert isinstance(config.objective.build(), fastrl.Objective)
+
+
+def test_options_of_a_preset_beat_general_ones_and_the_command_line_beats_both(write):
+    path = write(MINIMAL + "entropy_coef = 0.1\n[objective.presets.gspo]\nentropy_coef = 0.2\nclip_low = 0.3\n")
+    assert parse(path).objective.build() == fastrl.GRPO(entropy_coef=0.1)
+    gspo = ["--objective.name", "gspo"]
+    assert parse(path, *gspo).objective.build() == fastrl.GSPO(entropy_coef=0.2, clip_low=0.3)
+    overridden = parse(path, *gspo, "--objective.entropy_coef", "0.5").objective.build()
+    assert overridden == fastrl.GSPO(entropy_coef=0.5, clip_low=0.3)
+
+
+def test_paths_are_relative_to_the_file_and_on_the_command_line_to_the_working_directory(write, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    path = write(MINIMAL)
+    assert load_config(path).data.path == tmp_path / "train.jsonl"
+    assert load_config(path).reward.function == str(tmp_path / "reward.py:reward")
+    assert parse(path, "--data.path", "other.jsonl").data.path == elsewhere / "other.jsonl"
+
+
+def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, tmp_path):
+    path = write(MINIMAL.replace('"model"', '"owner/name"'))
+    assert load_config(path).model.path == "owner/name"
+    (tmp_path / "owner/name").mkdir(parents=True)
+    assert load_config(path).model.path == str(tmp_path / "owner/name")
+    missing = write(MINIMAL.replace('"model"', '"./model"'))
+    assert load_config(missing).model.path == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("[model\n", [], ["config.toml: not valid TOML", "line 1"]),
+        (MINIMAL + "[rollout]\ntemperatur = 1\n", [], ["config.toml: rollout.temperatur: unknown field", "1"]),
+        (MINIMAL + "[rolout]\nx = 1\n", [], ["config.toml: rolout: unknown field"]),
+        (MINIMAL + "[rollout]\ntemperature = 0\n", [], ["config.toml: rollout.temperature", "greater than 0", "got 0"]),
+        (MINIMAL, ["--rollout.temperature", "warm"], ["--rollout.temperature", "number", "got 'warm'"]),
+        (MINIMAL.replace('path = "train.jsonl"', ""), [], ["config.toml: data.path: required"]),
+        (MINIMAL.replace('path = "model"', ""), [], ["config.toml: model", "exactly one of path", "config"]),
+        (MINIMAL.replace('path = "model"', 'config = "m"'), [], ["config.toml: model", "tokenizer"]),
+        (MINIMAL.replace("grpo", "grop"), [], ["config.toml: objective", "expected one of", "grpo", "'grop'"]),
+        (MINIMAL, ["--objective.name", "sap"], ["config.toml with --objective.name: objective", "got 'sap'"]),
+        (MINIMAL + "clip = -1\n", [], ["config.toml: objective", "Clip.low", "-1"]),
+        (MINIMAL + 'clip = "wide"\n', [], ["config.toml: objective.clip", "number", "'wide'"]),
+        (MINIMAL + "tau_pos = 1\n", [], ["config.toml: objective", "tau_pos: grpo has no such option", "kl_coef"]),
+        (MINIMAL + "tau = 1\n", [], ["config.toml: objective.tau: unknown field"]),
+        (MINIMAL + "[objective.presets.sapo]\ntau = 1\n", [], ["presets.sapo.tau: sapo has no such option", "tau_pos"]),
+        (MINIMAL + "[objective.presets.sap]\n", [], ["presets.sap: expected one of", "sapo"]),
+        (MINIMAL + '[objective.presets.sapo]\ntau_pos = "a"\n', [], ["presets.sapo.tau_pos", "number", "'a'"]),
+        (MINIMAL.replace("grpo", "drgrpo"), [], ["config.toml: objective", "max_length"]),
+        (MINIMAL + "[evaluation]\nevery = 5\n", [], ["config.toml", "data.eval_path"]),
+        (MINIMAL + "[rollout]\nnum_generations = 1\n", [], ["rollout.num_generations", "2", "got 1"]),
+        ("model = 3\n" + MINIMAL.replace('[model]\npath = "model"\n', ""), [], ["config.toml: model", "got 3"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_file_or_option_field_and_what_came(write, text, overrides, expected):
+    path = write(text)
+    with pytest.raises(UserError) as error:
+        parse(path, *overrides)
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_every_mistake_is_told_at_once(write):
+    path = write(MINIMAL + "[rollout]\ntemperature = 0\n[training]\nsteps = 0\n")
+    with pytest.raises(UserError, match=r"rollout\.temperature(.|\n)*training\.steps"):
+        load_config(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.toml: cannot read"):
+        load_config(Path(tmp_path / "nowhere.toml"))

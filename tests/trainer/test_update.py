@@ -1,0 +1,71 @@
+"""Updates: micro-batches add up, on-policy means on-policy, metrics of several batches become one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastrl
+from fastrl.trainer.config import RolloutConfig
+from fastrl.trainer.data import Example
+from fastrl.trainer.errors import UserError
+from fastrl.trainer.rollout import generate, rollout_logprobs
+from fastrl.trainer.train import train
+from fastrl.trainer.update import COUNTS, accumulate_gradients, merge_metrics
+
+MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+OBJECTIVES = {
+    "token-mean": fastrl.DAPO(entropy_coef=0.1),
+    "seq-mean-token-mean": fastrl.GRPO(kl_coef=0.1),
+    "seq-mean-token-sum": fastrl.LUSPO(clip_low=0.1, clip_high=0.1),
+    "seq-mean-token-sum-norm": fastrl.DrGRPO(max_length=6),
+}
+
+
+@pytest.fixture
+def sampled(make_policy):
+    """A policy that has moved away from the one that sampled, and 11 completions of mixed lengths."""
+    policy = make_policy(**MODEL)
+    examples = [Example("", {}, list(range(2, 4 + row % 3))) for row in range(11)]
+    rollout = generate(policy, examples, RolloutConfig(max_new_tokens=6))
+    old = rollout_logprobs(policy, rollout, 1.0, None)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    advantages = torch.randn(11)
+    return policy, replace(rollout, advantages=advantages, old_logprobs=old, ref_logprobs=old - 0.1)
+
+
+def gradients(policy, objective, rollout, micro_batch_size):
+    policy.model.zero_grad()
+    metrics = accumulate_gradients(policy, objective, rollout, torch.arange(11), micro_batch_size, 1.0)
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_micro_batches_add_up_to_the_whole_batch(sampled, objective, size):
+    policy, rollout = sampled
+    whole, (whole_metrics,) = gradients(policy, objective, rollout, None)
+    parts, metrics = gradients(policy, objective, rollout, size)
+    assert len(metrics) == -(-11 // size)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6 * float(whole.abs().max()))
+    merged = merge_metrics(metrics, (*COUNTS, "policy_loss"))
+    for name, value in whole_metrics.items():
+        torch.testing.assert_close(merged[name], value, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
+
+
+def test_merging_weights_by_tokens():
+    batches = [
+        {"tokens": torch.tensor(1.0), "kl": torch.tensor(4.0), "ratio_max": torch.tensor(2.0)},
+        {"tokens": torch.tensor(3.0), "kl": torch.tensor(0.0), "ratio_max": torch.tensor(1.0)},
+    ]
+    assert merge_metrics(batches, ("tokens",)) == {"tokens": 4.0, "kl": 1.0, "ratio_max": 2.0}
+    assert merge_metrics([], ()) == {}
+
+
+def test_a_ranking_over_the_minibatch_does_not_go_with_micro_batches(make_config):
+    config = make_config(objective={"top_entropy_fraction": 0.2}, training={"micro_batch_size": 2})
+    with pytest.raises(UserError, match=r"objective\.top_entropy_fraction.*training\.micro_batch_size"):
+        train(config)
