@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,8 +42,6 @@ def _section(title: str, facts: dict[str, Any]) -> None:
 
 def _compiler() -> str:
     try:
-        command = cpp_build._compiler()
-        version = cpp_build._run([*command, "--version"], "asking the C++ compiler").splitlines()[0]
+        return cpp_build.compiler_version()
     except cpp_build.BackendUnavailable as error:
         return str(error)
-    return f"{shlex.join(command)}: {version}"

@@ -62,6 +62,12 @@ def _run(command: list[str], doing: str) -> str:
     return done.stdout
 
 
+def compiler_version() -> str:
+    """The compiler that would be called and its first line about itself; BackendUnavailable says why there is none."""
+    command = _compiler()
+    return f"{shlex.join(command)}: {_run([*command, '--version'], 'asking the C++ compiler').splitlines()[0]}"
+
+
 def _command() -> tuple[list[str], str]:
     """The compiler with its flags, and the compiler's account of itself and of the processor under these flags."""
     for processor in _PROCESSOR_FLAGS:

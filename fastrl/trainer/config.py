@@ -5,6 +5,7 @@ there is one list of fields, one set of checks and one form of error for both.
 """
 
 import argparse
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,9 @@ class TrainingConfig(Section):
     """Seeds Python, NumPy and torch."""
     device: str = "auto"
     """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
+    machine that has other work; numbers repeat exactly only for the same number of threads."""
 
 
 class EvaluationConfig(Section):
@@ -248,7 +252,7 @@ def _resolve(field: str, text: str, base: Path) -> str:
     resolved = base / Path(text).expanduser()
     if field in HUB_FIELDS and not resolved.exists() and not text.startswith((".", "/", "~")):
         return text
-    return str(resolved.absolute())
+    return os.path.normpath(resolved.absolute())
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def train(config: Config) -> dict[str, Any]:
     held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
     state = make_optimization(policy, config)
 
-    with RunLog(config) as log:
+    with _threads(config.training.threads), RunLog(config) as log:
         for step in range(1, config.training.steps + 1):
             last = step == config.training.steps
             numbers: dict[str, float] = {}
@@ -148,6 +148,17 @@ def _timed(name: str, numbers: dict[str, float]) -> Iterator[None]:
     started = time.perf_counter()
     yield
     numbers[name] = time.perf_counter() - started
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Torch's CPU threads for the block, its own choice for None."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _device(name: str) -> torch.device:
