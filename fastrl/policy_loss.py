@@ -19,16 +19,18 @@ from .objective_loss import (
     why_not_row_local,
 )
 from .objectives import Objective
+from .ops import linear as linear_ops
 from .ops import rows as row_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
-from .ops.contract import RowInputs, Statistics, Transform, Visit
-from .ops.linear import ChunkVisit, Head, Needs, kernel_visit, power_of_two_scale
-from .ops.linear import visit as linear_visit
+from .ops.contract import Statistics, Transform, Visit
+from .ops.linear import ChunkVisit, Head, Needs
+from .ops.visits import linear_visit
 from .token_logprobs import (
     VocabularyArguments,
     checked_head,
     checked_logits,
+    consumes,
     linear_stats,
     vocabulary_arguments,
 )
@@ -194,7 +196,7 @@ def logits_policy_loss(
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
     backend = forced()
-    consume = inplace and logits.requires_grad and torch.is_grad_enabled()
+    consume = consumes(logits, inplace)
     rows = row_ops.as_rows(logits, consume)
     visited = consume and logits.numel() > 0 and logits.dtype != torch.float16 and isinstance(objective, Objective)
     if visited and why_not_row_local(objective, problem.batch) is None:
@@ -313,31 +315,36 @@ def _visit_linear(
     problem: _Problem, head: Head, args: VocabularyArguments, needs: Needs, num_tokens: int
 ) -> PolicyLoss:
     """The forward-gradient plan: gradients are ready when the loss is."""
+    if not isinstance(problem.objective, Objective):
+        return _visit_linear_by_callable(problem, head, args, needs, num_tokens)
+    spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
+    transform = args.transform
+    loss, logprobs, entropy, terms, *_ = linear_visit(
+        *head, args.targets, args.mask, transform.temperatures, *inputs, spec.gate, list(spec.gate_parameters), spec.kl,
+        spec.rollout, spec.rollout_low, spec.rollout_high, spec.max_log_ratio, list(needs), transform.temperature,
+        transform.logit_scale, transform.softcap, forced(), num_tokens,
+    )  # fmt: skip
+    return _visited(problem, Visit(logprobs, entropy, terms), clamped, loss)
+
+
+def _visit_linear_by_callable(
+    problem: _Problem, head: Head, args: VocabularyArguments, needs: Needs, num_tokens: int
+) -> PolicyLoss:
+    """The same plan with a callable in torch between each chunk's statistics and its gradient."""
     checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
     backend = forced()
-    clamped, undo = None, None
-    if isinstance(problem.objective, Objective):
-        spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-        if head.hidden.dtype == torch.float16:
-            inputs, undo = _scaled(inputs)
-        visit_chunk = kernel_visit(backend, spec, inputs)
-    else:
-        visit_chunk = _custom_visit(problem, backend)
+    found: list[Visit] = []
     detached = Head(*(None if x is None else x.detach() for x in head))  # type: ignore[arg-type]
 
-    found: list[Visit] = []
-
     def run() -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        visit, gradients = linear_visit(
-            detached, args.targets, args.mask, args.transform, visit_chunk, needs, num_tokens
+        visit, gradients = linear_ops.visit(
+            detached, args.targets, args.mask, args.transform, _custom_visit(problem, backend), needs, num_tokens
         )
-        if undo is not None:
-            visit.terms[:2] *= undo
         found[:] = [visit]
         return visit.terms[0].sum(), gradients
 
-    loss = attach_gradients(run, head, backend, repeatable=True, undo=undo)
-    return _visited(problem, found[0], clamped, loss)
+    loss = attach_gradients(run, head, backend, repeatable=True)
+    return _visited(problem, found[0], None, loss)
 
 
 def _custom_visit(problem: _Problem, backend: str) -> ChunkVisit:
@@ -358,15 +365,3 @@ def _custom_visit(problem: _Problem, backend: str) -> ChunkVisit:
         return Visit(stats.logprobs, stats.entropy, terms.detach())
 
     return visit_chunk
-
-
-def _scaled(inputs: RowInputs) -> tuple[RowInputs, Tensor]:
-    """Weights times a power of two that keeps float16 gradients above underflow, and its inverse (0-dim)."""
-    policy = inputs.policy_weights * inputs.advantages
-    scale = power_of_two_scale(policy, inputs.kl_weights, inputs.entropy_weights)
-    scaled = inputs._replace(
-        policy_weights=inputs.policy_weights * scale,
-        kl_weights=None if inputs.kl_weights is None else inputs.kl_weights * scale,
-        entropy_weights=None if inputs.entropy_weights is None else inputs.entropy_weights * scale,
-    )
-    return scaled, 1 / scale

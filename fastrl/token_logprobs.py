@@ -55,6 +55,14 @@ def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Te
     return logits, checks.targets(targets, logits.shape[:-1], "logits.shape[:-1]", logits, "logits")
 
 
+def consumes(logits: Tensor, inplace: bool) -> bool:
+    """Whether the logits' memory is taken for their gradient: asked for, and they need one.
+
+    Never in a graph of torch.compile, which plans memory itself.
+    """
+    return inplace and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor]:
     """A head whose hidden states are flattened to (N, H), and the targets (...), or an error.
 
@@ -111,7 +119,7 @@ def token_logprobs(
         logit_scale: multiplies the logits (Cohere, Granite).
         softcap: bounds the logits smoothly (Gemma 2), > 0.
         inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
-            RuntimeError. Nothing else may read the logits after the backward.
+            RuntimeError. Nothing else may read the logits after the backward. Under torch.compile it changes nothing.
 
     Returns:
         TokenStats of float32 tensors shaped like targets.
@@ -124,7 +132,7 @@ def token_logprobs(
     logits, targets = checked_logits(logits, targets, inplace)
     checks.unsupported(sampling_mask=sampling_mask)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    consume = inplace and logits.requires_grad and torch.is_grad_enabled()
+    consume = consumes(logits, inplace)
     rows = as_rows(logits, consume)
     transform = args.transform
     logprobs, entropies, *_ = row_statistics(

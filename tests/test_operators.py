@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops import linear, rows
+from fastrl.ops import linear, rows, visits
 
 B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view and a mask differ from each other
 
@@ -31,11 +31,17 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     stats = list(rows.row_statistics(logits, y, m, None, *options, False))
     upstream = (stats[0], stats[1])
     head = (tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
+    a = torch.linspace(-1, 1, y.numel(), device=y.device)
+    inputs = (a, a.abs(), stats[0] - 0.1, None, None, None, a.abs(), None)
+    objective = ("clip", [0.2, 0.2, 1e30, 1e30], "none", "none", 0.0, 0.0, 20.0)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (rows.row_statistics, (logits.clone().requires_grad_(), y, m, None, *options, False)),
         (rows.row_gradient, (logits, y, m, None, stats, *upstream, *options)),
         (rows.row_gradient_, (logits.clone(), y, m, None, stats, *upstream, *options)),
         (linear.linear_statistics, (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1)),
+        # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
+        (visits.linear_visit, (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1)),
+        (visits.scale_, (logits.clone(), stats[0][0], backend)),
         (linear.linear_gradient, (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1)),
     ]
     for operator, arguments in calls:
@@ -59,17 +65,26 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         assert s.entropy is not None
         return (1.3 * s.logprobs).sum() + s.entropy.square().sum()
 
-    def loss(logits: torch.Tensor) -> torch.Tensor:
+    def logits_loss(logits: torch.Tensor, inplace: bool) -> torch.Tensor:
         return fastrl.logits_policy_loss(
-            logits[:, :-1], targets, objective=fastrl.SAPO(), advantages=signs, mask=mask
+            (2 * logits)[:, :-1], targets, objective=fastrl.SAPO(), advantages=signs, mask=mask, inplace=inplace
         ).loss
+
+    def hidden_loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, objective: Any) -> torch.Tensor:
+        out = fastrl.linear_policy_loss(
+            hidden, weight, targets, bias=bias, objective=objective, advantages=signs, mask=mask
+        )
+        return 3 * out.loss
 
     leaves = {k: tensors[k].requires_grad_() for k in ("logits", "hidden", "weight", "bias")}
     head = (leaves["hidden"], leaves["weight"], leaves["bias"])
     for function, arguments in (
         (from_logits, (leaves["logits"], 0.9)),
         (from_hidden, head),
-        (loss, (leaves["logits"],)),
+        (logits_loss, (leaves["logits"], False)),
+        (logits_loss, (leaves["logits"], True)),
+        (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1))),
+        (hidden_loss, (*head, fastrl.DeepSeekV32(kl_coef=0.0, off_policy_delta=0.1))),
     ):
         wanted = [x for x in arguments if isinstance(x, torch.Tensor)]
         compiled = torch.compile(function, fullgraph=True)

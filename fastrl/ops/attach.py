@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.ops.backend import kernels
+from fastrl.ops.visits import scale_
 
 Gradients = Sequence[Tensor | None]
 Run = Callable[[], tuple[Tensor, Gradients]]
@@ -18,13 +18,11 @@ class _Attach(torch.autograd.Function):
     """The value that `run` returns, with the gradients that it returns for the inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Run, backend: str, repeatable: bool, undo: Tensor | None, *inputs: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, run: Run, backend: str, repeatable: bool, *inputs: Tensor | None) -> Tensor:
         # Here the graph's edges to the inputs exist already. Had the logits been overwritten before, autograd would
         # have rebuilt a view's edge as an as_strided one, whose backward copies the whole tensor.
         value, ctx.gradients = run()
-        ctx.backend, ctx.undo = backend, undo
+        ctx.backend = backend
         ctx.run = run if repeatable else None
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         return value
@@ -39,21 +37,19 @@ class _Attach(torch.autograd.Function):
                 )
             with torch.no_grad():
                 _, gradients = ctx.run()
-        factor = upstream.float() if ctx.undo is None else upstream.float() * ctx.undo
         for gradient in gradients:
             if gradient is not None:
-                kernels(ctx.backend, gradient).scale_(gradient, factor)
+                scale_(gradient, upstream.float(), ctx.backend)
         cast = (None if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
-        return (None, None, None, None, *cast)
+        return (None, None, None, *cast)
 
 
-def attach_gradients(
-    run: Run, inputs: Sequence[Tensor | None], backend: str, *, repeatable: bool, undo: Tensor | None = None
-) -> Tensor:
+@torch.compiler.disable
+def attach_gradients(run: Run, inputs: Sequence[Tensor | None], backend: str, *, repeatable: bool) -> Tensor:
     """The 0-dim value that `run()` returns, with a graph to `inputs` whose gradients, one each or None, it returns too.
 
-    The first backward hands the gradients' buffers over, scaled in place by the upstream scalar (and by `undo`), which
-    is read on its device; a later one runs again, or raises RuntimeError where that is not repeatable.
+    The first backward hands the gradients' buffers over, scaled in place by the upstream scalar, which is read on its
+    device; a later one runs again, or raises RuntimeError where that is not repeatable.
     """
-    out: Tensor = _Attach.apply(run, backend, repeatable, undo, *inputs)
+    out: Tensor = _Attach.apply(run, backend, repeatable, *inputs)
     return out

@@ -193,8 +193,9 @@ def visit(
     visit_chunk: ChunkVisit,
     needs: Needs,
     num_tokens: int,
+    undo: Tensor | None = None,
 ) -> tuple[Visit, tuple[Tensor | None, ...]]:
-    """The forward-gradient plan: each chunk's logits become their gradient at once (3U in all)."""
+    """The forward-gradient plan: each chunk's logits become their gradient at once (3U in all), times `undo`."""
     n, device = targets.shape[0], targets.device
     out = Visit(*(torch.zeros(shape, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
     sums = _Gradients(head, needs)
@@ -202,7 +203,7 @@ def visit(
         found = visit_chunk(logits[None], targets[index], _rows_transform(transform, index), index)
         out.logprobs[index], out.entropy[index], out.terms[:, index] = found
         sums.add(index, hidden, logits)
-    return out, sums.finish()
+    return out, sums.finish(undo)
 
 
 def kernel_visit(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkVisit:
