@@ -290,8 +290,10 @@ def linear_policy_loss(
     count = _known_count(num_tokens, args)
     inputs = (head.hidden, head.weight, head.bias)
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs))
-    # A callable's coefficients are known only after the fact, too late to scale float16 gradients by them.
-    ready = isinstance(objective, Objective) or head.hidden.dtype != torch.float16
+    # A callable's coefficients are known only after the fact, too late to scale float16 gradients by them; and it runs
+    # between kernels, where torch.compile does not look.
+    between = head.hidden.dtype != torch.float16 and not torch.compiler.is_compiling()
+    ready = isinstance(objective, Objective) or between
     if any(needs) and ready and why_not_row_local(objective, problem.batch) is None:
         return _visit_linear(problem, head, args, needs, count)
     return _from_statistics(problem, *linear_stats(head, args, count))

@@ -224,7 +224,7 @@ def load_vectors(
     within a vector are formed in the same order and a row's result does not depend on where the row lies.
     """
     if ALIGNED and row_ptr.dtype.element_ty == tl.bfloat16:
-        # Two entries a word: a shift or a mask makes each a float32, where a cast would take three instructions for two.
+        # Two entries a word: a shift or a mask makes each a float32; casts take three instructions for two.
         H: tl.constexpr = VEC // 2
         pointers = row_ptr.to(tl.pointer_type(tl.int32)) + start // 2 + block_columns(R, H)
         if TAIL:
@@ -245,7 +245,7 @@ def load_vectors(
         return x.to(tl.float32)
     else:
         tl.static_assert(VEC == 4 or VEC == 8)
-        # Entry by entry; join(a, b) appends an axis of length 2, so the halves that differ in the highest bit of i are joined first.
+        # Entry by entry. join(a, b) appends an axis of length 2: entries that differ in their highest bit come first.
         x0 = tl.join(_column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
         x1 = tl.join(_column(row_ptr, start, vocab, 1, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, VEC // 2 + 1, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
         if VEC == 8:
@@ -281,7 +281,7 @@ def fold(m, s, w, outer2, AXIS: tl.constexpr):
     """Combine accumulators along AXIS, exactly: the result does not depend on the order, or on the layout.
 
     The largest m has s >= 1 (or all are empty), so the sums are taken in fixed point, 2**-40 a unit: below the
-    rounding of float32 by far, and integer addition is associative. A NaN in s makes m infinite, which no finite row is.
+    rounding of float32 by far, and integer addition is associative. A NaN in s makes m infinite, as in no finite row.
     """
     m = tl.where(s == s, m, float("inf"))
     top = tl.max(m, axis=AXIS, keep_dims=True)
@@ -341,7 +341,7 @@ def gradient_scalars(logprob, entropy, log_sum, c, h, valid, slope):
 
 @triton.jit
 def gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):
-    """The gradient of a block of raw logits x, float32, as if none of them were the target, and the softcap's factor."""
+    """The gradient of a block of raw logits x, float32, as if none were the target, and the softcap's factor."""
     slope = 1.0
     if SOFTCAP:
         t, slope = tanh_and_slope(x * inner2)

@@ -14,15 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
-from fastrl.kernels.device_functions import gradient_scalars, gradient_step, load_target, row_pointer, scales, store_zeros
+from fastrl.kernels.device_functions import (
+    gradient_scalars,
+    gradient_step,
+    load_target,
+    row_pointer,
+    scales,
+    store_zeros,
+)
 
 _BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to cut a long row for a small batch
 
 
 @triton.jit(
     do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "out_stride_a", "out_stride_b"],
-    do_not_specialize_on_alignment=["logits_ptr", "out_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "logprobs_ptr", "entropy_ptr",
-                                    "maximum_ptr", "log_sum_ptr", "c_ptr", "h_ptr"],
+    do_not_specialize_on_alignment=[
+        "logits_ptr", "out_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "logprobs_ptr", "entropy_ptr",
+        "maximum_ptr", "log_sum_ptr", "c_ptr", "h_ptr",
+    ],
 )  # fmt: skip
 def row_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
@@ -51,7 +60,10 @@ def row_gradient_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    R: tl.constexpr = BLOCK // VEC
+    """Program (row, span): BLOCK * BLOCKS columns of the row."""
+    # Rows that are not aligned need more registers: half as many entries at a time.
+    STEP: tl.constexpr = BLOCK if ALIGNED else BLOCK // 2
+    R: tl.constexpr = STEP // VEC
     row = tl.program_id(0)
     # The program's span of the row, which from here on counts as the row.
     first = tl.program_id(1) * (BLOCK * BLOCKS)
@@ -59,7 +71,7 @@ def row_gradient_kernel(
     out_row_ptr = row_pointer(out_ptr, row, columns_b, out_stride_a, out_stride_b, ALIGNED) + first
     span = tl.minimum(vocab - first, BLOCK * BLOCKS)
 
-    if mask_ptr is not None:
+    if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
             store_zeros(out_row_ptr, 0, span, R, VEC, ALIGNED)
             return
@@ -87,8 +99,8 @@ def row_gradient_kernel(
     )
 
     # Loop: whole blocks, then the tail of the row.
-    whole = (span // BLOCK) * BLOCK
-    for start in range(0, whole, BLOCK):
+    whole = (span // STEP) * STEP
+    for start in range(0, whole, STEP):
         gradient_step(
             row_ptr, out_row_ptr, start, span, column, maximum_z, a, b, shift2, at_target, outer, inner2,
             SOFTCAP, h_ptr is not None, R, VEC, ALIGNED, False, "evict_first",

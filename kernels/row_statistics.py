@@ -53,12 +53,13 @@ def row_statistics_kernel(
     BLOCK: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
+    """Program (row,)."""
     R: tl.constexpr = BLOCK // VEC
     STEP: tl.constexpr = BLOCK * SEGMENTS
     row = tl.program_id(0)
     out_ptr += row
 
-    if mask_ptr is not None:
+    if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
             for i in tl.static_range(4):
                 tl.store(out_ptr + i * rows.to(tl.int64), 0.0)

@@ -78,6 +78,7 @@ def row_visit_kernel(
     BLOCK: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
+    """Program (row,)."""
     STEP: tl.constexpr = BLOCK * SEGMENTS
     R: tl.constexpr = STEP // VEC
     ENTROPY: tl.constexpr = entropy_weights_ptr is not None
@@ -86,7 +87,7 @@ def row_visit_kernel(
     stride_out = rows.to(tl.int64)
     row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
 
-    if mask_ptr is not None:
+    if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
             for i in tl.static_range(10):
                 tl.store(out_ptr + i * stride_out, 0.0)
@@ -114,6 +115,8 @@ def row_visit_kernel(
         x = load_vectors(row_ptr, whole, vocab, R, VEC, ALIGNED, True, "evict_last")
         x = tl.where(is_column(whole, column, R, VEC), -float("inf"), x)
         m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
+    # Before the fold, whose barriers keep any warp's gradient from overwriting it before all warps have read it.
+    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
     m_1, s_1, w_1 = fold(
         tl.reshape(m, [SEGMENTS, R // SEGMENTS]),
         tl.reshape(s, [SEGMENTS, R // SEGMENTS]),
@@ -166,19 +169,21 @@ def row_visit_kernel(
         store_zeros(row_ptr, 0, vocab, R, VEC, ALIGNED)
         return
 
-    # Loop, back: the gradient over the logits.
+    # Loop, back: the gradient over the logits. Rows that are not aligned need more registers: half as much at a time.
+    BACK: tl.constexpr = STEP if ALIGNED else STEP // 2
     a, b, shift2, at_column = gradient_scalars(
         logprob, entropy, log_sum, c, h if ENTROPY else None, column >= 0, slope
-    )
+    )  # fmt: skip
+    whole = (vocab // BACK) * BACK
     if whole < vocab:
         gradient_step(
             row_ptr, row_ptr, whole, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
-            SOFTCAP, ENTROPY, R, VEC, ALIGNED, True, "evict_first",
+            SOFTCAP, ENTROPY, BACK // VEC, VEC, ALIGNED, True, "evict_first",
         )  # fmt: skip
-    for done in range(0, whole, STEP):
+    for done in range(0, whole, BACK):
         gradient_step(
-            row_ptr, row_ptr, whole - STEP - done, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
-            SOFTCAP, ENTROPY, R, VEC, ALIGNED, False, "evict_first",
+            row_ptr, row_ptr, whole - BACK - done, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
+            SOFTCAP, ENTROPY, BACK // VEC, VEC, ALIGNED, False, "evict_first",
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ def scale_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    """Program (span,): BLOCK * BLOCKS entries."""
     factor = tl.load(factor_ptr)
     if factor == 1.0:
         return

@@ -44,7 +44,6 @@ class _Attach(torch.autograd.Function):
         return (None, None, None, *cast)
 
 
-@torch.compiler.disable
 def attach_gradients(run: Run, inputs: Sequence[Tensor | None], backend: str, *, repeatable: bool) -> Tensor:
     """The 0-dim value that `run()` returns, with a graph to `inputs` whose gradients, one each or None, it returns too.
 

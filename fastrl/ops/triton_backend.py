@@ -43,5 +43,6 @@ def row_visit(
 ) -> Visit:
     """See `fastrl.ops.contract`; the gradient overwrites the logits."""
     function, numbers = device_objective(objective)
-    out = visit_kernel.row_visit(logits, targets, mask, *transform, function, numbers, *inputs)
+    weights = inputs.advantages, inputs.policy_weights
+    out = visit_kernel.row_visit(logits, targets, mask, *transform, function, numbers, *weights, *inputs[2:])
     return Visit(out[0], out[1], out[2:])

@@ -1,0 +1,303 @@
+"""Ahead-of-time compilation of the kernels without a GPU, and what can be read from the machine code.
+
+Run as a program, `python tests/kernels/aot.py NAME...`, it compiles the named cases and writes a JSON object of
+findings; without names it prints the table of instructions an entry. It must not see TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel in one variant for one GPU."""
+
+    kernel: str  # statistics, gradient, visit, scale
+    gpu: str
+    dtype: str = "bf16"
+    aligned: bool = True
+    softcap: bool = False
+    entropy: bool = False
+    objective: tuple[str, str, str] = ("clip", "k3", "none")
+    vocab: int = 151936
+
+    @property
+    def name(self) -> str:
+        words = [self.kernel, self.gpu, self.dtype, "aligned" if self.aligned else "plain"]
+        words += ["softcap"] * self.softcap + ["entropy"] * self.entropy
+        if self.kernel == "visit":
+            words += ["+".join(self.objective)]
+        return "/".join([*words, str(self.vocab)])
+
+
+def fast_cases() -> list[Case]:
+    """Every kernel for every GPU in both common dtypes, and the other variants on one GPU of each vendor."""
+    found = [
+        Case(kernel, gpu, dtype, entropy=kernel == "visit" and dtype == "fp32")
+        for kernel in ("statistics", "gradient", "visit")
+        for gpu in GPUS
+        for dtype in ("bf16", "fp32")
+    ]
+    found += [Case("scale", gpu) for gpu in GPUS]
+    for gpu in ("sm_90", "gfx942"):
+        found += [Case(kernel, gpu, softcap=True) for kernel in ("statistics", "gradient", "visit")]
+    found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "visit")]
+    found += [Case("gradient", "sm_90", entropy=True), Case("visit", "sm_90", entropy=True)]
+    found += [Case("visit", "sm_90", objective=("soft", "k3-unbiased", "truncate"))]
+    return found
+
+
+def slow_cases() -> list[Case]:
+    """The rest: all variants everywhere, all gates, short rows."""
+    variants = itertools.product(
+        ("statistics", "gradient", "visit"), GPUS, ("bf16", "fp16", "fp32"), (True, False), (False, True), (False, True)
+    )
+    found = [Case(*v) for v in variants if not (v[0] == "statistics" and v[5])]
+    found += [Case("visit", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)]
+    found += [Case("visit", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
+    found += [
+        Case("visit", gpu, objective=objective)
+        for gpu in ("sm_90", "gfx942")
+        for objective in (
+            ("surrogate", "k1", "none"), ("reinforce", "none", "mask"), ("clip", "k2", "truncate"),
+            ("soft", "k1+", "none"), ("stop-gradient-clip", "k3+", "none"), ("gamma", "old-new", "none"),
+        )
+    ]  # fmt: skip
+    return [case for case in found if case not in set(fast_cases())]
+
+
+# --- compilation, in the process that never sees TRITON_INTERPRET -----------------------------------------------------
+
+
+@dataclass
+class Loop:
+    """An innermost loop of SASS, a number of instructions an entry; blocks that are usually jumped over left out."""
+
+    instructions: float
+    special: float  # MUFU, the special-function unit
+    arithmetic: dict[str, int]  # floating-point opcodes, an iteration
+    loads: dict[str, int]
+    stores: dict[str, int]
+
+
+@dataclass
+class Findings:
+    """What a case compiled to."""
+
+    registers: int
+    spills: int  # bytes of stack and scratch, and spilled registers: 0 or not
+    loops: list[Loop] = field(default_factory=list)  # those that load; CUDA only
+    wide: int = 0  # 16-byte loads; ROCm only
+    order: str = ""  # of narrow global loads (l), barriers (b) and wide global stores (s) in PTX; CUDA only
+
+
+def compile_case(case: Case) -> Findings:
+    """Compile with the launcher's sizes and options."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fastrl.kernels.configuration import configuration, launch_options
+
+    target = GPUTarget(*GPUS[case.gpu])
+    warp = target.warp_size
+    sizes = configuration(case.vocab, 4 if case.dtype == "fp32" else 2, warp)
+    kernel, constants, warps = _kernel(case, sizes)
+    options = launch_options(warps, case.aligned and not case.softcap, warp)
+    signature, constexprs, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name], constexprs[(index,)] = "constexpr", constants[name]
+        elif name.endswith("_ptr"):
+            types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
+            types |= {"tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
+            signature[name] = "*" + types.get(name, "fp32")
+            if name == "tensor_ptr":
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = parameter.annotation_type
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=target, options=options)
+    if case.gpu == "gfx942":
+        return _inspect_amdgcn(compiled.asm["amdgcn"])
+    found = _inspect_cubin(compiled.asm["cubin"], 4 if case.dtype == "fp32" else 2)
+    events = {"ld.global.b16": "l", "bar.sync": "b", "st.global.L1::evict_first.L2::cache_hint.v4.b32": "s"}
+    found.order = "".join(
+        events.get(op, "") for op in re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", compiled.asm["ptx"])
+    )
+    return found
+
+
+def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
+    """The kernel, its constants and its warps."""
+    if case.kernel == "scale":
+        from fastrl.kernels.scale import scale_kernel
+
+        return scale_kernel, {"BLOCK": 4096, "BLOCKS": 16}, 8
+    constants = {"SOFTCAP": case.softcap, "ALIGNED": case.aligned, "VEC": sizes.vector, "BLOCK": sizes.block}
+    constants["temperatures_ptr"] = None
+    if case.kernel == "statistics":
+        from fastrl.kernels.row_statistics import row_statistics_kernel
+
+        return row_statistics_kernel, constants | {"SEGMENTS": sizes.segments}, sizes.warps
+    if case.kernel == "gradient":
+        from fastrl.kernels.row_gradient import row_gradient_kernel
+
+        constants |= {"BLOCKS": 16} | ({} if case.entropy else {"h_ptr": None})
+        return row_gradient_kernel, constants, sizes.warps
+    from fastrl.kernels.row_visit import row_visit_kernel
+    from fastrl.ops.triton_formulas import row_terms
+
+    constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": row_terms(*case.objective)}
+    constants |= {} if case.entropy else {"entropy_weights_ptr": None, "entropy_threshold_ptr": None}
+    return row_visit_kernel, constants, sizes.visit_warps
+
+
+def _inspect_amdgcn(code: str) -> Findings:
+    keys = "vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
+    found = {key: int(n) for key, n in re.findall(rf"\.({keys}):\s*(\d+)", code)}
+    registers = found.pop("vgpr_count")
+    return Findings(registers, sum(found.values()), wide=len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", code)))
+
+
+def _inspect_cubin(cubin: bytes, itemsize: int) -> Findings:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    resources = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    loops = [_loop(body, itemsize) for body in _innermost_loops(sass) if any("LDG" in text for text in body)]
+    return Findings(resources["REG"], resources["STACK"] + resources["LOCAL"], loops)
+
+
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([^;]+?)\s*;")
+_BRANCH = re.compile(r"^BRA\S*\s.*?(0x[0-9a-f]+)")
+
+
+def _innermost_loops(sass: str) -> list[list[str]]:
+    """The instructions of each, in order; a block that a conditional jump inside the loop skips does not count.
+
+    Such a block handles the target's column: one iteration of a row's dozens enters it.
+    """
+    code = [(int(m[1], 16), m[2] or "", m[3]) for m in map(_LINE.match, sass.splitlines()) if m]
+    jumps = [
+        (at, int(m[1], 16), bool(guard) or "P" in text.split()[1])
+        for at, guard, text in code
+        if (m := _BRANCH.match(text))
+    ]
+    spans = sorted({(to, at) for at, to, _ in jumps if to < at})
+    inner = [s for s in spans if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+    found = []
+    for start, end in inner:
+        skipped = [(at, to) for at, to, guarded in jumps if guarded and start <= at < to <= end]
+        found.append([text for at, _, text in code if start <= at <= end and not any(a < at < b for a, b in skipped)])
+    return found
+
+
+def _loop(body: list[str], itemsize: int) -> Loop:
+    opcodes = [text.split()[0] for text in body]
+
+    def count(pattern: str) -> dict[str, int]:
+        names = [m[0] for opcode in opcodes if (m := re.match(pattern, opcode))]
+        return {name: names.count(name) for name in sorted(set(names))}
+
+    loads = count(r"LDG.*")
+    entries = sum(n * (16 // itemsize if ".128" in name else 1) for name, n in loads.items())
+    special = sum(opcode.startswith("MUFU") for opcode in opcodes)
+    return Loop(len(body) / entries, special / entries, count(r"FADD|FMUL|FFMA|MUFU"), loads, count(r"STG.*|STL.*"))
+
+
+# --- compilation keys -------------------------------------------------------------------------------------------------
+
+
+def launch_keys() -> dict[str, list[str]]:
+    """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime import jit
+
+    from fastrl.kernels import row_gradient, row_statistics, row_visit
+    from fastrl.ops import triton_backend
+    from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
+
+    backend = make_backend(GPUTarget(*GPUS["sm_90"]))
+    keys: dict[str, list[str]] = {}
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.name = kernel.__name__
+            self.bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(self, *args: Any, **kwargs: Any) -> None:
+            _, specialization, options = self.bind(*args, **kwargs)
+            keys.setdefault(self.name, []).append(str((specialization, options)))
+
+    for module in (row_statistics, row_gradient, row_visit):
+        name = module.__name__.split(".")[-1] + "_kernel"
+        setattr(module, name, Recorder(getattr(module, name)))
+
+    series = [  # A, B, V, rows dropped from B, temperature, scale, epsilon, coefficient
+        (2, 4, 151936, 0, 1.0, 1.0, 0.2, 4.0),
+        (1, 1, 151936, 0, 1, 1, 0, 3),  # integers, and single rows
+        (3, 5, 128256, 1, 0.7, 16.0, 1, 1e30),  # a view that leaves rows out, another vocabulary
+        (1, 16, 131072, 0, 16, 0.5, 0.28, 16),
+        (16, 1, 140008, 0, 2.0, 1.0, 0.1, 2.0),  # 8 mod 16
+    ]
+    for a, b, vocab, dropped, temperature, scale, epsilon, number in series:
+        logits = torch.empty(a, b, vocab, dtype=torch.bfloat16)[:, : b - dropped]
+        rows = a * (b - dropped)
+        # Row i of a tensor (10, N) is at a multiple of 16 bytes for some N only: it must not matter.
+        numbers = torch.empty(10, rows).unbind()
+        targets, mask = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+        transform = Transform(temperature, None, scale)
+        objective = RowObjective("clip", (epsilon, epsilon, number, number), "k3", "none", epsilon, number, number)
+        triton_backend.row_statistics(logits, targets, mask, transform)
+        triton_backend.row_gradient(logits, targets, mask, transform, Statistics(*numbers[:4]), *numbers[4:6], logits)
+        triton_backend.row_visit(logits, targets, mask, transform, objective, RowInputs(*numbers[:4]))
+    return keys
+
+
+def _table() -> None:
+    for case in fast_cases():
+        found = compile_case(case)
+        loops = ", ".join(f"{loop.instructions:.2f} ({loop.special:.2f} special)" for loop in found.loops)
+        print(f"{case.name:55} registers {found.registers:3} spills {found.spills:2} an entry: {loops}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    names = sys.argv[1:]
+    if not names:
+        _table()
+    elif names == ["keys"]:
+        json.dump(launch_keys(), sys.stdout)
+    else:
+        chosen = {case.name: case for case in [*fast_cases(), *slow_cases()]}
+        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)

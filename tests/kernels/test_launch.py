@@ -1,0 +1,120 @@
+"""What the launchers hand to the kernels, without running one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
+
+backend = pytest.importorskip("fastrl.ops.triton_backend")
+
+from fastrl.kernels import row_gradient, row_statistics, row_visit, scale  # noqa: E402
+from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402
+
+CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
+
+
+class Recorder:
+    """Stands in for a kernel and keeps the grid and the arguments of its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.launches.append((grid, args, kwargs))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(row_statistics, "row_statistics_kernel", found)
+    monkeypatch.setattr(row_gradient, "row_gradient_kernel", found)
+    monkeypatch.setattr(row_visit, "row_visit_kernel", found)
+    monkeypatch.setattr(scale, "scale_kernel", found)
+    return found
+
+
+def _launch_all(logits: Tensor) -> None:
+    rows = logits.shape[0] * logits.shape[1]
+    targets, ones = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    backend.row_statistics(logits, targets, None, Transform(1))
+    backend.row_gradient(logits, targets, None, Transform(1), Statistics(ones, ones, ones, ones), ones, None, logits)
+    backend.row_visit(logits, targets, None, Transform(1), CLIP, RowInputs(ones, ones))
+    backend.scale_(logits, torch.tensor(2.0))
+
+
+def test_more_than_65535_rows_lie_on_grid_axis_0(recorder: Recorder) -> None:
+    # Axes 1 and 2 end at 65,535.
+    _launch_all(torch.zeros(1, 70_000, 8))
+    grids = [grid for grid, _, _ in recorder.launches]
+    assert grids == [(70_000,), (70_000, 1), (70_000,), (9,)]
+
+
+def test_a_long_row_is_cut_for_its_gradient(recorder: Recorder) -> None:
+    _launch_all(torch.zeros(1, 2, 151_936))
+    assert recorder.launches[1][0] == (2, 3)
+
+
+def test_integers_become_floats_and_fusion_is_explicit(recorder: Recorder) -> None:
+    # An integer argument would be specialised on: another compilation.
+    _launch_all(torch.zeros(1, 2, 16))
+    for _, args, options in recorder.launches:
+        assert options["enable_fp_fusion"] is True
+        assert options["num_stages"] == 1
+        assert not any(isinstance(a, bool) for a in args)
+    for _, args, _ in recorder.launches[:3]:
+        assert any(isinstance(a, float) for a in args)
+        assert all(isinstance(a, float | int | Tensor | None) for a in args)
+
+
+def test_sizes_depend_on_the_row_only() -> None:
+    for vocab in (1, 31, 1000, 4096, 4097, 32768, 50257, 65536, 65537, 151936, 262144):
+        for itemsize in (2, 4):
+            c = configuration(vocab, itemsize)
+            assert c.vector * itemsize == 16
+            assert c.block & (c.block - 1) == 0
+            assert 256 <= c.block <= 4096
+            assert c.block >= min(vocab, 4096)
+            assert c.segments == 1 or vocab > c.block * c.segments
+            assert 1 <= c.warps <= 8
+            assert c.visit_warps * 32 <= 1024
+            amd = configuration(vocab, itemsize, warp=64)
+            assert amd.visit_warps * 64 <= 1024
+            assert amd[:3] == c[:3]
+    # design.md: 4096 columns and 8 warps for the statistics, 16384 and 32 for the visit.
+    assert configuration(151936, 2) == (8, 4096, 4, 8, 32)
+
+
+def test_alignment() -> None:
+    x = torch.zeros(2, 3, 64, dtype=torch.bfloat16)
+    assert is_aligned(x, 8)
+    assert is_aligned(x[:, :-1], 8)
+    assert is_aligned(x[:, :, :56], 8)
+    assert not is_aligned(x[:, :, 1:57], 8)  # the address
+    assert not is_aligned(x[:, :, :60], 8)  # the length
+    assert not is_aligned(torch.zeros(2, 3, 68, dtype=torch.bfloat16)[:, :, :64], 8)  # the stride
+    assert is_aligned(torch.zeros(1, 1, 68, dtype=torch.bfloat16)[:, :, :64], 8)  # a single row has none
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compilations_on_a_gpu() -> None:
+    def compiled() -> int:
+        return sum(len(caches[0]) for caches in row_visit.row_visit_kernel.device_caches.values())
+
+    def visit(rows: int, vocab: int, temperature: float, epsilon: float) -> None:
+        logits = torch.randn(1, rows, vocab, device="cuda", dtype=torch.bfloat16)
+        ones = torch.ones(rows, device="cuda")
+        objective = CLIP._replace(gate_parameters=(epsilon, epsilon, 1e30, 1e30))
+        targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        backend.row_visit(logits, targets, None, Transform(temperature), objective, RowInputs(ones, ones, ones))
+
+    visit(4, 151936, 1.0, 0.2)
+    before = compiled()
+    for rows, vocab, temperature, epsilon in ((1, 151936, 1, 0.2), (7, 128256, 0.7, 1), (16, 151936, 2, 0)):
+        visit(rows, vocab, temperature, epsilon)
+    assert compiled() == before
