@@ -2,7 +2,7 @@
 
 Every formula is a plain function on these bare names, so that one source serves three executors: torch through this
 module, Triton by rebinding the same code objects (`fastrl.ops.triton_formulas`), C++ by translation
-(`fastrl.ops.cpp_formulas`). Arguments are tensors or Python floats in any mixture.
+(`fastrl.ops.cpp_formulas`). Arguments are tensors, or tensors and Python floats.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from torch import Tensor
 Value = Tensor | float
 
 
-def exp(x: Value) -> Tensor:
+def exp(x: Tensor) -> Tensor:
     """e**x."""
-    return torch.exp(torch.as_tensor(x))
+    return torch.exp(x)
 
 
-def expm1(x: Value) -> Tensor:
+def expm1(x: Tensor) -> Tensor:
     """e**x - 1 without cancellation near 0."""
-    return torch.expm1(torch.as_tensor(x))
+    return torch.expm1(x)
 
 
-def sigmoid(x: Value) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e**-x)."""
-    return torch.sigmoid(torch.as_tensor(x))
+    return torch.sigmoid(x)
 
 
-def minimum(a: Value, b: Value) -> Tensor:
+def minimum(a: Tensor, b: Value) -> Tensor:
     """The smaller of the two; a float bound passes the gradient at the bound itself, as torch.clamp does."""
     if not isinstance(b, Tensor):
-        return torch.clamp(torch.as_tensor(a), max=b)
-    return torch.clamp(b, max=a) if not isinstance(a, Tensor) else torch.minimum(a, b)
+        return torch.clamp(a, max=b)
+    return torch.minimum(a, b)
 
 
-def maximum(a: Value, b: Value) -> Tensor:
+def maximum(a: Tensor, b: Value) -> Tensor:
     """The larger of the two; a float bound passes the gradient at the bound itself, as torch.clamp does."""
     if not isinstance(b, Tensor):
-        return torch.clamp(torch.as_tensor(a), min=b)
-    return torch.clamp(b, min=a) if not isinstance(a, Tensor) else torch.maximum(a, b)
+        return torch.clamp(a, min=b)
+    return torch.maximum(a, b)
 
 
 def where(condition: Tensor, a: Value, b: Value) -> Tensor:
-    """a where the condition holds, else b."""
-    return torch.where(condition, a, b)
+    """a where the condition holds, else b; of two floats float32 where the condition is, whatever torch's defaults."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.where(condition, a, b)
+    return condition.to(torch.float32) * (a - b) + b
 
 
 def detach(x: Value) -> Value:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from . import formulas as f
 from .objectives import Objective
 from .responses import Responses, check_cu_seqlens
 
@@ -51,18 +52,16 @@ class Batch:
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
         """w (N,), 0 under the mask: the aggregation's weight of each token (ALGORITHMS section 4)."""
-        counts, total = self.counts, self.tokens
-        of = torch.as_tensor(
-            denominator if denominator is not None
-            else (total.clamp_min(1) if objective.aggregate == "token-mean" else max(self.responses.count, 1)),
-            dtype=counts.dtype, device=counts.device,
-        )  # fmt: skip
-        if objective.aggregate == "token-mean":
-            return self.mask / of
+        counts, mask = self.counts, self.mask.to(self.counts.dtype)
+        of: float | Tensor = max(self.responses.count, 1)
+        if denominator is not None:
+            of = f.detach(denominator)
+        elif objective.aggregate == "token-mean":
+            of = self.tokens.clamp_min(1)
         if objective.aggregate == "seq-mean-token-mean":
-            return self.mask * self.responses.spread(1 / (counts.clamp_min(1) * of))
+            return mask * self.responses.spread(1 / (counts.clamp_min(1) * of))
         normed = objective.aggregate == "seq-mean-token-sum-norm"
-        return self.mask / (of * objective.max_length if normed and objective.max_length else of)
+        return mask / (of * objective.max_length if normed and objective.max_length else of)
 
 
 def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dtype: torch.dtype) -> Tensor | None:
@@ -72,7 +71,16 @@ def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dty
     value = checks.tensor(name, value)
     checks.shape(name, value, targets.shape, f"the shape of {targets_name}")
     checks.same_device(name, value, targets, targets_name)
-    return value.detach().to(dtype).reshape(-1)
+    return value.detach().to(dtype).reshape(-1).contiguous()
+
+
+def _threshold(value: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number or a 0-dim tensor as a 0-dim tensor; full, unlike as_tensor, does not wait for a GPU."""
+    if not isinstance(value, Tensor):
+        return torch.full((), checks.number("entropy_threshold", value), dtype=dtype, device=device)
+    if value.dim() != 0:
+        raise ValueError(f"entropy_threshold must be a number or 0-dim, got shape {tuple(value.shape)}")
+    return value.detach().to(device=device, dtype=dtype)
 
 
 def make_batch(
@@ -114,14 +122,7 @@ def make_batch(
         found = _per_token(name, value, targets, targets_name, dtype)
         return found if found is None or checked is None else found.where(counted, 0.0)
 
-    threshold = entropy_threshold
-    if threshold is not None:
-        threshold = torch.as_tensor(
-            threshold if isinstance(threshold, Tensor) else checks.number("entropy_threshold", threshold),
-            dtype=dtype, device=targets.device,
-        ).detach()  # fmt: skip
-        if threshold.dim() != 0:
-            raise ValueError(f"entropy_threshold must be a number or 0-dim, got shape {tuple(threshold.shape)}")
+    threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
     ones = counted.to(dtype)
     counts = responses.sum(ones)
     return Batch(
@@ -129,7 +130,7 @@ def make_batch(
         responses=responses,
         mask=counted,
         has_mask=checked is not None,
-        advantages=flat if checked is None else flat.where(counted, 0.0),
+        advantages=flat.contiguous() if checked is None else flat.where(counted, 0.0),
         per_response=per_response,
         old=optional("old_logprobs", old_logprobs),
         ref=optional("ref_logprobs", ref_logprobs),

@@ -112,7 +112,7 @@ def targets_in_range(value: Tensor, counts: Tensor | None, vocab: int) -> None:
         )
 
 
-def temperature(value: object, like: Tensor) -> tuple[float, Tensor | None]:
+def temperature(value: object, like: Tensor, mask: Tensor | None) -> tuple[float, Tensor | None]:
     """A scalar temperature and None, or 1.0 and a float32 tensor shaped like the targets."""
     if not isinstance(value, Tensor):
         return number("temperature", value, positive=True), None
@@ -122,8 +122,10 @@ def temperature(value: object, like: Tensor) -> tuple[float, Tensor | None]:
     if value.dim() == 0:
         value = value.expand(like.shape)
     shape("temperature", value, like.shape, "the shape of targets")
-    if values_are_checked(value) and not bool(((value > 0) & value.isfinite()).all()):
-        raise ValueError("temperature must be finite and > 0 everywhere")
+    if values_are_checked(value):
+        good = (value > 0) & value.isfinite()
+        if not bool((good if mask is None else good | ~mask).all()):
+            raise ValueError("temperature must be finite and > 0 everywhere")
     return 1.0, value.detach().float().reshape(-1).contiguous()
 
 

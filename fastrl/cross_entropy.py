@@ -62,7 +62,7 @@ def linear_cross_entropy(
     }  # fmt: skip
     if reduction == "none":
         return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
-    one = torch.ones(targets.shape, device=targets.device)
+    one = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
     loss = linear_policy_loss(
         hidden, weight, targets, objective=REINFORCE(), advantages=one, num_tokens=num_tokens,
         denominator=1.0 if reduction == "sum" else denominator, **head,

@@ -203,6 +203,11 @@ def clamp(x, bound):
     return minimum(maximum(x, -bound), bound)
 
 
+def difference(a, b):
+    # 0, not NaN, where both are -inf: tokens of probability 0 under both policies
+    return where((a == b) & (a < -3e38), 0.0, a - b)
+
+
 def within(x, bound):
     return where((x >= -bound) & (x <= bound), 1.0, 0.0)
 
@@ -216,13 +221,13 @@ def token_terms(
     p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
 ):  # fmt: skip
     # Absent inputs arrive as neutral values: old = logp, ref = logp, rollout = old, entropy_threshold = -1e30.
-    raw = logp - old
+    raw = difference(logp, old)
     log_ratio = clamp(raw, max_log_ratio)
     active = within(raw, max_log_ratio)
-    raw_d = ref - logp
+    raw_d = difference(ref, logp)
     d = clamp(raw_d, max_log_ratio)
     active_d = within(raw_d, max_log_ratio)
-    raw_rho = old - rollout
+    raw_rho = difference(old, rollout)
     rho = rollout_weight(clamp(raw_rho, max_log_ratio), rollout_low, rollout_high)
     kept = where(entropy >= entropy_threshold, rho, 0.0) * policy_weight
 

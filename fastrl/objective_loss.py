@@ -46,12 +46,14 @@ class _Ratio(NamedTuple):
 
 
 def settings_of(objective: Objective | CustomObjective) -> Objective:
-    """The objective itself; for a callable, the fields that surround it: its `aggregate` attribute, else token-mean."""
+    """The objective itself; for a callable what its `aggregate` (token-mean) and `max_length` say."""
     if isinstance(objective, Objective):
         return objective
     if not callable(objective):
         raise TypeError(f"objective must be an Objective or a callable, got {type(objective).__name__}")
-    return Objective(aggregate=getattr(objective, "aggregate", "token-mean"))
+    return Objective(
+        aggregate=getattr(objective, "aggregate", "token-mean"), max_length=getattr(objective, "max_length", None)
+    )
 
 
 def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) -> None:
@@ -68,7 +70,7 @@ def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) ->
 def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ratio:
     """The log-ratio that the gate reads, at the objective's level (ALGORITHMS section 1)."""
     bound, responses = objective.max_log_ratio, batch.responses
-    raw = logp - old
+    raw = f.difference(logp, old)
     clamped = 1 - f.within(raw, bound)
     if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean):
         return _Ratio(f.clamp(raw, bound), f.within(raw, bound), clamped)
@@ -77,7 +79,7 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
         raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
     total = responses.sum(raw.where(batch.mask, 0.0))
     if isinstance(objective.gate, GammaWeight) and batch.rollout is not None:
-        total = total + responses.sum(old - batch.rollout)
+        total = total + responses.sum(f.difference(old, batch.rollout))
     if objective.ratio != "sequence-product":
         total = total / batch.counts.clamp_min(1)
     level = responses.spread(total)
@@ -94,7 +96,7 @@ def rollout_weights(objective: Objective, batch: Batch, old: Tensor) -> tuple[Te
     correction = objective.rollout_correction
     if correction is None or batch.rollout is None:
         return None, None
-    log_rho = old.detach() - batch.rollout
+    log_rho = f.difference(old.detach(), batch.rollout)
     if correction.level == "sequence":
         log_rho = batch.responses.spread(batch.responses.sum(log_rho.where(batch.mask, 0.0)))
     bound = objective.max_log_ratio
@@ -107,7 +109,7 @@ def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tens
     if objective.off_policy_delta is None:
         return None
     sampled = old if batch.rollout is None else batch.rollout
-    drift = batch.responses.sum((sampled - logp.detach()).where(batch.mask, 0.0)) / batch.counts.clamp_min(1)
+    drift = batch.responses.sum(f.difference(sampled, logp.detach()).where(batch.mask, 0.0)) / batch.counts.clamp_min(1)
     drifted = batch.responses.spread(drift) > objective.off_policy_delta
     return (drifted & (batch.advantages < 0) & batch.mask).to(logp.dtype)
 
@@ -118,11 +120,19 @@ def _entropy_weights(objective: Objective, batch: Batch, entropy: Tensor) -> Ten
     if threshold is None:
         if objective.top_entropy_fraction is None:
             return None
-        values = entropy.detach().where(batch.mask, torch.nan)
-        threshold = torch.nanquantile(values, 1 - objective.top_entropy_fraction) if values.numel() else None
-        if threshold is None:
-            return None
+        threshold = _quantile(entropy.detach(), batch, 1 - objective.top_entropy_fraction)
     return (entropy.detach() >= threshold).to(entropy.dtype)
+
+
+def _quantile(values: Tensor, batch: Batch, q: float) -> Tensor:
+    """The q-quantile (0-dim) of the unmasked values (N,), linearly interpolated: torch.quantile ends at 2^24 values."""
+    if not values.numel():
+        return values.new_zeros(())
+    ordered = values.where(batch.mask, torch.inf).sort().values
+    position = q * (batch.tokens - 1).clamp_min(0)
+    low = position.floor()
+    ends = ordered[torch.stack([low, position.ceil()]).long()]
+    return torch.lerp(ends[0], ends[1], (position - low).to(values.dtype))
 
 
 def _token_weights(
@@ -144,7 +154,8 @@ def _product(*factors: Tensor | None) -> Tensor | None:
 
 def _kl(kl: KL, batch: Batch, logp: Tensor, token: Tensor, gate: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     """Per-token KL (N,) and 1 where its exponent was clamped."""
-    raw = torch.zeros_like(logp) if batch.ref is None else batch.ref - logp
+    unused = batch.ref is None or not kl.needs_reference
+    raw = torch.zeros_like(logp) if unused else f.difference(batch.ref, logp)
     own = kl.kind == "k3-unbiased" and kl.ratio == "objective"
     value = KL_FORMULAS[kl.kind][0](f.clamp(raw, bound), gate if own else token)
     return value, 1 - f.within(raw, bound)
@@ -166,7 +177,7 @@ def objective_loss(
     bound = settings.max_log_ratio
     old = logp.detach() if batch.old is None else batch.old
     ratio = _ratio(settings, batch, logp, old)
-    token = f.clamp(logp - old, bound)
+    token = f.clamp(f.difference(logp, old), bound)
     clamped = ratio.clamped
     if isinstance(objective, Objective):
         value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
@@ -174,10 +185,10 @@ def objective_loss(
         value = value_of(ratio.log, logp, batch.advantages, *numbers)
         with torch.no_grad():
             weight = weight_of(ratio.log, ratio.active, batch.advantages, *numbers)
-            side = _sides(objective, batch, logp - old, side_of(ratio.log, batch.advantages, *numbers))
+            side = _sides(objective, batch, f.difference(logp, old), side_of(ratio.log, batch.advantages, *numbers))
     else:
         value = _custom_value(objective, batch, token, logp, entropy, old, cu_seqlens)
-        weight, side = torch.full_like(logp, torch.nan), torch.zeros_like(logp)
+        weight = side = torch.full_like(logp, torch.nan)  # what a callable clips is not known
 
     omega, dropped, rho_clamped = _token_weights(settings, batch, logp, old, entropy)
     kept = weights if omega is None else weights * omega
@@ -237,7 +248,7 @@ def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor
         [row["kl"], row["ratio"], row["weight"], side.clamp_min(0), (-side).clamp_min(0), row["approx_kl"]]
     ).sum(-1) / tokens.clamp_min(1)
     kl, ratio, gate, high, low, approx_kl = sums.unbind()
-    nothing = torch.zeros((), device=terms.device)
+    nothing = torch.zeros((), dtype=torch.float32, device=terms.device)
     return {
         "policy_loss": row["policy"].sum(),
         "kl": kl,

@@ -265,6 +265,13 @@ class Objective:
         for name, options in (("ratio", RATIO_LEVELS), ("aggregate", AGGREGATIONS)):
             if getattr(self, name) not in options:
                 raise ValueError(f"Objective.{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
+        own: dict[type, RatioLevel] = {GammaWeight: "sequence-product", GeometricMean: "sequence"}
+        level = own.get(type(self.gate), self.ratio)
+        if self.ratio not in ("token", level):
+            raise ValueError(
+                f"Objective.ratio must be {level!r} (or left out) for a {type(self.gate).__name__}, got {self.ratio!r}"
+            )
+        object.__setattr__(self, "ratio", level)
         for name, kind in (("kl", KL), ("rollout_correction", RolloutCorrection)):
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"Objective.{name} must be a {kind.__name__} or None, got {getattr(self, name)!r}")
@@ -283,11 +290,6 @@ class Objective:
     def has_entropy_term(self) -> bool:
         """Whether the entropy enters the loss; a 0-dim tensor counts, for its value is not read here."""
         return isinstance(self.entropy_coef, Tensor) or self.entropy_coef != 0.0
-
-    @property
-    def couples_response(self) -> bool:
-        """Whether the gate's ratio is one number of a whole response through which all its tokens get gradient."""
-        return self.ratio in ("sequence", "sequence-product") or isinstance(self.gate, GeometricMean)
 
     def replace(self, **changes: Any) -> Objective:
         """A copy with some fields changed."""

@@ -85,8 +85,11 @@ def _from_statistics(problem: _Problem, logprobs: Tensor, entropy: Tensor | None
     logp = batch.flat(logprobs)
     flat_entropy = None if entropy is None else batch.flat(entropy)
     terms, dropped = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
+    loss = terms[0].sum()
+    if not isinstance(problem.objective, Objective):  # a callable may return what depends on nothing
+        loss = loss + torch.nan_to_num(0 * logp).sum()
     return PolicyLoss(
-        terms[0].sum(),
+        loss,
         metrics(terms, batch, entropy, dropped),
         logp.detach().float().view(batch.shape),
         None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
@@ -118,7 +121,7 @@ def policy_loss(
 
     Args:
         logprobs: (B, T) or (N,), floating point, with a graph: the current policy's.
-        advantages: (B,), one a response, or shaped like logprobs.
+        advantages: (B,), one a response, or shaped like logprobs; (B,) it is where a packed batch has B == N.
         mask: shaped like logprobs, bool or 0/1, 1 = counts. Nothing is read where it is 0.
         old_logprobs: shaped like logprobs; None means on-policy, the detached logprobs.
         ref_logprobs: shaped like logprobs; needed by a KL term to a reference.
@@ -219,14 +222,14 @@ def _visit_logits(
     rows = rows.detach()
     found: list[Visit] = []
 
-    def run() -> tuple[Tensor, list[Tensor]]:
+    def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
         visit: Visit = kernels(backend, rows).row_visit(rows, args.targets, args.mask, args.transform, spec, inputs)
         # Autograd sees that the logits changed, and protects their other readers.
         torch.autograd.graph.increment_version(rows)
         found.append(visit)
         return visit.terms[0].sum(), [rows.view(logits.shape)]
 
-    loss = attach_gradients(run, (logits,), backend, repeatable=False)
+    loss = attach_gradients(run, (logits,), backend, consume=True)
     return _visited(problem, found[0], clamped, loss)
 
 
@@ -269,12 +272,12 @@ def linear_policy_loss(
     """`policy_loss` from hidden states and the output head, a chunk of rows at a time: no (N, V) tensor exists.
 
     Same loss and gradients as `policy_loss(linear_token_logprobs(hidden, weight, targets))`. A row-local objective gets
-    its gradients in the forward, while a chunk's logits are at hand (3U, U = 2 N V H); another rebuilds the logits in
-    the backward (4U). Gradients of weight and bias are summed in float32; masked rows never enter a matrix product.
+    its gradients in the forward, while a chunk's logits are at hand (3U, U = 2 N V H); another, and float16, rebuilds
+    the logits in the backward (4U). Gradients of weight and bias are summed in float32; masked rows never enter a matrix product.
 
     Args: those of `policy_loss` but `entropy`, those of `linear_token_logprobs` but `extras`, and
         num_tokens: the number of unmasked tokens, if the caller knows it; saves the one host synchronisation that
-            leaving masked rows out costs on a GPU.
+            leaving masked rows out costs on a GPU, where a wrong number makes the loss NaN.
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
@@ -288,13 +291,18 @@ def linear_policy_loss(
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
     count = _known_count(num_tokens, args)
+    if count >= 0 and args.mask is not None:
+        # Where the count cannot be looked at, a wrong one must not train silently.
+        known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
+        problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
     inputs = (head.hidden, head.weight, head.bias)
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs))
-    # A callable's coefficients are known only after the fact, too late to scale float16 gradients by them; and it runs
+    # float16 gradients are scaled by the largest coefficient, which is known only after all statistics; a callable runs
     # between kernels, where torch.compile does not look.
-    between = head.hidden.dtype != torch.float16 and not torch.compiler.is_compiling()
-    ready = isinstance(objective, Objective) or between
-    if any(needs) and ready and why_not_row_local(objective, problem.batch) is None:
+    visited = head.hidden.dtype != torch.float16
+    if not isinstance(objective, Objective):
+        visited = visited and not torch.compiler.is_compiling()
+    if any(needs) and visited and why_not_row_local(objective, problem.batch) is None:
         return _visit_linear(problem, head, args, needs, count)
     return _from_statistics(problem, *linear_stats(head, args, count))
 
@@ -336,16 +344,15 @@ def _visit_linear_by_callable(
     checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
     backend = forced()
     found: list[Visit] = []
-    detached = Head(*(None if x is None else x.detach() for x in head))  # type: ignore[arg-type]
 
-    def run() -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         visit, gradients = linear_ops.visit(
-            detached, args.targets, args.mask, args.transform, _custom_visit(problem, backend), needs, num_tokens
-        )
+            Head(*inputs), args.targets, args.mask, args.transform, _custom_visit(problem, backend), needs, num_tokens,  # type: ignore[arg-type]
+        )  # fmt: skip
         found[:] = [visit]
         return visit.terms[0].sum(), gradients
 
-    loss = attach_gradients(run, head, backend, repeatable=True)
+    loss = attach_gradients(run, head, backend, consume=False)
     return _visited(problem, found[0], None, loss)
 
 
@@ -360,7 +367,11 @@ def _custom_visit(problem: _Problem, backend: str) -> ChunkVisit:
             terms, _ = objective_loss(
                 problem.objective, problem.batch.rows(index), logp, entropy, problem.weights[index], None
             )
-            c, h = torch.autograd.grad(terms[0].sum(), (logp, entropy), allow_unused=True)
+            c, h = (
+                torch.autograd.grad(terms[0].sum(), (logp, entropy), allow_unused=True)
+                if terms.requires_grad
+                else (None, None)
+            )
         stats = Statistics(*(s.detach() for s in stats))
         c = torch.zeros_like(stats.logprobs) if c is None else c
         backend_kernels.row_gradient(logits, targets, None, transform, stats, c, h, logits)

@@ -36,7 +36,7 @@ def vocabulary_arguments(
 ) -> VocabularyArguments:
     """Check what both entry points share and flatten it."""
     checked = checks.mask(mask, targets)
-    scalar, per_token = checks.temperature(temperature, targets)
+    scalar, per_token = checks.temperature(temperature, targets, checked)
     transform = Transform(
         scalar, per_token, checks.number("logit_scale", logit_scale, positive=True), checks.softcap(softcap)
     )

@@ -1,4 +1,4 @@
-"""A loss whose gradients are already known: autograd gets them when it asks, times the upstream scalar."""
+"""A loss whose gradients are known with its value: autograd gets them when it asks, times the upstream scalar."""
 
 from __future__ import annotations
 
@@ -7,36 +7,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastrl.ops.visits import scale_
 
 Gradients = Sequence[Tensor | None]
-Run = Callable[[], tuple[Tensor, Gradients]]
+#: inputs -> a 0-dim value and the gradients of the inputs, one each or None
+Run = Callable[..., tuple[Tensor, Gradients]]
 
 
 class _Attach(torch.autograd.Function):
     """The value that `run` returns, with the gradients that it returns for the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, backend: str, repeatable: bool, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, run: Run, backend: str, consume: bool, *inputs: Tensor | None) -> Tensor:
         # Here the graph's edges to the inputs exist already. Had the logits been overwritten before, autograd would
         # have rebuilt a view's edge as an as_strided one, whose backward copies the whole tensor.
-        value, ctx.gradients = run()
+        value, ctx.gradients = run(*inputs)
         ctx.backend = backend
-        ctx.run = run if repeatable else None
+        ctx.run = None if consume else run
+        if not consume:
+            ctx.save_for_backward(*inputs)
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         return value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
+        inputs = ctx.saved_tensors  # raises where they were freed, or changed since
         if gradients is None:
             if ctx.run is None:
                 raise RuntimeError(
                     "the logits were consumed by the first backward (inplace=True): a second one has no input"
                 )
-            with torch.no_grad():
-                _, gradients = ctx.run()
+            _, gradients = ctx.run(*inputs)
         for gradient in gradients:
             if gradient is not None:
                 scale_(gradient, upstream.float(), ctx.backend)
@@ -44,11 +49,11 @@ class _Attach(torch.autograd.Function):
         return (None, None, None, *cast)
 
 
-def attach_gradients(run: Run, inputs: Sequence[Tensor | None], backend: str, *, repeatable: bool) -> Tensor:
-    """The 0-dim value that `run()` returns, with a graph to `inputs` whose gradients, one each or None, it returns too.
+def attach_gradients(run: Run, inputs: Sequence[Tensor | None], backend: str, *, consume: bool) -> Tensor:
+    """The 0-dim value of `run(*inputs)`, with a graph to `inputs` whose gradients it returns too.
 
     The first backward hands the gradients' buffers over, scaled in place by the upstream scalar, which is read on its
-    device; a later one runs again, or raises RuntimeError where that is not repeatable.
+    device; a later one runs again, or raises RuntimeError where the run consumes its inputs.
     """
-    out: Tensor = _Attach.apply(run, backend, repeatable, *inputs)
+    out: Tensor = _Attach.apply(run, backend, consume, *inputs)
     return out

@@ -1,7 +1,4 @@
-"""The C++ backend for the CPU: the row functions of `fastrl.ops.contract`, compiled from `csrc/` on first use.
-
-The kernels want the largest logit to be the largest z: a negative logit_scale, which no model has, goes to the oracle.
-"""
+"""The C++ backend for the CPU: the row functions of `fastrl.ops.contract`, compiled from `csrc/` on first use."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import threading
 from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +59,12 @@ def _parallel_for() -> int:
     return ctypes.cast(function, c_void_p).value or 0
 
 
+def _check_status(status: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    if status != 0:
+        raise RuntimeError(f"{function.__name__} failed with status {status}")
+    return status
+
+
 @cache
 def _load() -> ctypes.CDLL | str:
     """The library, or the reason why there is none."""
@@ -74,6 +78,8 @@ def _load() -> ctypes.CDLL | str:
     library.fastrl_row_statistics.argtypes = [POINTER(_Rows), c_void_p]
     library.fastrl_row_gradient.argtypes = [POINTER(_Rows), POINTER(_Gradient)]
     library.fastrl_row_visit.argtypes = [POINTER(_Rows), POINTER(_Visit)]
+    for function in (library.fastrl_row_statistics, library.fastrl_row_gradient, library.fastrl_row_visit):
+        function.errcheck = _check_status
     library.fastrl_set_parallel_for(parallel_for)
     return library
 
@@ -136,7 +142,7 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
     """See `fastrl.ops.contract`."""
-    out = torch.empty(4, targets.numel())
+    out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
     _library().fastrl_row_statistics(byref(_rows(logits, targets, mask, transform)), out.data_ptr())
     return Statistics(*out)
 
@@ -173,7 +179,8 @@ def row_visit(
 ) -> Visit:
     """See `fastrl.ops.contract`. The objective runs in float64 on the rows' float32 numbers."""
     n = targets.numel()
-    visit = Visit(torch.empty(n), torch.empty(n), torch.empty(len(TERMS), n))
+    shapes = ((n,), (n,), (len(TERMS), n))
+    visit = Visit(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
     threshold = inputs.entropy_threshold
     arguments = _Visit(
         (c_double * 4)(*objective.gate_parameters),

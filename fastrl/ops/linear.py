@@ -84,9 +84,10 @@ class _Gradients:
         self.head, self.needs = head, needs
         # float16 gradients are held in float32 until their power-of-two scale is undone
         wide = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-        self.hidden = torch.zeros_like(hidden, dtype=wide) if needs.hidden else None
+        device = weight.device
+        self.hidden = torch.zeros(hidden.shape, dtype=wide, device=device) if needs.hidden else None
         # The first chunk writes it: zeros would cost a pass over V x H.
-        self.weight = torch.empty_like(weight, dtype=torch.float32) if needs.weight else None
+        self.weight = torch.empty(weight.shape, dtype=torch.float32, device=device) if needs.weight else None
         self.started = False
         self.bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs.bias else None
 
@@ -193,17 +194,16 @@ def visit(
     visit_chunk: ChunkVisit,
     needs: Needs,
     num_tokens: int,
-    undo: Tensor | None = None,
 ) -> tuple[Visit, tuple[Tensor | None, ...]]:
-    """The forward-gradient plan: each chunk's logits become their gradient at once (3U in all), times `undo`."""
+    """The forward-gradient plan: each chunk's logits become their gradient at once (3U in all)."""
     n, device = targets.shape[0], targets.device
-    out = Visit(*(torch.zeros(shape, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
+    out = Visit(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
     sums = _Gradients(head, needs)
     for index, hidden, logits in _chunks(head, _unmasked(mask, num_tokens)):
         found = visit_chunk(logits[None], targets[index], _rows_transform(transform, index), index)
         out.logprobs[index], out.entropy[index], out.terms[:, index] = found
         sums.add(index, hidden, logits)
-    return out, sums.finish(undo)
+    return out, sums.finish()
 
 
 def kernel_visit(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkVisit:

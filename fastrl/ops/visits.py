@@ -15,7 +15,7 @@ from fastrl import checks
 from fastrl.ops import linear
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform
-from fastrl.ops.linear import Head, Needs, kernel_visit, power_of_two_scale
+from fastrl.ops.linear import Head, Needs, kernel_visit
 
 _RESULTS = 4  # loss, logprobs, entropy, terms; the three gradients follow
 
@@ -58,42 +58,25 @@ def linear_visit(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss (), logprobs (N,), entropy (N,), terms (len(TERMS), N), and dL/d(hidden, weight, bias) or empty tensors.
 
-    The loss is differentiable. Gradients of weight and bias, and of float16 hidden states, are float32.
+    The loss is differentiable, once. Gradients of weight and bias are float32. Not for float16, whose gradients want a
+    scale that is known only when all coefficients are.
     """
     checks.targets_in_range(targets, mask, weight.shape[0])
     p0, p1, p2, p3 = gate_parameters
     objective = RowObjective(gate, (p0, p1, p2, p3), kl, rollout_mode, rollout_low, rollout_high, max_log_ratio)
     inputs = RowInputs(advantages, policy_weights, old, ref, rollout, kl_weights, entropy_weights, entropy_threshold)
-    undo = None
-    if hidden.dtype == torch.float16 and targets.numel():
-        inputs, undo = _scaled(inputs)
     found, gradients = linear.visit(
         Head(hidden, weight, bias), targets, mask, Transform(temperature, temperatures, logit_scale, softcap),
-        kernel_visit(backend, objective, inputs), Needs(*needs), num_tokens, undo,
+        kernel_visit(backend, objective, inputs), Needs(*needs), num_tokens,
     )  # fmt: skip
-    if undo is not None:
-        found.terms[:2] *= undo  # loss and policy, to which the weights belong
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return found.terms[0].sum(), *found, d_hidden, d_weight, d_bias
-
-
-def _scaled(inputs: RowInputs) -> tuple[RowInputs, Tensor]:
-    """Weights times a power of two that keeps float16 gradients above underflow, and its inverse (0-dim)."""
-    policy = inputs.policy_weights * inputs.advantages
-    scale = power_of_two_scale(policy, inputs.kl_weights, inputs.entropy_weights)
-    scaled = inputs._replace(
-        policy_weights=inputs.policy_weights * scale,
-        kl_weights=None if inputs.kl_weights is None else inputs.kl_weights * scale,
-        entropy_weights=None if inputs.entropy_weights is None else inputs.entropy_weights * scale,
-    )
-    return scaled, 1 / scale
 
 
 @linear_visit.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     n, needs = targets.shape[0], rest[-6]
-    narrow = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-    shapes = ((hidden.shape, narrow), (weight.shape, torch.float32), (weight.shape[:1], torch.float32))
+    shapes = ((hidden.shape, hidden.dtype), (weight.shape, torch.float32), (weight.shape[:1], torch.float32))
     return (
         *(hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n))),
         *(
@@ -112,6 +95,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+    if torch.is_grad_enabled() and type(upstream) is Tensor:
+        raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
     nothing = (None,) * (11 + len(ctx.options))
     if upstream is None:
         return (None, None, None, *nothing)

@@ -19,11 +19,11 @@ _BLOCK_ENTRIES = 1 << 22
 def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
     """z and dz/dx of logits x (n, V), in float32, or in float64 for float64 logits."""
     x = x if x.dtype == torch.float64 else x.float()
-    temperature: Tensor | float = transform.temperature
+    temperature = x.new_full((), transform.temperature)
     if transform.temperatures is not None:
         temperature = transform.temperatures[rows].to(x.dtype)[:, None]
     if not transform.softcap:
-        return x * (transform.logit_scale / temperature), torch.as_tensor(transform.logit_scale / temperature)
+        return x * (transform.logit_scale / temperature), transform.logit_scale / temperature
     y = x * (transform.logit_scale / transform.softcap)
     tanh, decay = torch.tanh(y), torch.exp(-2 * y.abs())
     z = torch.where(x == -torch.inf, x, tanh * (transform.softcap / temperature))
