@@ -273,7 +273,8 @@ def linear_policy_loss(
 
     Same loss and gradients as `policy_loss(linear_token_logprobs(hidden, weight, targets))`. A row-local objective gets
     its gradients in the forward, while a chunk's logits are at hand (3U, U = 2 N V H); another, and float16, rebuilds
-    the logits in the backward (4U). Gradients of weight and bias are summed in float32; masked rows never enter a matrix product.
+    the logits in the backward (4U). Gradients of weight and bias are summed in float32. Masked rows never enter a
+    matrix product.
 
     Args: those of `policy_loss` but `entropy`, those of `linear_token_logprobs` but `extras`, and
         num_tokens: the number of unmasked tokens, if the caller knows it; saves the one host synchronisation that

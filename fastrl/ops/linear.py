@@ -6,7 +6,9 @@ refilled. Rows that are masked never enter a GEMM. Gradients of the head add up 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +121,11 @@ def _accumulate_outer(total: Tensor, gradient: Tensor, h: Tensor, beta: int) -> 
     if gradient.dtype == torch.float32:
         total.addmm_(gradient.t(), h, beta=beta)
     elif gradient.device.type == "cuda":
-        torch.addmm(total, gradient.t(), h, beta=beta, out_dtype=torch.float32, out=total)
+        if _accumulates_float32(gradient.dtype, gradient.device):
+            torch.addmm(total, gradient.t(), h, beta=beta, out_dtype=torch.float32, out=total)
+        else:
+            product = torch.mm(gradient.t(), h).float()
+            total.add_(product) if beta else total.copy_(product)
     elif gradient.dtype == torch.bfloat16:
         product = torch.mm(gradient.t(), h)
         total.add_(product) if beta else total.copy_(product)
@@ -127,6 +133,23 @@ def _accumulate_outer(total: Tensor, gradient: Tensor, h: Tensor, beta: int) -> 
         for start in range(0, total.shape[0], _WIDENED_SLICE):
             part = slice(start, start + _WIDENED_SLICE)
             total[part].addmm_(gradient[:, part].float().t(), h.float(), beta=beta)
+
+
+@cache
+def _accumulates_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the GPU's library adds a product of this dtype to a float32 matrix; tried once, on a small one."""
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except RuntimeError as error:
+        warnings.warn(
+            f"fastrl adds up the head's gradient in two passes, which is slower: torch {torch.__version__} cannot add a"
+            f" {dtype} product to a float32 matrix ({str(error).splitlines()[0]})",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def power_of_two_scale(*magnitudes: Tensor | None) -> Tensor:

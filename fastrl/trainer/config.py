@@ -49,7 +49,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A tokenizer directory or hub name; the default is model.path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of the weights."""
+    """The type of the matrix products. Weights stay float32: a step of 1e-6 would be rounded away in bfloat16."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 

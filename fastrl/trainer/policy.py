@@ -32,6 +32,11 @@ class Policy:
     head: dict[str, Any]  # bias (V,) or None, logit_scale, softcap: keyword arguments of every linear_* function
     eos_token_ids: list[int]
     pad_token_id: int
+    dtype: torch.dtype  # of the matrix products
+
+    def computing(self) -> torch.autocast:
+        """The context of every forward: autocast where the products are narrower than the float32 weights."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -79,14 +84,14 @@ def load_policy(config: ModelConfig, device: torch.device) -> Policy:
         )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
     arguments = {"bias": head.bias, **_logit_shape(model)}
-    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad)
+    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, getattr(torch, config.dtype))
     _check_head(policy, _name(config))
     return policy
 
 
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """The model alone, on its device, in evaluation mode."""
-    options = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
     try:
         if config.config is not None:
             values = json.loads(config.config.read_text(encoding="utf-8"))
@@ -138,15 +143,16 @@ def _check_head(policy: Policy, name: str) -> None:
     count = min(8, policy.weight.shape[0])
     input_ids = torch.arange(count, device=policy.device)[None]  # (1, 8), any tokens will do
     attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
-    theirs = policy.model(input_ids=input_ids, use_cache=False).logits.float()
-    hidden = decoder_states(policy.model, input_ids, attention_mask)
-    ours = torch.nn.functional.linear(hidden, policy.weight, policy.head["bias"]).float()
+    with policy.computing():
+        theirs = policy.model(input_ids=input_ids, use_cache=False).logits.float()
+        hidden = decoder_states(policy.model, input_ids, attention_mask)
+        ours = torch.nn.functional.linear(hidden, policy.weight, policy.head["bias"]).float()
     ours *= policy.head["logit_scale"]
     softcap = policy.head["softcap"]
     if softcap is not None:
         ours = softcap * torch.tanh(ours / softcap)
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
-    if not error <= HEAD_TOLERANCE[policy.weight.dtype]:
+    if not error <= HEAD_TOLERANCE[policy.dtype]:
         raise UserError(
             f"{name}: {type(policy.model).__name__} computes its logits in a way the fused losses do not know "
             f"(relative difference {error:.2g}); known are a linear head with bias, a logit scale "

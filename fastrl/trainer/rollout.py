@@ -94,7 +94,7 @@ def _generate_batch(policy: Policy, prompts: Tensor, mask: Tensor, config: Rollo
         do_sample=not greedy,
         **({} if greedy else sampling),
     )
-    with _neutral_generation_config(policy.model):
+    with _neutral_generation_config(policy.model), policy.computing():
         sample: Any = policy.model.generate  # a mixin's method, which Module's types do not know
         tokens: Tensor = sample(input_ids=prompts, attention_mask=mask.long(), generation_config=settings)
     return tokens[:, prompts.shape[1] :]
@@ -122,10 +122,11 @@ def rollout_logprobs(policy: Policy, rollout: Rollout, temperature: float, batch
     size = batch_size or len(logprobs)
     for rows in everything.split(size) if size else ():
         part = rollout.select(rows)
-        hidden = policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_length)
-        stats = linear_token_logprobs(
-            hidden, policy.weight, part.targets, mask=part.mask, temperature=temperature, **policy.head
-        )
+        with policy.computing():
+            hidden = policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_length)
+            stats = linear_token_logprobs(
+                hidden, policy.weight, part.targets, mask=part.mask, temperature=temperature, **policy.head
+            )
         logprobs[rows, : part.targets.shape[1]] = stats.logprobs
     return logprobs
 

@@ -97,19 +97,20 @@ def accumulate_gradients(
         batch = rollout.select(micro_rows)
         if batch.advantages is None:
             raise ValueError("rollout.advantages: expected a (B,) tensor, got None")
-        result = linear_policy_loss(
-            policy.hidden_states(batch.input_ids, batch.attention_mask, batch.prompt_length),
-            policy.weight,
-            batch.targets,
-            objective=objective,
-            advantages=batch.advantages,
-            mask=batch.mask,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            temperature=temperature,
-            denominator=denominator,
-            **policy.head,
-        )
+        with policy.computing():
+            result = linear_policy_loss(
+                policy.hidden_states(batch.input_ids, batch.attention_mask, batch.prompt_length),
+                policy.weight,
+                batch.targets,
+                objective=objective,
+                advantages=batch.advantages,
+                mask=batch.mask,
+                old_logprobs=batch.old_logprobs,
+                ref_logprobs=batch.ref_logprobs,
+                temperature=temperature,
+                denominator=denominator,
+                **policy.head,
+            )
         result.loss.backward()
         metrics.append(result.metrics)
     return metrics
