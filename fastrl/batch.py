@@ -51,7 +51,7 @@ class Batch:
         return replace(self, shape=mask.shape, mask=mask, responses=responses, **parts)
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
-        """w (N,), 0 under the mask: the aggregation's weight of each token (ALGORITHMS section 4)."""
+        """w (N,), 0 under the mask: the aggregation's weight of each token."""
         counts, mask = self.counts, self.mask.to(self.counts.dtype)
         of: float | Tensor = max(self.responses.count, 1)
         if denominator is not None:

@@ -68,7 +68,7 @@ def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) ->
 
 
 def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ratio:
-    """The log-ratio that the gate reads, at the objective's level (ALGORITHMS section 1)."""
+    """The log-ratio that the gate reads, at the objective's level."""
     bound, responses = objective.max_log_ratio, batch.responses
     raw = f.difference(logp, old)
     clamped = 1 - f.within(raw, bound)

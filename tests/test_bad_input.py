@@ -1,4 +1,4 @@
-"""API.md's last section, case by case: a clear error before any work, and nothing lost."""
+"""Bad input, case by case: a clear error before any work, and nothing lost."""
 
 from __future__ import annotations
 

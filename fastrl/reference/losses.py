@@ -1,6 +1,6 @@
 """Policy losses token by token, in Python loops over scalars with autograd: slow, and meant to be obviously right.
 
-Written from ALGORITHMS' tables and the papers alone, not from `fastrl.formulas`, so that the tests compare two texts.
+Written from the papers' formulas alone, not from `fastrl.formulas`, so that the tests compare two texts.
 """
 
 from __future__ import annotations

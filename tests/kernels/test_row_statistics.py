@@ -41,7 +41,7 @@ def test_confident_tokens_keep_their_relative_accuracy(gap: float, vocab: int, d
 
 
 def test_an_example_by_hand(device: str) -> None:
-    # DESIGN.md section 4: 151,936 equal entries 26 below the target give -7.8e-7, not 0. Here 1,000 of them.
+    # docs/design.md: 151,936 equal entries 26 below the target give -7.8e-7, not 0. Here 1,000 of them.
     logits = torch.zeros(1, 1, 1001, device=device)
     logits[0, 0, 7] = 26.0
     actual = backend.row_statistics(logits, torch.tensor([7], device=device), None, IDENTITY)

@@ -252,7 +252,7 @@ def test_half_precision(backend: str, backend_device: str, name: str, dtype: tor
 
 
 def test_plans_follow_the_objective() -> None:
-    """Which objectives need no other token: DESIGN section 3."""
+    """Which objectives need no other token: docs/design.md, plans."""
 
     def reason(objective: Any, on_policy: bool, **more: Any) -> str | None:
         zeros = torch.zeros(2, 3)

@@ -135,7 +135,7 @@ def test_a_packed_batch_equals_the_padded_one(name: str, lengths: list[int], see
 
 
 def test_on_policy_all_gates_have_the_gradient_of_reinforce() -> None:
-    """At r = 1 every gate's weight is 1 (ALGORITHMS section 2), whatever its value."""
+    """At r = 1 every gate's weight is 1, whatever its value."""
     case = Case.make(1, True, False)
     inputs = {"advantages": case.advantages, "mask": case.mask}
     for name in ("CPI", "PPO", "DAPO", "GSPO", "GSPOToken", "SAPO", "CISPO", "GMPO", "VESPO"):
