@@ -26,7 +26,8 @@ def use_backend(name: str) -> Iterator[None]:
     """Force one backend, "triton", "cpp" or "torch", for the calls made inside the context and their backwards.
 
     Raises ValueError for another name, RuntimeError with the reason where that backend is not available here. A call
-    with tensors that the forced backend cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too.
+    with tensors that the forced backend cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too. The
+    choice is the process's, shared by its threads.
     """
     global _forced
     if name not in NAMES:
