@@ -181,6 +181,12 @@ def test_a_masked_target_is_not_read() -> None:
     assert torch.equal(out.logprobs[:, 1:], torch.zeros(B, 2))
 
 
+def test_extras_are_not_built_yet() -> None:
+    hidden, weight, targets = torch.zeros(B, H), torch.zeros(V, H), torch.zeros(B, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="extras is not built yet"):
+        fastrl.linear_token_logprobs(hidden, weight, targets, extras=("is_top1",))
+
+
 def test_an_index_error_leaves_the_logits_alone() -> None:
     leaf = torch.randn(B, T, V, requires_grad=True)
     logits = leaf * 1
