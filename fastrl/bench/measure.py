@@ -194,7 +194,7 @@ def measure(subject: Subject, row: Row, truth: Truth | None, device: str, repeat
         row.skipped = str(reason)
     except torch.OutOfMemoryError as error:
         row.skipped = f"out of memory: {_first_line(error)}"
-    except Exception as error:
+    except Exception as error:  # a peer's code may raise anything, and must not end the run; ours must
         if subject.ours:
             raise
         row.skipped = f"{type(error).__name__}: {_first_line(error)}"
@@ -203,7 +203,7 @@ def measure(subject: Subject, row: Row, truth: Truth | None, device: str, repeat
         row.milliseconds_median = 1e3 * statistics.median(times)
         row.milliseconds_min = 1e3 * min(times)
     finally:
-        run = None  # type: ignore[assignment]
+        run = None  # type: ignore[assignment]  # frees its tensors before the next subject is measured
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

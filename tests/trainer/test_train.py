@@ -102,7 +102,9 @@ def test_a_kl_to_the_reference_starts_at_zero_and_grows(make_config):
 
 @pytest.mark.parametrize("objective", ["vespo", "gmpo", "reinforce", "gspotoken"])
 def test_other_presets_run(make_config, objective):
-    train(make_config(objective={"name": objective}, training={"steps": 1}))
+    config = make_config(objective={"name": objective}, training={"steps": 1})
+    assert train(config)["steps"] == 1
+    assert records(config)[0]["grad_norm"] > 0
 
 
 def test_completions_without_reward_are_left_out(make_config, tmp_path):
