@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from fastrl.bench.measure import Run, default_device, synchronize
+from fastrl.bench.measure import Run, Unavailable, default_device, synchronize
 
 
 @pytest.fixture
 def time_run(benchmark) -> Callable[[str, Run], None]:
-    """Times a run in a group, its consumed inputs restored before every round outside the clock."""
+    """Times a run in a group, its consumed inputs restored before every round outside the clock.
+
+    A run that says that it is unavailable skips the test.
+    """
 
     device = default_device()
 
@@ -25,6 +28,9 @@ def time_run(benchmark) -> Callable[[str, Run], None]:
             synchronize(device)
 
         benchmark.group = group
-        benchmark.pedantic(call, setup=setup, rounds=20 if device == "cuda" else 5, warmup_rounds=1)
+        try:
+            benchmark.pedantic(call, setup=setup, rounds=20 if device == "cuda" else 5, warmup_rounds=1)
+        except Unavailable as reason:
+            pytest.skip(str(reason))
 
     return time_run

@@ -7,8 +7,10 @@ from functools import cache
 import pytest
 import torch
 
+from fastrl.bench import heads
 from fastrl.bench.linear_work import products, works
 from fastrl.bench.measure import default_device
+from fastrl.bench.memory_work import BUDGETS
 from fastrl.bench.problems import LinearProblem, linear_problem
 
 DEVICE = default_device()
@@ -18,6 +20,11 @@ SIZES = {
     # a 7B-shaped and a 1.5B-shaped head with a Qwen vocabulary
     "cuda": [(8192, 4096, 151936, torch.bfloat16), (8192, 2048, 151936, torch.bfloat16)],
 }[DEVICE]
+WORKS = ["loss and gradients", "cross-entropy", "statistics"]
+
+sizes = pytest.mark.parametrize(
+    ("n", "width", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch.")
+)
 
 
 @cache
@@ -25,13 +32,22 @@ def problem(n: int, width: int, vocab: int, dtype: torch.dtype) -> LinearProblem
     return linear_problem(n, width, vocab, dtype, DEVICE)
 
 
-@pytest.mark.parametrize(("n", "width", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch."))
-@pytest.mark.parametrize("work", ["loss and gradients", "statistics"])
+@sizes
+@pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("subject", ["fastrl", "products"])
 def test_linear(n, width, vocab, dtype, work, subject, time_run) -> None:
     given = problem(n, width, vocab, dtype)
     if subject == "products":
-        run = products(given, backward=work == "loss and gradients").prepare()
+        run = products(given.hidden, given.weight, backward=work != "statistics").prepare()
     else:
-        run = works(given)[("loss and gradients", "statistics").index(work)].subjects[0].prepare()
+        found = next(w for w in works(given) if w.name == work)
+        run = next(s for s in found.subjects if s.name == subject).prepare()
     time_run(f"linear, {work}, {n} x {width} x {vocab} {dtype}", run)
+
+
+@sizes
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_budget(n, width, vocab, dtype, budget, time_run) -> None:
+    """The plan that each budget gets; one that no plan fits is skipped, with the smallest that one does."""
+    subject = heads.subject(problem(n, width, vocab, dtype), heads.ours(budget))
+    time_run(f"budgets, {n} x {width} x {vocab} {dtype}", subject.prepare())

@@ -128,6 +128,8 @@ float or_else(const float* values, int64_t row, float otherwise) { return values
 
 extern "C" {
 
+void fastrl_advise(void* begin, int64_t bytes) { ask_for_huge_pages(begin, bytes); }
+
 void fastrl_set_parallel_for(void* function) { parallel_for = reinterpret_cast<ParallelFor>(function); }
 
 // statistics: (4, rows), in the order of the contract's Statistics. Returns 0, as all functions here, or an error code.

@@ -153,15 +153,19 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
   const double logprob = x_y == largest ? -std::log1p(others * std::exp(-u)) : u - log_sum;
   const double weighted = Sums::fold(sums.weighted) + (e_u > 0 ? u * e_u : e_u);
   const double entropy = log_sum - weighted / (others + e_u);
-  return {valid ? float(logprob) : QUIET_NAN, float(entropy), log_sum == log_sum ? maximum : QUIET_NAN, float(log_sum)};
+  const auto is_nan = [](T value) { return widen(value) != widen(value); };
+  const bool empty = largest == -INF && std::none_of(x, x + vocab, is_nan);
+  return {valid ? float(logprob) : QUIET_NAN, float(entropy), log_sum == log_sum || empty ? maximum : QUIET_NAN,
+          float(log_sum)};
 }
 
-// The gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, into `out`, which may be `x`.
+// The gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, into `out`, which may be `x`. A row whose
+// target lies elsewhere is a slice of a vocabulary; a NaN log-probability makes the row NaN.
 // `kept`, if not null, is what row_statistics left there: it spares the second exponential.
 template <class T, class Z>
 void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform, const RowStatistics& statistics,
                   float c, float h, T* out, const float* kept = nullptr) {
-  const bool valid = target >= 0 && target < vocab;
+  const bool here = target >= 0 && target < vocab, valid = statistics.logprob == statistics.logprob;
   if (!valid || (c == 0.0f && h == 0.0f && std::isfinite(statistics.log_sum))) {
     T value;
     narrow(valid ? 0.0f : QUIET_NAN, &value);
@@ -169,7 +173,7 @@ void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform,
     return;
   }
   float slope;
-  transform.shifted(widen(x[target]), 0.0f, &slope);
+  transform.shifted(widen(x[here ? target : 0]), 0.0f, &slope);
   // 1 - p_y from the log-probability itself: p_y rounded to 1 would lose a confident token's gradient.
   const double log_p_y = statistics.logprob, p_y = std::exp(log_p_y), entropy = statistics.entropy;
   const double from_entropy = p_y == 0 ? 0 : p_y * (log_p_y + entropy);
@@ -203,7 +207,7 @@ void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform,
   } else {
     sweep([](Floats a, int64_t) { return exp_floored(a); });
   }
-  narrow(float(at_target), out + target);
+  if (here) narrow(float(at_target), out + target);
 }
 
 }  // namespace fastrl

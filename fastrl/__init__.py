@@ -20,6 +20,7 @@ from .objectives import (
     StopGradientClip,
 )
 from .ops.backend import backends, use_backend
+from .plans import MemoryPlans, plan_memory
 from .policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
 from .presets import (
     BNPO,
@@ -70,6 +71,7 @@ __all__ = [
     "GammaWeight",
     "GeometricMean",
     "LossContext",
+    "MemoryPlans",
     "NoGate",
     "Objective",
     "PolicyLoss",
@@ -87,6 +89,7 @@ __all__ = [
     "linear_token_logprobs",
     "logits_policy_loss",
     "overlong_penalty",
+    "plan_memory",
     "policy_loss",
     "rloo_advantages",
     "token_logprobs",

@@ -42,13 +42,24 @@ class Batch:
 
     def rows(self, index: Tensor | slice) -> Batch:
         """Some tokens alone, as one response: for objectives that look at nothing else."""
-        mask = self.mask[index]
-        parts: dict[str, Any] = {
-            name: None if (x := getattr(self, name)) is None else x[index]
-            for name in ("advantages", "old", "ref", "rollout", "token_weights", "entropy_weights")
-        }
-        responses = Responses(mask.shape, None, mask.device)
-        return replace(self, shape=mask.shape, mask=mask, responses=responses, **parts)
+        shape = self.mask[index].shape
+        return replace(self, shape=shape, responses=Responses(shape, None, self.mask.device), **self._tokens(index))
+
+    def _tokens(self, index: Tensor | slice) -> dict[str, Any]:
+        names = ("mask", "advantages", "old", "ref", "rollout", "token_weights", "entropy_weights")
+        return {name: None if (x := getattr(self, name)) is None else x[index] for name in names}
+
+    def part(self, first: int, last: int, rows: slice, cu_seqlens: Tensor | None) -> tuple[Batch, Tensor | None]:
+        """The responses [first, last), which lie in these rows, and their cu_seqlens if they are packed."""
+        if (first, last) == (0, self.responses.count):
+            return self, cu_seqlens
+        if cu_seqlens is None:
+            shape, offsets = torch.Size((last - first, self.responses.length)), None
+        else:
+            shape, offsets = torch.Size((rows.stop - rows.start,)), cu_seqlens[first : last + 1] - cu_seqlens[first]
+        responses = Responses(shape, offsets, self.mask.device)
+        counts = self.counts[first:last]
+        return replace(self, shape=shape, responses=responses, counts=counts, **self._tokens(rows)), offsets
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
         """w (N,), 0 under the mask: the aggregation's weight of each token."""

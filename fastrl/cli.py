@@ -60,8 +60,9 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    argparse.ArgumentParser(prog="fastrl plan", description=_COMMANDS["plan"][1]).parse_known_args(argv)
-    return _fail("plan is not there yet (planned: memory plans of the fused linear losses)")
+    from .plans import main as plan
+
+    return plan(argv)
 
 
 def _fail(message: str) -> int:
@@ -73,7 +74,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language model: fastrl train CONFIG.toml [--section.field value ...]"),
     "bench": (_bench, "measure the losses on this machine, beside their peers"),
     "doctor": (_doctor, "versions, devices, backends, and why one is missing"),
-    "plan": (_plan, "which memory plan a linear loss would take (not there yet)"),
+    "plan": (_plan, "which memory plan a linear loss would take within a budget, and what it costs"),
 }
 
 

@@ -41,7 +41,8 @@ def linear_cross_entropy(
         targets: (...) int64; entries equal to `ignore_index` do not count and are not read.
         reduction: "mean" over the counted tokens, "sum", or "none" for one loss a token (0 where ignored; 4U).
         denominator: replaces the local count of tokens in "mean".
-        memory_budget, tp_group: not built yet.
+        memory_budget: as in `linear_token_logprobs`.
+        tp_group: not built yet.
         num_tokens: the number of counted tokens, if known; saves a host synchronisation on a GPU.
 
     Returns:

@@ -267,36 +267,6 @@ def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor
     }  # fmt: skip
 
 
-def why_not_row_local(objective: Objective | CustomObjective, batch: Batch) -> str | None:
-    """Why a token's coefficients depend on other tokens here, or None where they do not."""
-    if not isinstance(objective, Objective):
-        return None if getattr(objective, "row_local", False) else "a callable that does not promise row_local"
-    on_policy = batch.old is None
-    correction = objective.rollout_correction
-    if objective.off_policy_delta is not None:
-        return "off_policy_delta reads a whole response"
-    if objective.top_entropy_fraction is not None and batch.entropy_threshold is None:
-        return "a top-entropy fraction without a threshold reads the whole batch"
-    if correction is not None and correction.level == "sequence" and on_policy:
-        return "a sequence-level rollout correction reads a whole response"
-    if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean | GammaWeight):
-        return None
-    if not on_policy:
-        return f"the {objective.ratio} ratio reads a whole response"
-    if isinstance(objective.gate, GammaWeight):
-        return None if batch.rollout is None else "the gamma weight reads a whole response's rollout ratios"
-    if objective.ratio == "sequence-token":
-        return None
-    if objective.ratio == "sequence-product":
-        return "a sequence product's gradient grows with its length"
-    if objective.kl is not None and objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective":
-        return "the KL term is multiplied by the response's ratio"
-    uneven = batch.token_weights is not None or correction is not None or batch.entropy_threshold is not None
-    if uneven or not batch.per_response:
-        return "weights or advantages differ inside a response, whose tokens share one ratio"
-    return None
-
-
 def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:
     """A row-local objective as the kernels take it, and 1 where an exponent outside the kernels was clamped.
 

@@ -2,98 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .batch import Batch, make_batch
-from .objective_loss import (
-    CustomObjective,
-    check_requirements,
-    metrics,
-    objective_loss,
-    row_objective,
-    settings_of,
-    why_not_row_local,
-)
+from .linear_loss import planned_linear_loss
+from .locality import Given, why_not_row_local
+from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit, make_problem
+from .memory import parse_budget
+from .objective_loss import CustomObjective, row_objective
 from .objectives import Objective
-from .ops import linear as linear_ops
 from .ops import rows as row_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
-from .ops.contract import Statistics, Transform, Visit
-from .ops.linear import ChunkVisit, Head, Needs
-from .ops.visits import linear_visit
-from .token_logprobs import (
-    VocabularyArguments,
-    checked_head,
-    checked_logits,
-    consumes,
-    linear_stats,
-    vocabulary_arguments,
-)
-
-
-class PolicyLoss(NamedTuple):
-    """A loss and what a trainer logs beside it."""
-
-    loss: Tensor
-    """0-dim; call backward() on it."""
-    metrics: dict[str, Tensor]
-    """Detached float32 scalars on the inputs' device: reading one synchronises, making them does not.
-
-    policy_loss (the weighted sum of the gate's losses); kl and entropy (nats), ratio_mean, gate_mean (the effective
-    weight on grad log pi, 1 on-policy), approx_kl (k3, old to new), clip_frac, clip_frac_low, clip_frac_high: means
-    over unmasked tokens; ratio_max; ratio_clamped, masked_off_policy, tokens: counts of tokens.
-    """
-    logprobs: Tensor
-    """Detached float32, shaped like targets; 0 where masked."""
-    entropy: Tensor | None
-    """Detached float32 nats, shaped like targets; None where it was not given to `policy_loss`."""
-
-
-class _Problem(NamedTuple):
-    """A checked policy loss: what to minimise over which batch, with the aggregation's weights (N,)."""
-
-    objective: Objective | CustomObjective
-    batch: Batch
-    weights: Tensor
-    cu_seqlens: Tensor | None
-
-
-def _problem(
-    objective: Objective | CustomObjective, targets: Tensor, targets_name: str, has_entropy: bool,
-    denominator: float | Tensor | None, dtype: torch.dtype, **inputs: Any,
-) -> _Problem:  # fmt: skip
-    settings = settings_of(objective)
-    if isinstance(denominator, Tensor):
-        if denominator.dim() != 0:
-            raise ValueError(f"denominator must be a number or 0-dim, got shape {tuple(denominator.shape)}")
-    elif denominator is not None:
-        denominator = checks.number("denominator", denominator, positive=True)
-    batch = make_batch(targets, targets_name, dtype=dtype, **inputs)
-    check_requirements(settings, batch, has_entropy)
-    weights = batch.aggregation_weights(settings, denominator).to(dtype)
-    return _Problem(objective, batch, weights, inputs["cu_seqlens"])
-
-
-def _from_statistics(problem: _Problem, logprobs: Tensor, entropy: Tensor | None) -> PolicyLoss:
-    """The loss of differentiable log-probabilities and entropies (N,)."""
-    batch = problem.batch
-    logp = batch.flat(logprobs)
-    flat_entropy = None if entropy is None else batch.flat(entropy)
-    terms, dropped = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
-    loss = terms[0].sum()
-    if not isinstance(problem.objective, Objective):  # a callable may return what depends on nothing
-        loss = loss + torch.nan_to_num(0 * logp).sum()
-    return PolicyLoss(
-        loss,
-        metrics(terms, batch, entropy, dropped),
-        logp.detach().float().view(batch.shape),
-        None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
-    )
+from .ops.contract import Visit
+from .token_logprobs import VocabularyArguments, checked_head, checked_logits, consumes, vocabulary_arguments
 
 
 def policy_loss(
@@ -146,13 +71,13 @@ def policy_loss(
         checks.shape("entropy", entropy, logprobs.shape, "the shape of logprobs")
         checks.same_device("entropy", entropy, logprobs, "logprobs")
         entropy = entropy.to(dtype)
-    problem = _problem(
+    problem = make_problem(
         objective, logprobs, "logprobs", entropy is not None, denominator, dtype, advantages=advantages, mask=mask,
         old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
         token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    return _from_statistics(problem, logprobs.to(dtype), entropy)
+    return from_statistics(problem, logprobs.to(dtype), entropy)
 
 
 def logits_policy_loss(
@@ -192,7 +117,7 @@ def logits_policy_loss(
     logits, targets = checked_logits(logits, targets, inplace)
     checks.unsupported(sampling_mask=sampling_mask)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    problem = _problem(
+    problem = make_problem(
         objective, targets, "targets", True, denominator, torch.float32, advantages=advantages, mask=mask,
         old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
         token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
@@ -202,18 +127,18 @@ def logits_policy_loss(
     consume = consumes(logits, inplace)
     rows = row_ops.as_rows(logits, consume)
     visited = consume and logits.numel() > 0 and logits.dtype != torch.float16 and isinstance(objective, Objective)
-    if visited and why_not_row_local(objective, problem.batch) is None:
+    if visited and why_not_row_local(objective, Given.of(problem.batch)) is None:
         return _visit_logits(problem, logits, rows, args, backend)
     transform = args.transform
     logprobs, entropy, *_ = row_ops.row_statistics(
         rows, args.targets, args.mask, transform.temperatures, transform.temperature, transform.logit_scale,
         transform.softcap, backend, consume,
     )  # fmt: skip
-    return _from_statistics(problem, logprobs, entropy)
+    return from_statistics(problem, logprobs, entropy)
 
 
 def _visit_logits(
-    problem: _Problem, logits: Tensor, rows: Tensor, args: VocabularyArguments, backend: str
+    problem: Problem, logits: Tensor, rows: Tensor, args: VocabularyArguments, backend: str
 ) -> PolicyLoss:
     """One visit a row: the gradient takes the logits' place in the forward."""
     checks.targets_in_range(args.targets, args.mask, logits.shape[-1])
@@ -230,18 +155,7 @@ def _visit_logits(
         return visit.terms[0].sum(), [rows.view(logits.shape)]
 
     loss = attach_gradients(run, (logits,), backend, consume=True)
-    return _visited(problem, found[0], clamped, loss)
-
-
-def _visited(problem: _Problem, found: Visit, clamped: Tensor | None, loss: Tensor) -> PolicyLoss:
-    """A PolicyLoss from what a visit found."""
-    batch, terms = problem.batch, found.terms
-    if clamped is not None:
-        terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
-    return PolicyLoss(
-        loss, metrics(terms, batch, found.entropy, None), found.logprobs.view(batch.shape),
-        found.entropy.view(batch.shape),
-    )  # fmt: skip
+    return from_visit(problem, found[0], loss, clamped=clamped)
 
 
 def linear_policy_loss(
@@ -271,111 +185,28 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """`policy_loss` from hidden states and the output head, a chunk of rows at a time: no (N, V) tensor exists.
 
-    Same loss and gradients as `policy_loss(linear_token_logprobs(hidden, weight, targets))`. A row-local objective gets
-    its gradients in the forward, while a chunk's logits are at hand (3U, U = 2 N V H); another, and float16, rebuilds
-    the logits in the backward (4U). Gradients of weight and bias are summed in float32. Masked rows never enter a
-    matrix product.
+    Same loss and gradients as `policy_loss(linear_token_logprobs(hidden, weight, targets))`, by the cheapest plan that
+    fits `memory_budget` (`fastrl.plan_memory` shows them): an objective whose tokens or responses do not depend on each
+    other gets its gradients in the forward, while the logits are at hand (3U, U = 2 N V H); otherwise they are formed
+    again in the backward (4U or 5U). Gradients of weight and bias are summed in float32. Masked rows never enter a
+    matrix product, rows from which nothing flows back (A = 0 without a KL or an entropy term, clipped ones where that
+    is known in time) none of the backward's, and a weight that needs no gradient costs none.
 
     Args: those of `policy_loss` but `entropy`, those of `linear_token_logprobs` but `extras`, and
-        num_tokens: the number of unmasked tokens, if the caller knows it; saves the one host synchronisation that
-            leaving masked rows out costs on a GPU, where a wrong number makes the loss NaN.
+        num_tokens: the number of unmasked tokens, if the caller knows it; saves the host synchronisations that leaving
+            rows out costs on a GPU (one here, one in a backward that forms the logits again), where a wrong number
+            makes the loss NaN. Idle rows are then not left out there.
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
-    head, targets = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(sampling_mask=sampling_mask, memory_budget=memory_budget, tp_group=tp_group)
+    head, targets, copied = checked_head(hidden, weight, bias, targets)
+    checks.unsupported(sampling_mask=sampling_mask, tp_group=tp_group)
+    budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    problem = _problem(
+    problem = make_problem(
         objective, targets, "targets", True, denominator, torch.float32, advantages=advantages, mask=mask,
         old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
         token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    count = _known_count(num_tokens, args)
-    if count >= 0 and args.mask is not None:
-        # Where the count cannot be looked at, a wrong one must not train silently.
-        known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
-        problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
-    inputs = (head.hidden, head.weight, head.bias)
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs))
-    # float16 gradients are scaled by the largest coefficient, which is known only after all statistics; a callable runs
-    # between kernels, where torch.compile does not look.
-    visited = head.hidden.dtype != torch.float16
-    if not isinstance(objective, Objective):
-        visited = visited and not torch.compiler.is_compiling()
-    if any(needs) and visited and why_not_row_local(objective, problem.batch) is None:
-        return _visit_linear(problem, head, args, needs, count)
-    return _from_statistics(problem, *linear_stats(head, args, count))
-
-
-def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
-    """num_tokens, checked where that is free; -1 for None."""
-    if num_tokens is None:
-        return -1
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-        raise TypeError(f"num_tokens must be an int, got {type(num_tokens).__name__}")
-    known = args.targets.shape[0] if args.mask is None else None
-    if known is None and checks.values_are_checked(args.targets):
-        known = int(args.mask.sum()) if args.mask is not None else 0
-    if num_tokens < 0 or (known is not None and known != num_tokens):
-        raise ValueError(f"num_tokens must be the number of unmasked tokens, {known}, got {num_tokens}")
-    return num_tokens
-
-
-def _visit_linear(
-    problem: _Problem, head: Head, args: VocabularyArguments, needs: Needs, num_tokens: int
-) -> PolicyLoss:
-    """The forward-gradient plan: gradients are ready when the loss is."""
-    if not isinstance(problem.objective, Objective):
-        return _visit_linear_by_callable(problem, head, args, needs, num_tokens)
-    spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-    transform = args.transform
-    loss, logprobs, entropy, terms, *_ = linear_visit(
-        *head, args.targets, args.mask, transform.temperatures, *inputs, spec.gate, list(spec.gate_parameters), spec.kl,
-        spec.rollout, spec.rollout_low, spec.rollout_high, spec.max_log_ratio, list(needs), transform.temperature,
-        transform.logit_scale, transform.softcap, forced(), num_tokens,
-    )  # fmt: skip
-    return _visited(problem, Visit(logprobs, entropy, terms), clamped, loss)
-
-
-def _visit_linear_by_callable(
-    problem: _Problem, head: Head, args: VocabularyArguments, needs: Needs, num_tokens: int
-) -> PolicyLoss:
-    """The same plan with a callable in torch between each chunk's statistics and its gradient."""
-    checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
-    backend = forced()
-    found: list[Visit] = []
-
-    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        visit, gradients = linear_ops.visit(
-            Head(*inputs), args.targets, args.mask, args.transform, _custom_visit(problem, backend), needs, num_tokens,  # type: ignore[arg-type]
-        )  # fmt: skip
-        found[:] = [visit]
-        return visit.terms[0].sum(), gradients
-
-    loss = attach_gradients(run, head, backend, consume=False)
-    return _visited(problem, found[0], None, loss)
-
-
-def _custom_visit(problem: _Problem, backend: str) -> ChunkVisit:
-    """A ChunkVisit that runs a callable in torch between a chunk's statistics and its gradient."""
-
-    def visit_chunk(logits: Tensor, targets: Tensor, transform: Transform, index: Tensor | slice) -> Visit:
-        backend_kernels = kernels(backend, logits)
-        stats: Statistics = backend_kernels.row_statistics(logits, targets, None, transform)
-        with torch.enable_grad():
-            logp, entropy = stats.logprobs.requires_grad_(), stats.entropy.requires_grad_()
-            terms, _ = objective_loss(
-                problem.objective, problem.batch.rows(index), logp, entropy, problem.weights[index], None
-            )
-            c, h = (
-                torch.autograd.grad(terms[0].sum(), (logp, entropy), allow_unused=True)
-                if terms.requires_grad
-                else (None, None)
-            )
-        stats = Statistics(*(s.detach() for s in stats))
-        c = torch.zeros_like(stats.logprobs) if c is None else c
-        backend_kernels.row_gradient(logits, targets, None, transform, stats, c, h, logits)
-        return Visit(stats.logprobs, stats.entropy, terms.detach())
-
-    return visit_chunk
+    return planned_linear_loss(problem, head, args, num_tokens, budget, copied)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .ops.backend import forced
+from .memory import ANY, Call, Plan, choose, parse_budget
+from .ops.backend import forced, resolved
 from .ops.contract import Transform
-from .ops.linear import Head, linear_statistics
+from .ops.linear import linear_statistics
+from .ops.products import Head, Needs
 from .ops.rows import as_rows, row_statistics
 
 
@@ -63,14 +65,15 @@ def consumes(logits: Tensor, inplace: bool) -> bool:
     return inplace and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor]:
-    """A head whose hidden states are flattened to (N, H), and the targets (...), or an error.
+def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor, int]:
+    """A head whose hidden states are flattened to (N, H), the targets (...), and the bytes copied; or an error.
 
     Under autocast the three are cast to its dtype, as torch.nn.functional.linear would cast them.
     """
     hidden = checks.tensor("hidden", hidden)
     weight = checks.tensor("weight", weight)
     bias = None if bias is None else checks.tensor("bias", bias)
+    given = (hidden, weight, bias)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -88,7 +91,24 @@ def checked_head(hidden: object, weight: object, bias: object, targets: object) 
     if bias is not None:
         checks.shape("bias", bias, weight.shape[:1], "one a vocabulary entry")
     targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
-    return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias), targets
+    head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    return head, targets, _copied_bytes(given, head)
+
+
+def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:
+    """Memory of casts with their gradients', of hidden states that allow no view (N, H), and of irregular leaves.
+
+    Gradients are contiguous here, and autograd copies them into a leaf's own layout.
+    """
+    total = 0
+    for before, after in zip(given, head, strict=True):
+        if before is None or after is None:
+            continue
+        copies = 2 if before.dtype != after.dtype else 0
+        if not before.is_contiguous():
+            copies += (before.dim() > 2) + ((before.requires_grad and before.is_leaf) or before.dim() == 2)
+        total += copies * after.numel() * after.element_size()
+    return total
 
 
 def token_logprobs(
@@ -160,9 +180,11 @@ def linear_token_logprobs(
 ) -> TokenStats:
     """`token_logprobs` of the logits `hidden @ weight.T + bias`, a chunk of rows at a time: no (N, V) tensor exists.
 
-    Differentiable in hidden, weight and bias; the backward rebuilds the logits (2U forward and backward logits, 4U in
-    all with both gradients, U = 2 N V H), and the gradients of weight and bias are summed in float32. Masked rows never
-    enter a matrix product, which costs one host synchronisation on a GPU.
+    Differentiable in hidden, weight and bias, by the cheapest plan that fits `memory_budget` (`fastrl.plan_memory`
+    shows them): nothing that needs a gradient costs U = 2 N V H operations, a frozen head 2U (3U with the entropy), and
+    otherwise the backward forms the logits again (4U, or 5U where memory is least). Gradients of weight and bias are
+    summed in float32. Masked rows never enter a matrix product, and rows without an upstream gradient none of the
+    backward's: each costs one host synchronisation on a GPU.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
@@ -170,22 +192,54 @@ def linear_token_logprobs(
         targets: (...) int64 in [0, V); not read where the mask is 0.
         bias: (V,) of hidden's dtype.
         mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
-        sampling_mask, memory_budget, tp_group, extras: not built yet.
+        memory_budget: bytes, or text such as "256MiB": the most temporary memory that the call and its backward may
+            use beyond inputs, outputs and their gradients (a matrix library's own workspace is not counted). None: a
+            quarter of the free memory.
+        sampling_mask, tp_group, extras: not built yet.
 
-    Returns, raises: as `token_logprobs`.
+    Returns, raises: as `token_logprobs`; ValueError too for a budget that is too small for any plan, which names the
+    smallest possible.
     """
-    head, targets = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(sampling_mask=sampling_mask, memory_budget=memory_budget, tp_group=tp_group, extras=extras)
+    head, targets, copied = checked_head(hidden, weight, bias, targets)
+    checks.unsupported(sampling_mask=sampling_mask, tp_group=tp_group, extras=extras)
+    budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    logprobs, entropies = linear_stats(head, args, -1)
+    call = _call(head, args, slopes=1 + entropy, copied=copied)
+    plan = choose(call, budget)
+    logprobs, entropies = linear_stats(head, args, plan, call.slopes, -1, waits=True)
     return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
-def linear_stats(head: Head, args: VocabularyArguments, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probabilities and entropies (N,); num_tokens is -1 where unknown."""
+def _call(head: Head, args: VocabularyArguments, slopes: int, copied: int) -> Call:
+    """What the plan of log-probabilities depends on."""
+    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
+    total = args.targets.shape[0]
+    vocab, width = head.weight.shape
+    return Call(
+        rows=counted_rows(args), hidden=width, vocab=vocab, dtype=head.weight.dtype, device=head.weight.device.type,
+        needs=needs, scope=ANY, slopes=slopes, all_rows=total, copied=copied,
+        backend=resolved(forced(), head.weight.device.type),
+    )  # fmt: skip
+
+
+def counted_rows(args: VocabularyArguments) -> int:
+    """The number of unmasked tokens where the host may look, else of all."""
+    if args.mask is not None and checks.values_are_checked(args.mask):
+        return int(args.mask.sum())
+    return args.targets.shape[0]
+
+
+def linear_stats(
+    head: Head, args: VocabularyArguments, plan: Plan, slopes: int, num_tokens: int, waits: bool
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies (N,) by a plan.
+
+    num_tokens is -1 where unknown; `waits` says whether the backward may ask the GPU which rows have turned out idle.
+    """
     transform = args.transform
     logprobs, entropies, *_ = linear_statistics(
         head.hidden, head.weight, head.bias, args.targets, args.mask, transform.temperatures, transform.temperature,
-        transform.logit_scale, transform.softcap, forced(), num_tokens,
+        transform.logit_scale, transform.softcap, forced(), num_tokens, waits, plan.name,
+        slopes if plan.name == "frozen-head" else 0, plan.limits,
     )  # fmt: skip
     return logprobs, entropies

@@ -263,11 +263,16 @@ def load_vectors(
 def update(m, s, w, x, outer2):
     """Add a block to the accumulators: m = max x, s = sum 2**d, w = sum d 2**d, d = outer2 (x - m) floored.
 
-    m, s, w: (R,) float32; x: (R, VEC) float32, z / outer; outer2: outer * log2(e). A NaN in x becomes one in s and w.
+    m, s, w: (R,) float32; x: (R, VEC) float32, z / outer; outer2: outer * log2(e), a scalar or (R,). A NaN in x becomes
+    one in s and w.
     """
+    if len(outer2.shape) == 0:
+        factor = outer2
+    else:
+        factor = outer2[:, None]
     top = tl.maximum(m, tl.max(x, axis=1))
     # The difference first: a constant added to all logits then changes nothing.
-    d = maximum((x - top[:, None]) * outer2, FLOOR)
+    d = maximum((x - top[:, None]) * factor, FLOOR)
     e = tl.exp2(d)
     shift = tl.maximum((m - top) * outer2, FLOOR)
     scale = tl.exp2(shift)
@@ -322,21 +327,21 @@ def finish(m, s, w, target, valid, outer):
 
 
 @triton.jit
-def gradient_scalars(logprob, entropy, log_sum, c, h, valid, slope):
+def gradient_scalars(logprob, entropy, log_sum, c, h, slope):
     """A row's numbers for `gradient_block`: (a, b, shift2, at_target), slope = dz/dx without the softcap's factor.
 
     g_j = slope_j p_j (a + b log2 p_j) for j other than the target, log2 p_j = (z_j - maximum) log2(e) + shift2, and
-    at_target for the target, formed from its log-probability itself; h is None where the entropy has no gradient.
+    at_target for the target, formed from its log-probability itself; h is None where the entropy has no gradient. A NaN
+    log-probability makes all of them NaN.
     """
-    a = tl.where(valid, -c * slope, float("nan"))
+    a = tl.where(logprob == logprob, -c * slope, float("nan"))
     at_target = -c * expm1(logprob)
     b = 0.0
     if h is not None:
         a = a - h * entropy * slope
         b = -h * slope * LN2
         at_target = at_target - h * exp(logprob) * (tl.maximum(logprob, -1e4) + entropy)
-    at_target = tl.where(valid, at_target * slope, float("nan"))
-    return a, b, -log_sum * LOG2E, at_target
+    return a, b, -log_sum * LOG2E, at_target * slope
 
 
 @triton.jit

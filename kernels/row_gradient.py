@@ -77,12 +77,11 @@ def row_gradient_kernel(
             return
 
     # Load: the row's scalars.
-    target = load_target(targets_ptr + row, vocab)
-    valid = target >= 0
-    column = target - first
+    column = load_target(targets_ptr + row, vocab) - first  # outside every span where the row has no target here
+    logprob = tl.load(logprobs_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
     c = tl.load(c_ptr + row)
-    idle = valid & (c == 0.0) & (log_sum == log_sum)
+    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
     if h_ptr is not None:
         h = tl.load(h_ptr + row)
         idle = idle & (h == 0.0)
@@ -94,9 +93,7 @@ def row_gradient_kernel(
 
     outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
     maximum_z = tl.load(maximum_ptr + row)
-    a, b, shift2, at_target = gradient_scalars(
-        tl.load(logprobs_ptr + row), tl.load(entropy_ptr + row), log_sum, c, h, valid, slope
-    )
+    a, b, shift2, at_target = gradient_scalars(logprob, tl.load(entropy_ptr + row), log_sum, c, h, slope)
 
     # Loop: whole blocks, then the tail of the row.
     whole = (span // STEP) * STEP

@@ -115,8 +115,6 @@ def row_visit_kernel(
         x = load_vectors(row_ptr, whole, vocab, R, VEC, ALIGNED, True, "evict_last")
         x = tl.where(is_column(whole, column, R, VEC), -float("inf"), x)
         m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
-    # Before the fold, whose barriers keep any warp's gradient from overwriting it before all warps have read it.
-    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
     m_1, s_1, w_1 = fold(
         tl.reshape(m, [SEGMENTS, R // SEGMENTS]),
         tl.reshape(s, [SEGMENTS, R // SEGMENTS]),
@@ -172,7 +170,7 @@ def row_visit_kernel(
     # Loop, back: the gradient over the logits. Rows that are not aligned need more registers: half as much at a time.
     BACK: tl.constexpr = STEP if ALIGNED else STEP // 2
     a, b, shift2, at_column = gradient_scalars(
-        logprob, entropy, log_sum, c, h if ENTROPY else None, column >= 0, slope
+        logprob, entropy, log_sum, c, h if ENTROPY else None, slope
     )  # fmt: skip
     whole = (vocab // BACK) * BACK
     if whole < vocab:

@@ -4,26 +4,60 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fastrl.bench import main
-from fastrl.bench.measure import Outcome, Row, Run, Subject, Unavailable, default_device, measure, peak_temporary_bytes
+import fastrl
+from fastrl.bench import command, heads, main, memory_work, step_work, suites
+from fastrl.bench.measure import (
+    Outcome,
+    Row,
+    Run,
+    Subject,
+    Unavailable,
+    default_device,
+    measure,
+    peak_temporary_bytes,
+    time_runs,
+)
 from fastrl.bench.problems import Truth, linear_problem, logits_problem
+from fastrl.bench.step_problem import hidden_states, step_problem
+from fastrl.bench.works import EAGER, Section
 
 DEVICE = default_device()
-OURS_AND_PLAIN = {"fastrl", "fastrl, in place", "eager torch"}
+ROOT = Path(__file__).parent.parent
+SHAPES = ["40x77", "40x8x77", "2x20x1x16x77"]
+#: What each work's subjects are at least: ours and plain torch are measured wherever the tests run.
+MEASURED = {
+    "statistics and gradients": {"fastrl", "eager torch", "torch.compile"},
+    "loss and gradient": {"fastrl", "fastrl, in place", "eager torch", "torch.compile"},
+    "statistics": {"fastrl", "eager torch", "torch.compile"},
+    "loss and gradients": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
+    "cross-entropy": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
+    "40 tokens": {"fastrl, no budget", "fastrl, 64MiB", "fastrl, 256MiB", "fastrl, 1GiB", "eager torch"},
+    "step": {"fastrl, linear_policy_loss", "fastrl, logits in place", "eager torch", "torch.compile", step_work.BODY},
+}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run of both suites; N = 40 is not a multiple of a sampled row count, V = 77 not of a vector."""
+    """One run of all suites; N = 40 is not a multiple of a sampled row count, V = 77 not of a vector."""
     out = tmp_path_factory.mktemp("bench") / "new" / "folder"
-    arguments = ["--shape", "40x77", "--shape", "40x8x77", "--dtype", "float32", "--repeats", "1", "--out", str(out)]
-    assert main(arguments) == 0
+    shapes = [argument for shape in SHAPES for argument in ("--shape", shape)]
+    assert main([*shapes, "--dtype", "float32", "--repeats", "1", "--out", str(out)]) == 0
     return out
+
+
+def _sections(results: Path) -> dict[str, dict[str, Any]]:
+    return {section["suite"]: section for section in json.loads((results / "results.json").read_text())["sections"]}
 
 
 def test_every_subject_is_measured_or_skipped_with_a_reason(results: Path) -> None:
@@ -31,25 +65,83 @@ def test_every_subject_is_measured_or_skipped_with_a_reason(results: Path) -> No
     assert [(s["suite"], s["shape"]) for s in found["sections"]] == [
         ("logits", {"N": 40, "V": 77}),
         ("linear", {"N": 40, "H": 8, "V": 77}),
+        ("memory", {"N": 40, "H": 8, "V": 77}),
+        ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
     ]
     rows = [row for section in found["sections"] for row in section["rows"]]
-    assert len({(row["suite"], row["work"], row["subject"]) for row in rows}) == len(rows) == 30
+    assert len({(row["suite"], row["work"], row["subject"]) for row in rows}) == len(rows) == 54
+    measured: dict[str, set[str]] = {}
     for row in rows:
+        assert not row["failed"], row
         if row["skipped"] is not None:
             assert row["skipped"]
-            assert row["subject"] not in OURS_AND_PLAIN
             continue
+        measured.setdefault(row["work"], set()).add(row["subject"])
         assert row["milliseconds_median"] >= row["milliseconds_min"] > 0
         assert row["tokens_per_second"] == pytest.approx(40e3 / row["milliseconds_median"])
-        assert row["fraction_of_limit"] > 0
-        if "product" not in row["subject"]:
+        if row["suite"] != "memory" and row["subject"] != step_work.BODY:
+            assert row["fraction_of_limit"] > 0
+        if not row["is_limit"] and row["subject"] != step_work.BODY:
             assert row["errors"], row
             assert all(error is not None and error <= 1e-5 for error in row["errors"].values()), row
+    for work, expected in MEASURED.items():
+        assert expected <= measured[work], work
+
+
+def test_peers_that_need_no_gpu_are_measured(results: Path) -> None:
+    # Their packages may be missing; where they are installed, nothing else is a reason here.
+    rows = [row for section in _sections(results).values() for row in section["rows"]]
+    for subject in ("Liger LigerFusedLinearGRPOLoss", "TRL chunked head", "Apple torch_compile"):
+        reasons = {row["skipped"] for row in rows if row["subject"] == subject}
+        assert all(r is None or r.startswith("ModuleNotFoundError: ") or "on a GPU" in r for r in reasons), reasons
+    (torch_peer,) = (row for row in rows if row["subject"] == "torch linear_cross_entropy")
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        assert set(torch_peer["errors"]) == {"loss", "d_hidden", "d_weight"}
+
+
+def test_linear_reports_both_ceilings(results: Path) -> None:
+    section = _sections(results)["linear"]
+    assert set(section["limits"]) == {
+        "copy_bytes_per_second",
+        "flops_per_second: the three matrix products alone",
+        "flops_per_second: the matrix product alone",
+    }
+    assert all(value > 0 for value in section["limits"].values())
+    bare = {row["work"]: row for row in section["rows"] if row["is_limit"]}
+    assert set(bare) == {"loss and gradients", "cross-entropy", "statistics"}
+    flops = 3 * 2 * 40 * 8 * 77 / (bare["cross-entropy"]["milliseconds_median"] / 1e3)
+    assert section["limits"]["flops_per_second: the three matrix products alone"] == pytest.approx(flops)
+
+
+def test_a_steps_share_is_what_the_body_does_not_take(results: Path) -> None:
+    rows = {row["subject"]: row for row in _sections(results)["step"]["rows"]}
+    body = rows.pop(step_work.BODY)
+    assert body["share_of_step"] is None and not body["errors"] and body["speedup_over_eager"] is None
+    measured = [row for row in rows.values() if not row["skipped"]]  # a peer may not be installed
+    assert len(measured) >= 4
+    for row in measured:
+        expected = 1 - body["milliseconds_median"] / row["milliseconds_median"]
+        assert row["share_of_step"] == pytest.approx(max(0.0, expected))
+        assert {"loss", "d_norm", "d_weight"} <= set(row["errors"])
+
+
+def test_a_chart_is_drawn_for_every_section(results: Path) -> None:
+    charts_by_name = {path.name: path.read_bytes() for path in results.glob("*.png")}
+    assert set(charts_by_name) == {
+        "logits-40x77-float32.png",
+        "linear-40x8x77-float32.png",
+        "memory-40x8x77-float32.png",
+        "step-2x20x1x16x77-float32.png",
+    }
+    for name, data in charts_by_name.items():
+        assert data.startswith(b"\x89PNG\r\n\x1a\n"), name
+        width, height = struct.unpack(">II", data[16:24])
+        assert 800 <= width <= 2000 and 300 <= height <= 3000, (name, width, height)
+        assert 10_000 < len(data) < 1_000_000, (name, len(data))
 
 
 def test_speedups_are_ratios_of_medians(results: Path) -> None:
-    section = json.loads((results / "results.json").read_text())["sections"][0]
-    rows = {row["subject"]: row for row in section["rows"] if row["work"] == "loss and gradient"}
+    rows = {row["subject"]: row for row in _sections(results)["logits"]["rows"] if row["work"] == "loss and gradient"}
     assert rows["eager torch"]["speedup_over_eager"] == 1
     expected = rows["eager torch"]["milliseconds_median"] / rows["fastrl, in place"]["milliseconds_median"]
     assert rows["fastrl, in place"]["speedup_over_eager"] == pytest.approx(expected)
@@ -69,17 +161,24 @@ def test_results_name_machine_versions_and_command(results: Path) -> None:
         for row in section["rows"]:
             assert row["subject"] in text
             assert row["skipped"] is None or row["skipped"] in text
+        for work, description in section["works"].items():
+            assert f"### {work}\n\n{description}." in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--suite", "speed"], "invalid choice: 'speed'"),
-        (["--shape", "2048"], "must be NxV or NxHxV in whole numbers of at least 1"),
-        (["--shape", "0x5"], "must be NxV or NxHxV in whole numbers of at least 1"),
+        (["--shape", "2048"], "must be NxV, NxHxV or BxTxLxHxV in whole numbers of at least 1"),
+        (["--shape", "0x5"], "must be NxV, NxHxV or BxTxLxHxV in whole numbers of at least 1"),
+        (["--shape", "8x8x8x8"], "got '8x8x8x8'"),
         (["--shape", "axb"], "got 'axb'"),
         (["--suite", "logits", "--shape", "8x8x8"], "the logits suite takes NxV, got 8x8x8"),
         (["--suite", "linear", "--shape", "8x8"], "the linear suite takes NxHxV, got 8x8"),
+        (["--suite", "memory", "--shape", "8x8"], "the memory suite takes NxHxV, got 8x8"),
+        (["--suite", "step", "--shape", "8x8x8"], "the step suite takes BxTxLxHxV, got 8x8x8"),
+        (["--seconds", "-1"], "must be a whole number of at least 1, got '-1'"),
+        (["--name", "a/b"], "must be a file's name without a folder, got 'a/b'"),
         (["--dtype", "float8"], "invalid choice: 'float8'"),
         (["--repeats", "0"], "must be a whole number of at least 1, got '0'"),
     ],
@@ -89,6 +188,59 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: p
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_shape_goes_to_every_chosen_suite_that_takes_it() -> None:
+    parser = command._parser()
+    given = [(8, 9), (8, 9, 10)]
+    found = command._shapes(parser, list(suites.SUITES), given)
+    assert found == {"logits": [(8, 9)], "linear": [(8, 9, 10)], "memory": [(8, 9, 10)], "step": []}
+    assert command._shapes(parser, ["memory"], given[1:]) == {"memory": [(8, 9, 10)]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["--suite", "logits"], "tabulate"),
+        (["--suite", "logits", "--out", "nowhere"], "tabulate, matplotlib"),
+        (["--suite", "step"], "tabulate, transformers"),
+        (["--suite", "all"], "tabulate, transformers"),
+        (["--shape", "8x8"], "tabulate"),  # no other suite runs
+    ],
+)
+def test_missing_packages_are_named_before_anything_runs(
+    arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command.machine, "describe", lambda argv: pytest.fail("something ran"))
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 1
+    expected = f"bench extra (missing: {missing}): pip install 'fastrl[bench]'"
+    assert expected in capsys.readouterr().err
+
+
+def test_the_command_imports_no_extra_before_it_needs_it() -> None:
+    script = (
+        "import sys, fastrl.bench\n"
+        "print(sorted({'transformers', 'trl', 'liger_kernel', 'matplotlib', 'tabulate'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(shape: suites.Shape, setting: suites.Setting) -> Section:
+        if shape == (9, 9):
+            raise KeyboardInterrupt
+        return Section("logits", {"N": 8, "V": 8}, {}, {"a work": "something"}, [replace(_row(), skipped="so")])
+
+    monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=interrupted))
+    arguments = ["--suite", "logits", "--shape", "8x8", "--shape", "9x9", "--out", str(tmp_path), "--name", "some"]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    assert len(json.loads((tmp_path / "some.json").read_text())["sections"]) == 1
+    assert "a subject" in (tmp_path / "some.md").read_text()
 
 
 def _row() -> Row:
@@ -108,8 +260,88 @@ def test_a_peer_that_fails_is_skipped_and_ours_is_not() -> None:
     row = _row()
     measure(Subject("peer", absent, 0), row, None, DEVICE, 1)
     assert row.skipped == "it needs a GPU"
+    assert not row.failed
+    row = _row()
     with pytest.raises(RuntimeError, match="no such kernel"):
-        measure(Subject("ours", broken, 0, ours=True), _row(), None, DEVICE, 1)
+        measure(Subject("ours", broken, 0, ours=True), row, None, DEVICE, 1)
+    assert row.failed and row.skipped == "RuntimeError: no such kernel"
+
+
+def test_a_failure_of_ours_is_told_and_the_others_are_still_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eager = next(c for c in heads.policy_candidates() if c.name == EAGER)
+
+    def broken(tokens: object) -> heads.Head:
+        raise RuntimeError("an illegal instruction")
+
+    monkeypatch.setattr(heads, "policy_candidates", lambda: [replace(heads.ours(), make=broken), eager])
+    arguments = ["--suite", "memory", "--shape", "16x4x8", "--repeats", "1", "--out", str(tmp_path)]
+    assert main(arguments) == 1
+    text = (tmp_path / "results.md").read_text()
+    assert "- fastrl, no budget: FAILED, RuntimeError: an illegal instruction" in text
+    assert "| eager torch" in text
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "fastrl bench: failed: memory, 16 tokens, fastrl, no budget: RuntimeError: an illegal instruction" in told
+
+
+def test_a_budget_that_no_plan_fits_is_a_reason_and_another_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = heads.subject(linear_problem(16, 4, 8, torch.float32, DEVICE), heads.ours("64MiB"))
+    message = "memory_budget is too small, the smallest possible is 7"
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ValueError(message)
+
+    monkeypatch.setattr(fastrl, "linear_policy_loss", refuse)
+    row = _row()
+    measure(subject, row, None, DEVICE, 1)
+    assert row.skipped == message and not row.failed
+    message = "hidden must be on the device of weight"
+    with pytest.raises(ValueError, match="hidden must be"):
+        measure(subject, _row(), None, DEVICE, 1)
+
+
+def test_a_slow_subject_is_repeated_often_enough_for_a_median_only() -> None:
+    run = Run(lambda: Outcome(None, None, None, {}))
+    assert len(time_runs(run, DEVICE, 10, seconds=0.0)) == 3
+    assert len(time_runs(run, DEVICE, 2, seconds=0.0)) == 2
+    assert len(time_runs(run, DEVICE, 10, seconds=1e3)) == 10
+
+
+def test_the_plan_is_the_one_of_the_rows_own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_work, "BUDGETS", ("4MiB", "1KiB"))
+    problem = linear_problem(512, 256, 8192, torch.bfloat16, DEVICE)
+    rows = [replace(_row(), subject=f"fastrl, {budget}") for budget in ("no budget", "4MiB", "1KiB")]
+    rows[2].skipped = "too small"  # or there would be no plan to name
+    memory_work.add_plans(rows, problem)
+    for row, budget in zip(rows[:2], (None, "4MiB"), strict=True):
+        expected = fastrl.plan_memory(512, 256, 8192, torch.bfloat16, budget, objective=fastrl.PPO(), device=DEVICE)
+        assert row.plan == expected.chosen.name
+    assert rows[0].plan != rows[1].plan  # 4 MiB do not hold the weight's gradient in float32
+    assert rows[2].plan is None
+
+
+def test_token_counts_are_halves_and_not_few() -> None:
+    assert memory_work.token_counts(4096) == [512, 1024, 2048, 4096]
+    assert memory_work.token_counts(1000) == [256, 500, 1000]
+    assert memory_work.token_counts(40) == [40]
+
+
+def test_memory_is_measured_at_every_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [c for c in heads.policy_candidates() if c.name in ("fastrl", EAGER)]
+    monkeypatch.setattr(heads, "policy_candidates", lambda: plain)
+    monkeypatch.setattr(memory_work, "BUDGETS", ("64MiB",))
+    section = suites.run_memory((512, 4, 8192), suites.Setting(torch.float32, DEVICE, 1, lambda text: None))
+    assert list(section.works) == ["256 tokens", "512 tokens"]
+    memory = {(row.tokens, row.subject): row.peak_temporary_bytes for row in section.rows}
+    assert len(memory) == 2 * 3
+    if None in memory.values():
+        pytest.skip("this system does not tell a process' peak memory")
+    assert {row.plan for row in section.rows if row.ours} == {"forward-gradient"}
+    assert {row.plan for row in section.rows if not row.ours} == {None}
+    for tokens in (256, 512):  # the plain way holds several tensors of this size
+        assert 2 < (memory[tokens, EAGER] or 0) / (4 * tokens * 8192) < 8
 
 
 def test_what_does_not_fit_in_memory_is_never_started() -> None:
@@ -141,6 +373,53 @@ def test_peak_temporary_memory_leaves_out_what_is_returned() -> None:
     assert 0.9 < found / (4 * entries) < 1.2
 
 
+def test_the_cross_entropys_truth_is_autograds() -> None:
+    problem = linear_problem(24, 5, 31, torch.float32, DEVICE)
+    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), problem.tokens.targets)
+    loss.backward()
+    truth = problem.cross_entropy_truth()
+    assert truth.loss is not None
+    torch.testing.assert_close(truth.loss, loss.detach(), rtol=1e-9, atol=1e-12)
+    for name, gradient in (("hidden", hidden.grad), ("weight", weight.grad)):
+        rows, expected = truth.gradients[name]
+        assert gradient is not None
+        torch.testing.assert_close(expected, gradient[rows], rtol=1e-7, atol=1e-10)
+
+
+def test_a_steps_truth_is_autograds_through_the_whole_model() -> None:
+    problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
+    model, tokens = problem.model.double(), problem.tokens
+    hidden = hidden_states(model, problem.inputs).reshape(-1, 16)
+    logp = torch.log_softmax(hidden @ model.lm_head.weight.t(), -1).gather(-1, tokens.targets[:, None])[:, 0]
+    ratio = (logp - tokens.old.double()).exp()
+    gain = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
+    (-gain.mean()).backward()
+    assert problem.truth.loss is not None
+    torch.testing.assert_close(problem.truth.loss, -gain.mean().detach(), rtol=1e-5, atol=1e-6)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, gradient in (("norm", model.model.norm.weight.grad), ("weight", model.lm_head.weight.grad)):
+        rows, expected = problem.truth.gradients[name]
+        assert float(expected.abs().max()) > 0
+        # the body ran in float32 for the one, in float64 for the other
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(expected / scale, gradient[rows] / scale, rtol=0, atol=1e-4)
+
+
+def test_every_step_starts_from_the_same_weights_and_trains_them() -> None:
+    problem = step_problem(2, 12, 1, 16, 61, torch.float32, DEVICE)
+    before = {name: p.clone() for name, p in problem.model.named_parameters()}
+    subjects = {s.name: s for s in step_work.work(problem).subjects}
+    run = subjects["fastrl, linear_policy_loss"].prepare()
+    first, second = run.call(), run.call()
+    assert first.loss is not None and second.loss is not None
+    assert first.loss != second.loss
+    again = subjects["fastrl, logits in place"].prepare().call()
+    assert again.loss is not None
+    torch.testing.assert_close(again.loss, first.loss, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(p, before[name]) for name, p in problem.model.named_parameters())
+
+
 def test_the_truths_gradients_are_autograds() -> None:
     problem = linear_problem(24, 5, 31, torch.float32, DEVICE)
     tokens = problem.tokens
@@ -170,3 +449,23 @@ def test_inputs_are_the_same_in_every_run_and_clear_of_the_clip() -> None:
     clipped = (ratio - 1).abs() > 0.25
     assert 0 < clipped.float().mean() < 0.15
     assert math.isclose(first.tokens.advantages[0].item(), first.tokens.per_response[0].item())
+
+
+def test_the_gpu_script_goes_on_after_a_failure_and_says_so(tmp_path: Path) -> None:
+    # A python3 that only writes down what it is asked for: the suite "linear" fails, all else succeeds.
+    stub = tmp_path / "python3"
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\ncase "$*" in *"--suite linear"*) exit 3;; esac\n')
+    stub.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [str(ROOT / "benchmarks/gpu.sh"), str(out)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 1
+    assert "== linear: FAILED (exit status 3) after 0 s" in done.stdout
+    assert "== not completed: linear\n" in done.stdout
+    calls = (tmp_path / "calls").read_text()
+    for suite in suites.SUITES:
+        assert f"-m fastrl.cli bench --suite {suite} --out {out} --name {suite}" in calls
+    assert {path.name for path in out.iterdir()} == {"tests.log", *(f"{suite}.log" for suite in suites.SUITES)}
+    assert "-m pytest" in calls

@@ -28,6 +28,7 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     logits = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
     options = (0.9, 1.1, 5.0, backend)
+    limits = [1 << 20, 1 << 20]
     stats = list(rows.row_statistics(logits, y, m, None, *options, False))
     upstream = (stats[0], stats[1])
     head = (tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
@@ -38,11 +39,22 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (rows.row_statistics, (logits.clone().requires_grad_(), y, m, None, *options, False)),
         (rows.row_gradient, (logits, y, m, None, stats, *upstream, *options)),
         (rows.row_gradient_, (logits.clone(), y, m, None, stats, *upstream, *options)),
-        (linear.linear_statistics, (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1)),
+        (
+            linear.linear_statistics,
+            (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1, True, "recompute", 0, limits),
+        ),
+        (
+            linear.linear_statistics,
+            (head[0].clone().requires_grad_(), *head[1:], y, m, None, *options, -1, True, "frozen-head", 2, limits),
+        ),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
-        (visits.linear_visit, (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1)),
+        (visits.linear_visit, (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1, limits)),
         (visits.scale_, (logits.clone(), stats[0][0], backend)),
-        (linear.linear_gradient, (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1)),
+        (
+            linear.linear_gradient,
+            (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1, True, "two-pass", limits),
+        ),
+        (linear.combine_slopes, ([head[0], 2 * head[0]], list(upstream))),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments)
@@ -71,9 +83,11 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
             (2 * logits)[:, :-1], targets, objective=fastrl.SAPO(), advantages=signs, mask=mask, inplace=inplace
         ).loss
 
-    def hidden_loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, objective: Any) -> torch.Tensor:
+    def hidden_loss(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, objective: Any, budget: str | None
+    ) -> torch.Tensor:
         out = fastrl.linear_policy_loss(
-            hidden, weight, targets, bias=bias, objective=objective, advantages=signs, mask=mask
+            hidden, weight, targets, bias=bias, objective=objective, advantages=signs, mask=mask, memory_budget=budget
         )
         return 3 * out.loss
 
@@ -84,8 +98,9 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         (from_hidden, head),
         (logits_loss, (leaves["logits"], False)),
         (logits_loss, (leaves["logits"], True)),
-        (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1))),
-        (hidden_loss, (*head, fastrl.DeepSeekV32(kl_coef=0.0, off_policy_delta=0.1))),
+        (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), None)),
+        (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), "16MiB")),
+        (hidden_loss, (*head, fastrl.DeepSeekV32(kl_coef=0.0, off_policy_delta=0.1), None)),
     ):
         wanted = [x for x in arguments if isinstance(x, torch.Tensor)]
         compiled = torch.compile(function, fullgraph=True)
@@ -112,3 +127,27 @@ def test_autocast_casts_the_head_as_linear_does(backend: str, tensors: dict[str,
     assert torch.equal(out.logprobs, same.logprobs) and torch.equal(loss.logprobs, same.logprobs)
     loss.loss.backward()
     assert weight.grad is not None and weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
+
+
+def test_linear_losses_compile_whole_without_a_forced_backend(device: str) -> None:
+    """As users call them: nothing is looked up, imported or read from the machine in the graph."""
+    torch.compiler.reset()
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(2, 3, 8, generator=g).to(device), torch.randn(33, 8, generator=g).to(device)
+    targets, signs = torch.randint(33, (2, 3), generator=g).to(device), torch.tensor([1.0, -1.0], device=device)
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, objective: Any, budget: str | None) -> torch.Tensor:
+        stats = fastrl.linear_token_logprobs(hidden, weight, targets, memory_budget=budget)
+        out = fastrl.linear_policy_loss(
+            hidden, weight, targets, objective=objective, advantages=signs, memory_budget=budget
+        )
+        return out.loss + stats.logprobs.sum() + fastrl.linear_cross_entropy(hidden, weight, targets)
+
+    for objective in (fastrl.DAPO(), fastrl.GSPO()):
+        for budget in (None, "32MiB"):
+            leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+            eager = loss(*leaves, objective, budget)
+            value = torch.compile(loss, fullgraph=True)(*leaves, objective, budget)
+            torch.testing.assert_close(value, eager)
+            for a, e in zip(torch.autograd.grad(value, leaves), torch.autograd.grad(eager, leaves), strict=True):
+                torch.testing.assert_close(a, e)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import machine
-from .measure import default_device
-from .suites import SUITES, Setting, Shape
+from .measure import Row, default_device
+from .suites import SUITES, Setting, Shape, Suite
+from .works import Section
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,31 +24,57 @@ def main(argv: Sequence[str]) -> int:
     """Run `fastrl bench` with these arguments; the exit status. Wrong ones raise SystemExit(2), as argparse does."""
     parser = _parser()
     options = parser.parse_args(argv)
-    shapes = _shapes(parser, options.suite, options.shape)
-    if find_spec("tabulate") is None:
-        parser.exit(1, "fastrl bench needs the package's bench extra: pip install 'fastrl[bench]'\n")
-    from .report import Section, as_json, as_markdown
+    chosen = [name for name in SUITES if options.suite in (name, "all")]
+    shapes = _shapes(parser, chosen, options.shape)
+    _check_packages(parser, [name for name in chosen if shapes[name] or not options.shape], options.out)
+
+    from .report import as_markdown
 
     device = default_device()
     dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
     repeats = options.repeats or (20 if device == "cuda" else 5)
+    seconds = options.seconds or (5.0 if device == "cuda" else 60.0)
     header = machine.describe(argv)
-    sections = []
-    for name, suite in SUITES.items():
-        for shape in shapes[name] or (() if any(shapes.values()) else suite.defaults[device]):
-            if options.suite not in (name, "all"):
-                continue
+    sections: list[Section] = []
+    for name in chosen:
+        suite = SUITES[name]
+        for shape in shapes[name] if options.shape else suite.defaults[device]:
             log = partial(_log, f"{name} {'x'.join(map(str, shape))} {dtype}")
-            setting = Setting(getattr(torch, dtype), device, repeats, log)
-            limits, rows = suite.run(shape, setting)
-            sections.append(Section(name, dict(zip(suite.axes, shape, strict=True)), limits, rows))
-    markdown = as_markdown(header, sections)
-    print(markdown)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "results.json").write_text(as_json(header, sections))
-        (options.out / "results.md").write_text(markdown)
-    return 0
+            sections.append(suite.run(shape, Setting(getattr(torch, dtype), device, repeats, log, seconds)))
+            if options.out is not None:  # after every shape: a long run that is cut short leaves what it has
+                _write(options.out, options.name, header, sections)
+    print(as_markdown(header, sections))
+    return _status(row for section in sections for row in section.rows)
+
+
+def _write(folder: Path, name: str, header: dict[str, Any], sections: list[Section]) -> None:
+    from . import charts
+    from .report import as_json, as_markdown
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(as_json(header, sections))
+    (folder / f"{name}.md").write_text(as_markdown(header, sections))
+    charts.draw(header, sections[-1], folder)
+
+
+def _status(rows: Iterable[Row]) -> int:
+    failed = [f"{row.suite}, {row.work}, {row.subject}: {row.skipped}" for row in rows if row.failed]
+    for line in failed:
+        print(f"fastrl bench: failed: {line}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _check_packages(parser: argparse.ArgumentParser, suites: Sequence[str], out: Path | None) -> None:
+    """Say what is missing before anything is measured."""
+    needed = ["tabulate", *(["matplotlib"] if out is not None else [])]
+    needed += [package for name in suites for package in SUITES[name].needs]
+    missing = [package for package in needed if find_spec(package) is None]
+    if missing:
+        parser.exit(
+            1,
+            f"fastrl bench needs the package's bench extra (missing: {', '.join(missing)}):"
+            " pip install 'fastrl[bench]'\n",
+        )
 
 
 def _log(title: str, text: str) -> None:
@@ -54,21 +82,40 @@ def _log(title: str, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, SUITES))
     parser = argparse.ArgumentParser(
         prog="fastrl bench",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time, memory and error of fastrl's paths beside eager torch, torch.compile, Liger, TRL and others,"
-        " on the same inputs in one run. On the GPU if there is one.",
+        "\non the same inputs in one run. On the GPU if there is one.",
+        epilog="suites, and their shapes here:\n"
+        + "".join(f"  {name:<{width}}  {_suite_help(suite)}\n" for name, suite in SUITES.items()),
     )
-    parser.add_argument("--suite", choices=[*SUITES, "all"], default="all")
+    parser.add_argument("--suite", choices=[*SUITES, "all"], default="all", help="default: all")
     parser.add_argument(
-        "--shape", action="append", type=_shape, default=[], metavar="NxV|NxHxV",
-        help="tokens x vocabulary (logits) or tokens x hidden x vocabulary (linear); may be repeated;"
+        "--shape", action="append", type=_shape, default=[], metavar="NxV|NxHxV|BxTxLxHxV",
+        help="for the suites that take so many numbers (see below), the others are left out; may be repeated;"
         " without it, the suites' own shapes",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
     parser.add_argument("--repeats", type=_positive, help="timed repeats of each subject; default: 5, on a GPU 20")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write results.json and results.md there")
+    parser.add_argument(
+        "--seconds", type=_positive, help="repeat a subject no further after so long; default: 60, on a GPU 5"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and a chart a shape there")
+    parser.add_argument("--name", type=_name, default="results", help="of the files in DIR; default: results")
     return parser
+
+
+def _suite_help(suite: Suite) -> str:
+    shapes = ", ".join("x".join(map(str, shape)) for shape in suite.defaults[default_device()])
+    return f"{suite.description}\n{'':>10}{'x'.join(suite.axes)}: {shapes}"
+
+
+def _name(text: str) -> str:
+    if not text or Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"must be a file's name without a folder, got {text!r}")
+    return text
 
 
 def _positive(text: str) -> int:
@@ -80,22 +127,23 @@ def _positive(text: str) -> int:
 
 def _shape(text: str) -> Shape:
     parts = text.lower().split("x")
-    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+    counts = {len(suite.axes) for suite in SUITES.values()}
+    if len(parts) not in counts or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
-            f"must be NxV or NxHxV in whole numbers of at least 1, such as 2048x32768 or 2048x512x32768, got {text!r}"
+            "must be NxV, NxHxV or BxTxLxHxV in whole numbers of at least 1, such as 2048x32768, 2048x512x32768 or"
+            f" 4x128x2x128x32768, got {text!r}"
         )
     return tuple(int(part) for part in parts)
 
 
-def _shapes(parser: argparse.ArgumentParser, chosen: str, given: Sequence[Shape]) -> dict[str, list[Shape]]:
-    """Each suite's shapes, by how many numbers they have."""
-    found: dict[str, list[Shape]] = {name: [] for name in SUITES}
+def _shapes(parser: argparse.ArgumentParser, chosen: Sequence[str], given: Sequence[Shape]) -> dict[str, list[Shape]]:
+    """Each chosen suite's shapes, by how many numbers they have."""
+    found: dict[str, list[Shape]] = {name: [] for name in chosen}
     for shape in given:
-        for name, suite in SUITES.items():
-            if len(suite.axes) == len(shape) and chosen in (name, "all"):
-                found[name].append(shape)
-                break
-        else:
-            written = "x".join(map(str, shape))
-            parser.error(f"argument --shape: the {chosen} suite takes {'x'.join(SUITES[chosen].axes)}, got {written}")
+        takers = [name for name in chosen if len(SUITES[name].axes) == len(shape)]
+        if not takers:  # one suite was chosen: among all, every number of numbers has one
+            written, axes = "x".join(map(str, shape)), "x".join(SUITES[chosen[0]].axes)
+            parser.error(f"argument --shape: the {chosen[0]} suite takes {axes}, got {written}")
+        for name in takers:
+            found[name].append(shape)
     return found

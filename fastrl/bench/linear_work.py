@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 
 import torch
 
 import fastrl
+from fastrl.ops.contract import Transform
 
-from . import peers, plain
-from .measure import Outcome, Run, Subject
+from . import heads, peers, plain
+from .heads import Candidate
+from .measure import Outcome, Run, Subject, Unavailable
 from .problems import LinearProblem
 from .works import COMPILED, EAGER, Work, compiled
 
 
 def works(problem: LinearProblem) -> list[Work]:
-    """One loss with its gradients, statistics alone."""
-    unit = 2 * problem.hidden.numel() * problem.weight.shape[0]  # operations of one matrix product
+    """Two losses with their gradients, statistics alone."""
+    unit = product_flops(problem)
+    apple = Candidate("Apple cut-cross-entropy", peers.apple_policy_head, lambda s: 2 * s.gradients)
     return [
         Work(
             "loss and gradients",
             "PPO's clipped loss (off-policy) and its gradients for the hidden states and the weight",
-            _loss_subjects(problem), problem.loss_truth(), work_flops=3 * unit,
+            [heads.subject(problem, c) for c in (*heads.policy_candidates(), apple)],
+            problem.loss_truth(), work_flops=3 * unit,
+        ),
+        Work(
+            "cross-entropy",
+            "the mean cross-entropy of the targets and its gradients for the hidden states and the weight",
+            [heads.subject(problem, c) for c in heads.cross_entropy_candidates()],
+            problem.cross_entropy_truth(), work_flops=3 * unit,
         ),
         Work(
             "statistics", "log-probabilities and entropies, forward only",
@@ -30,21 +41,26 @@ def works(problem: LinearProblem) -> list[Work]:
     ]  # fmt: skip
 
 
-def products(problem: LinearProblem, backward: bool) -> Subject:
+def product_flops(problem: LinearProblem) -> int:
+    """Operations of one matrix product of the problem's size."""
+    return 2 * problem.hidden.numel() * problem.weight.shape[0]
+
+
+def products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Subject:
     """The bare matrix products: what no method can go below that forms the logits once."""
     name = "the three matrix products alone" if backward else "the matrix product alone"
-    return Subject(name, partial(_products, problem, backward), _logits_bytes(problem))
+    return Subject(
+        name,
+        partial(_products, hidden, weight, backward),
+        hidden.shape[0] * weight.shape[0] * weight.element_size(),
+    )
 
 
-def _logits_bytes(problem: LinearProblem) -> int:
-    return problem.hidden.shape[0] * problem.weight.shape[0] * problem.weight.element_size()
-
-
-def _products(problem: LinearProblem, backward: bool) -> Run:
-    hidden, weight = problem.hidden, problem.weight
+def _products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Run:
     logits = weight.new_empty(hidden.shape[0], weight.shape[0])
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
+    @torch.no_grad()
     def call() -> Outcome:
         torch.mm(hidden, weight.t(), out=logits)
         if backward:
@@ -55,69 +71,37 @@ def _products(problem: LinearProblem, backward: bool) -> Run:
     return Run(call)
 
 
-def _loss_subjects(problem: LinearProblem) -> list[Subject]:
-    once = _logits_bytes(problem)
-    wide = 4 * once // problem.weight.element_size()
-    gradients = 4 * (problem.hidden.numel() + problem.weight.numel())
-    tile = 1 << 30
-    return [
-        Subject("fastrl", partial(_loss, problem), 2 * gradients + 2 * tile, ours=True),
-        Subject(EAGER, partial(_plain_loss, problem, compile=False), once + 5 * wide + gradients),
-        Subject(COMPILED, partial(_plain_loss, problem, compile=True), once + 3 * wide + gradients),
-        Subject("Liger LigerFusedLinearGRPOLoss", partial(peers.liger_linear_loss, problem), 2 * gradients + tile),
-        Subject("TRL chunked head", partial(peers.trl_linear, problem, backward=True), 2 * gradients + tile),
-        Subject("Apple cut-cross-entropy", partial(peers.apple_linear, problem, backward=True), 2 * gradients),
-    ]
-
-
 def _statistics_subjects(problem: LinearProblem) -> list[Subject]:
-    once = _logits_bytes(problem)
-    wide = 4 * once // problem.weight.element_size()
+    size = heads.size_of(problem)
     tile = 1 << 30
     return [
         Subject("fastrl", partial(_statistics, problem), 2 * tile, ours=True),
-        Subject(EAGER, partial(_plain_statistics, problem, compile=False), once + 3 * wide),
-        Subject(COMPILED, partial(_plain_statistics, problem, compile=True), once + wide),
-        Subject("TRL chunked head", partial(peers.trl_linear, problem, backward=False), tile),
-        Subject("Apple cut-cross-entropy", partial(peers.apple_linear, problem, backward=False), tile),
+        Subject("fastrl, store-free kernel", partial(_store_free_statistics, problem), tile, ours=True),
+        Subject(EAGER, partial(_plain_statistics, problem, compile=False), size.once + 3 * size.wide),
+        Subject(COMPILED, partial(_plain_statistics, problem, compile=True), size.once + size.wide),
+        Subject("TRL chunked head", partial(peers.trl_linear_statistics, problem), tile),
+        Subject("Apple cut-cross-entropy", partial(peers.apple_linear_statistics, problem), tile),
     ]
-
-
-def _loss(problem: LinearProblem) -> Run:
-    tokens = problem.tokens
-    hidden = tokens.padded(problem.hidden).detach().requires_grad_()
-    weight = problem.weight.detach().requires_grad_()
-    targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
-    objective = fastrl.PPO(clip=plain.CLIP)
-
-    def call() -> Outcome:
-        found = fastrl.linear_policy_loss(
-            hidden, weight, targets, objective=objective, advantages=tokens.per_response, old_logprobs=old
-        )
-        d_hidden, d_weight = torch.autograd.grad(found.loss, (hidden, weight))
-        return Outcome(found.loss.detach(), found.logprobs, found.entropy, {"hidden": d_hidden, "weight": d_weight})
-
-    return Run(call)
-
-
-def _plain_loss(problem: LinearProblem, compile: bool) -> Run:
-    policy_loss = compiled(plain.linear_policy_loss) if compile else plain.linear_policy_loss
-    tokens = problem.tokens
-    hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
-
-    def call() -> Outcome:
-        loss, logprobs, entropy = policy_loss(
-            hidden, weight, tokens.targets, tokens.old, tokens.advantages, tokens.count
-        )
-        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-        return Outcome(loss.detach(), logprobs.detach(), entropy, {"hidden": d_hidden, "weight": d_weight})
-
-    return Run(call)
 
 
 def _statistics(problem: LinearProblem) -> Run:
     def call() -> Outcome:
         found = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
+        return Outcome(None, found.logprobs, found.entropy, {})
+
+    return Run(call)
+
+
+def _store_free_statistics(problem: LinearProblem) -> Run:
+    """The kernel by itself: the function above may choose another way at this size."""
+    if problem.hidden.device.type != "cuda":
+        raise Unavailable("its Triton kernel needs a GPU")
+    kernel = getattr(import_module("fastrl.ops.triton_backend"), "linear_statistics", None)
+    if kernel is None:
+        raise Unavailable("this version of fastrl has no such kernel")
+
+    def call() -> Outcome:
+        found = kernel(problem.hidden, problem.weight, None, problem.tokens.targets, Transform())
         return Outcome(None, found.logprobs, found.entropy, {})
 
     return Run(call)

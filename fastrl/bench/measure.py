@@ -18,6 +18,9 @@ from torch import Tensor
 
 from .problems import Truth
 
+#: Repeats that a slow subject still gets: a median of fewer says nothing.
+_FEWEST_REPEATS = 3
+
 
 class Outcome(NamedTuple):
     """What a subject gave, detached; None or missing where it does not give that."""
@@ -59,6 +62,10 @@ class Row:
     work: str
     subject: str
     skipped: str | None = None
+    failed: bool = False  # skipped, and that is our mistake
+    ours: bool = False
+    is_limit: bool = False  # the bare work that the others are held against
+    plan: str | None = None  # which memory plan fastrl took
     milliseconds_median: float | None = None
     milliseconds_min: float | None = None
     repeats: int | None = None
@@ -71,7 +78,13 @@ class Row:
     peak_temporary_bytes: int | None = None
     speedup_over_eager: float | None = None
     speedup_over_compile: float | None = None
+    share_of_step: float | None = None  # of a whole training step's time: what head and loss take
     errors: dict[str, float | None] = field(default_factory=dict)  # None = not finite
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a call handles: N, or B responses of T."""
+        return self.shape["N"] if "N" in self.shape else self.shape["B"] * self.shape["T"]
 
 
 def default_device() -> str:
@@ -102,10 +115,10 @@ def _kilobytes(path: Path, name: str) -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
 
 
-def time_runs(run: Run, device: str, repeats: int) -> list[float]:
-    """Seconds of each repeat."""
-    times = []
-    for _ in range(repeats):
+def time_runs(run: Run, device: str, repeats: int, seconds: float = math.inf) -> list[float]:
+    """Seconds of each repeat; no further one is begun after `seconds` in all, once there are enough for a median."""
+    times: list[float] = []
+    while len(times) < repeats and (sum(times) < seconds or len(times) < _FEWEST_REPEATS):
         run.restore()
         synchronize(device)
         start = time.perf_counter()
@@ -175,8 +188,14 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max())  # a NaN stays one
 
 
-def measure(subject: Subject, row: Row, truth: Truth | None, device: str, repeats: int) -> None:
-    """Fill the row: error in a first run, memory in a second, then the timed ones."""
+def measure(
+    subject: Subject, row: Row, truth: Truth | None, device: str, repeats: int, seconds: float = math.inf
+) -> None:
+    """Fill the row: error in a first run, memory in a second, then the timed ones (see `time_runs`).
+
+    What another package raises becomes the row's reason; what ours raises is raised, its first line in the row.
+    """
+    row.ours = subject.ours
     free = free_bytes(device)
     if free is not None and subject.bytes_needed > free:
         row.skipped = f"needs about {_gib(subject.bytes_needed)}, and {_gib(free)} are free"
@@ -189,17 +208,18 @@ def measure(subject: Subject, row: Row, truth: Truth | None, device: str, repeat
             row.errors = errors(outcome, truth)
         del outcome
         row.peak_temporary_bytes = peak_temporary_bytes(run, device)
-        times = time_runs(run, device, repeats)
+        times = time_runs(run, device, repeats, seconds)
     except Unavailable as reason:
         row.skipped = str(reason)
     except torch.OutOfMemoryError as error:
         row.skipped = f"out of memory: {_first_line(error)}"
     except Exception as error:  # a peer's code may raise anything, and must not end the run; ours must
-        if subject.ours:
-            raise
         row.skipped = f"{type(error).__name__}: {_first_line(error)}"
+        if subject.ours:
+            row.failed = True
+            raise
     else:
-        row.repeats = repeats
+        row.repeats = len(times)
         row.milliseconds_median = 1e3 * statistics.median(times)
         row.milliseconds_min = 1e3 * min(times)
     finally:
@@ -225,7 +245,7 @@ def finish(rows: list[Row], limit_seconds: float | None, eager: str, compiled: s
         if row.milliseconds_median is None:
             continue
         seconds = row.milliseconds_median / 1e3
-        row.tokens_per_second = row.shape["N"] / seconds
+        row.tokens_per_second = row.tokens / seconds
         row.bytes_per_second = None if row.work_bytes is None else row.work_bytes / seconds
         row.flops_per_second = None if row.work_flops is None else row.work_flops / seconds
         row.fraction_of_limit = None if limit_seconds is None else limit_seconds / seconds

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import plain
 from .measure import Outcome, Run, Unavailable
 from .problems import LinearProblem, LogitsProblem, Tokens
+from .works import Head, HeadLoss
 
 #: What TRL's trainers give its head.
 _TRL_HEAD_CHUNK = 32768
@@ -49,25 +50,21 @@ def liger_logits_loss(problem: LogitsProblem) -> Run:
     return Run(call, restore)
 
 
-def liger_linear_loss(problem: LinearProblem) -> Run:
+def liger_policy_head(tokens: Tokens) -> Head:
     """Liger's chunked GRPO loss, one response a chunk."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    tokens = problem.tokens
-    hidden = tokens.padded(problem.hidden).detach().requires_grad_()
-    weight = problem.weight.detach().requires_grad_()
     old, targets = tokens.padded(tokens.old), tokens.padded(tokens.targets)
     mask = torch.ones_like(old)
     loss_of = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, epsilon_low=plain.CLIP, epsilon_high=plain.CLIP, loss_type="bnpo"
     )
 
-    def call() -> Outcome:
-        loss, _ = loss_of(hidden, weight, targets, mask, tokens.per_response, old_per_token_logps=old)
-        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-        return Outcome(loss.detach(), None, None, {"hidden": d_hidden, "weight": d_weight})
+    def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
+        loss, _ = loss_of(tokens.padded(hidden), weight, targets, mask, tokens.per_response, old_per_token_logps=old)
+        return HeadLoss(loss)
 
-    return Run(call)
+    return head
 
 
 def _trl_statistics(problem: LogitsProblem, kernel: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -112,46 +109,98 @@ def trl_logits_loss(problem: LogitsProblem, kernel: bool) -> Run:
     return Run(call)
 
 
-def trl_linear(problem: LinearProblem, backward: bool) -> Run:
-    """TRL's chunked head, with the clip in torch behind it."""
+def _trl_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """TRL's chunked head: log-probabilities and entropies (N,)."""
     from trl.kernels import ChunkedLogProbFunction
 
-    tokens = problem.tokens
-    hidden, weight = (x.detach().requires_grad_(backward) for x in (problem.hidden, problem.weight))
+    logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
+        hidden, weight, None, targets, 1.0, _TRL_HEAD_CHUNK, None, 1.0, ("entropy",)
+    )
+    return logprobs, entropy
 
+
+def trl_policy_head(tokens: Tokens) -> Head:
+    """TRL's chunked head, with the clip in torch behind it."""
+    import_module("trl.kernels")
+
+    def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
+        logprobs, entropy = _trl_head(hidden, weight, tokens.targets)
+        return HeadLoss(_clipped(tokens, logprobs), logprobs.detach(), entropy.detach())
+
+    return head
+
+
+def trl_linear_statistics(problem: LinearProblem) -> Run:
+    """TRL's chunked head, forward only."""
+    import_module("trl.kernels")
+
+    @torch.no_grad()
     def call() -> Outcome:
-        with torch.set_grad_enabled(backward):
-            logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-                hidden, weight, None, tokens.targets, 1.0, _TRL_HEAD_CHUNK, None, 1.0, ("entropy",)
-            )
-        if not backward:
-            return Outcome(None, logprobs, entropy, {})
-        loss = _clipped(tokens, logprobs)
-        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-        gradients = {"hidden": d_hidden, "weight": d_weight}
-        return Outcome(loss.detach(), logprobs.detach(), entropy.detach(), gradients)
+        return Outcome(None, *_trl_head(problem.hidden, problem.weight, problem.tokens.targets), {})
 
     return Run(call)
 
 
-def apple_linear(problem: LinearProblem, backward: bool) -> Run:
+def apple_policy_head(tokens: Tokens) -> Head:
     """Apple's cut cross-entropy as a head (its default gradient filter on), with the clip in torch behind it."""
+    _needs_gpu(tokens.targets.device)
+    from cut_cross_entropy import linear_cross_entropy
+
+    def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
+        logprobs = -linear_cross_entropy(hidden, weight, tokens.targets, reduction="none")
+        return HeadLoss(_clipped(tokens, logprobs), logprobs.detach())
+
+    return head
+
+
+def apple_linear_statistics(problem: LinearProblem) -> Run:
+    """Apple's cut cross-entropy, forward only; it gives no entropies."""
     _needs_gpu(problem.hidden.device)
     from cut_cross_entropy import linear_cross_entropy
 
-    tokens = problem.tokens
-    hidden, weight = (x.detach().requires_grad_(backward) for x in (problem.hidden, problem.weight))
-
+    @torch.no_grad()
     def call() -> Outcome:
-        with torch.set_grad_enabled(backward):
-            logprobs = -linear_cross_entropy(hidden, weight, tokens.targets, reduction="none")
-        if not backward:
-            return Outcome(None, logprobs, None, {})
-        loss = _clipped(tokens, logprobs)
-        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-        return Outcome(loss.detach(), logprobs.detach(), None, {"hidden": d_hidden, "weight": d_weight})
+        losses = linear_cross_entropy(problem.hidden, problem.weight, problem.tokens.targets, reduction="none")
+        return Outcome(None, -losses, None, {})
 
     return Run(call)
+
+
+def apple_cross_entropy_head(tokens: Tokens) -> Head:
+    """Apple's cut cross-entropy, its default gradient filter on."""
+    _needs_gpu(tokens.targets.device)
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda hidden, weight: HeadLoss(linear_cross_entropy(hidden, weight, tokens.targets))
+
+
+def apple_compiled_cross_entropy_head(tokens: Tokens) -> Head:
+    """What Apple's package has for machines without its kernels: torch.compile of the plain way."""
+    if tokens.targets.device.type == "cuda":
+        raise Unavailable("on a GPU its kernels are measured")
+    from cut_cross_entropy import linear_cross_entropy
+
+    torch.compiler.reset()
+    return lambda hidden, weight: HeadLoss(linear_cross_entropy(hidden, weight, tokens.targets, impl="torch_compile"))
+
+
+def liger_cross_entropy_head(tokens: Tokens) -> Head:
+    """Liger's fused linear cross-entropy."""
+    _needs_gpu(tokens.targets.device)
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss_of = LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight: HeadLoss(loss_of(weight, hidden, tokens.targets))
+
+
+def torch_cross_entropy_head(tokens: Tokens) -> Head:
+    """torch's own, chunked by its default options (without options it forms the logits)."""
+    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if function is None or options is None:
+        raise Unavailable(f"torch {torch.__version__} has no chunked torch.nn.functional.linear_cross_entropy")
+    chosen = options()
+    return lambda hidden, weight: HeadLoss(function(hidden, weight, tokens.targets, options=chosen))
 
 
 def _clipped(tokens: Tokens, logprobs: Tensor) -> Tensor:

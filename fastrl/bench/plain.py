@@ -52,3 +52,9 @@ def linear_policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`policy_loss` of the logits hidden (N, H) weight^T (H, V)."""
     return policy_loss(torch.nn.functional.linear(hidden, weight), targets, old, advantages, denominator)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of the logits hidden (N, H) weight^T (H, V), in float32 as trainers compute it."""
+    logits = torch.nn.functional.linear(hidden, weight)
+    return torch.nn.functional.cross_entropy(logits.float(), targets)

@@ -103,25 +103,39 @@ class LinearProblem:
         return Truth(None, self.logprobs, self.entropy, {})
 
     def loss_truth(self) -> Truth:
-        """For the clipped loss: gradients of sampled rows of the hidden states and of the weight."""
+        """For the clipped loss."""
+        logp = self.logprobs.clone().requires_grad_()
+        loss = _loss(self.tokens, logp)
+        (c,) = torch.autograd.grad(loss, logp)
+        return Truth(loss.detach(), self.logprobs, self.entropy, self._gradients(c))
+
+    def cross_entropy_truth(self) -> Truth:
+        """For the mean cross-entropy of the targets."""
+        c = torch.full_like(self.logprobs, -1 / self.tokens.count)
+        return Truth(-self.logprobs.mean(), self.logprobs, self.entropy, self._gradients(c))
+
+    def _gradients(self, c: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of sum_t c_t logp_t, for sampled rows of the hidden states and of the weight."""
         tokens, weight = self.tokens, self.weight.double()
         rows = tokens.sampled()
         x = self.hidden[rows].double().requires_grad_()
-        loss, *_ = plain.linear_policy_loss(x, weight, *_loss_inputs(tokens, rows))
-        (d_hidden,) = torch.autograd.grad(loss, x)
+        logprobs, _ = plain.linear_statistics(x, weight, tokens.targets[rows])
+        (d_hidden,) = torch.autograd.grad((c[rows] * logprobs).sum(), x)
 
         # d loss / d z_v = c (1[v = y] - p_v) for all tokens, but for a few entries v: the first tokens' own and others
-        spaced = torch.linspace(0, weight.shape[0] - 1, 16, device=weight.device, dtype=torch.float64).long()
-        entries = torch.cat([tokens.targets[rows[:16]], spaced])
-        logp = self.logprobs.clone().requires_grad_()
-        (c,) = torch.autograd.grad(_loss(tokens, logp), logp)
+        entries = checked_entries(tokens, weight.shape[0])
         hidden = self.hidden.double()
         target_logit = (hidden * weight[tokens.targets]).sum(-1)
         log_p = hidden @ weight[entries].t() - (target_logit - self.logprobs)[:, None]
         is_target = (tokens.targets[:, None] == entries).double()
         d_weight = (c[:, None] * (is_target - log_p.exp())).t() @ hidden
-        gradients = {"hidden": (rows, d_hidden), "weight": (entries, d_weight)}
-        return Truth(_loss(tokens, self.logprobs), self.logprobs, self.entropy, gradients)
+        return {"hidden": (rows, d_hidden), "weight": (entries, d_weight)}
+
+
+def checked_entries(tokens: Tokens, vocab: int) -> Tensor:
+    """Vocabulary entries whose rows of the head's gradient are checked: 16 targets, and 16 from first to last."""
+    spaced = torch.linspace(0, vocab - 1, 16, device=tokens.targets.device, dtype=torch.float64).long()
+    return torch.cat([tokens.targets[tokens.sampled()[:16]], spaced])
 
 
 def _loss_inputs(tokens: Tokens, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -132,12 +146,13 @@ def _loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
     return plain.clipped_loss(logprobs, tokens.old.double(), tokens.advantages.double(), tokens.count)
 
 
-def _chunks(count: int, vocab: int) -> Iterator[slice]:
+def chunks(count: int, vocab: int) -> Iterator[slice]:
+    """Slices of that many rows whose float64 logits fit a chunk."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _tokens(targets: Tensor, logprobs: Tensor, generator: torch.Generator) -> Tokens:
+def make_tokens(targets: Tensor, logprobs: Tensor, generator: torch.Generator, responses: int | None = None) -> Tokens:
     """Off-policy tokens, of which one in twenty is far enough away to be clipped on one side.
 
     Log-ratios stay clear of the clip's edges, where rounding would decide whether a token has a gradient.
@@ -149,7 +164,7 @@ def _tokens(targets: Tensor, logprobs: Tensor, generator: torch.Generator) -> To
 
     size = uniform(0.05, 0.15).where(uniform(0, 1) > 0.05, uniform(0.35, 0.45))
     log_ratio = size * uniform(-1, 1).sign()
-    responses = math.gcd(n, 8)
+    responses = responses or math.gcd(n, 8)
     advantages = torch.randn(responses, device=device, generator=generator)
     return Tokens(
         responses=responses,
@@ -169,9 +184,9 @@ def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> Logit
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(n, vocab, device=device, dtype=dtype, generator=generator).mul_(_SPREAD)
     targets = torch.randint(vocab, (n,), device=device, generator=generator)
-    parts = [plain.statistics(logits[rows].double(), targets[rows]) for rows in _chunks(n, vocab)]
+    parts = [plain.statistics(logits[rows].double(), targets[rows]) for rows in chunks(n, vocab)]
     logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return LogitsProblem(logits, _tokens(targets, logprobs, generator), logprobs, entropy)
+    return LogitsProblem(logits, make_tokens(targets, logprobs, generator), logprobs, entropy)
 
 
 def linear_problem(n: int, width: int, vocab: int, dtype: torch.dtype, device: str) -> LinearProblem:
@@ -181,6 +196,6 @@ def linear_problem(n: int, width: int, vocab: int, dtype: torch.dtype, device: s
     weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(_SPREAD / width**0.5)
     targets = torch.randint(vocab, (n,), device=device, generator=generator)
     wide = weight.double()
-    parts = [plain.linear_statistics(hidden[rows].double(), wide, targets[rows]) for rows in _chunks(n, vocab)]
+    parts = [plain.linear_statistics(hidden[rows].double(), wide, targets[rows]) for rows in chunks(n, vocab)]
     logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return LinearProblem(hidden, weight, _tokens(targets, logprobs, generator), logprobs, entropy)
+    return LinearProblem(hidden, weight, make_tokens(targets, logprobs, generator), logprobs, entropy)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from tabulate import tabulate
 
 from .measure import Row
+from .works import Section
 
 _NOTE = """\
-ms: median and fastest of the repeats. Limit: the share of the limit that was reached, which is a copy of the bytes that
-the work has to move (logits), or the bare matrix products (linear), both measured in the same run. Temporary: the
-peak of memory beyond inputs, results and gradients. × eager, × compile: how many times faster than eager torch and
-torch.compile. Error: the largest against float64, absolute for the loss, log-probabilities and entropies, relative to
-the largest entry for gradients."""
+ms: median and fastest of the repeats. Limit: the share that was reached of a limit measured in the same run: a copy of
+the bytes that the work has to move (logits), the bare matrix products (linear), or the body's step and the head's bare
+products (step). Temporary: the peak of memory beyond inputs, results and gradients (step: beyond weights, their
+gradients and the optimizer's state). Head and loss: the share of a step's time beyond a step of the model's body alone.
+× eager, × compile: how many times faster than eager torch and torch.compile. Error: the largest against float64,
+absolute for the loss, log-probabilities and entropies, relative to the largest entry for gradients."""
 
-_HEADERS = ("", "ms", "fastest", "tokens/s", "limit", "temporary", "× eager", "× compile", "error")
-
-
-@dataclass(frozen=True)
-class Section:
-    """A suite at one shape."""
-
-    suite: str
-    shape: dict[str, int]
-    limits: dict[str, Any]
-    rows: list[Row]
+_HEADERS = (
+    "", "ms", "fastest", "tokens/s", "limit", "temporary", "plan", "head and loss", "× eager", "× compile", "error"
+)  # fmt: skip
 
 
 def as_json(header: dict[str, Any], sections: list[Section]) -> str:
@@ -39,10 +33,11 @@ def as_markdown(header: dict[str, Any], sections: list[Section]) -> str:
     """The tables, under the machine and the versions that they belong to."""
     parts = [f"# `{header['command']}`", _header(header), _NOTE]
     for section in sections:
-        parts.append(f"## {section.suite}: {_shape(section.shape)}, {section.rows[0].dtype}")
+        parts.append(f"## {section.suite}: {shape_text(section.shape)}, {section.rows[0].dtype}")
         parts += [f"Limit: {_limit(name, value)}" for name, value in section.limits.items() if value is not None]
         for work in dict.fromkeys(row.work for row in section.rows):
-            parts += [f"### {work}", _table([row for row in section.rows if row.work == work])]
+            rows = [row for row in section.rows if row.work == work]
+            parts += [f"### {work}", f"{section.works[work]}.", _table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -66,28 +61,40 @@ def _header(header: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shape(shape: dict[str, int]) -> str:
+def shape_text(shape: dict[str, int]) -> str:
+    """Names, then numbers: "N x V = 2048 x 32768"."""
     return f"{' x '.join(shape)} = {' x '.join(map(str, shape.values()))}"
 
 
 def _limit(name: str, value: float) -> str:
-    if name == "copy_bytes_per_second":
+    unit, _, of = name.partition(": ")
+    if unit == "copy_bytes_per_second":
         return f"copy, {value / 1e9:.1f} GB/s read and written together"
-    return f"{name.partition(': ')[2]}, {value / 1e12:.3g} TFLOP/s"
+    return f"{of}, {value:.4g} ms" if unit == "milliseconds" else f"{of}, {value / 1e12:.3g} TFLOP/s"
+
+
+def skipped_text(row: Row) -> str:
+    """Why the row has no numbers; a failure of ours is called one."""
+    return f"{'FAILED' if row.failed else 'skipped'}, {row.skipped}"
 
 
 def _table(rows: list[Row]) -> str:
-    measured = [_line(row) for row in rows if row.skipped is None]
-    skipped = [f"- {row.subject}: skipped, {row.skipped}" for row in rows if row.skipped is not None]
-    table = tabulate(measured, _HEADERS, tablefmt="github", disable_numparse=True, colalign=("left",) + ("right",) * 8)
-    return "\n\n".join(part for part in (table, "\n".join(skipped)) if part)
+    lines = [_line(row) for row in rows if row.skipped is None]
+    skipped = "\n".join(f"- {row.subject}: {skipped_text(row)}" for row in rows if row.skipped is not None)
+    if not lines:
+        return skipped
+    used = [i for i in range(len(_HEADERS)) if any(line[i] for line in lines)]  # columns that say something here
+    cells = [[line[i] for i in used] for line in lines]
+    align = ("left",) + ("right",) * (len(used) - 1)
+    table = tabulate(cells, [_HEADERS[i] for i in used], tablefmt="github", disable_numparse=True, colalign=align)
+    return "\n\n".join(part for part in (table, skipped) if part)
 
 
 def _line(row: Row) -> tuple[str, ...]:
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "" if value is None else f"{value:{form}}{unit}"
 
-    fraction, temporary = row.fraction_of_limit, row.peak_temporary_bytes
+    fraction, temporary, share = row.fraction_of_limit, row.peak_temporary_bytes, row.share_of_step
     if not row.errors:
         error = ""
     elif None in row.errors.values():
@@ -101,6 +108,8 @@ def _line(row: Row) -> tuple[str, ...]:
         number(row.tokens_per_second, ",.0f"),
         number(None if fraction is None else 100 * fraction, ".0f", " %"),
         number(None if temporary is None else temporary / 2**20, ",.0f", " MiB"),
+        row.plan or "",
+        number(None if share is None else 100 * share, ".0f", " %"),
         number(row.speedup_over_eager, ".2f"),
         number(row.speedup_over_compile, ".2f"),
         error,

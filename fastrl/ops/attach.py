@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl.ops.visits import scale_
 
@@ -32,8 +31,9 @@ class _Attach(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # once_differentiable would cut the graph without a word
+            raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
         gradients, ctx.gradients = ctx.gradients, None
         inputs = ctx.saved_tensors  # raises where they were freed, or changed since
         if gradients is None:

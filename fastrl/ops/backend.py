@@ -82,7 +82,15 @@ def kernels(name: str, tensor: Tensor) -> ModuleType:
         fits = device == "cpu" if name == "cpp" else device == "cuda" or interpreted()
         if not fits:
             raise RuntimeError(f"use_backend({name!r}) cannot take tensors on {tensor.device}")
-    return _module(name or _default(device))
+    return _module(resolved(name, device))
+
+
+def resolved(name: str, device: str) -> str:
+    """The backend that `kernels` takes for a device: the named one, or for "" the fastest.
+
+    While torch.compile traces, which does not look into imports, "" is answered for "".
+    """
+    return name if name or torch.compiler.is_compiling() else _default(device)
 
 
 @cache

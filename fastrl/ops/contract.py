@@ -6,9 +6,20 @@ A backend is a module with these three functions (`fastrl.reference.rows` is the
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
     row_visit(logits, targets, mask, transform, objective, inputs) -> Visit         logits become their gradient
 
+and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
+fresh tensor that is about to be filled.
+
+It may also have `linear_statistics(hidden, weight, bias, targets, transform) -> Statistics`, of logits that it never
+stores; nothing needs it.
+
 Shapes. `logits` is (A, B, V), float32, bfloat16 or float16, any strides on the first two dimensions and stride 1 on the
 last; N = A * B rows in row-major order. Everything per row is (N,) and contiguous: `targets` int64, `mask` bool or None
 (all count), the rest float32. Where the mask is False nothing is read: statistics are 0, gradient rows are 0.
+
+Logits may be a slice of the vocabulary, with targets counted from its first column. A target outside [0, V) makes
+`row_statistics` give a NaN log-probability and leaves the other statistics as they are; `row_gradient` then finds no
+target in the row. There a NaN log-probability makes the whole row NaN, so that no invalid target trains silently. A row
+of -inf alone has maximum -inf, a row with a NaN the maximum NaN.
 """
 
 from __future__ import annotations

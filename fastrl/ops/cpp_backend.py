@@ -75,6 +75,7 @@ def _load() -> ctypes.CDLL | str:
     except (cpp_build.BackendUnavailable, cpp_formulas.TranslationError, OSError) as error:
         return str(error)
     library.fastrl_set_parallel_for.argtypes = [c_void_p]
+    library.fastrl_advise.argtypes, library.fastrl_advise.restype = [c_void_p, c_int64], None
     library.fastrl_row_statistics.argtypes = [POINTER(_Rows), c_void_p]
     library.fastrl_row_gradient.argtypes = [POINTER(_Rows), POINTER(_Gradient)]
     library.fastrl_row_visit.argtypes = [POINTER(_Rows), POINTER(_Visit)]
@@ -194,6 +195,11 @@ def row_visit(
     )  # fmt: skip
     _library().fastrl_row_visit(byref(_rows(logits, targets, mask, transform)), byref(arguments))
     return visit
+
+
+def advise(tensor: Tensor) -> None:
+    """Ask for huge pages under a fresh, contiguous tensor that is about to be filled."""
+    _library().fastrl_advise(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

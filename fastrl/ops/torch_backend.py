@@ -6,7 +6,11 @@ from torch import Tensor
 
 from fastrl.reference.rows import row_gradient, row_statistics, row_visit
 
-__all__ = ["row_gradient", "row_statistics", "row_visit", "scale_"]
+__all__ = ["advise", "row_gradient", "row_statistics", "row_visit", "scale_"]
+
+
+def advise(tensor: Tensor) -> None:
+    """Nothing: see the C++ backend."""
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

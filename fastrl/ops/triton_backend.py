@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.kernels import linear_statistics as linear_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
 from fastrl.kernels import row_visit as visit_kernel
@@ -11,7 +12,11 @@ from fastrl.kernels.scale import scale_
 from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform, Visit
 from fastrl.ops.triton_formulas import device_objective
 
-__all__ = ["row_gradient", "row_statistics", "row_visit", "scale_"]
+__all__ = ["advise", "row_gradient", "row_statistics", "row_visit", "scale_"]
+
+
+def advise(tensor: Tensor) -> None:
+    """Nothing: see the C++ backend."""
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
@@ -46,3 +51,15 @@ def row_visit(
     weights = inputs.advantages, inputs.policy_weights
     out = visit_kernel.row_visit(logits, targets, mask, *transform, function, numbers, *weights, *inputs[2:])
     return Visit(out[0], out[1], out[2:])
+
+
+def linear_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: Transform
+) -> Statistics:
+    """`row_statistics` of the logits hidden (N, H) weight (V, H)^T + bias, none of which is stored; all rows count.
+
+    Nothing uses it by default: it becomes the default only where a measurement on a GPU says that it beats the library
+    GEMM + row kernel. Its logits are float32, where a GEMM rounds them to the matrices' dtype; so log-probabilities of
+    one run that are to be compared must all come from here, or none.
+    """
+    return Statistics(*linear_kernel.linear_statistics(hidden, weight, bias, targets, *transform))

@@ -1,21 +1,125 @@
-"""torch.library operators of the forward-gradient plan: a row-local objective's loss and gradients from hidden states.
+"""The plans that form gradients in the forward, while a chunk's logits are at hand (3U in all).
 
-The gradients are outputs of the forward. The backward hands their buffers over, times the upstream scalar, which is
-read on its device; a second backward, whose buffers are gone, computes them again.
+`visit` is the loop, for any way to turn a chunk's logits into their gradient; `linear_visit` is the torch.library
+operator of a row-local objective, which does that in one kernel. The gradients are outputs of the forward. The backward
+hands their buffers over, times the upstream scalar, which is read on its device; a second backward, whose buffers are
+gone, computes them again.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl import checks
-from fastrl.ops import linear
+from fastrl.ops import forward, products
 from fastrl.ops.backend import kernels
-from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform
-from fastrl.ops.linear import Head, Needs, kernel_visit
+from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform, Visit
+from fastrl.ops.forward import Limits, Order
+from fastrl.ops.products import Head, Held, Needs
+from fastrl.ops.tiling import Tile
+
+#: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> Visit
+ChunkVisit = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], Visit]
+
+
+class Chunk(NamedTuple):
+    """Rows that are visited at once, by their places in an order; the first so many are not idle."""
+
+    start: int
+    stop: int
+    active: int
+
+
+def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
+    """Chunks of at most `size` rows of an order whose first rows are the active ones."""
+    starts = range(0, count, size)
+    return [Chunk(i, min(i + size, count), min(max(active - i, 0), size, count - i)) for i in starts]
+
+
+class _Sums:
+    """The gradients of the chunks: dH by rows, dW and db added up in float32."""
+
+    def __init__(self, head: Head, needs: Needs, backend: str) -> None:
+        self.head, self.first = head, True
+        device = head.weight.device
+        self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs.hidden else None
+        self.weight = self.bias = None
+        if needs.weight:
+            self.weight = products.empty(tuple(head.weight.shape), torch.float32, head.weight, backend)
+        if needs.bias:
+            self.bias = torch.zeros(head.weight.shape[0], dtype=torch.float32, device=device)
+
+    def add(self, where: Tensor | slice, hidden: Tensor, gradient: Tensor) -> None:
+        """A chunk's: hidden (n, H), dL/dlogits (n, V)."""
+        if self.hidden is not None:
+            products.store_product(self.hidden, where, gradient, self.head.weight)
+        if self.weight is not None:
+            products.add_outer(self.weight, gradient, hidden, self.first)
+        if self.bias is not None:
+            products.add_columns(self.bias, gradient, self.first)
+        self.first = False
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """dL/d(hidden, weight, bias)."""
+        if self.weight is not None and self.first:
+            self.weight.zero_()
+        return self.hidden, self.weight, self.bias
+
+
+@torch.no_grad()
+def visit(
+    head: Head, targets: Tensor, transform: Transform, used: Order, chunks: Sequence[Chunk], visit_chunk: ChunkVisit,
+    needs: Needs, backend: str,
+) -> tuple[Visit, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Each chunk's logits become their gradient at once; those of its idle rows enter no product."""
+    n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
+    out = Visit(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
+    sums = _Sums(head, needs, backend)
+    longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    held = Held(head, Tile(longest, vocab), used.index is not None, backend)
+    for number, chunk in enumerate(chunks):
+        where = used.rows(slice(chunk.start, chunk.stop))
+        hidden = held.hidden(where)
+        logits = held.logits(hidden, slice(0, vocab))
+        t = transform.temperatures
+        own = transform if t is None else transform._replace(temperatures=t[where].contiguous())
+        found = visit_chunk(logits[None], targets[where], own, where, number)
+        out.logprobs[where], out.entropy[where], out.terms[:, where] = found
+        if chunk.active == len(hidden):
+            sums.add(where, hidden, logits)
+        elif chunk.active:
+            sums.add(
+                used.rows(slice(chunk.start, chunk.start + chunk.active)),
+                hidden[: chunk.active],
+                logits[: chunk.active],
+            )
+    return out, sums.finish()
+
+
+def _idle(inputs: RowInputs) -> Tensor:
+    """Rows from which nothing flows back, whatever their logits: A = 0 or no policy weight, no KL, no entropy term."""
+    idle = (inputs.advantages == 0) | (inputs.policy_weights == 0)
+    for weights in (inputs.kl_weights, inputs.entropy_weights):
+        if weights is not None:
+            idle = idle & (weights == 0)
+    return idle
+
+
+def _kernel_visit(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkVisit:
+    """A ChunkVisit that runs the objective inside the backend's kernel."""
+
+    def visit_chunk(logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int) -> Visit:
+        chosen = {k: x if x is None or x.dim() == 0 else x[where].contiguous() for k, x in inputs._asdict().items()}
+        part = RowInputs(**chosen)
+        visited: Visit = kernels(backend, logits).row_visit(logits, targets, None, transform, objective, part)
+        return visited
+
+    return visit_chunk
+
 
 _RESULTS = 4  # loss, logprobs, entropy, terms; the three gradients follow
 
@@ -55,6 +159,7 @@ def linear_visit(
     softcap: float,
     backend: str,
     num_tokens: int,
+    limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss (), logprobs (N,), entropy (N,), terms (len(TERMS), N), and dL/d(hidden, weight, bias) or empty tensors.
 
@@ -65,9 +170,16 @@ def linear_visit(
     p0, p1, p2, p3 = gate_parameters
     objective = RowObjective(gate, (p0, p1, p2, p3), kl, rollout_mode, rollout_low, rollout_high, max_log_ratio)
     inputs = RowInputs(advantages, policy_weights, old, ref, rollout, kl_weights, entropy_weights, entropy_threshold)
-    found, gradients = linear.visit(
-        Head(hidden, weight, bias), targets, mask, Transform(temperature, temperatures, logit_scale, softcap),
-        kernel_visit(backend, objective, inputs), Needs(*needs), num_tokens,
+    head = Head(hidden, weight, bias)
+    used, active = forward.active_first(mask, _idle(inputs), targets.shape[0], num_tokens)
+    chunks: list[Chunk] = []
+    if used.count:
+        chunks = row_chunks(
+            used.count, active, forward.pass_tile("visit", head, used, Limits(*limits), weight=needs[1]).rows
+        )
+    found, gradients = visit(
+        head, targets, Transform(temperature, temperatures, logit_scale, softcap), used, chunks,
+        _kernel_visit(backend, objective, inputs), Needs(*needs), backend,
     )  # fmt: skip
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return found.terms[0].sum(), *found, d_hidden, d_weight, d_bias
@@ -75,7 +187,7 @@ def linear_visit(
 
 @linear_visit.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    n, needs = targets.shape[0], rest[-6]
+    n, needs = targets.shape[0], rest[-7]
     shapes = ((hidden.shape, hidden.dtype), (weight.shape, torch.float32), (weight.shape[:1], torch.float32))
     return (
         *(hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n))),
@@ -101,10 +213,10 @@ def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...
     if upstream is None:
         return (None, None, None, *nothing)
     gradients, ctx.gradients = ctx.gradients, None
-    tensors, (*numbers, needs, temperature, logit_scale, softcap, backend, num_tokens) = ctx.saved_tensors, ctx.options
+    tensors, needs, backend = ctx.saved_tensors, ctx.options[-7], ctx.options[-3]
     if gradients is None:
         with torch.no_grad():
-            again = linear_visit(*tensors, *numbers, needs, temperature, logit_scale, softcap, backend, num_tokens)
+            again = linear_visit(*tensors, *ctx.options)
         gradients = again[_RESULTS:]
     dtype = tensors[0].dtype
     found: list[Tensor | None] = []

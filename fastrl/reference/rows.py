@@ -13,7 +13,7 @@ from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform, Visit
 
 #: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.
-_BLOCK_ENTRIES = 1 << 22
+BLOCK_ENTRIES = 1 << 17
 
 
 def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> t
 def _row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
     """Views (n, V) of logits (A, B, V) with the rows that they cover, small enough to work on at once."""
     a, b, v = logits.shape
-    step = max(1, _BLOCK_ENTRIES // max(v, 1))
+    step = max(1, BLOCK_ENTRIES // max(v, 1))
     return [
         (logits[i, j : j + step], slice(i * b + j, i * b + min(j + step, b)))
         for i in range(a)
@@ -90,12 +90,13 @@ def row_gradient(
         valid = (y >= 0) & (y < vocab)
         y = y.where(valid, 0)[:, None]
         # 1 - p_y from the log-probability itself: p_y rounded to 1 would lose a confident token's gradient.
-        not_p = (-p).scatter(-1, y, -torch.expm1(logp))
+        at_target = torch.where(valid[:, None], -torch.expm1(logp), -p.gather(-1, y))
+        not_p = (-p).scatter(-1, y, at_target)
         gradient = c[rows, None] * not_p
         if h is not None:
             gradient = gradient - h[rows, None] * p * (log_p + entropy)
         gradient = gradient * slope
-        gradient = gradient.where(valid[:, None], torch.nan)
+        gradient = gradient.where(logp == logp, torch.nan)
         if mask is not None:
             gradient = gradient.where(mask[rows, None], 0.0)
         out_block.copy_(gradient)

@@ -9,20 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-GPUS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
+from machine_code import GPUS, ROOT, Code, Recorder, amd_resources, compile_kernel, disassemble
 
 
 @dataclass(frozen=True)
@@ -110,37 +101,22 @@ class Findings:
 
 def compile_case(case: Case) -> Findings:
     """Compile with the launcher's sizes and options."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from fastrl.kernels.configuration import configuration, launch_options
 
-    target = GPUTarget(*GPUS[case.gpu])
-    warp = target.warp_size
+    warp = GPUS[case.gpu][2]
     sizes = configuration(case.vocab, 4 if case.dtype == "fp32" else 2, warp)
     kernel, constants, warps = _kernel(case, sizes)
     options = launch_options(warps, case.aligned and not case.softcap, warp)
-    signature, constexprs, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in constants:
-            signature[name], constexprs[(index,)] = "constexpr", constants[name]
-        elif name.endswith("_ptr"):
-            types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
-            types |= {"tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
-            signature[name] = "*" + types.get(name, "fp32")
-            if name == "tensor_ptr":
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = parameter.annotation_type
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=target, options=options)
+    types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
+    types |= {"tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
+    code = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options).asm
     if case.gpu == "gfx942":
-        return _inspect_amdgcn(compiled.asm["amdgcn"])
-    found = _inspect_cubin(compiled.asm["cubin"], 4 if case.dtype == "fp32" else 2)
+        registers, spills, wide = amd_resources(code["amdgcn"])
+        return Findings(registers, spills, wide=wide)
+    found = _inspect_cubin(code["cubin"], 4 if case.dtype == "fp32" else 2)
     events = {"ld.global.b16": "l", "bar.sync": "b", "st.global.L1::evict_first.L2::cache_hint.v4.b32": "s"}
     found.order = "".join(
-        events.get(op, "") for op in re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", compiled.asm["ptx"])
+        events.get(op, "") for op in re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", code["ptx"])
     )
     return found
 
@@ -170,51 +146,17 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
     return row_visit_kernel, constants, sizes.visit_warps
 
 
-def _inspect_amdgcn(code: str) -> Findings:
-    keys = "vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
-    found = {key: int(n) for key, n in re.findall(rf"\.({keys}):\s*(\d+)", code)}
-    registers = found.pop("vgpr_count")
-    return Findings(registers, sum(found.values()), wide=len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", code)))
-
-
 def _inspect_cubin(cubin: bytes, itemsize: int) -> Findings:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "-sass")
-        )
-    resources = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    registers, spills, sass = disassemble(cubin)
     loops = [_loop(body, itemsize) for body in _innermost_loops(sass) if any("LDG" in text for text in body)]
-    return Findings(resources["REG"], resources["STACK"] + resources["LOCAL"], loops)
-
-
-_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([^;]+?)\s*;")
-_BRANCH = re.compile(r"^BRA\S*\s.*?(0x[0-9a-f]+)")
+    return Findings(registers, spills, loops)
 
 
 def _innermost_loops(sass: str) -> list[list[str]]:
-    """The instructions of each, in order; a block that a conditional jump inside the loop skips does not count.
-
-    Such a block handles the target's column: one iteration of a row's dozens enters it.
-    """
-    code = [(int(m[1], 16), m[2] or "", m[3]) for m in map(_LINE.match, sass.splitlines()) if m]
-    jumps = [
-        (at, int(m[1], 16), bool(guard) or "P" in text.split()[1])
-        for at, guard, text in code
-        if (m := _BRANCH.match(text))
-    ]
-    spans = sorted({(to, at) for at, to, _ in jumps if to < at})
-    inner = [s for s in spans if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
-    found = []
-    for start, end in inner:
-        skipped = [(at, to) for at, to, guarded in jumps if guarded and start <= at < to <= end]
-        found.append([text for at, _, text in code if start <= at <= end and not any(a < at < b for a, b in skipped)])
-    return found
+    """The instructions of each, in order."""
+    code = Code(sass)
+    inner = [s for s in code.loops if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in code.loops)]
+    return [[text for _, text in code.body(*span)] for span in inner]
 
 
 def _loop(body: list[str], itemsize: int) -> Loop:
@@ -236,32 +178,15 @@ def _loop(body: list[str], itemsize: int) -> Loop:
 def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime import jit
 
     from fastrl.kernels import row_gradient, row_statistics, row_visit
     from fastrl.ops import triton_backend
     from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 
-    backend = make_backend(GPUTarget(*GPUS["sm_90"]))
     keys: dict[str, list[str]] = {}
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.name = kernel.__name__
-            self.bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
-
-        def __getitem__(self, grid: Any) -> Any:
-            return self.launch
-
-        def launch(self, *args: Any, **kwargs: Any) -> None:
-            _, specialization, options = self.bind(*args, **kwargs)
-            keys.setdefault(self.name, []).append(str((specialization, options)))
-
     for module in (row_statistics, row_gradient, row_visit):
         name = module.__name__.split(".")[-1] + "_kernel"
-        setattr(module, name, Recorder(getattr(module, name)))
+        setattr(module, name, Recorder(getattr(module, name), keys))
 
     series = [  # A, B, V, rows dropped from B, temperature, scale, epsilon, coefficient
         (2, 4, 151936, 0, 1.0, 1.0, 0.2, 4.0),

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import aot
 import pytest
+from machine_code import run_program
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 
 
-def _run(*arguments: str) -> Any:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(aot.__file__)), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def fast() -> dict[str, Any]:
-    return _run(*(case.name for case in aot.fast_cases()))
+    return run_program(aot, *(case.name for case in aot.fast_cases()))
 
 
 @pytest.fixture(scope="module")
 def slow() -> dict[str, Any]:
-    return _run(*(case.name for case in aot.slow_cases()))
+    return run_program(aot, *(case.name for case in aot.slow_cases()))
 
 
 def _assert_sound(case: aot.Case, found: dict[str, Any]) -> None:
@@ -106,7 +95,7 @@ def test_a_visit_reads_its_target_before_any_warp_may_overwrite_it(fast: dict[st
 
 
 def test_lengths_temperatures_and_coefficients_compile_nothing_new() -> None:
-    keys = _run("keys")
+    keys = run_program(aot, "keys")
     assert sorted(keys) == ["row_gradient_kernel", "row_statistics_kernel", "row_visit_kernel"]
     for kernel, found in keys.items():
         assert len(found) == 5, kernel

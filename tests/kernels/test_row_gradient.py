@@ -130,7 +130,8 @@ def test_masked_idle_invalid_and_nan_rows(device: str) -> None:
     statistics = Statistics(*(s.clone() for s in statistics))
     for s in statistics:
         s[1] = torch.nan
-    targets[2] = 1001  # outside
+    targets[2] = 1001  # outside, of which row_statistics tells by a NaN log-probability
+    statistics.logprobs[2] = torch.nan
     mask = torch.tensor([True, True, True, False], device=device)
     logits[1, 1] = torch.nan  # masked: not read
     targets[3] = -100
@@ -141,6 +142,20 @@ def test_masked_idle_invalid_and_nan_rows(device: str) -> None:
         assert out[0, 1].isnan().all()
         assert out[1, 0].isnan().all()
         assert (out[1, 1] == 0).all()
+
+
+@pytest.mark.parametrize("cut", [8, 640, 1000])  # within a vector's reach of the start, in the middle, at a ragged end
+def test_slices_of_a_vocabulary_have_the_gradient_of_the_whole(cut: int, device: str) -> None:
+    """Two slices with the whole row's statistics: the target is in one, and no column takes its place in the other."""
+    logits, targets = cases.random_rows(1001, torch.float32, device)
+    c, h = _weights(device)
+    statistics = backend.row_statistics(logits, targets, None, IDENTITY)
+    whole = torch.empty_like(logits)
+    backend.row_gradient(logits, targets, None, IDENTITY, statistics, c, h, whole)
+    parts = [torch.empty_like(x) for x in (logits[..., :cut], logits[..., cut:])]
+    for out, x, first in zip(parts, (logits[..., :cut], logits[..., cut:]), (0, cut), strict=True):
+        backend.row_gradient(x.contiguous(), targets - first, None, IDENTITY, statistics, c, h, out)
+    assert torch.equal(torch.cat(parts, -1), whole)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)

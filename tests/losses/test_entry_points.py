@@ -10,7 +10,7 @@ from test_policy_loss import OBJECTIVES
 
 import fastrl
 from fastrl.batch import make_batch
-from fastrl.objective_loss import why_not_row_local
+from fastrl.locality import Given, why_not_row_local
 
 # Two float32 routes to a sum of some dozen terms of size about 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
@@ -261,7 +261,9 @@ def test_plans_follow_the_objective() -> None:
              "cu_seqlens")
         )  # fmt: skip
         inputs |= {"advantages": torch.ones(2), "old_logprobs": None if on_policy else zeros} | more
-        return why_not_row_local(objective, make_batch(torch.zeros(2, 3, dtype=torch.int64), "targets", **inputs))
+        return why_not_row_local(
+            objective, Given.of(make_batch(torch.zeros(2, 3, dtype=torch.int64), "targets", **inputs))
+        )
 
     zeros = torch.zeros(2, 3)
     for name in ("REINFORCE", "GPG", "CPI", "PPO", "PPOKL", "GRPO", "DrGRPO", "BNPO", "DAPO", "SAPO", "CISPO"):

@@ -53,9 +53,10 @@ def test_train_without_the_extra_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'fastrl[train]'" in error
 
 
-def test_plan_says_that_it_is_planned(capsys):
-    assert main(["plan", "--tokens", "5"]) == 2
-    assert "planned" in capsys.readouterr().err
+def test_plan_names_what_is_missing(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--tokens", "5"])
+    assert "the following arguments are required: --hidden, --vocab" in capsys.readouterr().err
 
 
 def test_doctor_names_versions_backends_and_compiler(capsys):

@@ -1,0 +1,175 @@
+"""Who goes from hidden states (N, H) and the output head (V, H) to a loss, and what memory each needs.
+
+The linear, memory and step suites run the same heads: here are ours, plain torch's, and the lists with the peers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastrl
+
+from . import peers, plain
+from .measure import Outcome, Run, Subject, Unavailable
+from .problems import LinearProblem, Tokens
+from .works import COMPILED, EAGER, Head, HeadLoss, compiled
+
+_GIB = 1 << 30
+
+
+class Size(NamedTuple):
+    """A problem's size, and the bytes that follow from it."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    element_size: int
+
+    @property
+    def once(self) -> int:
+        """One tensor of the logits' shape in the problem's dtype."""
+        return self.tokens * self.vocab * self.element_size
+
+    @property
+    def wide(self) -> int:
+        """The same in float32."""
+        return self.tokens * self.vocab * 4
+
+    @property
+    def gradients(self) -> int:
+        """Of hidden states and weight, in float32."""
+        return 4 * self.hidden * (self.tokens + self.vocab)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head by name."""
+
+    name: str
+    make: Callable[[Tokens], Head]  # raises Unavailable or ImportError where it cannot run
+    bytes_needed: Callable[[Size], int]  # beyond hidden states and weight, roughly
+    ours: bool = False
+
+
+def policy_candidates() -> list[Candidate]:
+    """PPO's clipped loss, off-policy."""
+    return [
+        ours(),
+        Candidate(EAGER, partial(_plain_policy, compile=False), lambda s: s.once + 5 * s.wide + s.gradients),
+        Candidate(COMPILED, partial(_plain_policy, compile=True), lambda s: s.once + 3 * s.wide + s.gradients),
+        Candidate("Liger LigerFusedLinearGRPOLoss", peers.liger_policy_head, lambda s: 2 * s.gradients + _GIB),
+        Candidate("TRL chunked head", peers.trl_policy_head, lambda s: 2 * s.gradients + _GIB),
+    ]
+
+
+def cross_entropy_candidates() -> list[Candidate]:
+    """The mean cross-entropy of the targets."""
+    return [
+        Candidate("fastrl", _cross_entropy, lambda s: 2 * s.gradients + 2 * _GIB, ours=True),
+        Candidate(EAGER, partial(_plain_cross_entropy, compile=False), lambda s: s.once + 4 * s.wide + s.gradients),
+        Candidate(COMPILED, partial(_plain_cross_entropy, compile=True), lambda s: s.once + 3 * s.wide + s.gradients),
+        Candidate("torch linear_cross_entropy", peers.torch_cross_entropy_head, lambda s: 2 * s.gradients + 2 * _GIB),
+        Candidate(
+            "Liger LigerFusedLinearCrossEntropyLoss", peers.liger_cross_entropy_head, lambda s: 2 * s.gradients + _GIB
+        ),
+        Candidate("Apple cut-cross-entropy", peers.apple_cross_entropy_head, lambda s: 2 * s.gradients),
+        Candidate(
+            "Apple torch_compile", peers.apple_compiled_cross_entropy_head, lambda s: s.once + 3 * s.wide + s.gradients
+        ),
+    ]
+
+
+def ours(memory_budget: str | None = None) -> Candidate:
+    """`fastrl.linear_policy_loss`, by its own choice of plan or within a budget."""
+    name = "fastrl" if memory_budget is None else f"fastrl, {memory_budget}"
+    return Candidate(name, partial(_policy, memory_budget), lambda s: 2 * s.gradients + 2 * _GIB, ours=True)
+
+
+def ours_from_logits() -> Candidate:
+    """The head as it stands, and `fastrl.logits_policy_loss(inplace=True)` behind it."""
+    return Candidate("fastrl, logits in place", _policy_from_logits, lambda s: s.once + s.gradients, ours=True)
+
+
+def size_of(problem: LinearProblem) -> Size:
+    """The problem's size."""
+    (tokens, width), vocab = problem.hidden.shape, problem.weight.shape[0]
+    return Size(tokens, width, vocab, problem.weight.element_size())
+
+
+def subject(problem: LinearProblem, candidate: Candidate) -> Subject:
+    """The candidate's loss and gradients on a problem's inputs."""
+    run = partial(_loss_and_gradients, problem, candidate.make)
+    return Subject(candidate.name, run, candidate.bytes_needed(size_of(problem)), candidate.ours)
+
+
+def _loss_and_gradients(problem: LinearProblem, make: Callable[[Tokens], Head]) -> Run:
+    head = make(problem.tokens)
+    hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
+
+    def call() -> Outcome:
+        found = head(hidden, weight)
+        d_hidden, d_weight = torch.autograd.grad(found.loss, (hidden, weight))
+        gradients = {"hidden": d_hidden, "weight": d_weight}
+        return Outcome(found.loss.detach(), found.logprobs, found.entropy, gradients)
+
+    return Run(call)
+
+
+def _policy(memory_budget: str | None, tokens: Tokens) -> Head:
+    targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
+    objective = fastrl.PPO(clip=plain.CLIP)
+
+    def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
+        try:
+            found = fastrl.linear_policy_loss(
+                tokens.padded(hidden), weight, targets, objective=objective, advantages=tokens.per_response,
+                old_logprobs=old, memory_budget=memory_budget,
+            )  # fmt: skip
+        except (NotImplementedError, ValueError) as error:
+            if memory_budget is None or "memory_budget" not in str(error):
+                raise
+            raise Unavailable(str(error)) from None  # no plan is that small: an answer, not a mistake
+        return HeadLoss(found.loss, found.logprobs, found.entropy)
+
+    return head
+
+
+def _policy_from_logits(tokens: Tokens) -> Head:
+    targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
+    objective = fastrl.PPO(clip=plain.CLIP)
+
+    def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
+        logits = torch.nn.functional.linear(tokens.padded(hidden), weight)
+        found = fastrl.logits_policy_loss(
+            logits, targets, objective=objective, advantages=tokens.per_response, old_logprobs=old, inplace=True
+        )
+        return HeadLoss(found.loss, found.logprobs, found.entropy)
+
+    return head
+
+
+def _plain_policy(tokens: Tokens, compile: bool) -> Head:
+    policy_loss = compiled(plain.linear_policy_loss) if compile else plain.linear_policy_loss
+
+    def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
+        loss, logprobs, entropy = policy_loss(
+            hidden, weight, tokens.targets, tokens.old, tokens.advantages, tokens.count
+        )
+        return HeadLoss(loss, logprobs.detach(), entropy)
+
+    return head
+
+
+def _cross_entropy(tokens: Tokens) -> Head:
+    return lambda hidden, weight: HeadLoss(fastrl.linear_cross_entropy(hidden, weight, tokens.targets))
+
+
+def _plain_cross_entropy(tokens: Tokens, compile: bool) -> Head:
+    cross_entropy = compiled(plain.linear_cross_entropy) if compile else plain.linear_cross_entropy
+    return lambda hidden, weight: HeadLoss(cross_entropy(hidden, weight, tokens.targets))

@@ -1,0 +1,49 @@
+"""One loss from hidden states and the head, at several token counts and within several memory budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fastrl
+
+from . import heads, plain
+from .measure import Row
+from .problems import LinearProblem
+from .works import Work
+
+BUDGETS = ("64MiB", "256MiB", "1GiB")
+_NO_BUDGET = "fastrl, no budget"
+#: Below this, fixed costs hide what grows with the tokens.
+_FEWEST_TOKENS = 256
+
+
+def token_counts(most: int) -> list[int]:
+    """An eighth, a quarter, a half and all of the tokens, rising; none below 256 but `most` itself."""
+    fewest = min(most, _FEWEST_TOKENS)
+    return sorted({max(most // part, fewest) for part in (8, 4, 2, 1)})
+
+
+def work(problem: LinearProblem) -> Work:
+    """The linear suite's loss and gradients: ours without a budget and within each, and what others do."""
+    first, *others = heads.policy_candidates()
+    candidates = [replace(first, name=_NO_BUDGET), *(heads.ours(budget) for budget in BUDGETS), *others]
+    return Work(
+        f"{problem.tokens.count} tokens",
+        "PPO's clipped loss (off-policy) and its gradients for the hidden states and the weight",
+        [heads.subject(problem, candidate) for candidate in candidates],
+        problem.loss_truth(),
+        work_flops=6 * problem.hidden.numel() * problem.weight.shape[0],
+    )
+
+
+def add_plans(rows: list[Row], problem: LinearProblem) -> None:
+    """Which plan each measured row of ours took."""
+    size = heads.size_of(problem)
+    budgets = {_NO_BUDGET: None, **{heads.ours(budget).name: budget for budget in BUDGETS}}
+    for row in rows:
+        if row.subject in budgets and row.skipped is None:
+            plans = fastrl.plan_memory(
+                size.tokens, size.hidden, size.vocab, problem.weight.dtype, budgets[row.subject],
+                objective=fastrl.PPO(clip=plain.CLIP), device=problem.weight.device.type,
+            )  # fmt: skip
+            row.plan = plans.chosen.name

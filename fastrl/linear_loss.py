@@ -1,0 +1,259 @@
+"""A policy loss from hidden states and the output head, by the plan that `memory.py` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks, memory
+from .batch import Batch
+from .locality import Given, scope
+from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit
+from .memory import ANY, BATCH, RESPONSE, TOKEN, Call, Plan
+from .objective_loss import objective_loss, row_objective
+from .objectives import Objective
+from .ops import forward
+from .ops import visits as visit_ops
+from .ops.attach import attach_gradients
+from .ops.backend import forced, kernels, resolved
+from .ops.contract import Statistics, Transform, Visit
+from .ops.forward import Order
+from .ops.products import Head, Needs
+from .ops.visits import Chunk, ChunkVisit, linear_visit
+from .token_logprobs import VocabularyArguments, counted_rows, linear_stats
+
+#: The rows of a chunk -> those tokens as a batch, their weights w, cu_seqlens, and where the rows lie in that batch
+_Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
+
+
+class _Host(NamedTuple):
+    """What the host knows of each response, after at most one synchronisation."""
+
+    counts: list[int]  # unmasked tokens
+    active: list[int]  # those from which something may flow back
+    ends: list[int]  # rows up to and with it, masked ones too
+
+
+def planned_linear_loss(
+    problem: Problem, head: Head, args: VocabularyArguments, num_tokens: int | None, budget: int | None, copied: int
+) -> PolicyLoss:
+    """The loss of a checked problem; num_tokens as the caller gave it, `copied` bytes spent already."""
+    count = _known_count(num_tokens, args)
+    if count >= 0 and args.mask is not None:
+        # Where the count cannot be looked at, a wrong one must not train silently.
+        known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
+        problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
+    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
+    depends = scope(problem.objective, Given.of(problem.batch))
+    if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
+        depends = ANY  # the other plans run Python between kernels, where torch.compile does not look
+    host = _ask(problem, args, count) if any(needs) and depends in (RESPONSE, BATCH) else None
+    rows = count if host is None else sum(host.counts)
+    call = replace(_call(problem, head, args, needs, depends, rows, host), copied=copied)
+    plan = memory.choose(call, budget)
+    if plan.name == "keep":
+        return _keep(problem, head, args, needs, plan, host, count)
+    if plan.name == "forward-gradient":
+        return _visit(problem, head, args, needs, plan, count)
+    return from_statistics(problem, *linear_stats(head, args, plan, call.slopes, rows, waits=count < 0))
+
+
+def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
+    """num_tokens, checked where that is free; -1 for None."""
+    if num_tokens is None:
+        return -1
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+        raise TypeError(f"num_tokens must be an int, got {type(num_tokens).__name__}")
+    known = args.targets.shape[0] if args.mask is None else None
+    if known is None and checks.values_are_checked(args.targets):
+        known = int(args.mask.sum()) if args.mask is not None else 0
+    if num_tokens < 0 or (known is not None and known != num_tokens):
+        raise ValueError(f"num_tokens must be the number of unmasked tokens, {known}, got {num_tokens}")
+    return num_tokens
+
+
+def _call(
+    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, depends: str, rows: int, host: _Host | None
+) -> Call:
+    """What the plan depends on; rows is -1 where their number is not known."""
+    total = args.targets.shape[0]
+    if rows < 0:
+        rows = counted_rows(args)
+    vocab, width = head.weight.shape
+    objective = problem.objective
+    reads_entropy = objective.has_entropy_term if isinstance(objective, Objective) else True
+    return Call(
+        rows=rows, hidden=width, vocab=vocab, dtype=head.weight.dtype, device=head.weight.device.type, needs=needs,
+        scope=depends, longest=max(host.counts, default=0) if host is not None else rows,
+        slopes=1 + reads_entropy, all_rows=total, backend=resolved(forced(), head.weight.device.type),
+    )  # fmt: skip
+
+
+def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | None:
+    """One synchronisation for all that the host should know; None where there may be none."""
+    if args.targets.is_cuda and count >= 0:
+        return None
+    batch, objective = problem.batch, problem.objective
+    active = batch.counts
+    if isinstance(objective, Objective) and objective.kl is None and not objective.has_entropy_term:
+        matters = (batch.advantages != 0) & (problem.weights != 0)
+        if batch.token_weights is not None:
+            matters = matters & (batch.token_weights != 0)
+        active = batch.counts.where(batch.responses.sum(matters.to(batch.counts.dtype)) > 0, 0)
+    size = batch.responses.count
+    ends = batch.responses.offsets
+    numbers = [batch.counts.double(), active.double(), *(() if ends is None else (ends[1:].double(),))]
+    found = [int(x) for x in torch.cat(numbers).tolist()]
+    length = batch.responses.length
+    rows = found[2 * size :] if ends is not None else [(i + 1) * length for i in range(size)]
+    return _Host(found[:size], found[size : 2 * size], rows)
+
+
+def _visit(
+    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
+) -> PolicyLoss:
+    """The forward-gradient plan: gradients are ready when the loss is."""
+    if not isinstance(problem.objective, Objective):
+        return _visit_by_callable(problem, head, args, needs, plan, num_tokens)
+    spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
+    transform = args.transform
+    loss, logprobs, entropy, terms, *_ = linear_visit(
+        *head, args.targets, args.mask, transform.temperatures, *inputs, spec.gate, list(spec.gate_parameters), spec.kl,
+        spec.rollout, spec.rollout_low, spec.rollout_high, spec.max_log_ratio, list(needs), transform.temperature,
+        transform.logit_scale, transform.softcap, forced(), num_tokens, plan.limits,
+    )  # fmt: skip
+    return from_visit(problem, Visit(logprobs, entropy, terms), loss, clamped=clamped)
+
+
+def _visit_by_callable(
+    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
+) -> PolicyLoss:
+    """The same plan with a row-local callable in torch between each chunk's statistics and its gradient."""
+    used = forward.order(args.mask, args.targets.shape[0], num_tokens)
+    chunks = visit_ops.row_chunks(used.count, used.count, plan.tiles["visit"].rows)
+
+    def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
+        return problem.batch.rows(where), problem.weights[where], None, slice(None)
+
+    return _visit_in_torch(problem, head, args, needs, used, chunks, part, None)
+
+
+def _keep(
+    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, host: _Host | None,
+    num_tokens: int,
+) -> PolicyLoss:  # fmt: skip
+    """The keep plan: a chunk holds the logits of whole responses until their objective is known."""
+    batch, total = problem.batch, args.targets.shape[0]
+    if host is None:  # one chunk, of all rows
+        used = forward.order(args.mask, total, num_tokens)
+        chunks, spans = [Chunk(0, used.count, used.count)], [(0, batch.responses.count)]
+        ends = [total]
+    else:
+        spans = _spans(host.counts, plan.tiles["visit"].rows)
+        chunks, start = [], 0
+        for first, last in spans:
+            stop = start + sum(host.counts[first:last])
+            chunks.append(Chunk(start, stop, sum(host.active[first:last])))
+            start = stop
+        used, ends = _order_of_responses(problem, args, host, spans), host.ends
+    dropped = torch.zeros(total, device=args.targets.device) if _drops(problem) else None
+
+    def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
+        first, last = spans[number]
+        rows = slice(ends[first - 1] if first else 0, ends[last - 1] if len(spans) > 1 else total)
+        places = slice(None) if isinstance(where, slice) else where - rows.start
+        own, offsets = batch.part(first, last, rows, problem.cu_seqlens)
+        return own, problem.weights[rows], offsets, places
+
+    return _visit_in_torch(problem, head, args, needs, used, chunks, part, dropped)
+
+
+def _drops(problem: Problem) -> bool:
+    return isinstance(problem.objective, Objective) and problem.objective.off_policy_delta is not None
+
+
+def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
+    """Runs [first, last) of responses of at most so many tokens together."""
+    spans, first, held = [], 0, 0
+    for i, count in enumerate(counts):
+        if held + count > most and i > first:
+            spans.append((first, i))
+            first, held = i, 0
+        held += count
+    return [*spans, (first, len(counts))]
+
+
+def _order_of_responses(
+    problem: Problem, args: VocabularyArguments, host: _Host, spans: list[tuple[int, int]]
+) -> Order:
+    """The unmasked rows, span by span, and within each those first whose response is not idle."""
+    count, total = sum(host.counts), args.targets.shape[0]
+    if count == total and host.active == host.counts:
+        return Order(None, total)
+    keys = [2 * number + (host.active[i] == 0) for number, span in enumerate(spans) for i in range(*span)]
+    key = problem.batch.responses.spread(torch.tensor(keys).to(args.targets.device, non_blocking=True))
+    if args.mask is not None:
+        key = key.where(args.mask, 2 * len(spans))
+    return Order(key.argsort(stable=True)[:count], count)
+
+
+def _visit_in_torch(
+    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, used: Order, chunks: list[Chunk],
+    part: _Part, dropped: Tensor | None,
+) -> PolicyLoss:  # fmt: skip
+    """A visit with the objective in torch between each chunk's statistics and its gradient."""
+    checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
+    backend = forced()
+    found: list[Visit] = []
+    visit_chunk = _torch_visit(problem, backend, part, dropped)
+
+    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        visit, gradients = visit_ops.visit(
+            Head(*inputs), args.targets, args.transform, used, chunks, visit_chunk, needs, backend,  # type: ignore[arg-type]
+        )  # fmt: skip
+        found[:] = [visit]
+        return visit.terms[0].sum(), gradients
+
+    loss = attach_gradients(run, head, backend, consume=False)
+    return from_visit(problem, found[0], loss, dropped=dropped)
+
+
+def _torch_visit(problem: Problem, backend: str, part: _Part, dropped: Tensor | None) -> ChunkVisit:
+    """A ChunkVisit that runs the objective in torch."""
+
+    def visit_chunk(logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int) -> Visit:
+        row_kernels: Any = kernels(backend, logits)
+        stats: Statistics = row_kernels.row_statistics(logits, targets, None, transform)
+        batch, weights, offsets, places = part(where, number)
+        with torch.enable_grad():
+            logp, entropy = stats.logprobs.requires_grad_(), stats.entropy.requires_grad_()
+            terms, gone = objective_loss(
+                problem.objective,
+                batch,
+                _placed(logp, places, batch),
+                _placed(entropy, places, batch),
+                weights,
+                offsets,
+            )
+            c, h = (
+                torch.autograd.grad(terms[0].sum(), (logp, entropy), allow_unused=True)
+                if terms.requires_grad
+                else (None, None)
+            )
+        if dropped is not None and gone is not None:
+            dropped[where] = gone[places]
+        stats = Statistics(*(s.detach() for s in stats))
+        c = torch.zeros_like(stats.logprobs) if c is None else c
+        row_kernels.row_gradient(logits, targets, None, transform, stats, c, h, logits)
+        return Visit(stats.logprobs, stats.entropy, terms.detach()[:, places])
+
+    return visit_chunk
+
+
+def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:
+    """Numbers of rows (n,) at their places among a batch's tokens, 0 where it is masked; differentiable."""
+    return x if isinstance(places, slice) else x.new_zeros(batch.mask.shape).index_copy(0, places, x)

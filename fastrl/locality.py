@@ -1,0 +1,65 @@
+"""Which tokens a token's coefficients depend on: itself, its response, or the whole batch. Plans are chosen by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .batch import Batch
+from .memory import BATCH, RESPONSE, TOKEN
+from .objectives import GammaWeight, GeometricMean, Objective
+
+
+class Given(NamedTuple):
+    """What a batch holds, as far as it decides that."""
+
+    old: bool = True  # old_logprobs: off-policy
+    rollout: bool = False
+    threshold: bool = False
+    uneven: bool = False  # token weights, or advantages one a token
+
+    @classmethod
+    def of(cls, batch: Batch) -> Given:
+        """A batch's."""
+        uneven = batch.token_weights is not None or not batch.per_response
+        return cls(batch.old is not None, batch.rollout is not None, batch.entropy_threshold is not None, uneven)
+
+
+def scope(objective: Objective | Callable[..., Any], given: Given) -> str:
+    """TOKEN, RESPONSE or BATCH."""
+    if why_not_row_local(objective, given) is None:
+        return TOKEN
+    whole = not isinstance(objective, Objective) or _needs_quantile(objective, given)
+    return BATCH if whole else RESPONSE
+
+
+def _needs_quantile(objective: Objective, given: Given) -> bool:
+    return objective.top_entropy_fraction is not None and not given.threshold
+
+
+def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -> str | None:
+    """Why a token's coefficients depend on other tokens here, or None where they do not."""
+    if not isinstance(objective, Objective):
+        return None if getattr(objective, "row_local", False) else "a callable that does not promise row_local"
+    correction = objective.rollout_correction
+    if objective.off_policy_delta is not None:
+        return "off_policy_delta reads a whole response"
+    if _needs_quantile(objective, given):
+        return "a top-entropy fraction without a threshold reads the whole batch"
+    if correction is not None and correction.level == "sequence" and not given.old:
+        return "a sequence-level rollout correction reads a whole response"
+    if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean | GammaWeight):
+        return None
+    if given.old:
+        return f"the {objective.ratio} ratio reads a whole response"
+    if isinstance(objective.gate, GammaWeight):
+        return None if not given.rollout else "the gamma weight reads a whole response's rollout ratios"
+    if objective.ratio == "sequence-token":
+        return None
+    if objective.ratio == "sequence-product":
+        return "a sequence product's gradient grows with its length"
+    if objective.kl is not None and objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective":
+        return "the KL term is multiplied by the response's ratio"
+    if given.uneven or correction is not None or given.threshold:
+        return "weights or advantages differ inside a response, whose tokens share one ratio"
+    return None

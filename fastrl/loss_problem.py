@@ -1,0 +1,88 @@
+"""A policy loss between its entry points and the ways to compute it: the checked problem, and the result."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .batch import Batch, make_batch
+from .objective_loss import CustomObjective, check_requirements, metrics, objective_loss, settings_of
+from .objectives import Objective
+from .ops.contract import Visit
+
+
+class PolicyLoss(NamedTuple):
+    """A loss and what a trainer logs beside it."""
+
+    loss: Tensor
+    """0-dim; call backward() on it."""
+    metrics: dict[str, Tensor]
+    """Detached float32 scalars on the inputs' device: reading one synchronises, making them does not.
+
+    policy_loss (the weighted sum of the gate's losses); kl and entropy (nats), ratio_mean, gate_mean (the effective
+    weight on grad log pi, 1 on-policy), approx_kl (k3, old to new), clip_frac, clip_frac_low, clip_frac_high: means
+    over unmasked tokens; ratio_max; ratio_clamped, masked_off_policy, tokens: counts of tokens.
+    """
+    logprobs: Tensor
+    """Detached float32, shaped like targets; 0 where masked."""
+    entropy: Tensor | None
+    """Detached float32 nats, shaped like targets; None where it was not given to `policy_loss`."""
+
+
+class Problem(NamedTuple):
+    """A checked policy loss: what to minimise over which batch, with the aggregation's weights (N,)."""
+
+    objective: Objective | CustomObjective
+    batch: Batch
+    weights: Tensor
+    cu_seqlens: Tensor | None
+
+
+def make_problem(
+    objective: Objective | CustomObjective, targets: Tensor, targets_name: str, has_entropy: bool,
+    denominator: float | Tensor | None, dtype: torch.dtype, **inputs: Any,
+) -> Problem:  # fmt: skip
+    """Check the arguments that all entry points share."""
+    settings = settings_of(objective)
+    if isinstance(denominator, Tensor):
+        if denominator.dim() != 0:
+            raise ValueError(f"denominator must be a number or 0-dim, got shape {tuple(denominator.shape)}")
+    elif denominator is not None:
+        denominator = checks.number("denominator", denominator, positive=True)
+    batch = make_batch(targets, targets_name, dtype=dtype, **inputs)
+    check_requirements(settings, batch, has_entropy)
+    weights = batch.aggregation_weights(settings, denominator).to(dtype)
+    return Problem(objective, batch, weights, inputs["cu_seqlens"])
+
+
+def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) -> PolicyLoss:
+    """The loss of differentiable log-probabilities and entropies (N,)."""
+    batch = problem.batch
+    logp = batch.flat(logprobs)
+    flat_entropy = None if entropy is None else batch.flat(entropy)
+    terms, dropped = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
+    loss = terms[0].sum()
+    if not isinstance(problem.objective, Objective):  # a callable may return what depends on nothing
+        loss = loss + torch.nan_to_num(0 * logp).sum()
+    return PolicyLoss(
+        loss,
+        metrics(terms, batch, entropy, dropped),
+        logp.detach().float().view(batch.shape),
+        None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
+    )
+
+
+def from_visit(
+    problem: Problem, found: Visit, loss: Tensor, *, clamped: Tensor | None = None, dropped: Tensor | None = None
+) -> PolicyLoss:
+    """A PolicyLoss from what a visit found."""
+    batch, terms = problem.batch, found.terms
+    if clamped is not None:
+        terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
+    return PolicyLoss(
+        loss, metrics(terms, batch, found.entropy, dropped), found.logprobs.view(batch.shape),
+        found.entropy.view(batch.shape),
+    )  # fmt: skip

@@ -1,0 +1,201 @@
+"""The backward from hidden states and the output head: c and h a row are known, and the logits are formed again.
+
+Rows whose c and h are 0 enter no matrix product. Sums over tiles are float32, and cast once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastrl.ops import products
+from fastrl.ops.backend import kernels
+from fastrl.ops.contract import Statistics, Transform
+from fastrl.ops.forward import Limits, Order, Rows, order, pass_tile
+from fastrl.ops.products import Head, Held, Needs, slices
+from fastrl.ops.tiling import Tile
+
+#: The plan that forms dL/dhidden and dL/dweight in a pass each, so that neither's float32 sums are held whole.
+TWO_PASS = "two-pass"
+
+
+@torch.no_grad()
+def gradients(
+    head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
+    h: Tensor | None, needs: Needs, backend: str, num_tokens: int, plan: str, limits: Limits,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dL/d(hidden, weight, bias) from c, h (N,), in the inputs' dtypes: the logits again, then the products."""
+    return _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens).run(plan, limits)
+
+
+class _Backward:
+    """The gradients of one call, pass by pass."""
+
+    def __init__(
+        self, head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
+        h: Tensor | None, needs: Needs, backend: str, num_tokens: int,
+    ) -> None:  # fmt: skip
+        self.head, self.transform, self.needs, self.backend = head, transform, needs, backend
+        self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
+        self.undo = None
+        c, h = self.order.of(c), self.order.of(h)  # type: ignore[assignment]
+        if head.hidden.dtype == torch.float16 and self.order.count:
+            scale = products.power_of_two_scale(c, h)
+            c, h, self.undo = c * scale, None if h is None else h * scale, 1 / scale
+        of = self.order.of
+        self.rows = Rows(of(targets), of(transform.temperatures), Statistics(*map(of, stats)), c, h)  # type: ignore[arg-type]
+        whole = self.order.index is None
+        self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
+        self.weight = self._output(head.weight, needs.weight, filled=True)
+        self.bias = self._output(head.weight[:, 0], needs.bias, filled=True)
+
+    @staticmethod
+    def _active(mask: Tensor | None, logprobs: Tensor, c: Tensor, h: Tensor | None, num_tokens: int) -> Order:
+        """Rows with something to give back; all unmasked ones where a GPU's host knows their number and may not ask.
+
+        A clip may have taken a NaN log-probability for 0, and its NaN must not be lost.
+        """
+        if num_tokens >= 0 and c.is_cuda:
+            return order(mask, c.shape[0], num_tokens)
+        active = (c != 0) | logprobs.isnan()
+        if h is not None:
+            active |= h != 0
+        return order(active if mask is None else active & mask, c.shape[0])
+
+    def _output(self, like: Tensor, needed: bool, filled: bool) -> Tensor | None:
+        if not needed:
+            return None
+        filled = filled and self.order.count > 0
+        if filled:
+            return products.empty(tuple(like.shape), like.dtype, like, self.backend)
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+    def run(self, plan: str, limits: Limits) -> tuple[Tensor | None, ...]:
+        """The passes that the plan and the needs ask for."""
+        needs_head = self.needs.weight or self.needs.bias
+        if self.order.count:
+            if self.needs.hidden and needs_head and plan != TWO_PASS:
+                self._weight_pass(pass_tile("both", self.head, self.order, limits), with_hidden=True)
+            else:
+                if self.needs.hidden:
+                    self._hidden_pass(pass_tile("hidden", self.head, self.order, limits))
+                if needs_head:
+                    self._weight_pass(pass_tile("weight", self.head, self.order, limits), with_hidden=False)
+        return self.hidden, self.weight, self.bias
+
+    def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
+        """dL/dlogits of a tile (n, v)."""
+        logits = held.logits(hidden, columns)
+        kernels(self.backend, logits).row_gradient(
+            logits[None], rows.targets - columns.start, None, self.transform._replace(temperatures=rows.temperatures),
+            rows.statistics, rows.c, rows.h, logits[None],
+        )  # fmt: skip
+        return logits
+
+    def _held(self, tile: Tile) -> Held:
+        return Held(self.head, tile, self.order.index is not None, self.backend)
+
+    def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Rows]]:
+        """(places in the order, rows, hidden states (n, H), what row functions read)."""
+        for part in slices(self.order.count, size):
+            where = self.order.rows(part)
+            yield part, where, held.hidden(where), self.rows.part(part)
+
+    def _hidden_pass(self, tile: Tile) -> None:
+        """dL/dhidden, a chunk of rows after the other, added up over slices of the vocabulary."""
+        assert self.hidden is not None
+        held, vocab = self._held(tile), self.head.weight.shape[0]
+        sums = None if tile.columns >= vocab else self._float32(tile.rows)
+        for _, where, hidden, rows in self._chunks(held, tile.rows):
+            total = None if sums is None else sums[: hidden.shape[0]]
+            for columns in slices(vocab, tile.columns):
+                gradient = self._gradient(hidden, rows, columns, held)
+                if total is None:
+                    products.store_product(self.hidden, where, gradient, self.head.weight, self.undo)
+                else:
+                    products.add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)
+            if total is not None:
+                products.store_rows(self.hidden, where, total, self.undo)
+
+    def _float32(self, rows: int) -> Tensor:
+        """Room for float32 sums (rows, H)."""
+        return torch.empty(rows, self.head.hidden.shape[1], dtype=torch.float32, device=self.head.hidden.device)
+
+    def _weight_pass(self, tile: Tile, with_hidden: bool) -> None:
+        """dL/dweight and dL/dbias, slice by slice, each written once; dL/dhidden with them, added up."""
+        count, vocab = self.order.count, self.head.weight.shape[0]
+        held = self._held(tile)
+        whole = tile.columns >= vocab
+        narrow = self.head.hidden.dtype != torch.float32
+        total = self._float32(count) if with_hidden and not whole and narrow else None
+        direct = self.undo is None and tile.rows >= count  # one product, which needs no sum
+        sums = self._float32(tile.columns) if self.needs.weight and narrow and not direct else None
+        for columns in slices(vocab, tile.columns):
+            outer = self._outer(columns, sums, direct)
+            for part, where, hidden, rows in self._chunks(held, tile.rows):
+                gradient = self._gradient(hidden, rows, columns, held)
+                outer.add(gradient, hidden)
+                if with_hidden and whole:
+                    assert self.hidden is not None
+                    products.store_product(self.hidden, where, gradient, self.head.weight, self.undo)
+                elif with_hidden:
+                    self._add_hidden(total, part, where, gradient, columns)
+            outer.finish()
+        if total is not None:
+            assert self.hidden is not None
+            products.store_rows(self.hidden, self.order.rows(slice(0, count)), total, self.undo)
+
+    def _add_hidden(
+        self, total: Tensor | None, part: slice, where: Tensor | slice, gradient: Tensor, columns: slice
+    ) -> None:
+        """Add a slice's share of dL/dhidden: to the float32 sums, or to the gradient, which is float32 itself."""
+        assert self.hidden is not None
+        weight, first = self.head.weight[columns], columns.start == 0
+        if total is not None:
+            products.add_inner(total[part], gradient, weight, first)
+        elif isinstance(where, slice):
+            products.add_inner(self.hidden[where], gradient, weight, first)
+        else:  # zeros where no row is active; no row is there twice, so that no two sums meet
+            self.hidden.index_add_(0, where, torch.mm(gradient, weight))
+
+    def _outer(self, columns: slice, sums: Tensor | None, direct: bool) -> _Outer:
+        weight = None if self.weight is None else self.weight[columns]
+        bias = None if self.bias is None else self.bias[columns]
+        return _Outer(
+            weight, bias, sums if weight is None or sums is None else sums[: weight.shape[0]], direct, self.undo
+        )
+
+
+class _Outer:
+    """A slice of dL/dweight (v, H) and dL/dbias (v,), added up over chunks of rows in float32, written once.
+
+    `sums` (v, H) is needed where the weight is not float32 itself, and there are several chunks or a scale to undo.
+    """
+
+    def __init__(
+        self, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None, direct: bool, undo: Tensor | None
+    ) -> None:
+        self.weight, self.bias, self.undo, self.direct = weight, bias, undo, direct
+        self.first = True
+        self.sum = weight if sums is None else sums
+        self.bias_sum = bias
+        if bias is not None and bias.dtype != torch.float32:
+            self.bias_sum = torch.empty_like(bias, dtype=torch.float32)
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """A chunk's share: gradient (n, v), hidden (n, H)."""
+        if self.weight is not None and self.direct:
+            torch.mm(gradient.t(), hidden, out=self.weight)
+        elif self.sum is not None:
+            products.add_outer(self.sum, gradient, hidden, self.first)
+        if self.bias_sum is not None:
+            products.add_columns(self.bias_sum, gradient, self.first)
+        self.first = False
+
+    def finish(self) -> None:
+        """Cast the sums."""
+        for out, total in ((self.weight, self.sum), (self.bias, self.bias_sum)):
+            if out is not None and total is not None and total is not out:
+                out.copy_(total if self.undo is None else total.mul_(self.undo))

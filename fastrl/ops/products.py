@@ -1,0 +1,166 @@
+"""Matrix products around a tile of logits: the tile itself, and its gradient's two, added up in float32."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.ops.backend import kernels
+from fastrl.ops.tiling import PIECE_BYTES, Sizes, Tile
+
+
+class Head(NamedTuple):
+    """Hidden states and the output head: hidden (N, H), weight (V, H), bias (V,) or None, of one dtype."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def sizes(self, rows: int, weight: bool = True) -> Sizes:
+        """What tiles are chosen by, for so many rows that count; whether the weight has a gradient."""
+        vocab, width = self.weight.shape
+        half = self.weight.dtype == torch.float16
+        return Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
+    """Uninitialised memory on the device of `like` that is about to be filled from end to end."""
+    tensor = torch.empty(shape, dtype=dtype, device=like.device)
+    kernels(backend, tensor).advise(tensor)
+    return tensor
+
+
+class Held:
+    """Memory for a chunk's hidden states and a tile of its logits, used again for the next."""
+
+    def __init__(self, head: Head, tile: Tile, gathers: bool, backend: str) -> None:
+        weight = head.weight
+        self.head = head
+        self._logits = empty((tile.rows * tile.columns,), weight.dtype, weight, backend)
+        self._rows = empty((tile.rows, weight.shape[1]), weight.dtype, weight, backend) if gathers else None
+
+    def hidden(self, where: Tensor | slice) -> Tensor:
+        """Hidden states (n, H) of these rows, together."""
+        if isinstance(where, slice):
+            return self.head.hidden[where]
+        assert self._rows is not None
+        return torch.index_select(self.head.hidden, 0, where, out=self._rows[: where.shape[0]])
+
+    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """hidden (n, H) times the head's columns: (n, v)."""
+        weight, bias = self.head.weight[columns], self.head.bias
+        out = self._logits[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], weight.shape[0])
+        if bias is None:
+            return torch.mm(hidden, weight.t(), out=out)
+        return torch.addmm(bias[columns], hidden, weight.t(), out=out)
+
+
+def slices(total: int, step: int) -> Iterator[slice]:
+    """[0, total) in steps."""
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
+    """total (v, H) float32 += gradient (n, v)^T hidden (n, H); the first time it is written without being read."""
+    if not gradient.is_cuda and gradient.dtype == torch.float16:
+        # The result could overflow float16, and the CPU has no product from float16 to float32.
+        step = max(1, PIECE_BYTES // (4 * max(gradient.shape[0], hidden.shape[1])))
+        for part in slices(total.shape[0], step):
+            wide = gradient[:, part].float().t()
+            for rows in slices(hidden.shape[0], max(1, PIECE_BYTES // (4 * hidden.shape[1]))):
+                total[part].addmm_(wide[:, rows], hidden[rows].float(), beta=0 if first and rows.start == 0 else 1)
+    else:
+        _add_product(total, gradient.t(), hidden, first)
+
+
+def add_inner(total: Tensor, gradient: Tensor, weight: Tensor, first: bool) -> None:
+    """total (n, H) float32 += gradient (n, v) weight (v, H); the first time it is written without being read."""
+    _add_product(total, gradient, weight, first)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total (m, k) float32 = (0 if first else total) + a (m, n) b (n, k), whatever the factors' dtype."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b, beta=0 if first else 1)
+    elif a.is_cuda and _accumulates_float32(a.dtype, a.device):
+        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
+    else:
+        # The library may copy its first factor, and adding the product makes a float32 copy of it.
+        step = PIECE_BYTES // max(a.element_size() * a.shape[1], (a.element_size() + 4) * b.shape[1])
+        for part in slices(a.shape[0], max(1, step)):
+            product = torch.mm(a[part], b)
+            if first:
+                total[part] = product
+            else:
+                total[part] += product
+
+
+def add_columns(total: Tensor, gradient: Tensor, first: bool) -> None:
+    """total (v,) float32 += the sum of gradient (n, v) over its rows."""
+    if first:
+        total.zero_()
+    # A reduction to another dtype copies its operand on the CPU.
+    step = gradient.shape[1] if gradient.is_cuda else max(1, PIECE_BYTES // (4 * max(gradient.shape[0], 1)))
+    for part in slices(gradient.shape[1], step):
+        total[part] += gradient[:, part].sum(0, dtype=torch.float32)
+
+
+def store_product(
+    out: Tensor, where: Tensor | slice, gradient: Tensor, weight: Tensor, factor: Tensor | None = None
+) -> None:
+    """out[where] = factor * gradient (n, V) weight (V, H), in out's dtype."""
+    if isinstance(where, slice) and factor is None:
+        torch.mm(gradient, weight, out=out[where])
+    else:
+        store_rows(out, where, torch.mm(gradient, weight), factor)
+
+
+def store_rows(out: Tensor, index: Tensor | slice, rows: Tensor, factor: Tensor | None) -> None:
+    """out[index] = factor * rows (n, H), in out's dtype; a factor is applied in float32."""
+    if factor is None and rows.dtype == out.dtype:
+        out[index] = rows
+        return
+    for part in slices(rows.shape[0], max(1, PIECE_BYTES // (12 * rows.shape[1]))):
+        piece = rows[part].float() if factor is None else rows[part].float() * factor
+        if isinstance(index, slice):
+            out[index][part] = piece
+        else:
+            out[index[part]] = piece.to(out.dtype)
+
+
+@cache
+def _accumulates_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the GPU's library adds a product of this dtype to a float32 matrix; tried once, on a small one."""
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except RuntimeError as error:
+        warnings.warn(
+            f"fastrl adds up the head's gradient in two passes, which is slower: torch {torch.__version__} cannot add a"
+            f" {dtype} product to a float32 matrix ({str(error).splitlines()[0]})",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def power_of_two_scale(*magnitudes: Tensor | None) -> Tensor:
+    """2^-floor(log2 of the largest magnitude), 0-dim float32, on the device: brings the largest into [1, 2)."""
+    largest = torch.stack([m.abs().amax() for m in magnitudes if m is not None and m.numel()]).amax()
+    exponent = torch.floor(torch.log2(largest)).clamp(-100, 100)
+    return torch.where((largest > 0) & largest.isfinite(), torch.exp2(-exponent), torch.ones_like(largest))

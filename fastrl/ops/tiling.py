@@ -1,0 +1,169 @@
+"""Which piece of the logits is held at once: tiles of rows x vocabulary entries, and what a pass over them costs.
+
+A pass forms every tile of the logits once, with one matrix product, and does something with it:
+
+    statistics   the rows' maxima and sums
+    visit        statistics, objective and both gradients: whole rows only
+    frozen       statistics and d logp / d hidden (and d entropy / d hidden): whole rows only
+    hidden       dL/dhidden, a chunk of rows after the other
+    weight       dL/dweight and dL/dbias, a slice of the vocabulary after the other
+    both         the two at once, in the order of `weight`
+
+Bytes are those of the tensors that the pass allocates, to some per mille. Costs are floating-point operations: those of
+the matrix products, and others in whose time the operands could be read, and a tile's calls made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+#: Most bytes of a tile. A CPU gains nothing from more; a GPU's float32 dW traffic shrinks with longer chunks.
+TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
+#: The same where the vocabulary may be cut: on a CPU a tile that stays in the last cache gains 2 to 7 %.
+SLICED_BYTES = {"cpu": 16 << 20}
+#: Products that are cast or added up elsewhere are formed in pieces of so many bytes.
+PIECE_BYTES = 2 << 20
+#: Floating-point operations in the time of moving one byte, and of one tile's calls: two cores of a Xeon at 400 GFLOP/s
+#: and 20 GB/s; an H200 at 790 TFLOP/s and 4.3 TB/s.
+_A_BYTE = {"cpu": 20.0, "cuda": 184.0}
+_A_TILE = {"cpu": 2e7, "cuda": 4e10}
+#: A fresh tile's bytes cost a CPU as much as moving them so many times: page faults, zeroing, the first write.
+#: Measured at 2048 x 64 x 32768: 13 ms more for a tile of 128 MiB than for one of 51.
+_FRESH = 3
+#: The smallest tile: below it a pass would take longer than anyone waits.
+_LEAST_ROWS, _LEAST_COLUMNS = 64, 128
+#: float64 numbers a row with which the statistics of vocabulary slices are put together
+_COMBINED_BYTES = 12 * 8
+
+
+class Sizes(NamedTuple):
+    """A linear loss: N rows that count (or a bound), H, V, bytes an element, where, whether it is float16."""
+
+    rows: int
+    hidden: int
+    vocab: int
+    itemsize: int
+    device: str
+    half: bool
+    weight: bool = True  # whether the weight's gradient is formed
+
+    @property
+    def narrow(self) -> bool:
+        """Whether sums of products want a wider type than the operands have."""
+        return self.itemsize < 4
+
+
+class Tile(NamedTuple):
+    """So many rows x vocabulary entries of logits."""
+
+    rows: int
+    columns: int
+
+
+def pass_bytes(kind: str, sizes: Sizes, tile: Tile, vectors: int = 1) -> int:
+    """Temporary memory of a pass, without what is held a row; `vectors`: those that "frozen" forms a row."""
+    n, v = tile
+    rows, width, vocab, itemsize, _, half, _ = sizes
+    # The tile, and its rows' hidden states copied together.
+    total = n * (v + width) * itemsize
+    whole = v == vocab
+    if kind == "statistics":
+        return total + (0 if whole else n * _COMBINED_BYTES)
+    if kind == "frozen":
+        return total + (vectors - 1) * n * v * itemsize + n * width * itemsize
+    if sizes.narrow:
+        total += (2 if half else 1) * PIECE_BYTES
+    if kind in ("visit", "hidden", "both"):
+        if whole:
+            total += n * width * itemsize
+        elif kind == "both" and sizes.narrow:
+            total += rows * width * 4
+        else:
+            total += n * width * 4
+    if kind == "visit" and sizes.narrow and sizes.weight:
+        total += vocab * width * 4
+    if kind in ("weight", "both") and sizes.narrow and (n < rows or half):
+        total += v * width * 4
+    return total
+
+
+def pass_units(kind: str, vectors: int = 1, needs_hidden: bool = True, needs_weight: bool = True) -> int:
+    """Matrix products over all of N x H x V in a pass."""
+    if kind == "statistics":
+        return 1
+    if kind == "frozen":
+        return 1 + vectors
+    return 1 + (kind != "weight" and needs_hidden) + (kind != "hidden" and needs_weight)
+
+
+def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
+    """What the pass costs, in floating-point operations and what takes as long."""
+    rows, width, vocab, itemsize, device, *_ = sizes
+    chunks, slices = -(-rows // tile.rows), -(-vocab // tile.columns)
+    # Each product reads W once a chunk and the hidden states once a slice.
+    moved = units * (chunks * vocab + slices * rows) * width * itemsize
+    # Sums over several tiles are read and written again.
+    if kind in ("visit", "weight", "both") and chunks > 1 and sizes.weight:
+        moved += 8 * chunks * vocab * width
+    if kind in ("hidden", "both") and slices > 1:
+        moved += 8 * slices * rows * width
+    if device == "cpu":
+        moved += _FRESH * tile.rows * tile.columns * itemsize
+    flops = 2.0 * units * rows * width * vocab
+    if kind == "statistics" and slices > 1:
+        # Putting slices together takes a dozen small calls; and whole rows share their path with the other plans.
+        flops *= 1.05
+    return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
+
+
+def _parts(total: int, least: int) -> Iterator[int]:
+    """Lengths worth a look, falling: all of it, and ever smaller equal parts, down to the least."""
+    parts = 1
+    while (length := -(-total // parts)) > least:
+        yield length
+        parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the one before
+    yield min(total, least)
+
+
+def _candidates(kind: str, sizes: Sizes, cap: int, vectors: int, least_rows: int) -> Iterator[Tile]:
+    """Tiles worth a look, of `cap` bytes at most but for the smallest ones.
+
+    The room is no matter here: so the cheapest of those that fit costs no more in more.
+    """
+    vocab = sizes.vocab
+    whole_rows = kind in ("visit", "frozen")
+    least_rows = least_rows or (1 if whole_rows else _LEAST_ROWS)
+    if kind == "frozen":
+        cap //= vectors  # there are as many tiles
+    elif not whole_rows and kind != "statistics":
+        cap = min(cap, SLICED_BYTES.get(sizes.device, cap))
+    for n in _parts(max(sizes.rows, 1), least_rows):
+        for width in (vocab,) if whole_rows else _parts(vocab, _LEAST_COLUMNS):
+            # Slices of whole cache lines and vectors.
+            columns = width if width == vocab else min(-(-width // 64) * 64, vocab - 1)
+            smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
+            if smallest or n * columns * sizes.itemsize <= cap:
+                yield Tile(n, columns)
+
+
+@lru_cache(maxsize=1024)
+def fit(kind: str, sizes: Sizes, room: int, cap: int, units: int, vectors: int = 1, least_rows: int = 0) -> Tile | None:
+    """The cheapest tile of about `cap` bytes at most whose pass takes at most `room`; None if none does.
+
+    `units` are the matrix products, `vectors` those that "frozen" forms a row; `least_rows` may not be parted.
+    """
+    best, least = None, 0.0
+    for tile in _candidates(kind, sizes, cap, vectors, least_rows):
+        if pass_bytes(kind, sizes, tile, vectors) <= room:
+            cost = pass_cost(kind, sizes, tile, units)
+            if best is None or cost < least:  # torch.compile follows no min with a key
+                best, least = tile, cost
+    return best
+
+
+def least_bytes(kind: str, sizes: Sizes, cap: int, vectors: int = 1, least_rows: int = 0) -> int:
+    """The least room in which `fit` finds a tile."""
+    tiles = _candidates(kind, sizes, cap, vectors, least_rows)
+    return min(pass_bytes(kind, sizes, tile, vectors) for tile in tiles)

@@ -1,0 +1,109 @@
+"""Combine splits: the statistics of a row from those of the splits of its vocabulary, in the order of the splits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import on_device
+from fastrl.kernels.device_functions import LOG2E, LOWEST, finish, fold, load_target, scales
+
+ROWS = 32  # that a program takes: 128 bytes of each split
+SPLITS = 32  # in a step
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit(
+    do_not_specialize=["rows", "vocab", "splits"],
+    do_not_specialize_on_alignment=["partials_ptr", "target_logits_ptr", "targets_ptr", "temperatures_ptr", "out_ptr"],
+)
+def combine_splits_kernel(
+    partials_ptr,  # (3, S, N) float32
+    target_logits_ptr,  # (N,) float32
+    targets_ptr,  # (N,) int64
+    temperatures_ptr,  # (N,) float32, or None
+    out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
+    rows: tl.int32,  # N
+    vocab: tl.int32,  # V
+    splits: tl.int32,  # S
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Program (row block,)."""
+    # Load: the rows' scalars; rows beyond the last are the last again.
+    first_row = tl.program_id(0) * ROWS
+    row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)
+    outer, _, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    outer = tl.zeros([ROWS], tl.float32) + outer
+    outer2 = outer * LOG2E
+    valid = load_target(targets_ptr + row, vocab) >= 0
+    at_target = tl.load(target_logits_ptr + row, mask=valid, other=-float("inf"))
+
+    # Loop: the splits, SPLITS at a time, each step's fold folded with what came before.
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    w = tl.zeros([ROWS], tl.float32)
+    size = splits.to(tl.int64) * rows
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        pointers = partials_ptr + split.to(tl.int64)[:, None] * rows + row[None, :]
+        mask = (split < splits)[:, None]
+        m_1, s_1, w_1 = fold(
+            tl.load(pointers, mask=mask, other=LOWEST),
+            tl.load(pointers + size, mask=mask, other=0.0),
+            tl.load(pointers + 2 * size, mask=mask, other=0.0),
+            outer2[None, :],
+            0,
+        )
+        m, s, w = fold(tl.join(m, m_1), tl.join(s, s_1), tl.join(w, w_1), outer2[:, None], 1)
+
+    # Epilogue.
+    logprob, entropy, maximum, log_sum = finish(m, s, w, at_target, valid, outer)
+
+    # Store.
+    row = first_row + tl.arange(0, ROWS)
+    out_ptr += row
+    tl.store(out_ptr, logprob, mask=row < rows)
+    tl.store(out_ptr + rows.to(tl.int64), entropy, mask=row < rows)
+    tl.store(out_ptr + 2 * rows.to(tl.int64), maximum, mask=row < rows)
+    tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum, mask=row < rows)
+
+
+def combine_splits(
+    partials: Tensor,  # (3, S, N) float32
+    target_logits: Tensor,  # (N,) float32
+    targets: Tensor,  # (N,) int64
+    vocab: int,
+    temperature: float,
+    temperatures: Tensor | None,  # (N,) float32
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """Logprobs, entropy, maximum and log_sum of the N rows, (4, N) float32; the kernel says what it reads."""
+    _, splits, rows = partials.shape
+    out = torch.empty(4, rows, dtype=torch.float32, device=partials.device)
+    with on_device(partials):
+        combine_splits_kernel[(triton.cdiv(rows, ROWS),)](
+            partials,
+            target_logits,
+            targets,
+            temperatures,
+            out,
+            rows,
+            vocab,
+            splits,
+            float(temperature),
+            float(logit_scale),
+            float(softcap),
+            SOFTCAP=softcap != 0,
+            ROWS=ROWS,
+            SPLITS=SPLITS,
+            **OPTIONS,
+        )
+    return out

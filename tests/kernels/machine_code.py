@@ -1,0 +1,127 @@
+"""What `aot` and `linear_aot` share: compilation for a GPU that is not there, and reading the machine code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+def run_program(program: ModuleType, *arguments: str) -> Any:
+    """What `aot` or `linear_aot` writes when it is run as a program, which does not see TRITON_INTERPRET."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(program.__file__), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def compile_kernel(
+    kernel: Any, gpu: str, constants: dict[str, Any], types: dict[str, str], aligned: set[str], options: dict[str, Any]
+) -> Any:
+    """The compiled kernel; `types` are those of its tensors, float32 unless said otherwise.
+
+    `aligned` names the tensors whose addresses are multiples of 16 bytes.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constexprs, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name], constexprs[(index,)] = "constexpr", constants[name]
+        elif name in types or name.endswith("_ptr"):
+            kind = types.get(name, "fp32")
+            signature[name] = kind if kind.startswith("tensordesc") else "*" + kind
+            if name in aligned:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = parameter.annotation_type
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=GPUTarget(*GPUS[gpu]), options=options)
+
+
+def amd_resources(code: str) -> tuple[int, int, int]:
+    """Registers, spilled registers and bytes of scratch, and 16-byte loads."""
+    keys = "vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
+    found = {key: int(n) for key, n in re.findall(rf"\.({keys}):\s*(\d+)", code)}
+    registers = found.pop("vgpr_count")
+    return registers, sum(found.values()), len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", code))
+
+
+def disassemble(cubin: bytes) -> tuple[int, int, str]:
+    """Registers, bytes of stack and local memory, and SASS."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    resources = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return resources["REG"], resources["STACK"] + resources["LOCAL"], sass
+
+
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([^;]+?)\s*;")
+_BRANCH = re.compile(r"^BRA\S*\s.*?(0x[0-9a-f]+)")
+
+
+class Code:
+    """Instructions of SASS, and the address ranges of their loops."""
+
+    def __init__(self, sass: str) -> None:
+        self.lines = [(int(m[1], 16), m[2] or "", m[3]) for m in map(_LINE.match, sass.splitlines()) if m]
+        self.jumps = [
+            (at, int(m[1], 16), bool(guard) or "P" in text.split()[1])
+            for at, guard, text in self.lines
+            if (m := _BRANCH.match(text))
+        ]
+        self.loops = sorted({(to, at) for at, to, _ in self.jumps if to < at})
+
+    def body(self, start: int, end: int) -> list[tuple[int, str]]:
+        """(address, instruction) from start to end; a block that a conditional jump in there skips does not count.
+
+        Such a block handles the target's column: one iteration of a row's dozens enters it.
+        """
+        skipped = [(at, to) for at, to, guarded in self.jumps if guarded and start <= at < to <= end]
+        found = [(at, text) for at, _, text in self.lines if start <= at <= end]
+        return [(at, text) for at, text in found if not any(a < at < b for a, b in skipped)]
+
+
+class Recorder:
+    """Stands in for a kernel: instead of a launch, what it would compile goes to keys[kernel]."""
+
+    def __init__(self, kernel: Any, keys: dict[str, list[str]]) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime import jit
+
+        backend = make_backend(GPUTarget(*GPUS["sm_90"]))
+        self.bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.keys = keys.setdefault(kernel.__name__, [])
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        _, specialization, options = self.bind(*args, **kwargs)
+        self.keys.append(str((specialization, options)))

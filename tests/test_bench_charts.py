@@ -1,0 +1,97 @@
+"""The charts of `fastrl bench`, drawn from rows that were never measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastrl.bench import charts
+from fastrl.bench.measure import Row, finish
+from fastrl.bench.report import as_markdown
+from fastrl.bench.works import EAGER, Section
+
+HEADER = {
+    "command": "fastrl bench",
+    "date": "2026-01-01",
+    "commit": None,
+    "machine": {"cpu": "a processor", "cpu_cores": 2, "torch_threads": 2, "memory_gib": 4.0},
+    "versions": {"fastrl": "0", "torch": "0"},
+    "backends": {},
+}
+
+
+def _row() -> Row:
+    return Row("linear", {"N": 1, "H": 1, "V": 1}, "float32", "a work", "a subject")
+
+
+def _measured(subject: str, milliseconds: float, **fields: Any) -> Row:
+    given = {"suite": "linear", "shape": {"N": 1, "H": 1, "V": 1}, "dtype": "float32", "work": "a work"} | fields
+    return Row(**given, subject=subject, milliseconds_median=milliseconds)
+
+
+def _texts(section: Section) -> str:
+    found = charts.figure(HEADER, section)
+    found.canvas.draw()
+    axes = [text for panel in found.axes for text in (*panel.texts, panel.title, *panel.get_yticklabels())]
+    axes += [panel._right_title for panel in found.axes]  # type: ignore[attr-defined]
+    return "\n".join(text.get_text() for text in (*found.texts, *axes))
+
+
+def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
+    rows = [
+        _measured("the bare products", 50.0, is_limit=True),
+        _measured("fastrl", 60.0, ours=True),
+        _measured(EAGER, 240.0),
+        replace(_row(), work="a work", subject="a peer", skipped="its Triton kernels need a GPU"),
+        replace(_row(), work="another work", subject="a peer", skipped="its Triton kernels need a GPU"),
+    ]
+    finish(rows[:3], 0.05, EAGER, "torch.compile")
+    section = Section("linear", {"N": 1, "H": 1, "V": 1}, {}, {"a work": "this", "another work": "that"}, rows)
+    found = charts.figure(HEADER, section)
+    (panel,) = found.axes  # nobody did the other work
+    assert [bar.get_width() for bar in panel.patches] == [60.0, 240.0]
+    assert panel.patches[0].get_facecolor() != panel.patches[1].get_facecolor()
+    (limit,) = panel.lines
+    assert list(limit.get_xdata()) == pytest.approx([50.0, 50.0])
+    text = _texts(section)
+    for expected in (
+        "60 ms  (4 × eager)",
+        "240 ms",
+        "limit: the bare matrix products, 50 ms",
+        "a processor, 2 threads",
+    ):
+        assert expected in text
+    assert text.count("a peer: skipped, its Triton kernels need a GPU") == 1
+
+
+def test_lines_show_memory_and_time_against_tokens() -> None:
+    rows = []
+    for tokens in (256, 512):
+        shape = {"N": tokens, "H": 1, "V": 1}
+        same = {"suite": "memory", "shape": shape, "work": f"{tokens} tokens"}
+        rows.append(_measured("fastrl, no budget", 1.0, ours=True, peak_temporary_bytes=0, **same))
+        rows.append(_measured(EAGER, 2.0, peak_temporary_bytes=tokens << 20, **same))
+        rows.append(replace(_measured("a peer", 0.0, **same), milliseconds_median=None, skipped=f"{tokens} are many"))
+    works = {row.work: "this" for row in rows}
+    section = Section("memory", {"N": 512, "H": 1, "V": 1}, {}, works, rows)
+    found = charts.figure(HEADER, section)
+    memory, time = found.axes
+    assert [(panel.get_xscale(), panel.get_yscale()) for panel in found.axes] == [("log", "log")] * 2
+    assert (memory.get_xlabel(), memory.get_ylabel(), time.get_ylabel()) == ("tokens", "MiB", "ms, median")
+    lines = {str(line.get_label()): line for line in memory.lines}
+    assert set(lines) == {"fastrl, no budget", EAGER}
+    assert list(lines[EAGER].get_xdata()) == [256, 512] and list(lines[EAGER].get_ydata()) == [256, 512]
+    assert all(y > 0 for y in lines["fastrl, no budget"].get_ydata())  # a logarithm has no place for 0
+    assert "a peer at 256, 512 tokens: skipped, 512 are many" in _texts(section)
+
+
+def test_a_section_without_numbers_is_still_drawn_and_written(tmp_path: Path) -> None:
+    for suite in ("linear", "memory"):
+        row = replace(_row(), suite=suite, skipped="nobody could")
+        section = Section(suite, row.shape, {}, {"a work": "this"}, [row])
+        assert charts.draw(HEADER, section, tmp_path).stat().st_size > 1000
+        header = {**HEADER, "versions": {**HEADER["versions"], "cuda": None}}  # type: ignore[dict-item]
+        assert "- a subject: skipped, nobody could" in as_markdown(header, [section])

@@ -1,0 +1,153 @@
+"""A budget of bytes is kept: the high-water mark of a process that does nothing else, plan by plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastrl
+
+MIB = 2**20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads and resets a process' peak in /proc")
+
+# N, H, V: a tile's rows and columns both cut (tokens above all; the vocabulary above all), and a wide hidden state.
+SHAPES = [(4096, 256, 8192), (1024, 64, 65536), (512, 1024, 16384)]
+#: Tokens alone: what is held a row decides, and tiles are next to nothing.
+MANY_ROWS = (200_000, 2, 16)
+#: What of a measurement is not temporary tensors: a huge page at either end of the tile, and what malloc keeps.
+GRANULARITY = 3 * MIB
+CASES = [
+    # plan, objective, which inputs have a gradient
+    ("forward-gradient", "GRPO", "hw"), ("recompute", "GRPO", "hw"), ("two-pass", "GRPO", "hw"), ("keep", "GSPO", "hw"),
+    ("recompute", "GSPO", "h"), ("frozen-head", "GSPO", "h"), ("recompute", "logprobs", "hw"),
+    ("frozen-head", "logprobs", "h"), ("forward", "logprobs", ""), ("forward", "GSPO", ""),
+    (None, "DeepSeekV32", "hwb"),
+]  # fmt: skip
+
+
+def measure(
+    dtype: str, backend: str, shapes: list[Any], budgets: list[int], masks: Sequence[bool] = (False, True)
+) -> list[dict[str, Any]]:
+    """Runs of tests/budget_child.py in one process: MiB asked for, planned and used."""
+    cases = [
+        {"plan": plan, "objective": objective, "needs": needs, "shape": shape, "budget": budget * MIB, "masked": masked}
+        for shape in shapes for budget in budgets for plan, objective, needs in CASES for masked in masks
+    ]  # fmt: skip
+    # Buffers come from the system and go back to it, so that a peak is not hidden by what an earlier one left.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("budget_child.py"), dtype, backend],
+        input=json.dumps(cases), capture_output=True, text=True, check=False, env=os.environ | settings,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return [case | result for case, result in zip(cases, found, strict=True)]
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    wrong = []
+    for case in found:
+        name = f"{case['plan']} {case['objective']} {case['shape']} {'masked ' if case['masked'] else ''}"
+        if "refused" in case:  # then the smallest possible budget is indeed above the given one
+            if case["smallest"] <= case["budget"]:
+                wrong.append(f"{name}: refused {case['budget']}, names {case['smallest']}")
+            continue
+        allowed = case["budget"] + case["workspace"] + GRANULARITY
+        if case["used"] > allowed or case["planned"] > case["budget"]:
+            mib = {k: round(case[k] / MIB, 1) for k in ("budget", "planned", "used", "workspace")}
+            wrong.append(f"{name}: {mib}")
+    assert not wrong, "\n".join(wrong)
+    assert sum("refused" not in case for case in found) > len(found) // 2
+
+
+@linux
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_budgets_are_kept(dtype: str) -> None:
+    check(measure(dtype, "cpp", SHAPES[:1], [16], masks=[True]))
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("float32", "cpp"), ("bfloat16", "cpp"), ("float16", "cpp"), ("float32", "torch")]
+)
+def test_budgets_are_kept_on_the_grid(dtype: str, backend: str) -> None:
+    check(measure(dtype, backend, SHAPES, [16, 256], masks=[True]))
+    check(measure(dtype, backend, SHAPES[:1], [64]))
+
+
+@linux
+def test_budgets_are_kept_where_rows_decide() -> None:
+    """Each plan within 20 MiB of the least that it takes: 300 bytes a row are 57 MiB here."""
+    check(measure("float32", "cpp", [MANY_ROWS], [40, 60, 80], masks=[True]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("plan", "objective", "needs"), CASES, ids=str)
+def test_budgets_are_kept_on_a_gpu(plan: str | None, objective: str, needs: str, dtype: torch.dtype) -> None:
+    from budget_child import Case, refusal, run
+
+    workspace = 32 * MIB  # cuBLAS' own, on Hopper, which torch's allocator counts
+    for shape in [(8192, 1024, 32768), (2048, 512, 151936), (32768, 256, 16384)]:
+        for budget in (16, 128, 1024, 8192):
+            case = Case(plan, objective, needs, shape, budget * MIB, True, dtype, "cuda")
+            call = case.prepare()
+            words = refusal(call)
+            if words is not None:
+                assert "the smallest possible is" in words or "cannot be followed" in words
+                continue
+            case.clear()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = run(call)
+            torch.cuda.synchronize()
+            used = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            del held
+            assert used <= budget * MIB + workspace + GRANULARITY, (shape, budget, used / MIB)
+
+
+@linux
+@pytest.mark.slow
+def test_a_step_of_32768_tokens_times_151936_entries_within_256_mib() -> None:
+    """Whole logits would be 18.6 GiB in float32, several times over; H = 64 keeps it to minutes on two cores."""
+    (found,) = _alone("float32", {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (32768, 64, 151936)})
+    assert found["used"] <= 256 * MIB + found["workspace"] + GRANULARITY, found
+    assert found["planned"] <= 256 * MIB
+
+
+def _alone(dtype: str, case: dict[str, Any]) -> list[dict[str, Any]]:
+    cases = json.dumps([{**case, "budget": 256 * MIB, "masked": False, "train": True}])
+    child = Path(__file__).with_name("budget_child.py")
+    done = subprocess.run(
+        [sys.executable, child, dtype, "cpp"], input=cases, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_copies_of_inputs_count() -> None:
+    """Hidden states that are shifted by a slice, or cast by autocast, are copied first; the budget pays for that."""
+    hidden = torch.zeros(4, 257, 64, requires_grad=True)
+    weight = torch.zeros(4096, 64, requires_grad=True)
+    targets = torch.zeros(4, 256, dtype=torch.int64)
+
+    def least(hidden: torch.Tensor) -> int:
+        with pytest.raises(ValueError, match="smallest possible") as caught:
+            fastrl.linear_token_logprobs(hidden, weight, targets, memory_budget=1000)
+        return int(str(caught.value).split("smallest possible is ")[1].split()[0])
+
+    whole = least(hidden[:, :-1].contiguous())
+    assert least(hidden[:, :-1]) == whole + hidden[:, :-1].numel() * 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert least(hidden[:, :-1].contiguous()) > 2 * 2 * weight.numel()

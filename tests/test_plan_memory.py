@@ -1,0 +1,153 @@
+"""The planner: plans within their bytes, cheaper with more, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastrl
+from fastrl import memory
+from fastrl.cli import main
+from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Call, parse_budget, use_plan
+from fastrl.ops import tiling
+from fastrl.ops.products import Needs
+
+MIB = 2**20
+calls = st.builds(
+    Call,
+    rows=st.integers(0, 200_000), hidden=st.integers(1, 8192), vocab=st.integers(1, 300_000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), device=st.sampled_from(["cpu", "cuda"]),
+    needs=st.builds(Needs, st.booleans(), st.booleans(), st.booleans()),
+    scope=st.sampled_from([TOKEN, RESPONSE, BATCH, ANY]), longest=st.integers(0, 40_000),
+    slopes=st.sampled_from([1, 2]),
+)  # fmt: skip
+
+
+@given(call=calls, budget=st.integers(2**20, 2**40))
+def test_what_is_chosen_fits_and_no_smaller_budget_does_better(call: Call, budget: int) -> None:
+    """Any plan's bytes are within the budget, its tiles within the problem, and more bytes never cost more."""
+    least = {name: memory.least_budget(call, name) for name in memory.applicable(call)}
+    if budget < min(least.values()):
+        with pytest.raises(ValueError, match=f"the smallest possible is {min(least.values())} "):
+            memory.choose(call, budget)
+        return
+    plans = memory.possible_plans(call, budget)
+    assert {plan.name for plan in plans} == {name for name, size in least.items() if size <= budget}
+    for plan in plans:
+        assert plan.temporary_bytes <= budget
+        for tile in plan.tiles.values():
+            assert 1 <= tile.rows <= max(call.rows, 1) and 1 <= tile.columns <= call.vocab
+    assert memory.choose(call, 2 * budget).cost <= memory.choose(call, budget).cost
+
+
+@given(call=calls, fewer=st.integers(0, 200_000))
+def test_fewer_rows_fit_where_more_did(call: Call, fewer: int) -> None:
+    """A plan is chosen for a bound; the passes are cut when the number of rows is known."""
+    size = 2 * max(memory.least_budget(call, name) for name in memory.applicable(call))
+    for plan in memory.possible_plans(call, size):
+        for kind in plan.tiles:
+            sizes = call.sizes._replace(rows=min(fewer, call.rows))
+            units = tiling.pass_units(kind, call.slopes)
+            tile = tiling.fit(kind, sizes, plan.room, plan.tile_bytes, units, call.slopes)
+            assert tile is not None and tiling.pass_bytes(kind, sizes, tile, call.slopes) <= plan.room
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1), (268435456, 256 * MIB), ("256MiB", 256 * MIB), ("256 mib", 256 * MIB), ("0.5GiB", 512 * MIB),
+        ("1.5GB", 1_500_000_000), ("16M", 16_000_000), ("1Ti", 2**40), ("4096", 4096), ("10 B", 10), (None, None),
+    ],
+)  # fmt: skip
+def test_budgets_are_parsed(text: object, size: int | None) -> None:
+    assert parse_budget(text) == size
+
+
+def test_the_smallest_possible_budget_works() -> None:
+    hidden, weight = torch.randn(300, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
+    targets = torch.zeros(300, dtype=torch.int64)
+    arguments: dict[str, Any] = {"objective": fastrl.DAPO(), "advantages": torch.ones(1)}
+    with pytest.raises(ValueError, match="smallest possible") as caught:
+        fastrl.linear_policy_loss(hidden, weight, targets, memory_budget=4096, **arguments)
+    least = int(str(caught.value).split("smallest possible is ")[1].split()[0])
+    full = fastrl.linear_policy_loss(hidden, weight, targets, **arguments).loss
+    torch.testing.assert_close(
+        fastrl.linear_policy_loss(hidden, weight, targets, memory_budget=least, **arguments).loss, full
+    )
+    with pytest.raises(ValueError, match="smallest possible"):
+        fastrl.linear_policy_loss(hidden, weight, targets, memory_budget=least - 1, **arguments)
+
+
+def test_the_published_example() -> None:
+    """bfloat16, H = 4096, V = 151,936: the float32 sums of dL/dweight alone are 2.3 GiB."""
+
+    def chosen(budget: str, **more: Any) -> str:
+        plans = fastrl.plan_memory(8192, 4096, 151936, torch.bfloat16, budget, device="cuda", **more)
+        assert plans.chosen.temporary_bytes <= (parse_budget(budget) or 0)
+        return f"{plans.chosen.name} {plans.chosen.units}U"
+
+    assert chosen("8GiB") == "forward-gradient 3U"
+    assert chosen("512MiB") == "recompute 4U"
+    assert chosen("64MiB") == "two-pass 5U"
+    assert chosen("8GiB", objective=fastrl.GSPO(), longest=2048) == "keep 3U"
+    assert chosen("512MiB", objective=fastrl.GSPO(), longest=2048) == "recompute 4U"
+    assert chosen("512MiB", objective=fastrl.GSPO(), gradients=("hidden",)) == "frozen-head 2U"
+    assert chosen("512MiB", objective=fastrl.GSPO(), on_policy=True, gradients=("hidden",)) == "forward-gradient 2U"
+    assert chosen("512MiB", objective=None, gradients=()) == "forward 1U"
+
+
+def test_without_a_budget_a_quarter_of_the_free_memory_and_no_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 5 << 30)
+    assert memory.default_budget("cpu") == 1 << 30
+    call = Call(4096, 512, 32768, torch.float32, "cpu", Needs(True, True, False), RESPONSE, longest=4096)
+    assert memory.choose(call, None).name == "recompute"  # "keep" would hold 512 MiB of logits, which nobody asked for
+    assert memory.choose(call, 1 << 30).name == "keep"
+
+
+def test_a_forced_plan_must_apply() -> None:
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    targets = torch.zeros(4, dtype=torch.int64)
+    with use_plan("keep"), pytest.raises(ValueError, match="'keep' cannot be followed here, only forward-gradient"):
+        fastrl.linear_policy_loss(hidden, weight, targets, objective=fastrl.DAPO(), advantages=torch.ones(1))
+    with pytest.raises(ValueError, match=r"plan must be one of forward, .* got 'fastest'"), use_plan("fastest"):
+        pass
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "151936", "--device", "cuda"]
+    assert main([*arguments, "--budget", "512MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["forward-gradient", "->", "two-pass"]
+    assert "from 2.32" in lines[1] and lines[2].split()[1:3] == ["recompute", "4U"]
+    assert lines[-1].startswith("budget 512 MiB of temporary memory; the smallest possible is ") and lines[-1].endswith(
+        "(two-pass)"
+    )
+    assert main([*arguments, "--budget", "1MiB"]) == 2
+    assert "too small for 8192 tokens x 4096 x 151936 in bfloat16" in capsys.readouterr().err
+    assert main([*arguments, "--budget", "lots"]) == 2
+    assert "such as '256MiB'" in capsys.readouterr().err
+    for name in fastrl.PRESETS:
+        assert main([*arguments, "--objective", name, "--budget", "8GiB"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"tokens": 0}, ValueError, "tokens must be at least 1, got 0"),
+        ({"vocab": 1.0}, TypeError, "vocab must be an int, got float"),
+        ({"dtype": torch.float64}, TypeError, "dtype must be one of .* got torch.float64"),
+        ({"gradients": ("head",)}, ValueError, "gradients must be some of hidden, weight, bias, got"),
+        ({"gradients": "hidden"}, ValueError, "gradients must be some of hidden, weight, bias, got 'hidden'"),
+        ({"objective": "GRPO"}, TypeError, "objective must be an Objective, a callable or None, got str"),
+        ({"budget": "x"}, ValueError, "budget must be a number of bytes"),
+    ],
+    ids=lambda x: None,
+)
+def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"tokens": 8, "hidden": 8, "vocab": 8} | changes
+    with pytest.raises(error, match=message):
+        fastrl.plan_memory(**arguments)
