@@ -2,7 +2,6 @@
 #include "rows.h"
 
 #include <array>
-#include <atomic>
 #include <vector>
 
 #ifdef __linux__
@@ -11,6 +10,12 @@
 #endif
 
 #include "fastrl_formulas.h"
+#include "parallel.h"
+
+namespace fastrl {
+
+ParallelFor parallel_for = nullptr;
+}
 
 namespace {
 
@@ -51,10 +56,6 @@ struct Visit {
   int32_t gate, kl, rollout_mode, padding;
 };
 
-// torch_parallel_for of libtorch_cpu (torch/csrc/stable/c/shim.h): the pool that torch.set_num_threads governs
-using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
-ParallelFor parallel_for = nullptr;
-
 constexpr int64_t BLOCK_BYTES = 2 << 20;    // rows are handed out in blocks of a huge page, so that no two threads fault one
 constexpr int64_t LARGE_BYTES = 8 << 20;     // smaller buffers are left alone
 constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the second-level cache for the next one
@@ -62,31 +63,22 @@ constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the
 // Call each_row(row, next) for every row, next being the row that this thread gets afterwards, -1 if none counts.
 template <class F>
 int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
-  struct Work {
-    const Rows& rows;
-    const F& each_row;
-    int64_t block;
-    std::atomic<int64_t> next{0};
-
-    void run() {
-      const int64_t count = rows.count();
-      int64_t end = 0;
-      const auto after = [&](int64_t row) {
-        if (row + 1 < end) return row + 1;
-        const int64_t begin = next.fetch_add(block, std::memory_order_relaxed);
-        end = std::min(begin + block, count);
-        return begin;
-      };
-      for (int64_t row = after(-1); row < count;) {
-        const int64_t following = after(row);
-        each_row(row, following < count && rows.counts(following) ? following : -1);
-        row = following;
-      }
+  const int64_t count = rows.count(), fair = count / (int64_t(rows.threads) * 8);
+  const int64_t block = std::max<int64_t>(1, std::min(fair, BLOCK_BYTES / std::max<int64_t>(row_bytes, 1)));
+  return share_out(count, block, rows.threads, [&](auto& take) {
+    int64_t end = 0;
+    const auto after = [&](int64_t row) {
+      if (row + 1 < end) return row + 1;
+      const Block taken = take();
+      end = taken.end;
+      return taken.begin;
+    };
+    for (int64_t row = after(-1); row < count;) {
+      const int64_t following = after(row);
+      each_row(row, following < count && rows.counts(following) ? following : -1);
+      row = following;
     }
-  };
-  const int64_t fair = rows.count() / (int64_t(rows.threads) * 8);
-  Work work{rows, each_row, std::max<int64_t>(1, std::min(fair, BLOCK_BYTES / std::max<int64_t>(row_bytes, 1)))};
-  return parallel_for(0, rows.threads, 1, [](int64_t, int64_t, void* w) { static_cast<Work*>(w)->run(); }, &work);
+  });
 }
 
 // Call f(T{}, transform) with the element type and the rows' kind of transform.
@@ -128,7 +120,10 @@ float or_else(const float* values, int64_t row, float otherwise) { return values
 
 extern "C" {
 
-void fastrl_advise(void* begin, int64_t bytes) { ask_for_huge_pages(begin, bytes); }
+int32_t fastrl_advise(void* begin, int64_t bytes) {
+  ask_for_huge_pages(begin, bytes);
+  return 0;
+}
 
 void fastrl_set_parallel_for(void* function) { parallel_for = reinterpret_cast<ParallelFor>(function); }
 

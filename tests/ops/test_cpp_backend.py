@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops import cpp_backend, cpp_build
+from fastrl.ops import cpp_backend, cpp_build, cpp_library
 from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 from fastrl.reference import rows as reference
 
@@ -707,7 +707,7 @@ def test_scale() -> None:
 def test_narrower_vectors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sources without this processor's own instructions."""
     monkeypatch.setattr(cpp_build, "_PROCESSOR_FLAGS", (flags,))
-    cpp_backend._load.cache_clear()
+    cpp_library._load.cache_clear()
     try:
         if cpp_backend.why_unavailable() is not None:
             pytest.skip("not an x86-64 compiler")
@@ -728,4 +728,4 @@ def test_narrower_vectors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatc
             check_visit(logits, targets, None, Transform(), OBJECTIVE, inputs)
     finally:
         monkeypatch.undo()
-        cpp_backend._load.cache_clear()
+        cpp_library._load.cache_clear()

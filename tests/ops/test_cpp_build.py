@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastrl.ops import cpp_backend, cpp_build
+from fastrl.ops import cpp_backend, cpp_build, cpp_library
 from fastrl.ops.contract import Transform
 from fastrl.ops.cpp_build import BackendUnavailable
 
@@ -133,9 +133,9 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def unloaded() -> object:
-    cpp_backend._load.cache_clear()
+    cpp_library._load.cache_clear()
     yield
-    cpp_backend._load.cache_clear()
+    cpp_library._load.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -158,7 +158,7 @@ def test_a_torch_without_parallel_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_threads_are_torchs_own() -> None:
     """The library links no thread library of its own."""
-    library = cpp_backend._library()._name
+    library = cpp_library.library()._name
     needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=False)
     if needed.returncode != 0:
         pytest.skip("no ldd")
