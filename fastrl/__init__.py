@@ -43,6 +43,7 @@ from .presets import (
     GSPOToken,
 )
 from .rewards import kl_penalized_rewards, overlong_penalty
+from .sampling_mask import SamplingMask
 from .token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "Objective",
     "PolicyLoss",
     "RolloutCorrection",
+    "SamplingMask",
     "SoftGate",
     "StopGradientClip",
     "TokenStats",
@@ -95,4 +97,4 @@ __all__ = [
     "token_logprobs",
     "use_backend",
     "value_loss",
-]  # fmt: skip
+]

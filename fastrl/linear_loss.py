@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import checks, memory
+from .arguments import VocabularyArguments, counted_rows, plan_call
 from .batch import Batch
-from .locality import Given, scope
+from .locality import Given, scope, slopes
 from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit
-from .memory import ANY, BATCH, RESPONSE, TOKEN, Call, Plan
+from .memory import ANY, BATCH, RESPONSE, TOKEN, Plan
 from .objective_loss import objective_loss, row_objective
 from .objectives import Objective
 from .ops import forward
 from .ops import visits as visit_ops
 from .ops.attach import attach_gradients
-from .ops.backend import forced, kernels, resolved
+from .ops.backend import forced, kernels
 from .ops.contract import Statistics, Transform, Visit
 from .ops.forward import Order
 from .ops.products import Head, Needs
 from .ops.visits import Chunk, ChunkVisit, linear_visit
-from .token_logprobs import VocabularyArguments, counted_rows, linear_stats
+from .sampled import sampled_linear
+from .token_logprobs import linear_stats
 
 #: The rows of a chunk -> those tokens as a batch, their weights w, cu_seqlens, and where the rows lie in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
@@ -39,21 +40,28 @@ class _Host(NamedTuple):
 
 
 def planned_linear_loss(
-    problem: Problem, head: Head, args: VocabularyArguments, num_tokens: int | None, budget: int | None, copied: int
-) -> PolicyLoss:
+    problem: Problem, head: Head, args: VocabularyArguments, sampling_mask: object, num_tokens: int | None,
+    budget: int | None, copied: int,
+) -> PolicyLoss:  # fmt: skip
     """The loss of a checked problem; num_tokens as the caller gave it, `copied` bytes spent already."""
     count = _known_count(num_tokens, args)
     if count >= 0 and args.mask is not None:
         # Where the count cannot be looked at, a wrong one must not train silently.
         known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
         problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
+    sampled = sampled_linear(head, args, sampling_mask, RESPONSE, budget, copied)
+    if sampled is not None:
+        return from_statistics(problem, *sampled)
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
     depends = scope(problem.objective, Given.of(problem.batch))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # the other plans run Python between kernels, where torch.compile does not look
     host = _ask(problem, args, count) if any(needs) and depends in (RESPONSE, BATCH) else None
     rows = count if host is None else sum(host.counts)
-    call = replace(_call(problem, head, args, needs, depends, rows, host), copied=copied)
+    call = plan_call(
+        head, args, rows, scope=depends, longest=max(host.counts, default=0) if host is not None else max(rows, 0),
+        slopes=slopes(problem.objective), copied=copied,
+    )  # fmt: skip
     plan = memory.choose(call, budget)
     if plan.name == "keep":
         return _keep(problem, head, args, needs, plan, host, count)
@@ -68,41 +76,21 @@ def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
         return -1
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
         raise TypeError(f"num_tokens must be an int, got {type(num_tokens).__name__}")
-    known = args.targets.shape[0] if args.mask is None else None
-    if known is None and checks.values_are_checked(args.targets):
-        known = int(args.mask.sum()) if args.mask is not None else 0
+    known = counted_rows(args) if args.mask is None or checks.values_are_checked(args.mask) else None
     if num_tokens < 0 or (known is not None and known != num_tokens):
         raise ValueError(f"num_tokens must be the number of unmasked tokens, {known}, got {num_tokens}")
     return num_tokens
-
-
-def _call(
-    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, depends: str, rows: int, host: _Host | None
-) -> Call:
-    """What the plan depends on; rows is -1 where their number is not known."""
-    total = args.targets.shape[0]
-    if rows < 0:
-        rows = counted_rows(args)
-    vocab, width = head.weight.shape
-    objective = problem.objective
-    reads_entropy = objective.has_entropy_term if isinstance(objective, Objective) else True
-    return Call(
-        rows=rows, hidden=width, vocab=vocab, dtype=head.weight.dtype, device=head.weight.device.type, needs=needs,
-        scope=depends, longest=max(host.counts, default=0) if host is not None else rows,
-        slopes=1 + reads_entropy, all_rows=total, backend=resolved(forced(), head.weight.device.type),
-    )  # fmt: skip
 
 
 def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | None:
     """One synchronisation for all that the host should know; None where there may be none."""
     if args.targets.is_cuda and count >= 0:
         return None
-    batch, objective = problem.batch, problem.objective
+    batch = problem.batch
     active = batch.counts
-    if isinstance(objective, Objective) and objective.kl is None and not objective.has_entropy_term:
-        matters = (batch.advantages != 0) & (problem.weights != 0)
-        if batch.token_weights is not None:
-            matters = matters & (batch.token_weights != 0)
+    if isinstance(problem.objective, Objective):
+        _, inputs, _ = row_objective(problem.objective, batch, problem.weights)
+        matters = ~visit_ops.idle_rows(inputs)
         active = batch.counts.where(batch.responses.sum(matters.to(batch.counts.dtype)) > 0, 0)
     size = batch.responses.count
     ends = batch.responses.offsets

@@ -33,6 +33,11 @@ def scope(objective: Objective | Callable[..., Any], given: Given) -> str:
     return BATCH if whole else RESPONSE
 
 
+def slopes(objective: Objective | Callable[..., Any]) -> int:
+    """Vectors a row that carry a gradient: d logp / d hidden, and where the entropy has one too, its own."""
+    return 1 + (objective.has_entropy_term if isinstance(objective, Objective) else True)
+
+
 def _needs_quantile(objective: Objective, given: Given) -> bool:
     return objective.top_entropy_fraction is not None and not given.threshold
 

@@ -6,6 +6,10 @@
     frozen-head        the weight needs no gradient: d logp / d hidden is kept, the backward is a product by rows  2U
     recompute          statistics; the backward forms the logits again, in slices of the vocabulary           4U
     two-pass           statistics; dL/dhidden and dL/dweight in a pass each, so that neither's sums are held  5U
+    sparse             every token has a recorded set of entries: products with those alone
+
+Tokens with recorded sets (`SamplingMask`) beside tokens without: the latter by recompute or two-pass, whose gradient
+buffers the former add to.
 
 A gradient that is not needed costs no product. Temporary memory is what a call and its backward hold beyond inputs,
 outputs and gradients: a matrix library's own workspace is not counted.
@@ -14,21 +18,19 @@ outputs and gradients: a matrix library's own workspace is not counted.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from pathlib import Path
 
 import torch
 
+from .budget import default_budget, text
 from .ops import tiling
 from .ops.products import Needs
 from .ops.tiling import Sizes, Tile
 from .reference.rows import BLOCK_ENTRIES
 
-PLANS = ("forward", "forward-gradient", "keep", "frozen-head", "recompute", "two-pass")
+PLANS = ("forward", "forward-gradient", "keep", "frozen-head", "recompute", "two-pass", "sparse")
 #: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.
 TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
 
@@ -36,9 +38,9 @@ TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
 _ROW_BYTES = {"forward": 192, "forward-gradient": 160}
 _ROW_BYTES_IN_TORCH = 288  # the objective in torch, with what its autograd keeps
 _ROW_BYTES_ALONE = 96  # statistics and their gradients, without an objective
+_ENTRY_BYTES = 48  # a recorded id: its logit, gradient and place in the order by token, and what sorting takes
 _BLOCK_COPIES = 12  # float32 tensors like a block of logits that plain torch holds at once
 _SLACK = 1 << 20  # what allocators round up, and a library's small copies
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _CORES = os.cpu_count() or 1
 _forced: str | None = None
 
@@ -58,6 +60,7 @@ class Call:
     slopes: int = 1  # 2 where the entropy has a gradient: frozen-head keeps as many vectors a row
     all_rows: int = 0  # rows of the inputs, masked ones included; 0: as many as count
     copied: int = 0  # bytes of inputs that had to be copied before any plan
+    kept: int = 0  # recorded ids of the tokens that have sets; `rows` are then those that have none
     backend: str = ""  # "" = the device's own
 
     @property
@@ -71,13 +74,18 @@ class Call:
     def held(self, name: str) -> int:
         """Temporary memory of a plan beside its passes: the rows' numbers, and what the backward is handed."""
         each = _ROW_BYTES_ALONE if self.scope == ANY else _ROW_BYTES.get(name, _ROW_BYTES_IN_TORCH)
-        total = self.copied + _SLACK + self._scratch(name)
+        total = self.copied + _SLACK + self._scratch(name) + self._kept_bytes()
         if name == "frozen-head":
             each += self.slopes * self.hidden * self.dtype.itemsize
             total += tiling.PIECE_BYTES
         if self.needs.bias:
             total += 12 * self.vocab
         return total + max(self.all_rows, self.rows) * each
+
+    def _kept_bytes(self) -> int:
+        """What recorded ids take; on a GPU long sums are formed in pieces of 256 entries, found by a token's first."""
+        pieces = 4 * self.hidden * self.kept // 256 + 8 * self.vocab if self.device == "cuda" and self.kept else 0
+        return _ENTRY_BYTES * self.kept + pieces
 
     def _scratch(self, name: str) -> int:
         """What the row functions themselves hold."""
@@ -111,50 +119,6 @@ class Plan:
     def limits(self) -> list[int]:
         """As the operators take them."""
         return [self.room, self.tile_bytes]
-
-
-def parse_budget(value: object, name: str = "memory_budget") -> int | None:
-    """Bytes from a whole number, or from text such as "256MiB"; None stays None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} must be a number of bytes or a string such as '256MiB', got {type(value).__name__}")
-    found = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE | re.ASCII)
-        if match is None or (match[3] and not match[2]):
-            raise ValueError(
-                f"{name} must be a number of bytes, alone or with a unit (B; KiB, MiB, GiB, TiB; KB, MB, GB, TB),"
-                f" such as '256MiB' or '1.5GB', got {value!r}"
-            )
-        found = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()])
-    assert isinstance(found, int)
-    if found <= 0:
-        raise ValueError(f"{name} must be greater than 0, got {value!r}")
-    return found
-
-
-def default_budget(device: str) -> int:
-    """A quarter of the device's free memory, rounded down to a power of two so that small changes alter no result."""
-    free = _free_bytes(device)
-    return 1 << max((free // 4).bit_length() - 1, 24)
-
-
-def _free_bytes(device: str) -> int:
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("a budget is needed: there is no GPU here whose free memory could be shared")
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 4 << 30  # not Linux: what a small machine has to spare
-    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 4 << 30)
-    try:  # a container may have less than the machine
-        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return free
-    return free if limit == "max" else max(min(free, int(limit) - int(used)), 0)
 
 
 @contextmanager
@@ -202,14 +166,16 @@ def choose(call: Call, budget: int | None) -> Plan:
 
 def applicable(call: Call) -> tuple[str, ...]:
     """The plans that compute what the call asks for, whatever they take."""
+    if call.kept and not call.rows:
+        return ("sparse",)
     if not any(call.needs):
         return ("forward",)
     names = []
     # float16 gradients are scaled by the largest coefficient, which is known only after all statistics.
-    if call.dtype != torch.float16 and call.scope != ANY:
+    if call.dtype != torch.float16 and call.scope != ANY and not call.kept:
         names.append("forward-gradient" if call.scope == TOKEN else "keep")
     head = call.needs.weight or call.needs.bias
-    if not head:
+    if not head and not call.kept:
         names.append("frozen-head")
     names.append("recompute")
     if head and call.needs.hidden:
@@ -219,6 +185,8 @@ def applicable(call: Call) -> tuple[str, ...]:
 
 def _passes(call: Call, name: str) -> tuple[str, ...]:
     """The passes that may take the most room."""
+    if name == "sparse":
+        return ()
     if name == "forward":
         return ("statistics",)
     if name in ("forward-gradient", "keep"):
@@ -247,8 +215,8 @@ def _tile_bytes(call: Call, name: str) -> int:
 def least_budget(call: Call, name: str) -> int:
     """The smallest budget for a plan."""
     cap, rows = _tile_bytes(call, name), _least_rows(call, name)
-    least = max(tiling.least_bytes(kind, call.sizes, cap, call.slopes, rows) for kind in _passes(call, name))
-    return least + call.held(name)
+    sizes = (tiling.least_bytes(kind, call.sizes, cap, call.slopes, rows) for kind in _passes(call, name))
+    return max([0, *sizes]) + call.held(name)  # torch.compile follows no default of max
 
 
 def possible_plans(call: Call, budget: int, named: bool = True) -> list[Plan]:
@@ -264,8 +232,10 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     cap, sizes = _tile_bytes(call, name), call.sizes
     if not named and cap > _tile_bytes(call, ""):
         return None  # nobody said that so much of the logits may be held
+    if room < 0:
+        return None
     tiles: dict[str, Tile] = {}
-    units, cost = 0, 0.0
+    units, cost = 0, tiling.kept_cost(sizes, call.kept, sum(call.needs[:2]))
     for kind in _passes(call, name):
         of_pass = tiling.pass_units(kind, call.slopes, call.needs.hidden, call.needs.weight)
         every = tiling.pass_units(kind, call.slopes)
@@ -275,14 +245,6 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
         tiles[kind] = tile
         units += of_pass
         cost += tiling.pass_cost(kind, sizes, tile, of_pass)
-    most = max(tiling.pass_bytes(kind, sizes, tile, call.slopes) for kind, tile in tiles.items())
-    flops = 2 * units * call.rows * call.hidden * call.vocab
+    most = max([0, *(tiling.pass_bytes(kind, sizes, tile, call.slopes) for kind, tile in tiles.items())])
+    flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.kept)
     return Plan(name, units, flops, fixed + most, cost, tiles, room, cap)
-
-
-def text(size: int) -> str:
-    """Bytes for a person: "1.5 GiB"."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.4g} {unit}"
-    return f"{size} B"

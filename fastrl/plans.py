@@ -11,19 +11,9 @@ from typing import Any
 
 import torch
 
-from .locality import Given, scope
-from .memory import (
-    ANY,
-    Call,
-    Plan,
-    applicable,
-    choose,
-    default_budget,
-    least_budget,
-    parse_budget,
-    possible_plans,
-    text,
-)
+from .budget import default_budget, parse_budget, text
+from .locality import Given, scope, slopes
+from .memory import ANY, Call, Plan, applicable, choose, least_budget, possible_plans
 from .objectives import Objective
 from .ops.products import Needs
 from .presets import GRPO, PRESETS
@@ -84,6 +74,8 @@ def plan_memory(
     gradients: Sequence[str] = ("hidden", "weight"),
     on_policy: bool = False,
     longest: int | None = None,
+    kept: int = 0,
+    unrecorded: int = 0,
     device: str | None = None,
 ) -> MemoryPlans:
     """Which plan `linear_policy_loss` or `linear_token_logprobs` would take, and what it and the others cost.
@@ -96,6 +88,8 @@ def plan_memory(
         gradients: which of "hidden", "weight" and "bias" need one; ("hidden",) is a frozen head, () forward only.
         on_policy: whether `old_logprobs` is left out.
         longest: tokens of the longest response; None: all belong to one.
+        kept: ids that a `SamplingMask` records for all tokens together; 0: there is none.
+        unrecorded: how many tokens have no recorded set beside those that have.
         device: "cuda" or "cpu"; None: the GPU if there is one.
 
     Returns:
@@ -105,13 +99,14 @@ def plan_memory(
     Raises:
         TypeError, ValueError: naming the argument; for a budget that is too small, with the smallest possible.
     """
-    for name, value in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("longest", longest)):
-        if name == "longest" and value is None:
-            continue
+    counts = (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("longest", longest or tokens))
+    for name, value, lowest in (*((*x, 1) for x in counts), ("kept", kept, 0), ("unrecorded", unrecorded, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value < lowest:
+            raise ValueError(f"{name} must be at least {lowest}, got {value}")
+    if unrecorded > tokens or (unrecorded and not kept):
+        raise ValueError(f"unrecorded must be at most tokens, {tokens}, and 0 without kept ids, got {unrecorded}")
     if dtype not in _DTYPES.values():
         raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES.values()))}, got {dtype}")
     unknown = [name for name in gradients if name not in _INPUTS]
@@ -121,8 +116,8 @@ def plan_memory(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
     call = Call(
-        rows=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device=device,
-        needs=Needs(*(name in gradients for name in _INPUTS)), longest=longest or tokens,
+        rows=unrecorded if kept else tokens, hidden=hidden, vocab=vocab, dtype=dtype, device=device,
+        needs=Needs(*(name in gradients for name in _INPUTS)), longest=longest or tokens, all_rows=tokens, kept=kept,
         **_objective(objective, on_policy),
     )  # fmt: skip
     given = parse_budget(budget, "budget")
@@ -137,8 +132,7 @@ def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool
         return {"scope": ANY}
     if not callable(objective) and not isinstance(objective, Objective):
         raise TypeError(f"objective must be an Objective, a callable or None, got {type(objective).__name__}")
-    reads_entropy = objective.has_entropy_term if isinstance(objective, Objective) else True
-    return {"scope": scope(objective, Given(old=not on_policy)), "slopes": 1 + reads_entropy}
+    return {"scope": scope(objective, Given(old=not on_policy)), "slopes": slopes(objective)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,7 +144,8 @@ def main(argv: Sequence[str]) -> int:
             options.tokens, options.hidden, options.vocab, _DTYPES[options.dtype], options.budget,
             objective=None if name == "logprobs" else _preset(name),
             gradients=[x for x in options.gradients.split(",") if x not in ("", "none")],
-            on_policy=options.on_policy, longest=options.longest, device=options.device,
+            on_policy=options.on_policy, longest=options.longest, kept=options.kept, unrecorded=options.unrecorded,
+            device=options.device,
         )  # fmt: skip
     except ValueError as error:
         print(f"fastrl plan: {error}", file=sys.stderr)
@@ -188,5 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gradients", default="hidden,weight", help="some of hidden,weight,bias, or none; default: %(default)s")
     add("--on-policy", action="store_true", help="without old log-probabilities")
     add("--longest", type=int, help="tokens of the longest response; default: all")
+    add("--kept", type=int, default=0, help="recorded ids of all tokens' sampling masks together; default: no masks")
+    add("--unrecorded", type=int, default=0, help="tokens without a recorded set beside those that have one")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     return parser

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, vocabulary_arguments
+from .budget import parse_budget
 from .linear_loss import planned_linear_loss
 from .locality import Given, why_not_row_local
 from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit, make_problem
-from .memory import parse_budget
 from .objective_loss import CustomObjective, row_objective
 from .objectives import Objective
 from .ops import rows as row_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
 from .ops.contract import Visit
-from .token_logprobs import VocabularyArguments, checked_head, checked_logits, consumes, vocabulary_arguments
+from .sampled import sampled_rows
+from .sampling_mask import SamplingMask
+from .token_logprobs import logits_stats
 
 
 def policy_loss(
@@ -96,7 +99,7 @@ def logits_policy_loss(
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    sampling_mask: object = None,
+    sampling_mask: SamplingMask | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     inplace: bool = False,
@@ -115,7 +118,6 @@ def logits_policy_loss(
     Returns, raises: as `policy_loss` and `token_logprobs`.
     """
     logits, targets = checked_logits(logits, targets, inplace)
-    checks.unsupported(sampling_mask=sampling_mask)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     problem = make_problem(
         objective, targets, "targets", True, denominator, torch.float32, advantages=advantages, mask=mask,
@@ -123,18 +125,14 @@ def logits_policy_loss(
         token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
+    sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
     backend = forced()
     consume = consumes(logits, inplace)
     rows = row_ops.as_rows(logits, consume)
-    visited = consume and logits.numel() > 0 and logits.dtype != torch.float16 and isinstance(objective, Objective)
-    if visited and why_not_row_local(objective, Given.of(problem.batch)) is None:
+    visited = sampled is None and consume and logits.numel() > 0 and logits.dtype != torch.float16
+    if visited and isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None:
         return _visit_logits(problem, logits, rows, args, backend)
-    transform = args.transform
-    logprobs, entropy, *_ = row_ops.row_statistics(
-        rows, args.targets, args.mask, transform.temperatures, transform.temperature, transform.logit_scale,
-        transform.softcap, backend, consume,
-    )  # fmt: skip
-    return from_statistics(problem, logprobs, entropy)
+    return from_statistics(problem, *logits_stats(rows, args, sampled, backend, consume))
 
 
 def _visit_logits(
@@ -175,7 +173,7 @@ def linear_policy_loss(
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    sampling_mask: object = None,
+    sampling_mask: SamplingMask | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     bias: Tensor | None = None,  # (V,)
@@ -200,7 +198,7 @@ def linear_policy_loss(
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
     head, targets, copied = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(sampling_mask=sampling_mask, tp_group=tp_group)
+    checks.unsupported(tp_group=tp_group)
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     problem = make_problem(
@@ -209,4 +207,4 @@ def linear_policy_loss(
         token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    return planned_linear_loss(problem, head, args, num_tokens, budget, copied)
+    return planned_linear_loss(problem, head, args, sampling_mask, num_tokens, budget, copied)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import checks
-from .memory import ANY, Call, Plan, choose, parse_budget
-from .ops.backend import forced, resolved
-from .ops.contract import Transform
+from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, plan_call, vocabulary_arguments
+from .budget import parse_budget
+from .memory import ANY, Plan, choose
+from .ops.backend import forced
 from .ops.linear import linear_statistics
-from .ops.products import Head, Needs
+from .ops.products import Head
 from .ops.rows import as_rows, row_statistics
+from .sampled import Sampled, sampled_linear, sampled_logits, sampled_rows
+from .sampling_mask import SamplingMask
 
 
 class TokenStats(NamedTuple):
@@ -25,99 +27,13 @@ class TokenStats(NamedTuple):
     """float32, the shape of targets: entropy in nats; 0 where masked; None unless asked for."""
 
 
-class VocabularyArguments(NamedTuple):
-    """Checked arguments of an entry point, flattened for the operators."""
-
-    targets: Tensor  # (N,) int64
-    mask: Tensor | None  # (N,) bool
-    transform: Transform
-
-
-def vocabulary_arguments(
-    targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object
-) -> VocabularyArguments:
-    """Check what both entry points share and flatten it."""
-    checked = checks.mask(mask, targets)
-    scalar, per_token = checks.temperature(temperature, targets, checked)
-    transform = Transform(
-        scalar, per_token, checks.number("logit_scale", logit_scale, positive=True), checks.softcap(softcap)
-    )
-    return VocabularyArguments(
-        targets.reshape(-1).contiguous(), None if checked is None else checked.reshape(-1).contiguous(), transform
-    )
-
-
-def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Tensor, Tensor]:
-    """Logits (..., V) and their targets (...), or an error that names what is wrong."""
-    logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES)
-    if logits.dim() < 1 or logits.shape[-1] == 0:
-        raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
-    if not isinstance(inplace, bool):
-        raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")
-    return logits, checks.targets(targets, logits.shape[:-1], "logits.shape[:-1]", logits, "logits")
-
-
-def consumes(logits: Tensor, inplace: bool) -> bool:
-    """Whether the logits' memory is taken for their gradient: asked for, and they need one.
-
-    Never in a graph of torch.compile, which plans memory itself.
-    """
-    return inplace and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor, int]:
-    """A head whose hidden states are flattened to (N, H), the targets (...), and the bytes copied; or an error.
-
-    Under autocast the three are cast to its dtype, as torch.nn.functional.linear would cast them.
-    """
-    hidden = checks.tensor("hidden", hidden)
-    weight = checks.tensor("weight", weight)
-    bias = None if bias is None else checks.tensor("bias", bias)
-    given = (hidden, weight, bias)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    checks.tensor("hidden", hidden, checks.LOGIT_DTYPES)
-    if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
-        raise ValueError(
-            "hidden must have shape (..., H) and weight (V, H) with V, H >= 1,"
-            f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            checks.same_device(name, value, hidden, "hidden")
-            if value.dtype != hidden.dtype:
-                raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {value.dtype}")
-    if bias is not None:
-        checks.shape("bias", bias, weight.shape[:1], "one a vocabulary entry")
-    targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
-    head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    return head, targets, _copied_bytes(given, head)
-
-
-def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:
-    """Memory of casts with their gradients', of hidden states that allow no view (N, H), and of irregular leaves.
-
-    Gradients are contiguous here, and autograd copies them into a leaf's own layout.
-    """
-    total = 0
-    for before, after in zip(given, head, strict=True):
-        if before is None or after is None:
-            continue
-        copies = 2 if before.dtype != after.dtype else 0
-        if not before.is_contiguous():
-            copies += (before.dim() > 2) + ((before.requires_grad and before.is_leaf) or before.dim() == 2)
-        total += copies * after.numel() * after.element_size()
-    return total
-
-
 def token_logprobs(
     logits: Tensor,  # (..., V)
     targets: Tensor,  # (...)
     *,
     mask: Tensor | None = None,  # (...)
     temperature: float | Tensor = 1.0,
-    sampling_mask: object = None,
+    sampling_mask: SamplingMask | None = None,
     entropy: bool = False,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -134,7 +50,8 @@ def token_logprobs(
         targets: (...) int64 in [0, V); not read where the mask is 0.
         mask: (...) bool or 0/1, 1 = counts. Masked outputs and gradients are 0.
         temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
-        sampling_mask: not built yet.
+        sampling_mask: a `SamplingMask` with one row a target, on the same device: each recorded row's distribution is
+            over its own set of entries alone, the others' over the whole vocabulary.
         entropy: whether to return entropies.
         logit_scale: multiplies the logits (Cohere, Granite).
         softcap: bounds the logits smoothly (Gemma 2), > 0.
@@ -148,18 +65,29 @@ def token_logprobs(
         TypeError, ValueError: a wrong dtype, shape, device or option.
         IndexError: on the CPU, or inside `check_inputs()`, an unmasked target outside [0, V); on a GPU its
             log-probability is NaN.
+        ValueError: likewise, a target outside its row's set.
     """
     logits, targets = checked_logits(logits, targets, inplace)
-    checks.unsupported(sampling_mask=sampling_mask)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+    sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
     consume = consumes(logits, inplace)
     rows = as_rows(logits, consume)
+    logprobs, entropies = logits_stats(rows, args, sampled, forced(), consume)
+    return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def logits_stats(
+    rows: Tensor, args: VocabularyArguments, sampled: Sampled | None, backend: str, consume: bool
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
+    if sampled is not None:
+        return sampled_logits(rows, args, sampled, backend, consume)
     transform = args.transform
     logprobs, entropies, *_ = row_statistics(
         rows, args.targets, args.mask, transform.temperatures, transform.temperature, transform.logit_scale,
-        transform.softcap, forced(), consume,
+        transform.softcap, backend, consume,
     )  # fmt: skip
-    return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+    return logprobs, entropies
 
 
 def linear_token_logprobs(
@@ -170,7 +98,7 @@ def linear_token_logprobs(
     bias: Tensor | None = None,  # (V,)
     mask: Tensor | None = None,  # (...)
     temperature: float | Tensor = 1.0,
-    sampling_mask: object = None,
+    sampling_mask: SamplingMask | None = None,
     entropy: bool = False,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -195,38 +123,23 @@ def linear_token_logprobs(
         memory_budget: bytes, or text such as "256MiB": the most temporary memory that the call and its backward may
             use beyond inputs, outputs and their gradients (a matrix library's own workspace is not counted). None: a
             quarter of the free memory.
-        sampling_mask, tp_group, extras: not built yet.
+        sampling_mask: as in `token_logprobs`; tokens with a set cost products with its entries alone, unless it is
+            so wide (thousands) that dense products are cheaper.
+        tp_group, extras: not built yet.
 
     Returns, raises: as `token_logprobs`; ValueError too for a budget that is too small for any plan, which names the
     smallest possible.
     """
     head, targets, copied = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(sampling_mask=sampling_mask, tp_group=tp_group, extras=extras)
+    checks.unsupported(tp_group=tp_group, extras=extras)
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    call = _call(head, args, slopes=1 + entropy, copied=copied)
-    plan = choose(call, budget)
-    logprobs, entropies = linear_stats(head, args, plan, call.slopes, -1, waits=True)
+    found = sampled_linear(head, args, sampling_mask, ANY, budget, copied)
+    if found is None:
+        call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)
+        found = linear_stats(head, args, choose(call, budget), call.slopes, -1, waits=True)
+    logprobs, entropies = found
     return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
-
-
-def _call(head: Head, args: VocabularyArguments, slopes: int, copied: int) -> Call:
-    """What the plan of log-probabilities depends on."""
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
-    total = args.targets.shape[0]
-    vocab, width = head.weight.shape
-    return Call(
-        rows=counted_rows(args), hidden=width, vocab=vocab, dtype=head.weight.dtype, device=head.weight.device.type,
-        needs=needs, scope=ANY, slopes=slopes, all_rows=total, copied=copied,
-        backend=resolved(forced(), head.weight.device.type),
-    )  # fmt: skip
-
-
-def counted_rows(args: VocabularyArguments) -> int:
-    """The number of unmasked tokens where the host may look, else of all."""
-    if args.mask is not None and checks.values_are_checked(args.mask):
-        return int(args.mask.sum())
-    return args.targets.shape[0]
 
 
 def linear_stats(
@@ -240,6 +153,6 @@ def linear_stats(
     logprobs, entropies, *_ = linear_statistics(
         head.hidden, head.weight, head.bias, args.targets, args.mask, transform.temperatures, transform.temperature,
         transform.logit_scale, transform.softcap, forced(), num_tokens, waits, plan.name,
-        slopes if plan.name == "frozen-head" else 0, plan.limits,
+        plan.limits, slopes if plan.name == "frozen-head" else 0,
     )  # fmt: skip
     return logprobs, entropies

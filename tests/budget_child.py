@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastrl
 from fastrl import memory
+from fastrl.bench.measure import Run, peak_temporary_bytes
 
 RESPONSES = 8
 OBJECTIVES = {
@@ -32,11 +30,12 @@ class Case:
     objective: str
     needs: str
     shape: tuple[int, int, int]
-    budget: int
+    budget: int | None
     masked: bool
     dtype: torch.dtype
     device: str = "cpu"
-    train: bool = False
+    warm: bool = True  # whether a first call, unmeasured, loads kernels and the library's own buffers
+    sets: str = ""  # "all": every token has a recorded set; "most": nine in ten
     leaves: list[torch.Tensor] = field(default_factory=list)
 
     def prepare(self) -> Callable[[], Any]:
@@ -55,19 +54,26 @@ class Case:
         mask = (torch.rand(n, generator=g) > 0.3).to(self.device) if self.masked else None
         offsets = torch.arange(0, n + 1, n // RESPONSES, dtype=torch.int32).to(self.device)
         advantages = torch.randn(RESPONSES, generator=g).to(self.device)
+        sampling_mask = self._sampling_mask(targets, g)
 
         def call() -> Any:
             with memory.use_plan(self.plan) if self.plan else nullcontext():
                 if self.objective == "logprobs":
                     out: Any = fastrl.linear_token_logprobs(
-                        made[0], made[1], targets, mask=mask, entropy="w" in self.needs, memory_budget=self.budget
+                        made[0],
+                        made[1],
+                        targets,
+                        mask=mask,
+                        entropy="w" in self.needs,
+                        memory_budget=self.budget,
+                        sampling_mask=sampling_mask,
                     )
                     loss = out.logprobs.sum() + (0 if out.entropy is None else out.entropy.sum())
                 else:
                     out = fastrl.linear_policy_loss(
                         made[0], made[1], targets, bias=bias, objective=OBJECTIVES[self.objective], mask=mask,
                         advantages=advantages, old_logprobs=old, ref_logprobs=old, cu_seqlens=offsets,
-                        memory_budget=self.budget,
+                        memory_budget=self.budget, sampling_mask=sampling_mask,
                     )  # fmt: skip
                     loss = out.loss
             if loss.requires_grad:
@@ -76,15 +82,21 @@ class Case:
 
         return call
 
+    def _sampling_mask(self, targets: torch.Tensor, g: torch.Generator) -> fastrl.SamplingMask | None:
+        """Sets of 1 to 63 ids, 32 in the mean: so many that their bytes outweigh the tokens' own."""
+        if not self.sets:
+            return None
+        sizes = torch.randint(1, 64, (len(targets),), generator=g)
+        if self.sets == "most":
+            sizes[::10] = 0
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        ids = torch.randint(self.shape[2], (int(offsets[-1]),), generator=g)
+        return fastrl.SamplingMask(ids, offsets).to(self.device).with_targets(targets)
+
     def clear(self) -> None:
         """Forget the gradients of an earlier call."""
         for leaf in self.leaves:
             leaf.grad = None
-
-
-def run(call: Callable[[], Any]) -> Any:
-    """The call; its outputs are kept by the caller while memory is read."""
-    return call()
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
@@ -96,31 +108,16 @@ def refusal(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def kilobytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def trim() -> None:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def peak(call: Callable[[], Any]) -> int:
     """Bytes above what is held after the call: its outputs and the gradients."""
-    trim()
-    Path("/proc/self/clear_refs").write_text("5")
-    held = run(call)
-    highest = kilobytes("VmHWM")
-    trim()
-    after = kilobytes("VmRSS")
-    del held
-    return max(highest - after, 0) << 10
+    found = peak_temporary_bytes(Run(call), "cpu")
+    assert found is not None, "no high-water mark of this process"
+    return found
 
 
 def workspace(plan: memory.Plan, width: int, dtype: torch.dtype) -> int:
     """What the matrix library holds for products of the plan's tiles, beside their operands."""
-    return max(_product_workspace(tile.rows, width, tile.columns, dtype) for tile in plan.tiles.values())
+    return max((_product_workspace(tile.rows, width, tile.columns, dtype) for tile in plan.tiles.values()), default=0)
 
 
 def _product_workspace(n: int, width: int, vocab: int, dtype: torch.dtype) -> int:
@@ -146,15 +143,15 @@ def main() -> None:
         return chosen[-1]
 
     memory.choose = spy
-    # fastrl.token_logprobs is the function; the module has a name of its own for what it calls.
-    sys.modules["fastrl.token_logprobs"].choose = spy
+    # fastrl.token_logprobs is the function; the modules have names of their own for what they call.
+    for module in ("token_logprobs", "sampled"):
+        sys.modules[f"fastrl.{module}"].choose = spy
     results = []
     with fastrl.use_backend(backend):
         for given in json.load(sys.stdin):
             case = Case(**given, dtype=dtype)
             call = case.prepare()
-            # The first call loads kernels and the library's own buffers.
-            words = None if case.train else refusal(call)
+            words = refusal(call) if case.warm else None
             if words is not None:
                 least = (
                     int(words.split("smallest possible is ")[1].split()[0]) if "smallest possible" in words else 2**62

@@ -46,7 +46,7 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": -1.0}, ValueError, "softcap must be finite and > 0, got -1.0"),
     ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite and > 0, got inf"),
     ({"logit_scale": -1.0}, ValueError, "logit_scale must be finite and > 0, got -1.0"),
-    ({"sampling_mask": object()}, NotImplementedError, "sampling_mask is not built yet"),
+    ({"sampling_mask": object()}, TypeError, "sampling_mask must be a fastrl.SamplingMask, got object"),
 ]
 LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"objective": "grpo"}, TypeError, "objective must be an Objective or a callable, got str"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops import linear, rows, visits
+from fastrl.ops import kept, linear, rows, visits
 
 B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view and a mask differ from each other
 
@@ -41,11 +41,11 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (rows.row_gradient_, (logits.clone(), y, m, None, stats, *upstream, *options)),
         (
             linear.linear_statistics,
-            (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1, True, "recompute", 0, limits),
+            (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1, True, "recompute", limits, 0),
         ),
         (
             linear.linear_statistics,
-            (head[0].clone().requires_grad_(), *head[1:], y, m, None, *options, -1, True, "frozen-head", 2, limits),
+            (head[0].clone().requires_grad_(), *head[1:], y, m, None, *options, -1, True, "frozen-head", limits, 2),
         ),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
         (visits.linear_visit, (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1, limits)),
@@ -56,6 +56,31 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         ),
         (linear.combine_slopes, ([head[0], 2 * head[0]], list(upstream))),
     ]
+    # The second row has no set, and the third is wide; the others' entries are gathered.
+    sets = fastrl.SamplingMask.from_lists([[int(t), *range(10 * (i == 2))] if i != 1 else [] for i, t in enumerate(y)])
+    sets = sets.to(y.device)
+    dense = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool, device=y.device)
+    csr = (sets.token_ids, sets.offsets, ~dense)
+    *found, values = kept.kept_row_statistics(logits, y, dense, None, *csr, *options, False)
+    calls += [
+        (kept.kept_row_statistics, (logits.clone().requires_grad_(), y, dense, None, *csr, *options, False)),
+        (kept.kept_row_gradient, (logits, y, dense, None, *csr, values, found, *upstream, *options)),
+        (kept.kept_row_gradient_, (logits.clone(), y, dense, None, *csr, values, found, *upstream, *options)),
+        (
+            kept.kept_linear_statistics,
+            (
+                *(x.clone().requires_grad_() for x in head), y, dense, None, *csr, *options, True, 2, "recompute",
+                limits,
+            ),
+        ),
+        (
+            kept.kept_linear_gradient,
+            (
+                *head, y, dense, None, *csr, values, found, *upstream, [True, False, True], *options, True, 2,
+                "two-pass", limits,
+            ),
+        ),
+    ]  # fmt: skip
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments)
 
@@ -91,6 +116,14 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         )
         return 3 * out.loss
 
+    sets = fastrl.SamplingMask.from_lists([[int(y), 3] if i else [] for i, y in enumerate(targets.flatten())])
+    sets = sets.to(targets.device)
+
+    def masked_losses(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        options: dict[str, Any] = {"objective": fastrl.SAPO(), "advantages": signs, "mask": mask, "sampling_mask": sets}
+        one = fastrl.logits_policy_loss(logits[:, :-1], targets, **options)
+        return one.loss + 2 * fastrl.linear_policy_loss(hidden, weight, targets, bias=bias, **options).loss
+
     leaves = {k: tensors[k].requires_grad_() for k in ("logits", "hidden", "weight", "bias")}
     head = (leaves["hidden"], leaves["weight"], leaves["bias"])
     for function, arguments in (
@@ -101,6 +134,7 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), None)),
         (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), "16MiB")),
         (hidden_loss, (*head, fastrl.DeepSeekV32(kl_coef=0.0, off_policy_delta=0.1), None)),
+        (masked_losses, (leaves["logits"], *head)),
     ):
         wanted = [x for x in arguments if isinstance(x, torch.Tensor)]
         compiled = torch.compile(function, fullgraph=True)

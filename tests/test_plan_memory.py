@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
+from fastrl import budget as budgets
 from fastrl import memory
+from fastrl.budget import parse_budget
 from fastrl.cli import main
-from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Call, parse_budget, use_plan
+from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Call, use_plan
 from fastrl.ops import tiling
 from fastrl.ops.products import Needs
 
@@ -23,7 +25,7 @@ calls = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), device=st.sampled_from(["cpu", "cuda"]),
     needs=st.builds(Needs, st.booleans(), st.booleans(), st.booleans()),
     scope=st.sampled_from([TOKEN, RESPONSE, BATCH, ANY]), longest=st.integers(0, 40_000),
-    slopes=st.sampled_from([1, 2]),
+    slopes=st.sampled_from([1, 2]), kept=st.sampled_from([0, 0, 1, 100_000]),
 )  # fmt: skip
 
 
@@ -101,8 +103,8 @@ def test_the_published_example() -> None:
 
 
 def test_without_a_budget_a_quarter_of_the_free_memory_and_no_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 5 << 30)
-    assert memory.default_budget("cpu") == 1 << 30
+    monkeypatch.setattr(budgets, "free_bytes", lambda device: 5 << 30)
+    assert budgets.default_budget("cpu") == 1 << 30
     call = Call(4096, 512, 32768, torch.float32, "cpu", Needs(True, True, False), RESPONSE, longest=4096)
     assert memory.choose(call, None).name == "recompute"  # "keep" would hold 512 MiB of logits, which nobody asked for
     assert memory.choose(call, 1 << 30).name == "keep"
@@ -151,3 +153,22 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
     arguments: dict[str, Any] = {"tokens": 8, "hidden": 8, "vocab": 8} | changes
     with pytest.raises(error, match=message):
         fastrl.plan_memory(**arguments)
+
+
+def test_recorded_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their plan where every token has one; recomputed logits for the others, whose products alone are counted."""
+    arguments: dict[str, Any] = {"budget": "1GiB", "device": "cuda"}
+    found = fastrl.plan_memory(8192, 4096, 151936, kept=65536, **arguments)
+    assert found.chosen.name == "sparse" and list(found.least) == ["sparse"]
+    assert found.chosen.flops == 3 * 2 * 65536 * 4096 and found.chosen.temporary_bytes < 16 * MIB
+    mixed = fastrl.plan_memory(8192, 4096, 151936, kept=65536, unrecorded=100, **arguments)
+    assert mixed.chosen.name == "recompute" and mixed.chosen.flops == 2 * 4096 * (4 * 100 * 151936 + 3 * 65536)
+    assert set(mixed.least) == {"recompute", "two-pass"}
+    frozen = fastrl.plan_memory(8192, 4096, 151936, kept=65536, gradients=["hidden"], **arguments)
+    assert frozen.chosen.flops == 2 * 2 * 65536 * 4096
+    assert main(["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "151936", "--kept", "65536"]) == 0
+    assert "->  sparse" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="unrecorded must be at most tokens, 5, and 0 without kept ids, got 6"):
+        fastrl.plan_memory(5, 4, 8, kept=1, unrecorded=6)
+    with pytest.raises(ValueError, match="kept must be at least 0, got -1"):
+        fastrl.plan_memory(5, 4, 8, kept=-1)

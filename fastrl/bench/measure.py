@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.budget import free_bytes
+
 from .problems import Truth
 
 #: Repeats that a slow subject still gets: a median of fewer says nothing.
@@ -96,14 +98,6 @@ def synchronize(device: str) -> None:
     """Wait for the device's work."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def free_bytes(device: str) -> int | None:
-    """Memory that is free on the device, or None where that is not known."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    kilobytes = _kilobytes(Path("/proc/meminfo"), "MemAvailable")
-    return None if kilobytes is None else kilobytes << 10
 
 
 def _kilobytes(path: Path, name: str) -> int | None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.budget import free_bytes
+
 from . import plain
-from .measure import free_bytes
 from .problems import Tokens, Truth, checked_entries, chunks, make_tokens
 
 #: Bytes of activations a token, layer and hidden dimension, over the element size: kept for the backward, roughly.

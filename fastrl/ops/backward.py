@@ -14,7 +14,8 @@ from fastrl.ops import products
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Statistics, Transform
 from fastrl.ops.forward import Limits, Order, Rows, order, pass_tile
-from fastrl.ops.products import Head, Held, Needs, slices
+from fastrl.ops.products import Head, HeadSums, Held, Needs, slices
+from fastrl.ops.restriction import Restriction
 from fastrl.ops.tiling import Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in a pass each, so that neither's float32 sums are held whole.
@@ -25,9 +26,11 @@ TWO_PASS = "two-pass"
 def gradients(
     head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
     h: Tensor | None, needs: Needs, backend: str, num_tokens: int, plan: str, limits: Limits,
+    restriction: Restriction | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dL/d(hidden, weight, bias) from c, h (N,), in the inputs' dtypes: the logits again, then the products."""
-    return _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens).run(plan, limits)
+    work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, restriction)
+    return work.run(plan, limits)
 
 
 class _Backward:
@@ -35,7 +38,7 @@ class _Backward:
 
     def __init__(
         self, head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
-        h: Tensor | None, needs: Needs, backend: str, num_tokens: int,
+        h: Tensor | None, needs: Needs, backend: str, num_tokens: int, restriction: Restriction | None,
     ) -> None:  # fmt: skip
         self.head, self.transform, self.needs, self.backend = head, transform, needs, backend
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
@@ -45,7 +48,8 @@ class _Backward:
             scale = products.power_of_two_scale(c, h)
             c, h, self.undo = c * scale, None if h is None else h * scale, 1 / scale
         of = self.order.of
-        self.rows = Rows(of(targets), of(transform.temperatures), Statistics(*map(of, stats)), c, h)  # type: ignore[arg-type]
+        found = Statistics(*map(of, stats))  # type: ignore[arg-type]
+        self.rows = Rows(of(targets), of(transform.temperatures), found, c, h, self.order.sets(restriction))  # type: ignore[arg-type]
         whole = self.order.index is None
         self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
         self.weight = self._output(head.weight, needs.weight, filled=True)
@@ -88,6 +92,8 @@ class _Backward:
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
         """dL/dlogits of a tile (n, v)."""
         logits = held.logits(hidden, columns)
+        if rows.restriction is not None:
+            rows.restriction.apply(logits, columns.start)
         kernels(self.backend, logits).row_gradient(
             logits[None], rows.targets - columns.start, None, self.transform._replace(temperatures=rows.temperatures),
             rows.statistics, rows.c, rows.h, logits[None],
@@ -160,42 +166,9 @@ class _Backward:
         else:  # zeros where no row is active; no row is there twice, so that no two sums meet
             self.hidden.index_add_(0, where, torch.mm(gradient, weight))
 
-    def _outer(self, columns: slice, sums: Tensor | None, direct: bool) -> _Outer:
+    def _outer(self, columns: slice, sums: Tensor | None, direct: bool) -> HeadSums:
         weight = None if self.weight is None else self.weight[columns]
         bias = None if self.bias is None else self.bias[columns]
-        return _Outer(
+        return HeadSums(
             weight, bias, sums if weight is None or sums is None else sums[: weight.shape[0]], direct, self.undo
         )
-
-
-class _Outer:
-    """A slice of dL/dweight (v, H) and dL/dbias (v,), added up over chunks of rows in float32, written once.
-
-    `sums` (v, H) is needed where the weight is not float32 itself, and there are several chunks or a scale to undo.
-    """
-
-    def __init__(
-        self, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None, direct: bool, undo: Tensor | None
-    ) -> None:
-        self.weight, self.bias, self.undo, self.direct = weight, bias, undo, direct
-        self.first = True
-        self.sum = weight if sums is None else sums
-        self.bias_sum = bias
-        if bias is not None and bias.dtype != torch.float32:
-            self.bias_sum = torch.empty_like(bias, dtype=torch.float32)
-
-    def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """A chunk's share: gradient (n, v), hidden (n, H)."""
-        if self.weight is not None and self.direct:
-            torch.mm(gradient.t(), hidden, out=self.weight)
-        elif self.sum is not None:
-            products.add_outer(self.sum, gradient, hidden, self.first)
-        if self.bias_sum is not None:
-            products.add_columns(self.bias_sum, gradient, self.first)
-        self.first = False
-
-    def finish(self) -> None:
-        """Cast the sums."""
-        for out, total in ((self.weight, self.sum), (self.bias, self.bias_sum)):
-            if out is not None and total is not None and total is not out:
-                out.copy_(total if self.undo is None else total.mul_(self.undo))

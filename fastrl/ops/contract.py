@@ -9,6 +9,16 @@ A backend is a module with these three functions (`fastrl.reference.rows` is the
 and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
 fresh tensor that is about to be filled.
 
+The same for rows that keep a few vocabulary entries each (`Kept`), whose logits lie one after the other:
+
+    kept_products(hidden, weight, bias, kept) -> values                               their logits
+    kept_statistics(values, targets, kept, transform) -> Statistics
+    kept_gradient(values, targets, kept, transform, statistics, c, h, out) -> None    out may be values
+    kept_hidden(gradient, weight, kept, out) -> None                                  dL/dhidden
+    kept_weight(gradient, hidden, by_token, out, out_bias, add) -> None               dL/dweight and dL/dbias
+
+and `kept_sets(logits, temperature, top_k, top_p, min_p)`, which finds the entries that a sampler would keep.
+
 It may also have `linear_statistics(hidden, weight, bias, targets, transform) -> Statistics`, of logits that it never
 stores; nothing needs it.
 
@@ -20,6 +30,21 @@ Logits may be a slice of the vocabulary, with targets counted from its first col
 `row_statistics` give a NaN log-probability and leaves the other statistics as they are; `row_gradient` then finds no
 target in the row. There a NaN log-probability makes the whole row NaN, so that no invalid target trains silently. A row
 of -inf alone has maximum -inf, a row with a NaN the maximum NaN.
+
+Kept entries. `values`, `gradient` and their `out` are (nnz,) float32, in the order of `kept.token_ids`; hidden (N, H),
+weight (V, H) and bias (V,) have one dtype, unit stride on H, any stride on N and V; sums are float32 or wider. Rows
+that take no part are not read: their values and gradients are 0, their statistics 0. A target that its row does not
+keep gives a NaN log-probability, and that a row of NaN. `kept_hidden` writes the rows of `out` (N, H), in hidden's
+dtype, that take part, and leaves the others; `kept_weight` writes the rows of `out` (V, H) (None: not wanted) and
+entries of `out_bias` (V,) (likewise) that some entry names: adds to what is there if `add`, else it may take them for
+zeros. Both sum in a fixed order, a token's entries in the order of `by_token`, without atomics. Entries have float32
+logits where a matrix product rounds them to the factors' dtype.
+
+`kept_sets` takes logits (A, B, V) and returns the CSR `(token_ids, offsets)` of the A * B rows: entries > -inf of
+z = logits / temperature that pass top-k (0 = off; all entries tied with the k-th largest pass), then top-p (1 = off;
+entries are dropped from the smallest up, of equal ones the lowest index first, while the probability of those dropped
+is at most 1 - top_p; the last is never dropped), then min-p (0 = off; probability at least min_p times the largest). A
+row with a NaN or +inf, or of -inf alone, has no distribution: ValueError that names it.
 """
 
 from __future__ import annotations
@@ -48,6 +73,22 @@ class Statistics(NamedTuple):
     entropy: Tensor  # nats
     maximum: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - maximum), formed as log1p of the others' sum where the target is the maximum
+
+
+class Kept(NamedTuple):
+    """Which vocabulary entries each row keeps, in CSR. A row takes part if its `counts` is True and it keeps any."""
+
+    token_ids: Tensor  # (nnz,) int32, rising within a row
+    offsets: Tensor  # (N + 1,) int64
+    counts: Tensor  # (N,) bool
+
+
+class ByToken(NamedTuple):
+    """The kept entries sorted by token, those of one token in their own order; those of rows without a part last."""
+
+    token_ids: Tensor  # (nnz,) int32, V for entries of rows that take no part
+    entries: Tensor  # (nnz,) int64: where each lies in the CSR
+    rows: Tensor  # (nnz,) int32
 
 
 class RowObjective(NamedTuple):

@@ -16,6 +16,7 @@ from fastrl.ops import products, tiling
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Statistics, Transform
 from fastrl.ops.products import Head, Held, slices
+from fastrl.ops.restriction import Restriction
 from fastrl.ops.tiling import Tile
 
 
@@ -36,6 +37,12 @@ class Order:
     def of(self, x: Tensor | None) -> Tensor | None:
         """The rows' entries of x (N, ...), together."""
         return x if x is None or self.index is None else x[self.index]
+
+    def sets(self, restriction: Restriction | None) -> Restriction | None:
+        """The rows' sets, of those of all rows."""
+        if restriction is None or self.index is None:
+            return restriction
+        return restriction._replace(rows=self.index)
 
     def rows(self, part: slice) -> Tensor | slice:
         """Where the rows at these places of the order lie."""
@@ -84,12 +91,14 @@ class Rows(NamedTuple):
     statistics: Statistics | None = None
     c: Tensor | None = None
     h: Tensor | None = None
+    restriction: Restriction | None = None  # sets of entries outside which their logits are -inf
 
     def part(self, rows: slice) -> Rows:
         """Some of the rows."""
         found = None if self.statistics is None else Statistics(*(s[rows] for s in self.statistics))
         t, c, h = (None if x is None else x[rows] for x in (self.temperatures, self.c, self.h))
-        return Rows(self.targets[rows], t, found, c, h)
+        sets = None if self.restriction is None else self.restriction.part(rows)
+        return Rows(self.targets[rows], t, found, c, h, sets)
 
 
 def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int = 1, weight: bool = True) -> Tile:
@@ -102,19 +111,22 @@ def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int 
     return tile
 
 
+def _zeros(targets: Tensor) -> Statistics:
+    return Statistics(*(torch.zeros(targets.shape, dtype=torch.float32, device=targets.device) for _ in range(4)))
+
+
 @torch.no_grad()
 def statistics(
     head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, backend: str, num_tokens: int,
-    limits: Limits,
+    limits: Limits, restriction: Restriction | None = None,
 ) -> Statistics:  # fmt: skip
     """Row statistics (N,) from hidden states: one product (1U)."""
-    out = Statistics(*(torch.zeros(targets.shape, dtype=torch.float32, device=targets.device) for _ in range(4)))
-    used = order(mask, targets.shape[0], num_tokens)
+    out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
         return out
     tile = pass_tile("statistics", head, used, limits)
     held = Held(head, tile, used.index is not None, backend)
-    rows = Rows(used.of(targets), used.of(transform.temperatures))  # type: ignore[arg-type]
+    rows = Rows(used.of(targets), used.of(transform.temperatures), restriction=used.sets(restriction))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         found = _chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
@@ -132,6 +144,8 @@ def _chunk_statistics(
     combined = None if step >= vocab else _Combined(rows.targets)
     for columns in slices(vocab, step):
         logits = held.logits(hidden, columns)
+        if rows.restriction is not None:
+            rows.restriction.apply(logits, columns.start)
         targets = rows.targets - columns.start if columns.start else rows.targets
         found: Statistics = kernels(backend, logits).row_statistics(logits[None], targets, None, transform)
         if combined is None:
@@ -184,9 +198,8 @@ def frozen(
     limits: Limits, vectors: int,
 ) -> tuple[Statistics, list[Tensor]]:  # fmt: skip
     """Row statistics, and d logp / d hidden (N, H), and with two vectors d entropy / d hidden, in hidden's dtype."""
-    out = Statistics(*(torch.zeros(targets.shape, dtype=torch.float32, device=targets.device) for _ in range(4)))
+    out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(vectors)]
-    used = order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
         return out, slopes
     tile = pass_tile("frozen", head, used, limits, vectors)

@@ -33,8 +33,8 @@ def linear_statistics(
     num_tokens: int,
     waits: bool,
     plan: str,
-    slopes: int,
     limits: list[int],
+    slopes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two differentiable.
 
@@ -53,7 +53,7 @@ def linear_statistics(
 
 @linear_statistics.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    slopes = rest[-2]
+    slopes = rest[-1]
     return (
         *(hidden.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(4)),
         *(hidden.new_empty(hidden.shape if i < slopes else (0,)) for i in range(2)),
@@ -103,7 +103,7 @@ def _(
 def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
     """The sum of slopes (N, H) times coefficients (N,), formed in float32, in the slopes' dtype."""
     out = torch.empty_like(slopes[0])
-    for part in products.slices(out.shape[0], max(1, products.PIECE_BYTES // (8 * max(out.shape[1], 1)))):
+    for part in products.pieces(out.shape[0], 8 * out.shape[1]):
         total = slopes[0][part] * coefficients[0][part, None]
         for slope, coefficient in zip(slopes[1:], coefficients[1:], strict=True):
             total += slope[part] * coefficient[part, None]
@@ -117,8 +117,7 @@ def _(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *ctx.options, ctx.slopes, limits = inputs[6:]
-    ctx.options.append(limits)
+    *ctx.options, ctx.slopes = inputs[6:]
     ctx.mark_non_differentiable(*output[2:])
     if ctx.slopes:
         ctx.save_for_backward(*output[4 : 4 + ctx.slopes])

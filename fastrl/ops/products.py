@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from fastrl.ops.backend import kernels
 from fastrl.ops.tiling import PIECE_BYTES, Sizes, Tile
+
+_LARGE = 8 << 20  # bytes from which memory comes fresh from the system anyway
 
 
 class Head(NamedTuple):
@@ -41,6 +45,19 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str
     tensor = torch.empty(shape, dtype=dtype, device=like.device)
     kernels(backend, tensor).advise(tensor)
     return tensor
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Zeros on the device of `like` few of whose rows will be written.
+
+    On a CPU the system's own zero pages, of which only those that are written take time: filling a gradient of 300 MB
+    costs more than a hundred kept products' worth of work.
+    """
+    size = dtype.itemsize * math.prod(shape)
+    if like.device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Held:
@@ -74,14 +91,18 @@ def slices(total: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
+def pieces(total: int, each: int) -> Iterator[slice]:
+    """[0, total) in steps of so many that they take PIECE_BYTES at `each` bytes, but at least one."""
+    return slices(total, max(1, PIECE_BYTES // max(each, 1)))
+
+
 def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
     """total (v, H) float32 += gradient (n, v)^T hidden (n, H); the first time it is written without being read."""
     if not gradient.is_cuda and gradient.dtype == torch.float16:
         # The result could overflow float16, and the CPU has no product from float16 to float32.
-        step = max(1, PIECE_BYTES // (4 * max(gradient.shape[0], hidden.shape[1])))
-        for part in slices(total.shape[0], step):
+        for part in pieces(total.shape[0], 4 * max(gradient.shape[0], hidden.shape[1])):
             wide = gradient[:, part].float().t()
-            for rows in slices(hidden.shape[0], max(1, PIECE_BYTES // (4 * hidden.shape[1]))):
+            for rows in pieces(hidden.shape[0], 4 * hidden.shape[1]):
                 total[part].addmm_(wide[:, rows], hidden[rows].float(), beta=0 if first and rows.start == 0 else 1)
     else:
         _add_product(total, gradient.t(), hidden, first)
@@ -100,8 +121,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
     else:
         # The library may copy its first factor, and adding the product makes a float32 copy of it.
-        step = PIECE_BYTES // max(a.element_size() * a.shape[1], (a.element_size() + 4) * b.shape[1])
-        for part in slices(a.shape[0], max(1, step)):
+        for part in pieces(a.shape[0], max(a.element_size() * a.shape[1], (a.element_size() + 4) * b.shape[1])):
             product = torch.mm(a[part], b)
             if first:
                 total[part] = product
@@ -114,8 +134,7 @@ def add_columns(total: Tensor, gradient: Tensor, first: bool) -> None:
     if first:
         total.zero_()
     # A reduction to another dtype copies its operand on the CPU.
-    step = gradient.shape[1] if gradient.is_cuda else max(1, PIECE_BYTES // (4 * max(gradient.shape[0], 1)))
-    for part in slices(gradient.shape[1], step):
+    for part in pieces(gradient.shape[1], 0 if gradient.is_cuda else 4 * gradient.shape[0]):
         total[part] += gradient[:, part].sum(0, dtype=torch.float32)
 
 
@@ -134,12 +153,47 @@ def store_rows(out: Tensor, index: Tensor | slice, rows: Tensor, factor: Tensor 
     if factor is None and rows.dtype == out.dtype:
         out[index] = rows
         return
-    for part in slices(rows.shape[0], max(1, PIECE_BYTES // (12 * rows.shape[1]))):
+    for part in pieces(rows.shape[0], 12 * rows.shape[1]):
         piece = rows[part].float() if factor is None else rows[part].float() * factor
         if isinstance(index, slice):
             out[index][part] = piece
         else:
             out[index[part]] = piece.to(out.dtype)
+
+
+class HeadSums:
+    """A slice of dL/dweight (v, H) and dL/dbias (v,), added up over chunks of rows in float32, written once.
+
+    `sums` (v, H) is needed where the weight is not float32 itself, and there are several chunks or a scale to undo;
+    `direct` says that there is one chunk and nothing to undo.
+    """
+
+    def __init__(
+        self, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None = None, direct: bool = False,
+        undo: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.weight, self.bias, self.undo, self.direct = weight, bias, undo, direct
+        self.first = True
+        self.sum = weight if sums is None else sums
+        self.bias_sum = bias
+        if bias is not None and bias.dtype != torch.float32:
+            self.bias_sum = torch.empty_like(bias, dtype=torch.float32)
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """A chunk's share: gradient (n, v), hidden (n, H)."""
+        if self.weight is not None and self.direct:
+            torch.mm(gradient.t(), hidden, out=self.weight)
+        elif self.sum is not None:
+            add_outer(self.sum, gradient, hidden, self.first)
+        if self.bias_sum is not None:
+            add_columns(self.bias_sum, gradient, self.first)
+        self.first = False
+
+    def finish(self) -> None:
+        """Cast the sums."""
+        for out, total in ((self.weight, self.sum), (self.bias, self.bias_sum)):
+            if out is not None and total is not None and total is not out:
+                out.copy_(total if self.undo is None else total.mul_(self.undo))
 
 
 @cache

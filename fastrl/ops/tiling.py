@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 #: Most bytes of a tile. A CPU gains nothing from more; a GPU's float32 dW traffic shrinks with longer chunks.
 TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
 #: The same where the vocabulary may be cut: on a CPU a tile that stays in the last cache gains 2 to 7 %.
@@ -118,12 +120,29 @@ def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
     return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
 
 
+#: A kept entry is gathered by rows, at the memory's speed, where a dense one is a share of a matrix product.
+_WIDEST = {"cpu": 1 / 20, "cuda": 1 / 150}
+
+
+def widest_kept(vocab: int, device: str) -> int:
+    """Entries of a row's set up to which gathering them is cheaper than dense products of the row."""
+    return max(int(vocab * _WIDEST.get(device, 1.0)), 1)
+
+
+def kept_cost(sizes: Sizes, entries: int, gradients: int) -> float:
+    """What products with kept entries cost: a row of the weight, or of the hidden states, is read for each."""
+    return _A_BYTE.get(sizes.device, 20.0) * entries * sizes.hidden * sizes.itemsize * (1 + gradients)
+
+
 def _parts(total: int, least: int) -> Iterator[int]:
     """Lengths worth a look, falling: all of it, and ever smaller equal parts, down to the least."""
     parts = 1
     while (length := -(-total // parts)) > least:
         yield length
-        parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the one before
+        if torch.compiler.is_compiling():  # which traces every one; the operators look again when they run
+            parts *= 2
+        else:
+            parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the one before
     yield min(total, least)
 
 

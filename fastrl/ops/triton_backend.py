@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.kernels import kept_hidden as kept_hidden_kernel
+from fastrl.kernels import kept_products as kept_products_kernel
+from fastrl.kernels import kept_statistics as kept_statistics_kernels
+from fastrl.kernels import kept_weight as kept_weight_kernel
 from fastrl.kernels import linear_statistics as linear_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
 from fastrl.kernels import row_visit as visit_kernel
+from fastrl.kernels.kept_sets import kept_sets
 from fastrl.kernels.scale import scale_
-from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform, Visit
+from fastrl.ops.contract import ByToken, Kept, RowInputs, RowObjective, Statistics, Transform, Visit
 from fastrl.ops.triton_formulas import device_objective
 
-__all__ = ["advise", "row_gradient", "row_statistics", "row_visit", "scale_"]
+__all__ = [
+    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_sets", "kept_statistics", "kept_weight",
+    "linear_statistics", "row_gradient", "row_statistics", "row_visit", "scale_",
+]  # fmt: skip
 
 
 def advise(tensor: Tensor) -> None:
@@ -51,6 +59,39 @@ def row_visit(
     weights = inputs.advantages, inputs.policy_weights
     out = visit_kernel.row_visit(logits, targets, mask, *transform, function, numbers, *weights, *inputs[2:])
     return Visit(out[0], out[1], out[2:])
+
+
+def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+    """See `fastrl.ops.contract`."""
+    return kept_products_kernel.kept_products(hidden, weight, bias, *kept)
+
+
+def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Transform) -> Statistics:
+    """See `fastrl.ops.contract`."""
+    arguments = (values, targets, kept.token_ids, kept.offsets, kept.counts)
+    return Statistics(*kept_statistics_kernels.kept_statistics(*arguments, *transform))
+
+
+def kept_gradient(
+    values: Tensor, targets: Tensor, kept: Kept, transform: Transform, statistics: Statistics, c: Tensor,
+    h: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """See `fastrl.ops.contract`; `out` may be `values`."""
+    arguments = (values, targets, kept.token_ids, kept.offsets, kept.counts)
+    kept_statistics_kernels.kept_gradient(*arguments, *transform, statistics, c, h, out)
+
+
+def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
+    """See `fastrl.ops.contract`."""
+    kept_hidden_kernel.kept_hidden(gradient, weight, *kept, out)
+
+
+def kept_weight(
+    gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
+) -> None:
+    """See `fastrl.ops.contract`."""
+    ids, entries, rows = by_token
+    kept_weight_kernel.kept_weight(gradient, hidden, ids, entries, rows, out, out_bias, add)
 
 
 def linear_statistics(

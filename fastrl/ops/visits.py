@@ -19,7 +19,7 @@ from fastrl.ops import forward, products
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform, Visit
 from fastrl.ops.forward import Limits, Order
-from fastrl.ops.products import Head, Held, Needs
+from fastrl.ops.products import Head, HeadSums, Held, Needs
 from fastrl.ops.tiling import Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> Visit
@@ -44,30 +44,25 @@ class _Sums:
     """The gradients of the chunks: dH by rows, dW and db added up in float32."""
 
     def __init__(self, head: Head, needs: Needs, backend: str) -> None:
-        self.head, self.first = head, True
-        device = head.weight.device
+        device, (vocab, _) = head.weight.device, head.weight.shape
+        self.matrix = head.weight
         self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs.hidden else None
-        self.weight = self.bias = None
-        if needs.weight:
-            self.weight = products.empty(tuple(head.weight.shape), torch.float32, head.weight, backend)
-        if needs.bias:
-            self.bias = torch.zeros(head.weight.shape[0], dtype=torch.float32, device=device)
+        self.head = HeadSums(
+            products.empty(tuple(head.weight.shape), torch.float32, head.weight, backend) if needs.weight else None,
+            torch.zeros(vocab, dtype=torch.float32, device=device) if needs.bias else None,
+        )
 
     def add(self, where: Tensor | slice, hidden: Tensor, gradient: Tensor) -> None:
         """A chunk's: hidden (n, H), dL/dlogits (n, V)."""
         if self.hidden is not None:
-            products.store_product(self.hidden, where, gradient, self.head.weight)
-        if self.weight is not None:
-            products.add_outer(self.weight, gradient, hidden, self.first)
-        if self.bias is not None:
-            products.add_columns(self.bias, gradient, self.first)
-        self.first = False
+            products.store_product(self.hidden, where, gradient, self.matrix)
+        self.head.add(gradient, hidden)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """dL/d(hidden, weight, bias)."""
-        if self.weight is not None and self.first:
-            self.weight.zero_()
-        return self.hidden, self.weight, self.bias
+        if self.head.weight is not None and self.head.first:
+            self.head.weight.zero_()
+        return self.hidden, self.head.weight, self.head.bias
 
 
 @torch.no_grad()
@@ -100,7 +95,7 @@ def visit(
     return out, sums.finish()
 
 
-def _idle(inputs: RowInputs) -> Tensor:
+def idle_rows(inputs: RowInputs) -> Tensor:
     """Rows from which nothing flows back, whatever their logits: A = 0 or no policy weight, no KL, no entropy term."""
     idle = (inputs.advantages == 0) | (inputs.policy_weights == 0)
     for weights in (inputs.kl_weights, inputs.entropy_weights):
@@ -171,7 +166,7 @@ def linear_visit(
     objective = RowObjective(gate, (p0, p1, p2, p3), kl, rollout_mode, rollout_low, rollout_high, max_log_ratio)
     inputs = RowInputs(advantages, policy_weights, old, ref, rollout, kl_weights, entropy_weights, entropy_threshold)
     head = Head(hidden, weight, bias)
-    used, active = forward.active_first(mask, _idle(inputs), targets.shape[0], num_tokens)
+    used, active = forward.active_first(mask, idle_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
     if used.count:
         chunks = row_chunks(

@@ -1,0 +1,225 @@
+// Rows that keep a few vocabulary entries each: their logits and what flows back. See fastrl/ops/contract.py.
+#include <vector>
+
+#include "parallel.h"
+#include "rows.h"
+
+namespace {
+
+using namespace fastrl;
+
+// The structs mirror those of fastrl/ops/cpp_kept.py, field by field.
+struct Kept {
+  const int32_t* ids;      // (nnz,), rising within a row
+  const int64_t* offsets;  // (rows + 1,)
+  const uint8_t* counts;   // (rows,)
+  int64_t rows;
+  int32_t threads, padding;
+
+  bool takes_part(int64_t row) const { return counts[row] && offsets[row] < offsets[row + 1]; }
+  // Call each(row) for every row, in blocks of about as many entries.
+  template <class F>
+  int32_t for_rows(const F& each) const {
+    return for_each(rows, std::max<int64_t>(1, std::min<int64_t>(64, rows / (8 * int64_t(threads)))), threads, each);
+  }
+};
+
+struct Factors {
+  const void *hidden, *weight, *bias;  // (N, width), (V, width), (V,) or null
+  int64_t hidden_stride, weight_stride, width;
+  int32_t element, padding;
+};
+
+struct RowArguments {
+  const int64_t* targets;
+  const float* temperatures;  // or null: then `temperature`
+  double temperature, logit_scale, softcap;
+};
+
+struct ByToken {
+  const int32_t* ids;      // (count,), rising; those from `vocab` on take no part
+  const int64_t* entries;  // (count,)
+  const int32_t* rows;     // (count,)
+  int64_t count, vocab;
+  int32_t threads, add;
+};
+
+template <class F>
+int32_t with_element(int32_t element, const F& f) {
+  switch (element) {
+    case 0: return f(float{});
+    case 1: return f(BFloat16{});
+    case 2: return f(Float16{});
+    default: return 1;
+  }
+}
+
+template <class T>
+void prefetch_row(const T* row, int64_t width) {
+  constexpr int64_t MOST = 8192;  // bytes: beyond, the hardware's own stream has caught up
+  const int64_t bytes = std::min<int64_t>(width * int64_t(sizeof(T)), MOST);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 2);
+}
+
+template <class T>
+float dot(const T* a, const T* b, int64_t width) {
+  Floats s0{}, s1{}, s2{}, s3{};
+  int64_t j = 0;
+  for (; j + 4 * W <= width; j += 4 * W) {
+    s0 += load(a + j) * load(b + j);
+    s1 += load(a + j + W) * load(b + j + W);
+    s2 += load(a + j + 2 * W) * load(b + j + 2 * W);
+    s3 += load(a + j + 3 * W) * load(b + j + 3 * W);
+  }
+  for (; j + W <= width; j += W) s0 += load(a + j) * load(b + j);
+  s0 = (s0 + s1) + (s2 + s3);
+  double total = 0;
+  for (int i = 0; i < W; ++i) total += double(s0[i]);
+  for (; j < width; ++j) total += double(widen(a[j])) * double(widen(b[j]));
+  return float(total);
+}
+
+// total += factor * x
+template <class T>
+void add_multiple(float* total, float factor, const T* x, int64_t width) {
+  int64_t j = 0;
+  for (; j + W <= width; j += W) store(total + j, load(total + j) + factor * load(x + j));
+  for (; j < width; ++j) total[j] += factor * widen(x[j]);
+}
+
+template <class T>
+void write_row(const float* total, int64_t width, T* out) {
+  int64_t j = 0;
+  for (; j + W <= width; j += W) store(out + j, load(total + j));
+  for (; j < width; ++j) narrow(total[j], out + j);
+}
+
+// Where a row keeps its target: an index from its first entry, -1 where it does not.
+int64_t place(const int32_t* ids, int64_t count, int64_t target) {
+  const int32_t* found = std::lower_bound(ids, ids + count, target);
+  return found != ids + count && *found == target ? found - ids : -1;
+}
+
+// Call f(row, logits' offset, their count, the target's place, transform) for every row that takes part.
+template <class F, class G>
+int32_t for_logits(const Kept& kept, const RowArguments& rows, const F& f, const G& otherwise) {
+  const auto with_softcap = [&](auto softcap) {
+    return kept.for_rows([&](int64_t row) {
+      if (!kept.takes_part(row)) return otherwise(row);
+      const int64_t begin = kept.offsets[row], count = kept.offsets[row + 1] - begin;
+      const double temperature = rows.temperatures == nullptr ? rows.temperature : rows.temperatures[row];
+      const Transform<decltype(softcap)::value> transform{temperature, rows.logit_scale, rows.softcap};
+      f(row, begin, count, place(kept.ids + begin, count, rows.targets[row]), transform);
+    });
+  };
+  return rows.softcap != 0 ? with_softcap(std::true_type{}) : with_softcap(std::false_type{});
+}
+
+}  // namespace
+
+extern "C" {
+
+// values (nnz,): the kept logits, 0 in rows that take no part. Returns 0, as all functions here, or an error code.
+int32_t fastrl_kept_products(const Kept* arguments, const Factors* factors, float* values) {
+  const Kept& kept = *arguments;
+  const Factors& f = *factors;
+  return with_element(f.element, [&](auto element) {
+    using T = decltype(element);
+    const T *weight = (const T*)f.weight, *bias = (const T*)f.bias;
+    return kept.for_rows([&](int64_t row) {
+      const int64_t begin = kept.offsets[row], end = kept.offsets[row + 1];
+      if (!kept.takes_part(row)) return (void)std::fill(values + begin, values + end, 0.0f);
+      const T* hidden = (const T*)f.hidden + row * f.hidden_stride;
+      for (int64_t k = begin; k < end; ++k) {
+        if (k + 1 < kept.offsets[kept.rows]) prefetch_row(weight + kept.ids[k + 1] * f.weight_stride, f.width);
+        const float product = dot(hidden, weight + kept.ids[k] * f.weight_stride, f.width);
+        values[k] = bias == nullptr ? product : product + widen(bias[kept.ids[k]]);
+      }
+    });
+  });
+}
+
+// statistics: (4, rows), in the order of the contract's Statistics
+int32_t fastrl_kept_statistics(const Kept* kept, const RowArguments* rows, const float* values, float* statistics) {
+  const auto write = [&](int64_t row, const RowStatistics& found) {
+    float* out = statistics + row;
+    const int64_t n = kept->rows;
+    out[0] = found.logprob, out[n] = found.entropy, out[2 * n] = found.maximum, out[3 * n] = found.log_sum;
+  };
+  return for_logits(
+      *kept, *rows,
+      [&](int64_t row, int64_t begin, int64_t count, int64_t target, const auto& transform) {
+        write(row, row_statistics(values + begin, count, target, transform, (const float*)nullptr));
+      },
+      [&](int64_t row) { write(row, RowStatistics{}); });
+}
+
+// `out` (nnz,) may be `values`; `h` may be null
+int32_t fastrl_kept_gradient(const Kept* kept, const RowArguments* rows, const float* values,
+                             const float* const* statistics, const float* c, const float* h, float* out) {
+  return for_logits(
+      *kept, *rows,
+      [&](int64_t row, int64_t begin, int64_t count, int64_t target, const auto& transform) {
+        const RowStatistics found{statistics[0][row], statistics[1][row], statistics[2][row], statistics[3][row]};
+        row_gradient(values + begin, count, target, transform, found, c[row], h == nullptr ? 0.0f : h[row],
+                     out + begin);
+      },
+      [&](int64_t row) { std::fill(out + kept->offsets[row], out + kept->offsets[row + 1], 0.0f); });
+}
+
+// Rows of `out` (rows, width) that take part: sum_k gradient_k weight[id_k]
+int32_t fastrl_kept_hidden(const Kept* arguments, const Factors* factors, const float* gradient, void* out,
+                           int64_t out_stride) {
+  const Kept& kept = *arguments;
+  const Factors& f = *factors;
+  return with_element(f.element, [&](auto element) {
+    using T = decltype(element);
+    const T* weight = (const T*)f.weight;
+    return kept.for_rows([&](int64_t row) {
+      if (!kept.takes_part(row)) return;
+      thread_local std::vector<float> total;
+      total.assign(f.width, 0.0f);
+      for (int64_t k = kept.offsets[row]; k < kept.offsets[row + 1]; ++k) {
+        if (k + 1 < kept.offsets[kept.rows]) prefetch_row(weight + kept.ids[k + 1] * f.weight_stride, f.width);
+        add_multiple(total.data(), gradient[k], weight + kept.ids[k] * f.weight_stride, f.width);
+      }
+      write_row(total.data(), f.width, (T*)out + row * out_stride);
+    });
+  });
+}
+
+// Rows of `out` (V, width) and entries of `out_bias` (V,), either may be null, that some entry names
+int32_t fastrl_kept_weight(const ByToken* arguments, const Factors* factors, const float* gradient, void* out,
+                           int64_t out_stride, void* out_bias) {
+  const ByToken& by_token = *arguments;
+  const Factors& f = *factors;
+  const int32_t* ids = by_token.ids;
+  constexpr int64_t BLOCK = 256;
+  return with_element(f.element, [&](auto element) {
+    using T = decltype(element);
+    // Whoever has a token's first entry sums them all.
+    const auto sum_token = [&](int64_t first) {
+      thread_local std::vector<float> total;
+      total.assign(f.width, 0.0f);
+      T* row = out == nullptr ? nullptr : (T*)out + ids[first] * out_stride;
+      T* bias = out_bias == nullptr ? nullptr : (T*)out_bias + ids[first];
+      float bias_total = 0;
+      for (int64_t k = first; k < by_token.count && ids[k] == ids[first]; ++k) {
+        const float g = gradient[by_token.entries[k]];
+        bias_total += g;
+        if (row == nullptr) continue;
+        if (k + 1 < by_token.count) {
+          prefetch_row((const T*)f.hidden + by_token.rows[k + 1] * f.hidden_stride, f.width);
+        }
+        add_multiple(total.data(), g, (const T*)f.hidden + by_token.rows[k] * f.hidden_stride, f.width);
+      }
+      if (row != nullptr && by_token.add) add_multiple(total.data(), 1.0f, row, f.width);
+      if (row != nullptr) write_row(total.data(), f.width, row);
+      if (bias != nullptr) narrow(by_token.add ? widen(*bias) + bias_total : bias_total, bias);
+    };
+    return for_each(by_token.count, BLOCK, by_token.threads, [&](int64_t k) {
+      if (ids[k] < by_token.vocab && (k == 0 || ids[k - 1] != ids[k])) sum_token(k);
+    });
+  });
+}
+}

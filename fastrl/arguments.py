@@ -1,0 +1,120 @@
+"""Checked arguments of the entry points that do the vocabulary's work, flattened for the operators."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .memory import Call
+from .ops.backend import forced, resolved
+from .ops.contract import Transform
+from .ops.products import Head, Needs
+
+
+class VocabularyArguments(NamedTuple):
+    """What all of them take."""
+
+    targets: Tensor  # (N,) int64
+    mask: Tensor | None  # (N,) bool
+    transform: Transform
+
+
+def vocabulary_arguments(
+    targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object
+) -> VocabularyArguments:
+    """Check what both entry points share and flatten it."""
+    checked = checks.mask(mask, targets)
+    scalar, per_token = checks.temperature(temperature, targets, checked)
+    transform = Transform(
+        scalar, per_token, checks.number("logit_scale", logit_scale, positive=True), checks.softcap(softcap)
+    )
+    return VocabularyArguments(
+        targets.reshape(-1).contiguous(), None if checked is None else checked.reshape(-1).contiguous(), transform
+    )
+
+
+def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Tensor, Tensor]:
+    """Logits (..., V) and their targets (...), or an error that names what is wrong."""
+    logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES)
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")
+    return logits, checks.targets(targets, logits.shape[:-1], "logits.shape[:-1]", logits, "logits")
+
+
+def consumes(logits: Tensor, inplace: bool) -> bool:
+    """Whether the logits' memory is taken for their gradient: asked for, and they need one.
+
+    Never in a graph of torch.compile, which plans memory itself.
+    """
+    return inplace and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor, int]:
+    """A head whose hidden states are flattened to (N, H), the targets (...), and the bytes copied; or an error.
+
+    Under autocast the three are cast to its dtype, as torch.nn.functional.linear would cast them.
+    """
+    hidden = checks.tensor("hidden", hidden)
+    weight = checks.tensor("weight", weight)
+    bias = None if bias is None else checks.tensor("bias", bias)
+    given = (hidden, weight, bias)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    checks.tensor("hidden", hidden, checks.LOGIT_DTYPES)
+    if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
+        raise ValueError(
+            "hidden must have shape (..., H) and weight (V, H) with V, H >= 1,"
+            f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            checks.same_device(name, value, hidden, "hidden")
+            if value.dtype != hidden.dtype:
+                raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {value.dtype}")
+    if bias is not None:
+        checks.shape("bias", bias, weight.shape[:1], "one a vocabulary entry")
+    targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
+    head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    return head, targets, _copied_bytes(given, head)
+
+
+def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:
+    """Bytes of the copies that the entry points or autograd make of hidden, weight and bias before any plan."""
+    total = 0
+    for before, after in zip(given, head, strict=True):
+        if before is None or after is None:
+            continue
+        copies = 0
+        if before.dtype != after.dtype:
+            copies += 2  # the cast, and that of its gradient
+        if not before.is_contiguous():
+            if before.dim() > 2:
+                copies += 1  # no view (N, H) of it exists
+            if before.dim() == 2 or (before.requires_grad and before.is_leaf):
+                copies += 1  # its gradient is contiguous here, and autograd copies it into a leaf's own layout
+        total += copies * after.numel() * after.element_size()
+    return total
+
+
+def counted_rows(args: VocabularyArguments) -> int:
+    """The number of unmasked tokens where the host may look, else of all."""
+    if args.mask is not None and checks.values_are_checked(args.mask):
+        return int(args.mask.sum())
+    return args.targets.shape[0]
+
+
+def plan_call(head: Head, args: VocabularyArguments, rows: int, **what: Any) -> Call:
+    """What a plan depends on; `rows` count, or all rows are a bound where that is -1."""
+    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
+    vocab, width = head.weight.shape
+    device = head.weight.device.type
+    return Call(
+        rows=counted_rows(args) if rows < 0 else rows, hidden=width, vocab=vocab, dtype=head.weight.dtype,
+        device=device, needs=needs, all_rows=args.targets.shape[0], backend=resolved(forced(), device), **what,
+    )  # fmt: skip

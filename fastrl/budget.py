@@ -1,0 +1,69 @@
+"""Budgets of bytes: from text and to text, and what is free."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SMALL = 4 << 30  # bytes that a small machine has to spare, where it does not tell
+
+
+def parse_budget(value: object, name: str = "memory_budget") -> int | None:
+    """Bytes from a whole number, or from text such as "256MiB"; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} must be a number of bytes or a string such as '256MiB', got {type(value).__name__}")
+    found = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE | re.ASCII)
+        if match is None or (match[3] and not match[2]):
+            raise ValueError(
+                f"{name} must be a number of bytes, alone or with a unit (B; KiB, MiB, GiB, TiB; KB, MB, GB, TB),"
+                f" such as '256MiB' or '1.5GB', got {value!r}"
+            )
+        found = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()])
+    assert isinstance(found, int)
+    if found <= 0:
+        raise ValueError(f"{name} must be greater than 0, got {value!r}")
+    return found
+
+
+def default_budget(device: str) -> int:
+    """A quarter of the device's free memory, rounded down to a power of two so that small changes alter no result."""
+    free = free_bytes(device)
+    if free is None:
+        if device == "cuda":
+            raise ValueError("a budget is needed: there is no GPU here whose free memory could be shared")
+        free = _SMALL
+    return 1 << max((free // 4).bit_length() - 1, 24)
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that is free on the device, for this process; None where that is not known."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None  # not Linux
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), _SMALL)
+    try:  # a container may have less than the machine
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return free if limit == "max" else max(min(free, int(limit) - int(used)), 0)
+
+
+def text(size: int) -> str:
+    """Bytes for a person: "1.5 GiB"."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.4g} {unit}"
+    return f"{size} B"

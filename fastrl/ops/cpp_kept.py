@@ -1,0 +1,141 @@
+"""The C++ backend's functions over kept vocabulary entries (`csrc/kept.cpp`); see `fastrl.ops.contract`."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from fastrl.ops.contract import ByToken, Kept, Statistics, Transform
+from fastrl.ops.cpp_library import ELEMENTS, function, pointer
+
+
+class _Kept(Structure):
+    _fields_ = (
+        ("ids", c_void_p), ("offsets", c_void_p), ("counts", c_void_p), ("rows", c_int64), ("threads", c_int32),
+        ("padding", c_int32),
+    )  # fmt: skip
+
+
+class _Factors(Structure):
+    _fields_ = (
+        ("hidden", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("hidden_stride", c_int64),
+        ("weight_stride", c_int64), ("width", c_int64), ("element", c_int32), ("padding", c_int32),
+    )  # fmt: skip
+
+
+class _RowArguments(Structure):
+    _fields_ = (
+        ("targets", c_void_p), ("temperatures", c_void_p), ("temperature", c_double), ("logit_scale", c_double),
+        ("softcap", c_double),
+    )  # fmt: skip
+
+
+class _ByToken(Structure):
+    _fields_ = (
+        ("ids", c_void_p), ("entries", c_void_p), ("rows", c_void_p), ("count", c_int64), ("vocab", c_int64),
+        ("threads", c_int32), ("add", c_int32),
+    )  # fmt: skip
+
+
+def _kept(kept: Kept) -> _Kept:
+    rows = kept.counts.numel()
+    return _Kept(
+        pointer("token_ids", kept.token_ids, kept.token_ids.numel(), torch.int32),
+        pointer("offsets", kept.offsets, rows + 1, torch.int64),
+        pointer("counts", kept.counts, rows, torch.bool), rows, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tuple[int | None, int]:
+    """The address of a matrix and its row stride; of `like`'s type if that is given."""
+    if matrix is None:
+        return None, 0
+    fits = matrix.dtype in ELEMENTS if like is None else matrix.dtype == like.dtype
+    unit = matrix.dim() == 2 and (matrix.shape[1] <= 1 or matrix.stride(1) == 1)
+    if not fits or not unit or matrix.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be a matrix on the CPU with contiguous rows, got {matrix.dtype}, shape"
+            f" {tuple(matrix.shape)}, strides {matrix.stride()} on {matrix.device}"
+        )
+    return matrix.data_ptr(), matrix.stride(0)
+
+
+def _factors(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> _Factors:
+    given = weight if hidden is None else hidden
+    assert given is not None
+    hidden_at, hidden_stride = _matrix("hidden", hidden)
+    weight_at, weight_stride = _matrix("weight", weight, given)
+    bias_at = None if bias is None else pointer("bias", bias.contiguous(), bias.numel(), given.dtype)
+    return _Factors(hidden_at, weight_at, bias_at, hidden_stride, weight_stride, given.shape[1], ELEMENTS[given.dtype])
+
+
+def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
+    return _RowArguments(
+        pointer("targets", targets, targets.numel(), torch.int64),
+        pointer("temperatures", transform.temperatures, targets.numel()),
+        transform.temperature, transform.logit_scale, transform.softcap,
+    )  # fmt: skip
+
+
+def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+    """See `fastrl.ops.contract`."""
+    bias = None if bias is None else bias.contiguous()
+    values = torch.empty(kept.token_ids.numel(), dtype=torch.float32, device="cpu")
+    run = function("fastrl_kept_products", POINTER(_Kept), POINTER(_Factors), c_void_p)
+    run(byref(_kept(kept)), byref(_factors(hidden, weight, bias)), values.data_ptr())
+    return values
+
+
+def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Transform) -> Statistics:
+    """See `fastrl.ops.contract`."""
+    out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
+    run = function("fastrl_kept_statistics", POINTER(_Kept), POINTER(_RowArguments), c_void_p, c_void_p)
+    at = pointer("values", values, kept.token_ids.numel())
+    run(byref(_kept(kept)), byref(_arguments(targets, transform)), at, out.data_ptr())
+    return Statistics(*out)
+
+
+def kept_gradient(
+    values: Tensor, targets: Tensor, kept: Kept, transform: Transform, statistics: Statistics, c: Tensor,
+    h: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """See `fastrl.ops.contract`."""
+    n, nnz = targets.numel(), kept.token_ids.numel()
+    addresses = (c_void_p * 4)(*(pointer(name, value, n) for name, value in statistics._asdict().items()))
+    run = function(
+        "fastrl_kept_gradient", POINTER(_Kept), POINTER(_RowArguments), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p
+    )
+    run(
+        byref(_kept(kept)), byref(_arguments(targets, transform)), pointer("values", values, nnz), addresses,
+        pointer("c", c, n), pointer("h", h, n), pointer("out", out, nnz),
+    )  # fmt: skip
+
+
+def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
+    """See `fastrl.ops.contract`."""
+    run = function("fastrl_kept_hidden", POINTER(_Kept), POINTER(_Factors), c_void_p, c_void_p, c_int64)
+    at = pointer("gradient", gradient, kept.token_ids.numel())
+    run(byref(_kept(kept)), byref(_factors(None, weight, None)), at, *_matrix("out", out, weight))
+
+
+def kept_weight(
+    gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
+) -> None:
+    """See `fastrl.ops.contract`."""
+    given = out if out is not None else out_bias
+    if given is None or by_token.token_ids.numel() == 0:
+        return
+    nnz = by_token.token_ids.numel()
+    sorted_entries = _ByToken(
+        pointer("token_ids", by_token.token_ids, nnz, torch.int32),
+        pointer("entries", by_token.entries, nnz, torch.int64), pointer("rows", by_token.rows, nnz, torch.int32),
+        nnz, given.shape[0], torch.get_num_threads(), add,
+    )  # fmt: skip
+    run = function("fastrl_kept_weight", POINTER(_ByToken), POINTER(_Factors), c_void_p, c_void_p, c_int64, c_void_p)
+    run(
+        byref(sorted_entries), byref(_factors(hidden, None, None)), pointer("gradient", gradient, gradient.numel()),
+        *_matrix("out", out, hidden),
+        None if out_bias is None else pointer("out_bias", out_bias, out_bias.numel(), hidden.dtype),
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""The functions over kept vocabulary entries of `fastrl.ops.contract` in plain torch: the torch backend.
+
+A few rows at a time become a block padded with -inf, for which the row functions serve. float64 works too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastrl.ops.contract import ByToken, Kept, Statistics, Transform
+from fastrl.reference.rows import BLOCK_ENTRIES, row_gradient, row_statistics
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rows_of(kept: Kept) -> Tensor:
+    """(nnz,) int64: the row of each entry."""
+    rows = torch.arange(kept.counts.shape[0], device=kept.counts.device)
+    return rows.repeat_interleave(kept.offsets.diff(), output_size=kept.token_ids.shape[0])
+
+
+def _blocks(kept: Kept) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """(rows, entries, the row of each entry within the block, its place within the row), for blocks of rows."""
+    lengths = kept.offsets.diff()
+    longest = int(lengths.max()) if lengths.shape[0] else 0
+    step = max(1, BLOCK_ENTRIES // max(longest, 1))
+    for start in range(0, lengths.shape[0], step):
+        rows = slice(start, min(start + step, lengths.shape[0]))
+        first, last = int(kept.offsets[rows.start]), int(kept.offsets[rows.stop])
+        if first == last:
+            continue
+        row = torch.arange(rows.stop - rows.start, device=lengths.device).repeat_interleave(lengths[rows])
+        place = torch.arange(first, last, device=lengths.device) - kept.offsets[rows][row]
+        yield rows, slice(first, last), row, place
+
+
+def _padded(values: Tensor, kept: Kept, row: Tensor, place: Tensor, rows: slice, targets: Tensor) -> tuple[Tensor, ...]:
+    """Values (1, n, L) with -inf where a row is shorter, the targets' places (-1: not kept), which rows take part."""
+    lengths = kept.offsets[rows.start : rows.stop + 1].diff()
+    block = values.new_full((rows.stop - rows.start, int(lengths.max())), -torch.inf)
+    block[row, place] = values
+    first = int(kept.offsets[rows.start])
+    hits = kept.token_ids[first : first + row.shape[0]] == targets[rows][row]
+    places = targets.new_full((rows.stop - rows.start,), -1).index_put((row[hits],), place[hits])
+    return block[None], places, kept.counts[rows] & (lengths > 0)
+
+
+def _of_rows(transform: Transform, rows: slice) -> Transform:
+    t = transform.temperatures
+    return transform if t is None else transform._replace(temperatures=t[rows])
+
+
+def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+    """See `fastrl.ops.contract`."""
+    rows, dtype = _rows_of(kept), _wide(hidden)
+    values = torch.zeros(rows.shape[0], dtype=dtype, device=hidden.device)
+    for part in torch.arange(rows.shape[0], device=rows.device).split(max(1, BLOCK_ENTRIES // hidden.shape[1])):
+        ids, row = kept.token_ids[part].long(), rows[part]
+        product = (hidden[row].to(dtype) * weight[ids].to(dtype)).sum(-1)
+        values[part] = (product if bias is None else product + bias[ids].to(dtype)).where(kept.counts[row], 0.0)
+    return values
+
+
+def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Transform) -> Statistics:
+    """See `fastrl.ops.contract`."""
+    out = torch.zeros(4, targets.shape[0], dtype=values.dtype, device=values.device)
+    for rows, entries, row, place in _blocks(kept):
+        block, places, counts = _padded(values[entries], kept, row, place, rows, targets)
+        out[:, rows] = torch.stack(row_statistics(block, places, counts, _of_rows(transform, rows)))
+    return Statistics(*out)
+
+
+def kept_gradient(
+    values: Tensor, targets: Tensor, kept: Kept, transform: Transform, statistics: Statistics, c: Tensor,
+    h: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """See `fastrl.ops.contract`."""
+    for rows, entries, row, place in _blocks(kept):
+        block, places, counts = _padded(values[entries], kept, row, place, rows, targets)
+        found = Statistics(*(s[rows] for s in statistics))
+        row_gradient(
+            block, places, counts, _of_rows(transform, rows), found, c[rows], None if h is None else h[rows], block
+        )
+        out[entries] = block[0][row, place]
+
+
+def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
+    """See `fastrl.ops.contract`."""
+    counts = kept.counts & (kept.offsets.diff() > 0)
+    for number in counts.nonzero()[:, 0].tolist():
+        entries = slice(int(kept.offsets[number]), int(kept.offsets[number + 1]))
+        total = torch.zeros(weight.shape[1], dtype=_wide(weight), device=weight.device)
+        for part in range(entries.start, entries.stop, max(1, BLOCK_ENTRIES // weight.shape[1])):
+            some = slice(part, min(part + max(1, BLOCK_ENTRIES // weight.shape[1]), entries.stop))
+            total += gradient[some].to(total.dtype) @ weight[kept.token_ids[some].long()].to(total.dtype)
+        out[number] = total
+
+
+def kept_weight(
+    gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
+) -> None:
+    """See `fastrl.ops.contract`."""
+    given = out if out is not None else out_bias
+    if given is None:
+        return
+    dtype, step = _wide(hidden), max(1, BLOCK_ENTRIES // hidden.shape[1])
+    tokens, lengths = by_token.token_ids.unique_consecutive(return_counts=True)
+    start = 0
+    for token, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
+        stop = start + length
+        if token < given.shape[0]:
+            g = gradient[by_token.entries[start:stop]].to(dtype)
+            if out_bias is not None:
+                out_bias[token] = g.sum() + (out_bias[token].to(dtype) if add else 0)
+            if out is not None:
+                total = out[token].to(dtype) if add else torch.zeros_like(out[token], dtype=dtype)
+                for part in range(0, length, step):
+                    rows = by_token.rows[start + part : min(start + part + step, stop)].long()
+                    total = total + g[part : part + step] @ hidden[rows].to(dtype)
+                out[token] = total
+        start = stop

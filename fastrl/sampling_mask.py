@@ -1,0 +1,343 @@
+"""The vocabulary that each token was drawn from, recorded at the sampler: Keep Sampling Mask of DeepSeek-V3.2.
+
+A rollout engine that truncates (top-p, top-k, min-p) draws from a few entries of the vocabulary. Training normalises
+over the same recorded entries, for the current, the old and the reference policy alike (arXiv:2512.02556, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .ops.backend import forced, kernels
+from .ops.rows import as_rows
+
+_INT32_MAX = 2**31 - 1
+
+
+class _Facts(NamedTuple):
+    """What the host knows of a mask since it was built, so that no call has to ask the device again."""
+
+    largest_id: int  # -1 where there is none
+    longest: int  # entries of the row with most
+    unrecorded: int  # rows without a set
+
+
+class SamplingMask:
+    """Recorded vocabulary sets of N tokens, in vLLM's layout: ids row after row, and where each row begins.
+
+    Rows are the flattened leading dimensions of targets. A row without ids was not recorded and means the whole
+    vocabulary. Ids are checked here, once: they may come unsorted and repeated, and are stored rising and distinct.
+
+    Args:
+        token_ids: (nnz,) integers in [0, 2^31), stored as int32.
+        offsets: (N + 1,) integers from 0 to nnz that never fall, stored as int64; row i owns
+            token_ids[offsets[i]:offsets[i + 1]].
+
+    Raises:
+        TypeError, ValueError: naming the argument, and the row where one is wrong.
+    """
+
+    def __init__(self, token_ids: Tensor, offsets: Tensor) -> None:
+        _check_layout(token_ids, offsets)
+        token_ids, offsets = token_ids.detach(), offsets.detach().long().contiguous()
+        lengths = offsets.diff()
+        rows = _rows_of(offsets, token_ids.shape[0])
+        if token_ids.shape[0]:
+            # One composite key orders rows first, then ids.
+            keys = (rows << 32) | token_ids.long()
+            if bool((keys.diff() <= 0).any()):
+                keys = keys.unique(sorted=True)
+                token_ids, rows = keys & _INT32_MAX, keys >> 32
+                lengths = torch.bincount(rows, minlength=lengths.shape[0])
+                offsets = _offsets_of(lengths)
+        self.token_ids = token_ids.to(torch.int32).contiguous()
+        self.offsets = offsets
+        self._facts = _facts(self.token_ids, lengths)
+
+    @classmethod
+    def _made(cls, token_ids: Tensor, offsets: Tensor, facts: _Facts | None = None) -> SamplingMask:
+        """From a CSR that is canonical already."""
+        mask = cls.__new__(cls)
+        mask.token_ids, mask.offsets = token_ids, offsets
+        mask._facts = _facts(token_ids, offsets.diff()) if facts is None else facts
+        return mask
+
+    # --- where sets come from ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_lists(
+        cls, lists: Iterable[Sequence[int] | None], device: torch.device | str | None = None
+    ) -> SamplingMask:
+        """From the ids of each token (SGLang's `output_token_sampling_mask`); None or [] = not recorded."""
+        rows = [[] if ids is None else list(ids) for ids in lists]
+        for i, ids in enumerate(rows):
+            if not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= _INT32_MAX for x in ids):
+                raise ValueError(f"lists[{i}] must hold token ids, integers in [0, 2^31), got {ids!r:.80}")
+        lengths = torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
+        flat = torch.tensor([x for ids in rows for x in ids], dtype=torch.int32)
+        return cls(flat.to(device), _offsets_of(lengths).to(device))
+
+    @classmethod
+    def from_vllm(cls, mask: Any, device: torch.device | str | None = None) -> SamplingMask:
+        """From vLLM's `output.sampling_mask` of one completion: anything with `token_ids` and `offsets`."""
+        if not hasattr(mask, "token_ids") or not hasattr(mask, "offsets"):
+            raise TypeError(f"mask must have token_ids and offsets, as vLLM's SamplingMask, got {type(mask).__name__}")
+        token_ids, offsets = (
+            torch.as_tensor(x, dtype=torch.int64, device=device) for x in (mask.token_ids, mask.offsets)
+        )
+        return cls(token_ids, offsets)
+
+    @classmethod
+    def from_dense(cls, kept: Tensor) -> SamplingMask:
+        """From bool (..., V), True = kept; ValueError for a row that keeps nothing."""
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+            got = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
+            raise TypeError(f"kept must be a bool tensor (..., V), got {got}")
+        if kept.dim() < 1 or kept.shape[-1] == 0:
+            raise ValueError(f"kept must have shape (..., V) with V >= 1, got {tuple(kept.shape)}")
+        flat = kept.reshape(-1, kept.shape[-1])
+        lengths = flat.sum(-1)
+        empty = (lengths == 0).nonzero()
+        if empty.shape[0]:
+            raise ValueError(
+                f"kept row {int(empty[0])} keeps nothing; a row that was not recorded must be all True here"
+            )
+        return cls._made(flat.nonzero()[:, 1].to(torch.int32), _offsets_of(lengths))
+
+    @classmethod
+    def from_scores(cls, scores: Sequence[Tensor]) -> SamplingMask:
+        """From `generate(..., output_scores=True, return_dict_in_generate=True).scores`: T steps of (B, V).
+
+        Entries that the warpers left above -inf are kept. Rows are (B, T), flattened.
+        """
+        if not scores:
+            raise ValueError("scores must hold at least one step, got none")
+        steps = [cls.from_dense(step > -torch.inf) for step in scores]
+        return interleave(steps)
+
+    @classmethod
+    def from_logits(
+        cls, logits: Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, temperature: float = 1.0
+    ) -> SamplingMask:
+        """What a sampler keeps of logits (..., V): temperature, top-k, top-p and min-p in that order, without a sort.
+
+        Equal to Hugging Face's warpers up to which of the entries tied at the top-p threshold stay (here the lowest
+        indices are dropped first, as by a stable sort); how many stay is equal. Where nothing truncates, no row is
+        recorded.
+
+        Args:
+            logits: (..., V) float32, bfloat16 or float16; no gradient flows.
+            top_p: in (0, 1]; the most likely entries with at least this probability together; 1 = off.
+            top_k: the k largest, and those tied with the k-th; 0 = off.
+            min_p: in [0, 1]; entries at least so likely relative to the likeliest; 0 = off.
+            temperature: > 0, divides the logits first.
+
+        Raises:
+            TypeError, ValueError: a wrong option, or a row with a NaN, +inf or nothing but -inf, which is named.
+        """
+        logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES).detach()
+        if logits.dim() < 1 or logits.shape[-1] == 0:
+            raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
+        temperature = checks.number("temperature", temperature, positive=True)
+        top_p, min_p = checks.number("top_p", top_p, positive=True), checks.number("min_p", min_p)
+        if top_p > 1 or not 0 <= min_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1], got {top_p} and {min_p}")
+        if isinstance(top_k, bool) or not isinstance(top_k, int):
+            raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
+        if top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {top_k}")
+        rows = logits.shape[:-1].numel()
+        if rows == 0 or (top_p == 1 and top_k == 0 and min_p == 0):
+            return cls._made(
+                torch.empty(0, dtype=torch.int32, device=logits.device),
+                torch.zeros(rows + 1, dtype=torch.int64, device=logits.device),
+            )
+        found = kernels(forced(), logits).kept_sets(as_rows(logits, False), temperature, top_k, top_p, min_p)
+        return cls._made(*found)
+
+    # --- as a collection of rows ------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids are."""
+        return self.token_ids.device
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) int64: how many entries each row keeps; 0 = not recorded."""
+        return self.offsets.diff()
+
+    def __repr__(self) -> str:
+        recorded = len(self) - self._facts.unrecorded
+        mean = self.token_ids.shape[0] / recorded if recorded else 0.0
+        return f"SamplingMask({len(self)} rows, {recorded} recorded, {mean:.1f} ids a recorded row, {self.device})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplingMask):
+            return NotImplemented
+        return torch.equal(self.offsets, other.offsets) and torch.equal(self.token_ids, other.token_ids)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SamplingMask:
+        """The same on another device."""
+        token_ids = self.token_ids.to(device, non_blocking=non_blocking)
+        return self._made(token_ids, self.offsets.to(device, non_blocking=non_blocking), self._facts)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Two plain tensors, to be saved beside a batch; `SamplingMask(**state)` reads them back."""
+        return {"token_ids": self.token_ids, "offsets": self.offsets}
+
+    def index(self, rows: Tensor) -> SamplingMask:
+        """These rows: integer indices (any order, repeats allowed, negative ones from the end) or a bool mask (N,)."""
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.bool, torch.int64, torch.int32):
+            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be a bool, int64 or int32 tensor, got {got}")
+        if rows.dtype == torch.bool:
+            checks.shape("rows", rows.reshape(-1), (len(self),), "one a row of the mask")
+            rows = rows.reshape(-1).nonzero()[:, 0]
+        rows = rows.reshape(-1).to(self.device).long()
+        outside = (rows < -len(self)) | (rows >= len(self))
+        if bool(outside.any()):
+            raise IndexError(f"rows must be in [{-len(self)}, {len(self)}), got {int(rows[outside][0])}")
+        rows = rows % max(len(self), 1)
+        lengths = self.lengths[rows]
+        offsets = _offsets_of(lengths)
+        total = int(offsets[-1])
+        entries = torch.arange(total, device=self.device)
+        entries += (self.offsets[rows] - offsets[:-1]).repeat_interleave(lengths, output_size=total)
+        return self._made(self.token_ids[entries], offsets)
+
+    @classmethod
+    def concat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """The rows of all masks, one after the other."""
+        masks = list(masks)
+        if not masks:
+            raise ValueError("masks must hold at least one SamplingMask, got none")
+        for i, mask in enumerate(masks):
+            if not isinstance(mask, SamplingMask):
+                raise TypeError(f"masks[{i}] must be a SamplingMask, got {type(mask).__name__}")
+            if mask.device != masks[0].device:
+                raise ValueError(f"masks[{i}] must be on {masks[0].device} like masks[0], got {mask.device}")
+        lengths = torch.cat([mask.lengths for mask in masks])
+        facts = _Facts(
+            max(mask._facts.largest_id for mask in masks), max(mask._facts.longest for mask in masks),
+            sum(mask._facts.unrecorded for mask in masks),
+        )  # fmt: skip
+        return cls._made(torch.cat([mask.token_ids for mask in masks]), _offsets_of(lengths), facts)
+
+    @classmethod
+    def padded(cls, masks: Sequence[SamplingMask], length: int) -> SamplingMask:
+        """B responses' masks as the rows of a padded batch (B, length): rows that are missing are not recorded."""
+        for i, mask in enumerate(masks):
+            if isinstance(mask, SamplingMask) and len(mask) > length:
+                raise ValueError(f"masks[{i}] must have at most length={length} rows, got {len(mask)}")
+        joined = cls.concat(masks)
+        lengths = torch.zeros(len(masks), length, dtype=torch.int64, device=joined.device)
+        for row, mask in zip(lengths, masks, strict=True):
+            row[: len(mask)] = mask.lengths
+        return cls._made(joined.token_ids, _offsets_of(lengths.view(-1)))
+
+    def to_dense(self, vocab_size: int) -> Tensor:
+        """bool (N, V), True = kept; rows that were not recorded are all True. Large: for looking and for tests."""
+        self.check_vocab(vocab_size)
+        kept = (self.lengths == 0)[:, None].repeat(1, vocab_size)
+        kept[_rows_of(self.offsets, self.token_ids.shape[0]), self.token_ids.long()] = True
+        return kept
+
+    def with_targets(self, targets: Tensor) -> SamplingMask:
+        """The same with each recorded row's target in its set: for tokens that were forced, not drawn."""
+        targets = checks.tensor("targets", targets, (torch.int64,)).reshape(-1)
+        checks.shape("targets", targets, (len(self),), "one a row of the mask")
+        checks.same_device("targets", targets, self.token_ids, "the mask")
+        recorded = self.lengths > 0
+        bad = recorded & ((targets < 0) | (targets > _INT32_MAX))
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            raise ValueError(f"targets[{row}] must be a token id in [0, 2^31), got {int(targets[row])}")
+        rows = torch.cat([_rows_of(self.offsets, self.token_ids.shape[0]), recorded.nonzero()[:, 0]])
+        keys = ((rows << 32) | torch.cat([self.token_ids.long(), targets[recorded]])).unique(sorted=True)
+        lengths = torch.bincount(keys >> 32, minlength=len(self))
+        return self._made((keys & _INT32_MAX).to(torch.int32), _offsets_of(lengths))
+
+    @property
+    def longest(self) -> int:
+        """Entries of the row that keeps most."""
+        return self._facts.longest
+
+    @property
+    def unrecorded(self) -> int:
+        """Rows without a set."""
+        return self._facts.unrecorded
+
+    def check_vocab(self, vocab: int) -> None:
+        """ValueError that names the first row with an id outside [0, vocab)."""
+        if self._facts.largest_id >= vocab:
+            entry = int((self.token_ids >= vocab).nonzero()[0])
+            row = int(torch.searchsorted(self.offsets, entry, right=True)) - 1
+            raise ValueError(
+                f"sampling_mask row {row} has token id {int(self.token_ids[entry])}, outside the vocabulary"
+                f" [0, {vocab})"
+            )
+
+
+def interleave(steps: Sequence[SamplingMask]) -> SamplingMask:
+    """T steps of B rows each -> rows (B, T), flattened."""
+    count = len(steps[0])
+    order = torch.arange(count * len(steps), device=steps[0].device).view(len(steps), count).t()
+    return SamplingMask.concat(steps).index(order.reshape(-1))
+
+
+def _check_layout(token_ids: object, offsets: object) -> None:
+    """TypeError or ValueError where the two tensors are no CSR."""
+    for name, value in (("token_ids", token_ids), ("offsets", offsets)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
+        if value.dim() != 1:
+            raise ValueError(f"{name} must be one-dimensional, got shape {tuple(value.shape)}")
+    assert isinstance(token_ids, Tensor) and isinstance(offsets, Tensor)
+    checks.same_device("offsets", offsets, token_ids, "token_ids")
+    if offsets.shape[0] == 0:
+        raise ValueError("offsets must have shape (N + 1,), got (0,)")
+    nnz = token_ids.shape[0]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"offsets must begin with 0, got {first}")
+    falls = offsets.diff() < 0
+    if bool(falls.any()):
+        row = int(falls.nonzero()[0])
+        raise ValueError(f"offsets must never fall, got row {row} from {int(offsets[row])} to {int(offsets[row + 1])}")
+    if last != nnz:
+        raise ValueError(f"offsets must end with the number of token_ids, {nnz}, got {last}")
+    bad = (token_ids < 0) | (token_ids > _INT32_MAX)
+    if bool(bad.any()):
+        entry = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(offsets, entry, right=True)) - 1
+        raise ValueError(f"token_ids of row {row} must be in [0, 2^31), got {int(token_ids[entry])}")
+
+
+def _rows_of(offsets: Tensor, nnz: int) -> Tensor:
+    """(nnz,) int64: the row of each entry."""
+    rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
+    return rows.repeat_interleave(offsets.diff(), output_size=nnz)
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _facts(token_ids: Tensor, lengths: Tensor) -> _Facts:
+    """One synchronisation."""
+    largest = token_ids.amax().long() if token_ids.shape[0] else lengths.new_full((), -1)
+    longest = lengths.amax() if lengths.shape[0] else lengths.new_zeros(())
+    return _Facts(*torch.stack([largest, longest, (lengths == 0).sum()]).tolist())

@@ -1,0 +1,28 @@
+"""Kept hidden: the hidden states' gradient, out[i] = the sum over the entries k that row i keeps of g_k W[token_k].
+
+It is `kept_weight` turned round: a row's entries are a segment, the rows of the head are what is summed. A row with
+thousands of entries is cut as a common token is, else its program would run on when all others have ended.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastrl.kernels.kept_products import entry_rows
+from fastrl.kernels.kept_weight import segment_sums
+
+
+def kept_hidden(
+    gradient: Tensor,  # (nnz,) float32
+    weight: Tensor,  # (V, H), unit stride on H
+    token_ids: Tensor,  # (nnz,) int32
+    offsets: Tensor,  # (N + 1,) int64
+    counts: Tensor,  # (N,) bool
+    out: Tensor,  # (N, H), unit stride on H
+) -> None:
+    """Write the rows of `out` that take part; the others are left as they are."""
+    nnz, rows = token_ids.numel(), counts.numel()
+    if nnz == 0:
+        return
+    ids = entry_rows(offsets, counts, nnz)
+    segment_sums(gradient, None, token_ids, ids, offsets, rows, weight, out, None, False)

@@ -1,0 +1,163 @@
+"""Kept products: the logits of a few vocabulary entries a row, hidden states times rows of the output head.
+
+A program owns ENTRIES entries that follow one another in the CSR, be they of one row or of several: rows keep from one
+entry to thousands, and a program a row would make the widest row the time of all. Products are added up column by
+column; threads meet once, at the end. An entry's sum has the same order wherever it lies: its logit is bitwise the same
+in any batch and in any set. Which row an entry belongs to is written out first, by a program a row (`entry_rows`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import _WARP, on_device
+
+ENTRIES = 4  # 8 KB of the head in flight a program in bfloat16, 32 registers of sums a thread
+_THREADS = 128
+ROW_BLOCK = 256
+ROW_OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
+
+
+def chunk(vec: int) -> int:
+    """Columns in a step: a vector of bfloat16 a thread, or half of it where each entry has its address and its mask."""
+    return 1024 if vec > 1 else 512
+
+
+def launch_options(warp: int = _WARP) -> dict[str, Any]:
+    """The compiler's options for programs of 128 threads."""
+    return {"num_warps": _THREADS // warp, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["offsets_ptr", "counts_ptr", "out_ptr"],
+)
+def entry_rows_kernel(
+    offsets_ptr,  # (N + 1,) int64
+    counts_ptr,  # (N,) uint8
+    out_ptr,  # (nnz,) int32
+    rows: tl.int32,  # N
+    BLOCK: tl.constexpr,
+):
+    """Program (row,)."""
+    row = tl.program_id(0)
+    first = tl.load(offsets_ptr + row)
+    count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
+    value = tl.where(tl.load(counts_ptr + row) != 0, row, rows)
+    entry = tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        tl.store(out_ptr + first + start + entry, tl.zeros([BLOCK], tl.int32) + value, mask=start + entry < count)
+
+
+def entry_rows(
+    offsets: Tensor,  # (N + 1,) int64
+    counts: Tensor,  # (N,) bool
+    nnz: int,
+) -> Tensor:
+    """The row of each entry, (nnz,) int32; N for the entries of rows that take no part."""
+    out = torch.empty(nnz, dtype=torch.int32, device=offsets.device)
+    if nnz == 0:
+        return out
+    rows = counts.numel()
+    with on_device(offsets):
+        entry_rows_kernel[(rows,)](offsets, counts.view(torch.uint8), out, rows, BLOCK=ROW_BLOCK, **ROW_OPTIONS)
+    return out
+
+
+def vector(*matrices: Tensor) -> int:
+    """How many entries 16-byte loads take at once: 1 unless each matrix's rows are whole vectors at such addresses."""
+    entries = 16 // matrices[0].element_size()
+    aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) % entries == 0 and m.shape[1] % entries == 0 for m in matrices)
+    return entries if aligned else 1
+
+
+@triton.jit(
+    do_not_specialize=["nnz", "rows", "hidden_size", "stride_hidden", "stride_weight"],
+    do_not_specialize_on_alignment=["bias_ptr", "token_ids_ptr", "rows_ptr", "values_ptr"],
+)
+def kept_products_kernel(
+    hidden_ptr,  # (N, H), unit stride on H
+    weight_ptr,  # (V, H), of the same dtype, unit stride on H
+    bias_ptr,  # (V,), or None
+    token_ids_ptr,  # (nnz,) int32
+    rows_ptr,  # (nnz,) int32; N: takes no part
+    values_ptr,  # (nnz,) float32: out
+    nnz: tl.int64,
+    rows: tl.int32,  # N
+    hidden_size: tl.int32,  # H
+    stride_hidden: tl.int64,
+    stride_weight: tl.int64,
+    VEC: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program (entry block,)."""
+    # Load: which row of either matrix each entry needs.
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    exists = entry < nnz
+    row = tl.load(rows_ptr + entry, mask=exists, other=2147483647)
+    part = row < rows
+    token = tl.load(token_ids_ptr + entry, mask=part, other=0)
+    # Aligned matrices have strides and lengths of whole vectors: said so, their loads are 16 bytes wide.
+    hidden_rows = hidden_ptr + tl.where(part, row, 0).to(tl.int64) * (stride_hidden // VEC * VEC)
+    weight_rows = weight_ptr + token.to(tl.int64) * (stride_weight // VEC * VEC)
+    length = hidden_size // VEC * VEC
+
+    # Loop: the columns. Rows of one hidden state read it again from L1.
+    products = tl.zeros([ENTRIES, CHUNK], tl.float32)
+    for start in range(0, hidden_size, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        mask = part[:, None] & (columns < length)[None, :]
+        a = tl.load(hidden_rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(weight_rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        products = tl.fma(a, b, products)
+
+    # Epilogue.
+    value = tl.sum(products, axis=1)
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr + token, mask=part, other=0.0).to(tl.float32)
+
+    # Store.
+    tl.store(values_ptr + entry, tl.where(part, value, 0.0), mask=exists)
+
+
+def constants(vec: int) -> dict[str, Any]:
+    """The kernel's compile-time constants for loads of so many entries."""
+    return {"VEC": vec, "ENTRIES": ENTRIES, "CHUNK": chunk(vec)}
+
+
+def kept_products(
+    hidden: Tensor,  # (N, H), unit stride on H
+    weight: Tensor,  # (V, H), of the same dtype, unit stride on H
+    bias: Tensor | None,  # (V,)
+    token_ids: Tensor,  # (nnz,) int32
+    offsets: Tensor,  # (N + 1,) int64
+    counts: Tensor,  # (N,) bool
+) -> Tensor:
+    """The logits of the kept entries, (nnz,) float32; 0 in rows that do not count."""
+    nnz, (rows, hidden_size) = token_ids.numel(), hidden.shape
+    values = torch.empty(nnz, dtype=torch.float32, device=hidden.device)
+    if nnz == 0:
+        return values
+    with on_device(hidden):
+        kept_products_kernel[(triton.cdiv(nnz, ENTRIES),)](
+            hidden,
+            weight,
+            bias,
+            token_ids,
+            entry_rows(offsets, counts, nnz),
+            values,
+            nnz,
+            rows,
+            hidden_size,
+            hidden.stride(0),
+            weight.stride(0),
+            **constants(vector(hidden, weight)),
+            **launch_options(),
+        )
+    return values

@@ -1,0 +1,239 @@
+"""Kept statistics and their gradient: `row_statistics` and `row_gradient` of rows whose few logits follow one another.
+
+A program of one warp owns a row: most rows keep a handful of entries, and then a block is all of them. The target is
+found by its token id, and left out of the sums as in `row_statistics`: a row that keeps its target alone has a
+log-probability of 0 exactly. Blocks count from the row's first entry: its numbers are bitwise the same in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import on_device
+from fastrl.kernels.device_functions import (
+    LOG2E,
+    LOWEST,
+    capped,
+    finish,
+    fold,
+    gradient_block,
+    gradient_scalars,
+    scales,
+    update,
+)
+
+BLOCK = 256  # entries in a step: 8 a thread
+OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=[
+        "values_ptr", "targets_ptr", "token_ids_ptr", "offsets_ptr", "counts_ptr", "temperatures_ptr", "out_ptr"
+    ],
+)  # fmt: skip
+def kept_statistics_kernel(
+    values_ptr,  # (nnz,) float32
+    targets_ptr,  # (N,) int64
+    token_ids_ptr,  # (nnz,) int32
+    offsets_ptr,  # (N + 1,) int64
+    counts_ptr,  # (N,) uint8
+    temperatures_ptr,  # (N,) float32, or None
+    out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
+    rows: tl.int32,  # N
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row,)."""
+    row = tl.program_id(0)
+    out_ptr += row
+    first = tl.load(offsets_ptr + row)
+    count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
+
+    if (tl.load(counts_ptr + row) == 0) | (count == 0):
+        for i in tl.static_range(4):
+            tl.store(out_ptr + i * rows.to(tl.int64), 0.0)
+        return
+
+    # Load: the row's scalars.
+    outer, inner2, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    outer2 = outer * LOG2E
+    target = tl.load(targets_ptr + row)
+
+    # Loop: an accumulator for each entry of a block.
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    w = tl.zeros([BLOCK], tl.float32)
+    at_target = tl.zeros([BLOCK], tl.float32)
+    hits = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        mask = entry < count
+        x = tl.load(values_ptr + first + entry, mask=mask, other=-float("inf"))
+        token = tl.load(token_ids_ptr + first + entry, mask=mask, other=0)
+        hit = mask & (token.to(tl.int64) == target)  # in 64 bits: a target beyond 32 is no token
+        x = capped(x, inner2, SOFTCAP)
+        at_target += tl.where(hit, x, 0.0)  # a sum, for it keeps a NaN; the others are 0
+        hits += hit.to(tl.int32)
+        m, s, w = update(m, s, w, tl.where(hit, -float("inf"), x)[:, None], outer2)
+
+    # Epilogue.
+    kept = tl.sum(hits, axis=0) > 0
+    target_x = tl.where(kept, tl.sum(at_target, axis=0), -float("inf"))
+    m_all, s_all, w_all = fold(m, s, w, outer2, 0)
+    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, target_x, kept, outer)
+
+    # Store.
+    tl.store(out_ptr, logprob)
+    tl.store(out_ptr + rows.to(tl.int64), entropy)
+    tl.store(out_ptr + 2 * rows.to(tl.int64), maximum)
+    tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
+
+
+def kept_statistics(
+    values: Tensor,  # (nnz,) float32
+    targets: Tensor,  # (N,) int64
+    token_ids: Tensor,  # (nnz,) int32
+    offsets: Tensor,  # (N + 1,) int64
+    counts: Tensor,  # (N,) bool
+    temperature: float,
+    temperatures: Tensor | None,  # (N,) float32
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """Logprobs, entropy, maximum and log_sum of the N rows, (4, N) float32; 0 in rows that take no part."""
+    rows = targets.numel()
+    out = torch.empty(4, rows, dtype=torch.float32, device=targets.device)
+    if rows == 0:
+        return out
+    with on_device(values):
+        kept_statistics_kernel[(rows,)](
+            values,
+            targets,
+            token_ids,
+            offsets,
+            counts.view(torch.uint8),
+            temperatures,
+            out,
+            rows,
+            float(temperature),
+            float(logit_scale),
+            float(softcap),
+            SOFTCAP=softcap != 0,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+    return out
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "values_ptr", "out_ptr", "targets_ptr", "token_ids_ptr", "offsets_ptr", "counts_ptr", "temperatures_ptr",
+        "logprobs_ptr", "entropy_ptr", "maximum_ptr", "log_sum_ptr", "c_ptr", "h_ptr",
+    ],
+)  # fmt: skip
+def kept_gradient_kernel(
+    values_ptr,  # (nnz,) float32
+    out_ptr,  # (nnz,) float32; may be values_ptr
+    targets_ptr,  # (N,) int64
+    token_ids_ptr,  # (nnz,) int32
+    offsets_ptr,  # (N + 1,) int64
+    counts_ptr,  # (N,) uint8
+    temperatures_ptr,  # (N,) float32, or None
+    logprobs_ptr,  # (N,) float32, the statistics
+    entropy_ptr,  # (N,) float32
+    maximum_ptr,  # (N,) float32
+    log_sum_ptr,  # (N,) float32
+    c_ptr,  # (N,) float32
+    h_ptr,  # (N,) float32, or None: no entropy term
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row,)."""
+    row = tl.program_id(0)
+    first = tl.load(offsets_ptr + row)
+    count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
+    values_ptr += first
+    out_ptr += first
+
+    # Load: the row's scalars.
+    counts = tl.load(counts_ptr + row) != 0
+    logprob = tl.load(logprobs_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
+    c = tl.load(c_ptr + row)
+    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
+    if h_ptr is not None:
+        h = tl.load(h_ptr + row)
+        idle = idle & (h == 0.0)
+    else:
+        h = None
+
+    if (not counts) | idle:
+        for start in range(0, count, BLOCK):
+            entry = start + tl.arange(0, BLOCK)
+            tl.store(out_ptr + entry, tl.zeros([BLOCK], tl.float32), mask=entry < count)
+        return
+
+    outer, inner2, slope_z = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    target = tl.load(targets_ptr + row)
+    maximum_z = tl.load(maximum_ptr + row)
+    a, b, shift2, at_target = gradient_scalars(logprob, tl.load(entropy_ptr + row), log_sum, c, h, slope_z)
+
+    # Loop: each entry is read before it is written.
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        mask = entry < count
+        x = tl.load(values_ptr + entry, mask=mask, other=0.0)
+        token = tl.load(token_ids_ptr + first + entry, mask=mask, other=0)
+        g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, h_ptr is not None)
+        g = tl.where(token.to(tl.int64) == target, at_target * slope, g)
+        tl.store(out_ptr + entry, g, mask=mask)
+
+
+def kept_gradient(
+    values: Tensor,  # (nnz,) float32
+    targets: Tensor,  # (N,) int64
+    token_ids: Tensor,  # (nnz,) int32
+    offsets: Tensor,  # (N + 1,) int64
+    counts: Tensor,  # (N,) bool
+    temperature: float,
+    temperatures: Tensor | None,  # (N,) float32
+    logit_scale: float,
+    softcap: float,
+    statistics: tuple[Tensor, Tensor, Tensor, Tensor],  # each (N,) float32
+    c: Tensor,  # (N,) float32
+    h: Tensor | None,  # (N,) float32
+    out: Tensor,  # (nnz,) float32, may be values
+) -> None:
+    """Write the gradient into `out`."""
+    rows = targets.numel()
+    if rows == 0 or values.numel() == 0:
+        return
+    with on_device(values):
+        kept_gradient_kernel[(rows,)](
+            values,
+            out,
+            targets,
+            token_ids,
+            offsets,
+            counts.view(torch.uint8),
+            temperatures,
+            *statistics,
+            c,
+            h,
+            float(temperature),
+            float(logit_scale),
+            float(softcap),
+            SOFTCAP=softcap != 0,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )

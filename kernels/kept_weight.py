@@ -1,0 +1,350 @@
+"""Kept weight: the head's gradient from the kept entries, a token's summed in their order; no atomics, no host sync.
+
+The entries are sorted by token, so a token's are a segment. A program owns the segments that begin among its GROUP
+positions, and a chunk of their columns: it walks on from the first such beginning, STEP positions at a time whose
+hidden rows are loaded together, and writes a sum wherever a segment ends. A common token may have as many entries as
+there are rows: its segment is cut into pieces, each owned by the program in whose group it begins, whose sums go to
+float32 rows that a second kernel adds. Cuts count from the segment's head: a sum depends on its own entries alone.
+
+A segment's first piece has 2 * PIECE entries and the others PIECE. Then the piece [k, stop), where another follows or
+precedes it, may have row stop // PIECE - 1 of the partial sums and share it with no other: of a first piece, that is
+the whole block of PIECE positions in its middle; of a later one, the block in which it begins, and two beginnings of
+different segments are more than PIECE apart. So nnz / PIECE rows are enough, and a segment's follow one another.
+
+`segment_sums` is also `kept_hidden`, whose segments are the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import _WARP, on_device
+from fastrl.kernels.kept_products import chunk, launch_options, vector
+
+GROUP = 32  # positions: few enough for small batches to fill a GPU, enough to pay for a program's start
+PIECE = 256
+PIECES_STEP = 8  # pieces added together
+PIECES_CHUNK = 512  # columns of a program that adds pieces: a vector of float32 a thread
+HEADS_BLOCK = 1024
+
+
+@triton.jit(
+    do_not_specialize=["nnz", "segments"],
+    do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"],
+)
+def heads_kernel(
+    ids_ptr,  # (nnz,) int32
+    heads_ptr,  # (segments,) int64: out: where each segment that has any begins
+    nnz: tl.int64,
+    segments: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Program (position block,)."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(ids_ptr + k, mask=k < nnz, other=2147483647)
+    before = tl.load(ids_ptr + k - 1, mask=(k > 0) & (k < nnz), other=-1)
+    tl.store(heads_ptr + own, k, mask=(own < segments) & (own != before))
+
+
+@triton.jit
+def load_id(pointers, mask, segments):
+    """The segments of positions; -1 where one has none."""
+    found = tl.load(pointers, mask=mask, other=-1)
+    return tl.where(found < segments, found, -1)
+
+
+@triton.jit
+def store_sum(out_ptr, value, mask, ADD: tl.constexpr):
+    """Store a sum, or add it to what is there, in float32; rounded once."""
+    if ADD:
+        value += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["nnz", "segments", "hidden_size", "stride_source", "stride_out"],
+    do_not_specialize_on_alignment=[
+        "gradient_ptr", "entries_ptr", "source_rows_ptr", "ids_ptr", "heads_ptr", "out_bias_ptr", "bias_partials_ptr",
+    ],
+)  # fmt: skip
+def segment_sums_kernel(
+    gradient_ptr,  # (nnz,) float32
+    entries_ptr,  # (nnz,) int64: where the gradient of each position lies; None: at the position
+    source_rows_ptr,  # (nnz,) int32: the row of `source` of each position
+    ids_ptr,  # (nnz,) int32: the segment of each position, equal ones together; >= segments: of none
+    heads_ptr,  # (segments,) int64: the first position of each segment that has any
+    source_ptr,  # (*, H), unit stride on H; None with out_ptr
+    out_ptr,  # (segments, H), unit stride on H; or None
+    out_bias_ptr,  # (segments,), or None
+    partials_ptr,  # (ceil(nnz / PIECE), H) float32: sums of pieces; None with out_ptr
+    bias_partials_ptr,  # (ceil(nnz / PIECE),) float32; None with out_bias_ptr
+    nnz: tl.int64,
+    segments: tl.int32,
+    hidden_size: tl.int32,  # H
+    stride_source: tl.int64,
+    stride_out: tl.int64,
+    ADD: tl.constexpr,
+    VEC: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Program (group, chunk)."""
+    # Positions count from the group's first, in 32 bits.
+    first = tl.program_id(0).to(tl.int64) * GROUP
+    left = tl.minimum(nnz - first, 1 << 30).to(tl.int32)
+    last = tl.minimum(left, GROUP)
+    ids_ptr += first
+    if entries_ptr is not None:
+        entries_ptr += first
+    else:
+        gradient_ptr += first
+    if out_ptr is not None:
+        source_rows_ptr += first
+        columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        # Aligned matrices have strides and lengths of whole vectors: said so, their loads are 16 bytes wide.
+        length = hidden_size // VEC * VEC
+        column_mask = columns < length
+        total = tl.zeros([CHUNK], tl.float32)
+    if out_bias_ptr is not None:
+        total_bias = 0.0
+
+    # Load: where the group begins in a segment, and where that is cut next.
+    before = load_id(ids_ptr - 1, first > 0, segments)
+    own = load_id(ids_ptr, left > 0, segments)
+    done = first - tl.load(heads_ptr + own, mask=own >= 0, other=0)
+    stop = (tl.maximum((done + PIECE - 1) // PIECE, 2) * PIECE - done).to(tl.int32)
+    live = left < 0  # false: a piece that began in this group goes on
+    later = live  # it is not its segment's first
+
+    # Loop.
+    k = 0
+    while (k < last) | live:
+        # What each position of the step is. All loads of rows come before the first store; bit j of `starts` and
+        # `ends` is position j's, for predicates are few.
+        starts = 0
+        ends = 0
+        places = tl.tuple(())  # where a piece that ends here is stored: its segment, or for a partial sum -stop
+        gradients = tl.tuple(())
+        rows = tl.tuple(())
+        for j in tl.static_range(STEP):
+            at = k + j
+            after = load_id(ids_ptr + at + 1, at + 1 < left, segments)
+            start = (own >= 0) & ((own != before) | (at == stop))
+            live = (live | start) & (own >= 0) & ((at < last) | (not start))
+            later = tl.where(start, own == before, later)
+            stop = tl.where(start, at + tl.where(own == before, PIECE, 2 * PIECE), stop)
+            cut = (own == after) & (at + 1 == stop)
+            end = live & ((own != after) | cut)
+            starts |= start.to(tl.int32) << j
+            ends |= end.to(tl.int32) << j
+            places += (tl.where(cut | later, -stop, own),)
+            if entries_ptr is not None:
+                entry = tl.load(entries_ptr + at, mask=live, other=0)
+            else:
+                entry = at
+            gradients += (tl.load(gradient_ptr + entry, mask=live, other=0.0),)
+            if out_ptr is not None:
+                row = tl.load(source_rows_ptr + at, mask=live, other=0)
+                pointers = source_ptr + row.to(tl.int64) * (stride_source // VEC * VEC) + columns
+                rows += (tl.load(pointers, mask=column_mask & live, other=0.0),)
+            live = live & (not end)
+            before = own
+            own = after
+
+        for j in tl.static_range(STEP):
+            fresh = (starts >> j) & 1 != 0
+            if out_ptr is not None:
+                total = tl.fma(rows[j].to(tl.float32), gradients[j], tl.where(fresh, 0.0, total))
+            if out_bias_ptr is not None:
+                total_bias = tl.where(fresh, 0.0, total_bias) + gradients[j]
+            if (ends >> j) & 1 != 0:
+                place = places[j].to(tl.int64)
+                slot = (first - place) // PIECE - 1
+                if out_ptr is not None:
+                    if place < 0:
+                        tl.store(partials_ptr + slot * length + columns, total, mask=column_mask)
+                    else:
+                        row_ptr = out_ptr + place * (stride_out // VEC * VEC)
+                        store_sum(row_ptr + columns, total, column_mask, ADD)
+                if out_bias_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
+                    if tl.program_id(1) == 0:
+                        if place < 0:
+                            tl.store(bias_partials_ptr + slot, total_bias)
+                        else:
+                            store_sum(out_bias_ptr + place, total_bias, True, ADD)
+        k += STEP
+
+
+@triton.jit(
+    do_not_specialize=["nnz", "segments", "hidden_size", "stride_out"],
+    do_not_specialize_on_alignment=["ids_ptr", "heads_ptr", "out_bias_ptr", "bias_partials_ptr"],
+)
+def add_pieces_kernel(
+    ids_ptr,  # (nnz,) int32, as in `segment_sums_kernel`
+    heads_ptr,  # (segments,) int64
+    out_ptr,  # (segments, H), unit stride on H; or None
+    out_bias_ptr,  # (segments,), or None
+    partials_ptr,  # (ceil(nnz / PIECE), H) float32; None with out_ptr
+    bias_partials_ptr,  # (ceil(nnz / PIECE),) float32; None with out_bias_ptr
+    nnz: tl.int64,
+    segments: tl.int32,
+    hidden_size: tl.int32,  # H
+    stride_out: tl.int64,
+    ADD: tl.constexpr,
+    VEC: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Program (slot, chunk) adds the pieces of the segment whose first has this row of the partial sums, if any has."""
+    slot = tl.program_id(0).to(tl.int64)
+    own = load_id(ids_ptr + slot * PIECE, slot * PIECE < nnz, segments)
+    head = tl.load(heads_ptr + own, mask=own >= 0, other=0)
+    if (own < 0) | (head // PIECE + 1 != slot):
+        return
+    # Piece i > 0 begins at head + PIECE (i + 1), if the segment has that position.
+    if load_id(ids_ptr + head + 2 * PIECE, head + 2 * PIECE < nnz, segments) != own:
+        return
+
+    if out_ptr is not None:
+        columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        length = hidden_size // VEC * VEC
+        column_mask = columns < length
+        total = tl.zeros([CHUNK], tl.float32)
+    if out_bias_ptr is not None:
+        total_bias = 0.0
+
+    # Loop: STEP pieces at a time.
+    i = tl.arange(0, STEP)
+    begin = head + PIECE  # of piece 0, a position in it
+    while load_id(ids_ptr + begin, begin < nnz, segments) == own:
+        begins = begin + i * PIECE
+        mask = load_id(ids_ptr + begins, begins < nnz, segments) == own
+        if out_ptr is not None:
+            pointers = partials_ptr + (slot + i)[:, None] * length + columns[None, :]
+            total += tl.sum(tl.load(pointers, mask=mask[:, None] & column_mask[None, :], other=0.0), axis=0)
+        if out_bias_ptr is not None:
+            total_bias += tl.sum(tl.load(bias_partials_ptr + slot + i, mask=mask, other=0.0), axis=0)
+        begin += STEP * PIECE
+        slot += STEP
+
+    # Store.
+    if out_ptr is not None:
+        store_sum(out_ptr + own.to(tl.int64) * (stride_out // VEC * VEC) + columns, total, column_mask, ADD)
+    if out_bias_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
+        if tl.program_id(1) == 0:
+            store_sum(out_bias_ptr + own, total_bias, True, ADD)
+
+
+def constants(vec: int, add: bool, warp: int = _WARP) -> dict[str, Any]:
+    """The compile-time constants of `segment_sums_kernel`; none of them but PIECE changes a bit of a sum.
+
+    8 rows loaded together are 16 KB of bfloat16 in flight a program, and 64 KB a multiprocessor, which 4 programs fit
+    with 128 registers a thread. On AMD, where a predicate takes two scalar registers, more than 4 rows spill.
+    """
+    step = 8 if warp == 32 else 4
+    return {"ADD": add, "VEC": vec, "GROUP": GROUP, "STEP": step, "CHUNK": chunk(vec), "PIECE": PIECE}
+
+
+def sums_options(itemsize: int, warp: int = _WARP) -> dict[str, Any]:
+    """The compiler's options for `segment_sums_kernel`: told that 4 programs are to fit (3 in float32), they do."""
+    return launch_options(warp) | ({"maxnreg": 128 if itemsize == 2 else 168} if warp == 32 else {})
+
+
+def pieces_constants(vec: int, add: bool) -> dict[str, Any]:
+    """The compile-time constants of `add_pieces_kernel`."""
+    return {"ADD": add, "VEC": vec, "STEP": PIECES_STEP, "CHUNK": PIECES_CHUNK, "PIECE": PIECE}
+
+
+def segment_sums(
+    gradient: Tensor,  # (nnz,) float32
+    entries: Tensor | None,  # (nnz,) int64
+    source_rows: Tensor,  # (nnz,) int32
+    ids: Tensor,  # (nnz,) int32
+    heads: Tensor,  # (segments,) int64
+    segments: int,
+    source: Tensor,  # (*, H), unit stride on H
+    out: Tensor | None,  # (segments, H), unit stride on H
+    out_bias: Tensor | None,  # (segments,)
+    add: bool,
+) -> None:
+    """out[v] (+)= the sum over segment v's positions k, in order, of gradient[entries[k]] source[source_rows[k]].
+
+    out_bias[v] (+)= that of gradient[entries[k]]. Segments without a position are left as they are.
+    """
+    nnz, hidden_size = ids.numel(), source.shape[1]
+    slots = triton.cdiv(nnz, PIECE)
+    partials = bias_partials = None
+    vec = 1
+    if out is not None:
+        partials = torch.empty(slots, hidden_size, dtype=torch.float32, device=ids.device)
+        vec = vector(source, out)
+    if out_bias is not None:
+        bias_partials = torch.empty(slots, dtype=torch.float32, device=ids.device)
+    stride_out = 0 if out is None else out.stride(0)
+    width = 1 if out is None else hidden_size
+    with on_device(ids):
+        segment_sums_kernel[(triton.cdiv(nnz, GROUP), triton.cdiv(width, chunk(vec)))](
+            gradient,
+            entries,
+            source_rows,
+            ids,
+            heads,
+            None if out is None else source,
+            out,
+            out_bias,
+            partials,
+            bias_partials,
+            nnz,
+            segments,
+            hidden_size,
+            source.stride(0),
+            stride_out,
+            **constants(vec, add),
+            **sums_options(source.element_size()),
+        )
+        add_pieces_kernel[(slots, triton.cdiv(width, PIECES_CHUNK))](
+            ids,
+            heads,
+            out,
+            out_bias,
+            partials,
+            bias_partials,
+            nnz,
+            segments,
+            hidden_size,
+            stride_out,
+            **pieces_constants(vec, add),
+            **launch_options(),
+        )
+
+
+def kept_weight(
+    gradient: Tensor,  # (nnz,) float32
+    hidden: Tensor,  # (N, H), unit stride on H
+    by_token_ids: Tensor,  # (nnz,) int32, rising
+    entries: Tensor,  # (nnz,) int64
+    rows: Tensor,  # (nnz,) int32
+    out: Tensor | None,  # (V, H), unit stride on H
+    out_bias: Tensor | None,  # (V,)
+    add: bool,
+) -> None:
+    """dL/dweight and dL/dbias of the tokens that are kept, added to what is there or written over it."""
+    nnz = by_token_ids.numel()
+    target = out_bias if out is None else out
+    if nnz == 0 or target is None:
+        return
+    vocab = target.shape[0]
+    heads = torch.empty(vocab, dtype=torch.int64, device=hidden.device)
+    with on_device(hidden):
+        heads_kernel[(triton.cdiv(nnz, HEADS_BLOCK),)](
+            by_token_ids, heads, nnz, vocab, BLOCK=HEADS_BLOCK, **launch_options()
+        )
+    segment_sums(gradient, entries, rows, by_token_ids, heads, vocab, hidden, out, out_bias, add)

@@ -1,0 +1,196 @@
+"""Ahead-of-time compilation of the kernels for kept entries without a GPU, as `aot` does for the row kernels.
+
+Run as a program, `python tests/kernels/kept_aot.py NAME...`, it compiles the named cases and writes a JSON object of
+findings; without names it prints a table, with the name slow a longer one. It must not see TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+from machine_code import GPUS, ROOT, Recorder, amd_resources, compile_kernel, disassemble
+
+#: Kernels that read or write matrices, and those that do not.
+MATRIX = ("products", "weight", "hidden", "pieces")
+ROW = ("statistics", "gradient", "entry_rows", "heads")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel in one variant for one GPU."""
+
+    kernel: str
+    gpu: str
+    dtype: str = "fp32"
+    wide: bool = False  # aligned matrices
+    everything: bool = False  # bias, add; softcap, temperatures, entropy
+
+    @property
+    def name(self) -> str:
+        flags = [flag for flag in ("wide", "everything") if getattr(self, flag)]
+        return "/".join([self.kernel, self.gpu, self.dtype, *flags])
+
+
+def fast_cases() -> list[Case]:
+    """Every kernel on every GPU with nothing, wide; with everything on one of each vendor."""
+    found = []
+    for gpu in GPUS:
+        found += [Case(kernel, gpu, "bf16", True) for kernel in MATRIX] + [Case(kernel, gpu) for kernel in ROW]
+    for gpu in ("sm_90", "gfx942"):
+        found += [Case(kernel, gpu, "fp32", True, kernel != "hidden") for kernel in MATRIX]
+        found += [Case(kernel, gpu, everything=True) for kernel in ("statistics", "gradient")]
+    return found
+
+
+def slow_cases() -> list[Case]:
+    """The rest: all variants everywhere."""
+    found = [
+        Case(kernel, gpu, dtype, wide, everything)
+        for gpu in GPUS
+        for kernel in MATRIX
+        for dtype in ("bf16", "fp16", "fp32")
+        for wide in (False, True)
+        for everything in (False, True)
+        if not (kernel == "hidden" and everything)
+    ]
+    found += [Case(kernel, gpu, everything=True) for gpu in GPUS for kernel in ("statistics", "gradient")]
+    return [case for case in found if case not in set(fast_cases())]
+
+
+# --- compilation, in the process that never sees TRITON_INTERPRET -----------------------------------------------------
+
+
+@dataclass
+class Findings:
+    """What a case compiled to."""
+
+    registers: int
+    spills: int  # bytes of stack and scratch, and spilled registers: 0 or not
+    shared: int  # bytes of shared memory
+    wide: int  # loads of 16 bytes
+    atomics: int
+    before_store: int  # 16-byte loads before the first store, in the order of the code; CUDA only
+
+
+def compile_case(case: Case) -> Findings:
+    """Compile with the launcher's sizes and options."""
+    kernel, constants, options = _kernel(case)
+    types = {"targets_ptr": "i64", "token_ids_ptr": "i32", "offsets_ptr": "i64", "counts_ptr": "u8"}
+    types |= {"rows_ptr": "i32", "source_rows_ptr": "i32", "entries_ptr": "i64", "ids_ptr": "i32", "heads_ptr": "i64"}
+    if case.kernel in MATRIX:
+        matrices = ("hidden_ptr", "weight_ptr", "bias_ptr", "source_ptr", "out_ptr", "out_bias_ptr")
+        types |= dict.fromkeys(matrices, case.dtype)
+    elif case.kernel == "entry_rows":
+        types["out_ptr"] = "i32"
+    aligned = {"hidden_ptr", "weight_ptr", "source_ptr", "out_ptr", "partials_ptr"} if case.wide else set()
+    compiled = compile_kernel(kernel, case.gpu, constants, types, aligned, options)
+    return _inspect(compiled, case)
+
+
+def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel, its constants and the compiler's options."""
+    from fastrl.kernels import kept_products, kept_statistics, kept_weight
+
+    vec = (4 if case.dtype == "fp32" else 8) if case.wide else 1
+    full = case.everything
+    options = kept_products.launch_options(GPUS[case.gpu][2])
+    if case.kernel == "products":
+        constants = kept_products.constants(vec) | ({} if full else {"bias_ptr": None})
+        return kept_products.kept_products_kernel, constants, options
+    if case.kernel == "entry_rows":
+        return kept_products.entry_rows_kernel, {"BLOCK": kept_products.ROW_BLOCK}, kept_products.ROW_OPTIONS
+    if case.kernel == "heads":
+        return kept_weight.heads_kernel, {"BLOCK": kept_weight.HEADS_BLOCK}, options
+    no_bias = {} if full else {"out_bias_ptr": None, "bias_partials_ptr": None}
+    if case.kernel == "pieces":
+        return kept_weight.add_pieces_kernel, kept_weight.pieces_constants(vec, full) | no_bias, options
+    if case.kernel in ("weight", "hidden"):
+        constants = kept_weight.constants(vec, full, GPUS[case.gpu][2]) | no_bias
+        constants |= {"entries_ptr": None} if case.kernel == "hidden" else {}
+        options = kept_weight.sums_options(4 if case.dtype == "fp32" else 2, GPUS[case.gpu][2])
+        return kept_weight.segment_sums_kernel, constants, options
+    constants = {"SOFTCAP": full, "BLOCK": kept_statistics.BLOCK} | ({} if full else {"temperatures_ptr": None})
+    if case.kernel == "statistics":
+        return kept_statistics.kept_statistics_kernel, constants, kept_statistics.OPTIONS
+    constants |= {} if full else {"h_ptr": None}
+    return kept_statistics.kept_gradient_kernel, constants, kept_statistics.OPTIONS
+
+
+def _inspect(compiled: Any, case: Case) -> Findings:
+    asm, shared = compiled.asm, compiled.metadata.shared
+    if case.gpu == "gfx942":
+        registers, spills, wide = amd_resources(asm["amdgcn"])
+        return Findings(registers, spills, shared, wide, len(re.findall(r"\b\w*atomic\w*", asm["amdgcn"])), 0)
+    registers, spills, sass = disassemble(asm["cubin"])
+    loads, stores = r"\bLDG\S*\.128", r"\bSTG"
+    before = re.split(stores, sass, maxsplit=1)[0]
+    return Findings(
+        registers, spills, shared, len(re.findall(loads, sass)), len(re.findall(r"\b(?:ATOM|RED)G?\.", sass)),
+        len(re.findall(loads, before)),
+    )  # fmt: skip
+
+
+# --- compilation keys -------------------------------------------------------------------------------------------------
+
+
+def launch_keys() -> dict[str, list[str]]:
+    """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
+    import torch
+
+    from fastrl.kernels import kept_hidden, kept_products, kept_statistics, kept_weight
+
+    keys: dict[str, list[str]] = {}
+
+    def record(module: ModuleType, *names: str) -> None:
+        for name in names:
+            setattr(module, name, Recorder(getattr(module, name), keys))
+
+    record(kept_products, "entry_rows_kernel", "kept_products_kernel")
+    record(kept_statistics, "kept_statistics_kernel", "kept_gradient_kernel")
+    record(kept_weight, "heads_kernel", "segment_sums_kernel", "add_pieces_kernel")
+    series = [  # N, nnz, H, V, entries between rows, temperature, scale
+        (8192, 65536, 64, 151936, 0, 1.0, 1.0),
+        (1, 1, 8, 1, 0, 1, 1),  # integers, and single rows
+        (37, 300, 72, 32000, 8, 0.7, 16.0),  # views
+        (16, 16, 16, 131072, 16, 16, 0.5),
+    ]
+    for n, nnz, h, v, gap, temperature, scale in series:
+
+        def vectors(length: int, dtype: Any, gap: int = gap) -> Any:
+            # One that starts at one entry of another is at a multiple of 16 bytes or not: it must not matter.
+            return torch.empty(length + gap, dtype=dtype)[gap // 8 :][:length]
+
+        hidden, weight, out = (torch.empty(m, h + gap, dtype=torch.bfloat16)[:, :h] for m in (n, v, v))
+        values, c = vectors(nnz, torch.float32), vectors(n, torch.float32)
+        targets, entries = vectors(n, torch.int64), vectors(nnz, torch.int64)
+        ids, rows = vectors(nnz, torch.int32), vectors(nnz, torch.int32)
+        csr = ids, vectors(n + 1, torch.int64), vectors(n, torch.bool)
+        transform = temperature, None, scale, 0
+        kept_products.kept_products(hidden, weight, None, *csr)
+        kept_statistics.kept_statistics(values, targets, *csr, *transform)
+        kept_statistics.kept_gradient(values, targets, *csr, *transform, (c, c, c, c), c, None, values)
+        kept_hidden.kept_hidden(values, weight, *csr, hidden)
+        kept_weight.kept_weight(values, hidden, ids, entries, rows, out, None, False)
+    return keys
+
+
+def _table() -> None:
+    for case in [*fast_cases(), *(slow_cases() if "slow" in sys.argv else [])]:
+        print(f"{case.name:40}", *(f"{k}={v}" for k, v in asdict(compile_case(case)).items()), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    names = sys.argv[1:]
+    if not names or names == ["slow"]:
+        _table()
+    elif names == ["keys"]:
+        json.dump(launch_keys(), sys.stdout)
+    else:
+        chosen = {case.name: case for case in [*fast_cases(), *slow_cases()]}
+        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)

@@ -1,0 +1,131 @@
+"""Ahead-of-time compilation of the kernels of `kept_sets` without a GPU, as `aot` does for the row kernels.
+
+Run as a program, `python tests/kernels/sets_aot.py NAME...`, it compiles the named cases and writes a JSON object of
+findings; without names it prints a table. It must not see TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from machine_code import GPUS, ROOT, Recorder, amd_resources, compile_kernel, disassemble
+
+VOCABULARY = 151936
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel in one variant for one GPU."""
+
+    kernel: str  # choose, write
+    gpu: str
+    dtype: str
+    aligned: bool = True
+    scaled: bool = True
+    cuts: bool = True
+
+    @property
+    def name(self) -> str:
+        flags = [flag for flag in ("aligned", "scaled", "cuts") if getattr(self, flag)]
+        return "/".join([self.kernel, self.gpu, self.dtype, *flags])
+
+
+def cases() -> list[Case]:
+    """Every GPU in two dtypes with everything, and its heaviest loads, those of unaligned rows."""
+    found = []
+    for gpu in GPUS:
+        for dtype in ("bf16", "fp32"):
+            found += [Case("choose", gpu, dtype), Case("write", gpu, dtype, False, True, False)]
+        found += [Case("choose", gpu, "fp16", aligned=False), Case("choose", gpu, "bf16", scaled=False, cuts=False)]
+    return found
+
+
+@dataclass
+class Findings:
+    """What a case compiled to."""
+
+    registers: int
+    spills: int  # bytes of stack and scratch, and spilled registers: 0 or not
+    wide: int  # loads of 16 bytes
+    atomics: int
+    divisions: int  # correctly rounded ones
+
+
+def compile_case(case: Case) -> Findings:
+    """Compile with the launcher's sizes and options."""
+    from fastrl.kernels import kept_sets
+    from fastrl.kernels.configuration import configuration
+
+    vector = configuration(VOCABULARY, 4 if case.dtype == "fp32" else 2).vector
+    count = kept_sets.lanes(VOCABULARY, vector)
+    options = kept_sets.options(count, GPUS[case.gpu][2])
+    constants: dict[str, Any] = {"SCALED": case.scaled}
+    types = {"logits_ptr": case.dtype}
+    if case.kernel == "choose":
+        kernel = kept_sets.choose_kernel
+        types["out_ptr"] = "i64"
+        constants |= {"TOP_K": case.cuts, "TOP_P": case.cuts, "R": count, "VEC": vector, "ALIGNED": case.aligned}
+    else:
+        kernel = kept_sets.write_kernel
+        types |= {"dropped_ptr": "i64", "offsets_ptr": "i64", "ids_ptr": "i32"}
+        constants |= {"BLOCK": count * vector}
+    return _inspect(compile_kernel(kernel, case.gpu, constants, types, set(), options).asm, case)
+
+
+def _inspect(asm: Any, case: Case) -> Findings:
+    if case.gpu == "gfx942":
+        code = asm["amdgcn"]
+        registers, spills, wide = amd_resources(code)
+        atomics = len(re.findall(r"\b(?:global|buffer|flat|ds)_\w*(?:atomic|_add_)\w*", code))
+        return Findings(registers, spills, wide, atomics, len(re.findall(r"v_div_fixup_f32", code)))
+    ptx = asm["ptx"]
+    registers, spills, _ = disassemble(asm["cubin"])
+    return Findings(
+        registers,
+        spills,
+        len(re.findall(r"ld\.global\.v4", ptx)),
+        len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        len(re.findall(r"div\.rn\.f32", ptx)),
+    )
+
+
+def launch_keys() -> dict[str, list[str]]:
+    """What Triton would compile for calls that differ in lengths, numbers and strides: kernel -> keys."""
+    import torch
+
+    from fastrl.kernels import kept_sets
+
+    keys: dict[str, list[str]] = {}
+    kept_sets.choose_kernel = Recorder(kept_sets.choose_kernel, keys)
+    kept_sets.write_kernel = Recorder(kept_sets.write_kernel, keys)
+    # Nothing runs: counts are what zeros are, none.
+    torch.empty = torch.zeros  # type: ignore[assignment]
+    for rows, vocab, gap, temperature, top_k, top_p, min_p in [
+        (512, 151936, 0, 0.7, 50, 0.95, 0.0),
+        (1, 32000, 0, 2, 1, 0.5, 0.5),  # integers, and a single row
+        (37, 8192, 8, 16.0, 16, 1e-9, 1),  # views
+    ]:
+        logits = torch.zeros(rows, vocab + gap, dtype=torch.bfloat16)[:, :vocab]
+        kept_sets.kept_sets(logits[None], temperature, top_k, top_p, min_p)
+    return keys
+
+
+def _table() -> None:
+    for case in cases():
+        print(f"{case.name:40}", *(f"{k}={v}" for k, v in asdict(compile_case(case)).items()), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    names = sys.argv[1:]
+    if not names:
+        _table()
+    elif names == ["keys"]:
+        json.dump(launch_keys(), sys.stdout)
+    else:
+        chosen = {case.name: case for case in cases()}
+        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)
