@@ -96,8 +96,20 @@ class RolloutConfig(Section):
     """The longest completion, EOS included."""
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Sampling temperature; training uses the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest entries with at least this probability together; 1 = off. Which entries top_p, top_k
+    and min_p leave for each token is recorded, and training normalises over the same ones."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many of the likeliest entries; 0 = off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from entries at least this likely, relative to the likeliest; 0 = off."""
     batch_size: int | None = Field(None, ge=1)
     """Sequences generated at a time; the default is all of them."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class OptimizerConfig(Section):

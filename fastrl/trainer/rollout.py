@@ -1,7 +1,7 @@
 """Sampling completions with Hugging Face's ``generate``, and their log-probabilities."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from .. import linear_token_logprobs
+from .. import SamplingMask, linear_token_logprobs
+from ..integrations.transformers import SamplingMaskRecorder, record_sampling
 from .config import RolloutConfig
 from .data import Example
 from .policy import Policy
@@ -25,6 +26,7 @@ class Rollout:
     advantages: Tensor | None = None  # (B,) float32
     old_logprobs: Tensor | None = None  # (B, T) float32; None means on-policy
     ref_logprobs: Tensor | None = None  # (B, T) float32
+    sampling_mask: SamplingMask | None = None  # B T rows, one a token; None means drawn from the whole vocabulary
 
     @property
     def targets(self) -> Tensor:
@@ -45,6 +47,7 @@ class Rollout:
         def cut(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[rows, :longest]
 
+        tokens = rows[:, None] * self.targets.shape[1] + torch.arange(longest, device=rows.device)
         return replace(
             self,
             input_ids=self.input_ids[rows, first:end],
@@ -53,6 +56,7 @@ class Rollout:
             advantages=None if self.advantages is None else self.advantages[rows],
             old_logprobs=cut(self.old_logprobs),
             ref_logprobs=cut(self.ref_logprobs),
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.index(tokens),
         )
 
 
@@ -63,30 +67,55 @@ def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:
 
 
 def generate(policy: Policy, examples: list[Example], config: RolloutConfig, *, greedy: bool = False) -> Rollout:
-    """One completion for each example (repeat an example to sample it several times), sampled or greedy."""
-    size = config.batch_size or len(examples)
+    """One completion for each example (repeat an example to sample it several times), sampled or greedy.
+
+    Where sampling truncates the vocabulary, the rollout records what each token was drawn from.
+    """
+    prompts, prompt_mask = _pad_prompts(policy, examples)
+    completions = torch.full((len(examples), config.max_new_tokens), policy.pad_token_id, device=policy.device)
+    mask = torch.zeros_like(completions, dtype=torch.bool)
+    sets: list[SamplingMask] = []
+    for rows in torch.arange(len(examples), device=policy.device).split(config.batch_size or len(examples)):
+        with _recording(policy.model, config, greedy) as recorder:
+            new = _generate_batch(policy, prompts[rows], prompt_mask[rows], config, greedy)
+        completions[rows, : new.shape[1]] = new
+        mask[rows] = completion_mask(completions[rows], policy.eos_token_ids)
+        if recorder is not None:
+            sets.append(recorder.sampling_mask(mask[rows]))
+
+    sampling_mask = SamplingMask.concat(sets) if sets else None
+    input_ids, attention_mask = torch.cat([prompts, completions], 1), torch.cat([prompt_mask, mask], 1)
+    return Rollout(input_ids, attention_mask, prompts.shape[1], sampling_mask=sampling_mask)
+
+
+def _pad_prompts(policy: Policy, examples: list[Example]) -> tuple[Tensor, Tensor]:
+    """The prompts' tokens (B, P) int64 and which of them count (B, P) bool, left-padded."""
     longest = max(len(example.token_ids) for example in examples)
     prompts = torch.full((len(examples), longest), policy.pad_token_id, device=policy.device)
-    prompt_mask = torch.zeros_like(prompts, dtype=torch.bool)
+    mask = torch.zeros_like(prompts, dtype=torch.bool)
     for row, example in enumerate(examples):
         start = longest - len(example.token_ids)
         prompts[row, start:] = torch.tensor(example.token_ids, device=policy.device)
-        prompt_mask[row, start:] = True
+        mask[row, start:] = True
+    return prompts, mask
 
-    completions = torch.full((len(examples), config.max_new_tokens), policy.pad_token_id, device=policy.device)
-    for start in range(0, len(examples), size):
-        rows = slice(start, start + size)
-        new = _generate_batch(policy, prompts[rows], prompt_mask[rows], config, greedy)
-        completions[rows, : new.shape[1]] = new
 
-    mask = completion_mask(completions, policy.eos_token_ids)
-    return Rollout(torch.cat([prompts, completions], 1), torch.cat([prompt_mask, mask], 1), longest)
+def _recording(
+    model: PreTrainedModel, config: RolloutConfig, greedy: bool
+) -> AbstractContextManager[SamplingMaskRecorder | None]:
+    """A recorder around one call of generate, where that draws tokens from a part of the vocabulary."""
+    return record_sampling(model) if config.truncates and not greedy else nullcontext()
 
 
 def _generate_batch(policy: Policy, prompts: Tensor, mask: Tensor, config: RolloutConfig, greedy: bool) -> Tensor:
     """prompts and mask (b, P) -> new tokens (b, up to T); what follows an EOS is padding."""
-    # top_k=0: transformers' own default is 50, and training knows nothing of a truncated vocabulary.
-    sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}
+    # All are named: transformers' own default of top_k is 50, and training knows of no truncation but the recorded one.
+    sampling = {
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "min_p": config.min_p or None,
+    }
     settings = GenerationConfig(
         max_new_tokens=config.max_new_tokens,
         eos_token_id=policy.eos_token_ids,
@@ -116,7 +145,10 @@ def _neutral_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def rollout_logprobs(policy: Policy, rollout: Rollout, temperature: float, batch_size: int | None) -> Tensor:
-    """Log-probabilities (B, T) float32 of the sampled tokens under a policy, by the fused path that training takes."""
+    """Log-probabilities (B, T) float32 of the sampled tokens under a policy, by the fused path that training takes.
+
+    Every policy, a reference too, normalises over the entries that the sampler drew from.
+    """
     logprobs = torch.zeros(rollout.targets.shape, device=policy.device)
     everything = torch.arange(len(logprobs), device=policy.device)
     size = batch_size or len(logprobs)
@@ -125,7 +157,13 @@ def rollout_logprobs(policy: Policy, rollout: Rollout, temperature: float, batch
         with policy.computing():
             hidden = policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_length)
             stats = linear_token_logprobs(
-                hidden, policy.weight, part.targets, mask=part.mask, temperature=temperature, **policy.head
+                hidden,
+                policy.weight,
+                part.targets,
+                mask=part.mask,
+                temperature=temperature,
+                sampling_mask=part.sampling_mask,
+                **policy.head,
             )
         logprobs[rows, : part.targets.shape[1]] = stats.logprobs
     return logprobs

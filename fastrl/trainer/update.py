@@ -108,6 +108,7 @@ def accumulate_gradients(
                 old_logprobs=batch.old_logprobs,
                 ref_logprobs=batch.ref_logprobs,
                 temperature=temperature,
+                sampling_mask=batch.sampling_mask,
                 denominator=denominator,
                 **policy.head,
             )

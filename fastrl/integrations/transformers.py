@@ -1,0 +1,149 @@
+"""Which vocabulary each token of Hugging Face's ``generate`` was drawn from, as a ``fastrl.SamplingMask``.
+
+    with record_sampling(model) as recorder:
+        tokens = model.generate(prompts, do_sample=True, top_p=0.9)
+    completions = tokens[:, prompts.shape[1] :]
+    mask = recorder.sampling_mask(counts=completion_mask)  # rows as in completions.reshape(-1)
+
+Temperature, penalties and guidance change scores without excluding entries: a mask does not hold them. Train at the
+sampler's temperature, and without what the losses do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import SamplingMask, checks
+
+try:
+    import transformers
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+except ImportError as error:
+    raise ImportError(
+        f"fastrl.integrations.transformers needs transformers ({error}): pip install 'fastrl[train]'"
+    ) from error
+
+# Where `generate` puts its processors in order. A `logits_processor=` of the caller's own comes before the warpers that
+# truncate, and would see the whole vocabulary; there is no public way to stand behind them.
+_BUILDER = "_get_logits_processor"
+
+
+class SamplingMaskRecorder(LogitsProcessor):
+    """Records the entries that each step leaves above -inf. It must be the last processor: see `record_sampling`.
+
+    A step keeps the ids of its kept entries, int32, on the device, and costs one synchronisation there (their number);
+    nothing of the vocabulary's size outlives it. A row that keeps everything is stored as not recorded, which means the
+    same. One run of `generate`, of one beam and without an assistant; with `num_return_sequences` rows are in the
+    order of the returned sequences.
+    """
+
+    supports_continuous_batching = False  # there rows come and go
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was recorded, for another run of `generate`."""
+        self._token_ids: list[Tensor] = []  # a step: (nnz,) int32
+        self._lengths: list[Tensor] = []  # a step: (B,) int64
+        self._next: tuple[int, int] | None = None  # the shape of input_ids at the next step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record scores (B, V) for the token after input_ids (B, S), and return them as they came."""
+        batch, length = input_ids.shape
+        if self._next not in (None, (batch, length)):
+            raise ValueError(
+                f"input_ids must have shape {self._next} at step {len(self._lengths)} of a recording,"
+                f" got {(batch, length)}: only sampling a token a step, without an assistant, can be recorded, and"
+                " another generate needs reset()"
+            )
+        self._next = batch, length + 1
+        kept = scores > -torch.inf
+        lengths = kept.sum(-1)
+        whole = lengths == kept.shape[-1]
+        kept &= ~whole[:, None]
+        self._token_ids.append(kept.nonzero()[:, 1].to(torch.int32))
+        self._lengths.append(lengths.masked_fill(whole, 0))
+        return scores
+
+    def sampling_mask(self, counts: Tensor | None = None) -> SamplingMask:
+        """The recorded sets, one row a token of the completions (B, T), flattened; on the device.
+
+        Args:
+            counts: (B, T) bool, False where a token does not count (what follows an EOS): its row is not recorded. T
+                may be less or more than the steps recorded; columns beyond them are not recorded. None: all steps.
+
+        Raises:
+            ValueError: where nothing was recorded, or counts has another number of rows; TypeError: its dtype.
+        """
+        if not self._lengths:
+            raise ValueError("nothing was recorded: record_sampling's model must be the one whose generate is called")
+        lengths = torch.stack(self._lengths)
+        steps, batch = lengths.shape
+        unrecorded = steps * batch  # one more row, without ids, for all tokens that have no set
+        offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
+        recorded = SamplingMask(torch.cat(self._token_ids), torch.cat([offsets, offsets[-1:]]))
+        rows = torch.arange(unrecorded, device=lengths.device).view(steps, batch).t()
+        return recorded.index(rows if counts is None else _counted(rows, counts, unrecorded))
+
+
+@contextmanager
+def record_sampling(model: Any) -> Iterator[SamplingMaskRecorder]:
+    """Record which entries each token that `model.generate` samples inside the block was drawn from.
+
+    The recorder stands behind all processors that `generate` builds. Each call of `generate` begins a new recording:
+    ask for a batch's mask before the next is sampled (or later, outside the block, for the last). The model is wrapped
+    while the block runs and left as it was, after an error too.
+
+    Args:
+        model: a transformers model that generates, or a wrapper that passes attributes on to one (PEFT).
+
+    Raises:
+        TypeError: for a model without the method that is wrapped; ValueError: from a `generate` inside the block that
+            does not sample: greedy, with beams or with an assistant.
+    """
+    build = getattr(model, _BUILDER, None)
+    if build is None:
+        raise TypeError(
+            f"model must be a transformers model whose generate calls {_BUILDER}, got {type(model).__name__} with"
+            f" transformers {transformers.__version__}"
+        )
+    owner = getattr(build, "__self__", model)  # `generate` runs on this one, where model is a wrapper
+    recorder = SamplingMaskRecorder()
+
+    def build_with_recorder(
+        self: Any, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> LogitsProcessorList:
+        mode = str(generation_config.get_generation_mode().value)
+        if mode != "sample":
+            raise ValueError(f"only sampling can be recorded (do_sample=True, num_beams=1), got {mode}")
+        recorder.reset()
+        return LogitsProcessorList([*build(generation_config, *args, **kwargs), recorder])
+
+    before = vars(owner).get(_BUILDER)  # of an outer block
+    setattr(owner, _BUILDER, MethodType(build_with_recorder, owner))
+    try:
+        yield recorder
+    finally:
+        if before is None:
+            delattr(owner, _BUILDER)
+        else:
+            setattr(owner, _BUILDER, before)
+
+
+def _counted(rows: Tensor, counts: Tensor, unrecorded: int) -> Tensor:
+    """Row numbers (B, T) of the tokens that count, of the row `unrecorded` for the others; rows is (B, steps)."""
+    counts = checks.tensor("counts", counts, (torch.bool,))
+    if counts.dim() != 2 or counts.shape[0] != rows.shape[0]:
+        raise ValueError(f"counts must have shape ({rows.shape[0]}, T), got {tuple(counts.shape)}")
+    checks.same_device("counts", counts, rows, "the recorded scores")
+    found = torch.full(counts.shape, unrecorded, device=rows.device)
+    width = min(rows.shape[1], counts.shape[1])
+    found[:, :width] = rows[:, :width].where(counts[:, :width], unrecorded)
+    return found

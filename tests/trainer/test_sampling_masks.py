@@ -1,0 +1,155 @@
+"""Truncated sampling in the trainer: every policy normalises over what was sampled from, however a rollout is cut."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastrl
+from fastrl.integrations.transformers import SamplingMaskRecorder
+from fastrl.trainer.config import RolloutConfig
+from fastrl.trainer.data import Example
+from fastrl.trainer.errors import UserError
+from fastrl.trainer.rollout import generate, rollout_logprobs
+from fastrl.trainer.train import train
+from fastrl.trainer.update import accumulate_gradients
+
+VOCAB = 12
+MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
+         "initializer_range": 0.7}  # fmt: skip
+EXAMPLES = [Example("", {}, list(range(2, 4 + row % 3))) for row in range(11)]
+
+
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(**MODEL)
+
+
+@pytest.fixture
+def sampler_logprobs(monkeypatch):
+    """What generate samples from, normalised: a list of the steps' (b, V), batch after batch."""
+    seen = []
+    record = SamplingMaskRecorder.__call__
+
+    def spy(self, input_ids, scores):
+        seen.append(scores.log_softmax(-1))
+        return record(self, input_ids, scores)
+
+    monkeypatch.setattr(SamplingMaskRecorder, "__call__", spy)
+    return seen
+
+
+def full_logprobs(policy, rollout, temperature):
+    """Of the whole vocabulary, by the model itself without padding: (B, T, V) float64, 0 where nothing counts."""
+    found = torch.zeros(*rollout.targets.shape, VOCAB, dtype=torch.float64)
+    with torch.no_grad():
+        for row, (tokens, counts) in enumerate(zip(rollout.input_ids, rollout.attention_mask, strict=True)):
+            logits = policy.model(input_ids=tokens[counts][None]).logits[0].double() / temperature
+            length = int(rollout.mask[row].sum())
+            found[row, :length] = logits[-1 - length : -1].log_softmax(-1)
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"min_p": 0.3}, {"top_p": 0.9, "top_k": 5, "min_p": 0.1}])
+def test_logprobs_are_the_samplers_and_without_the_mask_lack_the_lost_mass(
+    policy, sampler_logprobs, batch_size, truncation
+):
+    config = RolloutConfig(max_new_tokens=6, temperature=0.8, batch_size=batch_size, **truncation)
+    rollout = generate(policy, EXAMPLES, config)
+    counts = rollout.mask
+    logprobs = rollout_logprobs(policy, rollout, 0.8, batch_size=3)
+
+    expected = torch.zeros(counts.shape)
+    start, steps = 0, iter(sampler_logprobs)
+    while start < len(EXAMPLES):  # each batch has as many steps as its longest completion
+        end = min(start + (batch_size or 11), 11)
+        for step in range(int(counts[start:end].sum(1).max())):
+            expected[start:end, step] = next(steps).gather(1, rollout.targets[start:end, step, None])[:, 0]
+        start = end
+    assert next(steps, None) is None
+    torch.testing.assert_close(logprobs, expected.where(counts, 0.0), rtol=0, atol=2e-6)
+
+    kept = rollout.sampling_mask.to_dense(VOCAB).view(*counts.shape, VOCAB)
+    mass = (full_logprobs(policy, rollout, 0.8).exp() * kept).sum(-1)
+    without = rollout_logprobs(policy, replace(rollout, sampling_mask=None), 0.8, None)
+    torch.testing.assert_close((logprobs - without)[counts].double(), -mass[counts].log(), rtol=0, atol=3e-6)
+    assert mass[counts].min() < 0.95  # something was lost
+
+
+def test_padding_is_not_recorded(policy):
+    rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=6, top_k=3, batch_size=4))
+    assert not rollout.mask.all()
+    assert torch.equal(rollout.sampling_mask.lengths, torch.where(rollout.mask, 3, 0).view(-1))
+
+
+def test_ratios_of_the_first_update_are_1_and_the_kl_is_0(policy):
+    rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=6, top_p=0.8))
+    objective, advantages = fastrl.GRPO(kl_coef=0.1), torch.randn(11)
+
+    def metrics(old):
+        batch = replace(rollout, advantages=advantages, old_logprobs=old, ref_logprobs=old)
+        return accumulate_gradients(policy, objective, batch, torch.randperm(11), 3, 1.0)
+
+    for found in metrics(rollout_logprobs(policy, rollout, 1.0, 4)):
+        assert float(found["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
+        assert float(found["ratio_max"]) == pytest.approx(1.0, abs=3e-6)
+        assert float(found["kl"]) == pytest.approx(0.0, abs=1e-9)
+    # Old log-probabilities of the whole vocabulary would be off by the lost mass.
+    without = rollout_logprobs(policy, replace(rollout, sampling_mask=None), 1.0, 4)
+    assert min(float(found["ratio_mean"]) for found in metrics(without)) > 1.05
+
+
+def test_selecting_rows_keeps_each_tokens_set(policy):
+    rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=6, top_p=0.8))
+    dense = rollout.sampling_mask.to_dense(VOCAB).view(11, 6, VOCAB)
+    shortest = int(rollout.mask.sum(1).argmin())
+    for rows in ([7, 0, 7], [shortest], []):
+        part = rollout.select(torch.tensor(rows, dtype=torch.long))
+        length = part.targets.shape[1]
+        assert torch.equal(part.sampling_mask.to_dense(VOCAB).view(len(rows), length, VOCAB), dense[rows, :length])
+    assert rollout.select(torch.tensor([shortest])).targets.shape[1] < 6
+    again = part.select(torch.tensor([], dtype=torch.long))
+    assert len(again.sampling_mask) == 0
+
+
+def test_nothing_is_recorded_where_nothing_is_truncated(policy):
+    assert generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=2)).sampling_mask is None
+    truncating = RolloutConfig(max_new_tokens=6, top_p=0.1, min_p=0.5, top_k=2)
+    greedy = generate(policy, EXAMPLES, truncating, greedy=True)
+    assert greedy.sampling_mask is None
+    assert torch.equal(greedy.targets, generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=6), greedy=True).targets)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("top_p", 0.0, "greater than 0, got 0.0"),
+        ("top_p", 1.1, "less than or equal to 1, got 1.1"),
+        ("top_p", "nan", "got 'nan'"),
+        ("top_k", -1, "greater than or equal to 0, got -1"),
+        ("top_k", 2.5, "valid integer"),
+        ("min_p", -0.1, "greater than or equal to 0, got -0.1"),
+        ("min_p", 1.5, "less than or equal to 1, got 1.5"),
+    ],
+)
+def test_a_wrong_setting_is_named(make_config, field, value, expected):
+    with pytest.raises(UserError) as error:
+        make_config(rollout={field: value})
+    assert f"rollout.{field}" in str(error.value) and expected in str(error.value)
+
+
+def test_a_run_with_truncated_sampling(make_config):
+    """With one update a rollout, the first step's policy is the reference: sets that differed would show as KL."""
+    config = make_config(
+        rollout={"top_p": 0.9, "batch_size": 10},
+        objective={"name": "grpo", "presets": {}, "kl_coef": 0.1},
+        training={"minibatches": 1, "micro_batch_size": 7},
+        optimizer={"warmup_updates": 0},
+    )
+    assert train(config)["steps"] == 2
+    first, last = (json.loads(line) for line in (config.logging.output_dir / "metrics.jsonl").read_text().splitlines())
+    assert first["kl"] == pytest.approx(0.0, abs=1e-9) and last["kl"] > 1e-9
+    assert first["grad_norm"] > 0 and first["ratio_max"] == pytest.approx(1.0, abs=1e-6)
