@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One command on a machine with a GPU: the tests of everything that runs there, then the four benchmark suites.
+# One command on a machine with a GPU: the tests of everything that runs there, then the benchmark suites.
 #   benchmarks/gpu.sh [FOLDER]      default: benchmarks/results/gpu
 # Leaves all in FOLDER: tests.log; and for each suite SUITE.json, SUITE.md, SUITE.log and one PNG a shape.
 # Every part has a limit of its own, together eight minutes; one that fails or runs out of time stops no other, and what
@@ -41,14 +41,16 @@ bench() {
 threads=() workers=()
 if python3 -c 'import xdist' 2>/dev/null; then threads=(env OMP_NUM_THREADS=2) workers=(-n 8); fi
 # All tests but those that no GPU changes: ahead-of-time compilation, C++, packaging, the trainer, this program.
-part tests 140 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
+part tests 110 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
   -m "not slow" tests --ignore-glob '*_aot.py' --ignore tests/ops --ignore tests/trainer --ignore tests/test_package.py \
-  --ignore tests/test_memory.py --ignore tests/test_bench.py --ignore tests/test_bench_charts.py
+  --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py
 
-bench logits 80 --shape 8192x151936 --shape 32768x32768
-bench linear 110 --seconds 3 --shape 8192x4096x151936 --shape 8192x2048x151936
-bench memory 90 --seconds 2 --repeats 10
-bench step 60 --seconds 3
+bench logits 75 --shape 8192x151936 --shape 32768x32768
+bench linear 105 --seconds 3 --shape 8192x4096x151936 --shape 8192x2048x151936
+bench memory 80 --seconds 2 --repeats 10
+bench masks 30 --seconds 2
+bench sets 25 --seconds 1
+bench step 55 --seconds 3
 
 echo "== $SECONDS s in all; in $out: $(ls "$out" | tr '\n' ' ')"
 if ((${#failed[@]})); then

@@ -34,7 +34,7 @@ from fastrl.bench.works import EAGER, Section
 
 DEVICE = default_device()
 ROOT = Path(__file__).parent.parent
-SHAPES = ["40x77", "40x8x77", "2x20x1x16x77"]
+SHAPES = ["40x77", "40x8x77", "40x8x77x3", "2x20x1x16x77"]
 #: What each work's subjects are at least: ours and plain torch are measured wherever the tests run.
 MEASURED = {
     "statistics and gradients": {"fastrl", "eager torch", "torch.compile"},
@@ -43,6 +43,10 @@ MEASURED = {
     "loss and gradients": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
     "cross-entropy": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
     "40 tokens": {"fastrl, no budget", "fastrl, 64MiB", "fastrl, 256MiB", "fastrl, 1GiB", "eager torch"},
+    "loss over recorded sets": {"fastrl", "eager torch"},
+    "loss over the whole vocabulary": {"fastrl"},
+    "top-p 0.95": {"fastrl SamplingMask.from_logits"},
+    "top-k 50, top-p 0.95": {"fastrl SamplingMask.from_logits"},
     "step": {"fastrl, linear_policy_loss", "fastrl, logits in place", "eager torch", "torch.compile", step_work.BODY},
 }
 
@@ -66,10 +70,12 @@ def test_every_subject_is_measured_or_skipped_with_a_reason(results: Path) -> No
         ("logits", {"N": 40, "V": 77}),
         ("linear", {"N": 40, "H": 8, "V": 77}),
         ("memory", {"N": 40, "H": 8, "V": 77}),
+        ("masks", {"N": 40, "H": 8, "V": 77, "K": 3}),
+        ("sets", {"N": 40, "V": 77}),
         ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
     ]
     rows = [row for section in found["sections"] for row in section["rows"]]
-    assert len({(row["suite"], row["work"], row["subject"]) for row in rows}) == len(rows) == 54
+    assert len({(row["suite"], row["work"], row["subject"]) for row in rows}) == len(rows) == 61
     measured: dict[str, set[str]] = {}
     for row in rows:
         assert not row["failed"], row
@@ -79,9 +85,9 @@ def test_every_subject_is_measured_or_skipped_with_a_reason(results: Path) -> No
         measured.setdefault(row["work"], set()).add(row["subject"])
         assert row["milliseconds_median"] >= row["milliseconds_min"] > 0
         assert row["tokens_per_second"] == pytest.approx(40e3 / row["milliseconds_median"])
-        if row["suite"] != "memory" and row["subject"] != step_work.BODY:
+        if row["suite"] not in ("memory", "masks", "sets") and row["subject"] != step_work.BODY:
             assert row["fraction_of_limit"] > 0
-        if not row["is_limit"] and row["subject"] != step_work.BODY:
+        if not row["is_limit"] and row["subject"] != step_work.BODY and row["suite"] != "sets":
             assert row["errors"], row
             assert all(error is not None and error <= 1e-5 for error in row["errors"].values()), row
     for work, expected in MEASURED.items():
@@ -131,6 +137,8 @@ def test_a_chart_is_drawn_for_every_section(results: Path) -> None:
         "logits-40x77-float32.png",
         "linear-40x8x77-float32.png",
         "memory-40x8x77-float32.png",
+        "masks-40x8x77x3-float32.png",
+        "sets-40x77-float32.png",
         "step-2x20x1x16x77-float32.png",
     }
     for name, data in charts_by_name.items():
@@ -169,9 +177,10 @@ def test_results_name_machine_versions_and_command(results: Path) -> None:
     ("arguments", "message"),
     [
         (["--suite", "speed"], "invalid choice: 'speed'"),
-        (["--shape", "2048"], "must be NxV, NxHxV or BxTxLxHxV in whole numbers of at least 1"),
-        (["--shape", "0x5"], "must be NxV, NxHxV or BxTxLxHxV in whole numbers of at least 1"),
-        (["--shape", "8x8x8x8"], "got '8x8x8x8'"),
+        (["--shape", "2048"], "must be NxV, NxHxV, NxHxVxK or BxTxLxHxV in whole numbers of at least 1"),
+        (["--shape", "0x5"], "must be NxV, NxHxV, NxHxVxK or BxTxLxHxV in whole numbers of at least 1"),
+        (["--shape", "8x8x8x8x8x8"], "got '8x8x8x8x8x8'"),
+        (["--suite", "masks", "--shape", "8x8x8"], "the masks suite takes NxHxVxK, got 8x8x8"),
         (["--shape", "axb"], "got 'axb'"),
         (["--suite", "logits", "--shape", "8x8x8"], "the logits suite takes NxV, got 8x8x8"),
         (["--suite", "linear", "--shape", "8x8"], "the linear suite takes NxHxV, got 8x8"),
@@ -194,7 +203,14 @@ def test_a_shape_goes_to_every_chosen_suite_that_takes_it() -> None:
     parser = command._parser()
     given = [(8, 9), (8, 9, 10)]
     found = command._shapes(parser, list(suites.SUITES), given)
-    assert found == {"logits": [(8, 9)], "linear": [(8, 9, 10)], "memory": [(8, 9, 10)], "step": []}
+    assert found == {
+        "logits": [(8, 9)],
+        "linear": [(8, 9, 10)],
+        "memory": [(8, 9, 10)],
+        "masks": [],
+        "sets": [(8, 9)],
+        "step": [],
+    }
     assert command._shapes(parser, ["memory"], given[1:]) == {"memory": [(8, 9, 10)]}
 
 
@@ -462,7 +478,7 @@ def test_the_gpu_script_goes_on_after_a_failure_and_says_so(tmp_path: Path) -> N
         [str(ROOT / "benchmarks/gpu.sh"), str(out)], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 1
-    assert "== linear: FAILED (exit status 3) after 0 s" in done.stdout
+    assert "== linear: FAILED (exit status 3) after " in done.stdout
     assert "== not completed: linear\n" in done.stdout
     calls = (tmp_path / "calls").read_text()
     for suite in suites.SUITES:

@@ -58,7 +58,7 @@ def _time_figure(header: dict[str, Any], section: Section) -> Figure:
         panel.set_title(f"{work}\n", loc="left", fontsize=10, fontweight="bold", color=_INK, pad=4)
         text = textwrap.shorten(section.works[work], 120, placeholder=" ...")
         panel.text(0, 1.0, text, transform=panel.transAxes, fontsize=8, color=_INK, va="bottom")
-        _limit_line(panel, rows, _LIMITS[section.suite])
+        _limit_line(panel, rows, _LIMITS.get(section.suite, ""))
     if panels:
         panels[-1].set_xlabel("milliseconds, median (less is better)", fontsize=9)
     return figure

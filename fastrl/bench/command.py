@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--suite", choices=[*SUITES, "all"], default="all", help="default: all")
     parser.add_argument(
-        "--shape", action="append", type=_shape, default=[], metavar="NxV|NxHxV|BxTxLxHxV",
+        "--shape", action="append", type=_shape, default=[], metavar="NxV|NxHxV|NxHxVxK|BxTxLxHxV",
         help="for the suites that take so many numbers (see below), the others are left out; may be repeated;"
         " without it, the suites' own shapes",
     )  # fmt: skip
@@ -130,8 +130,8 @@ def _shape(text: str) -> Shape:
     counts = {len(suite.axes) for suite in SUITES.values()}
     if len(parts) not in counts or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
-            "must be NxV, NxHxV or BxTxLxHxV in whole numbers of at least 1, such as 2048x32768, 2048x512x32768 or"
-            f" 4x128x2x128x32768, got {text!r}"
+            "must be NxV, NxHxV, NxHxVxK or BxTxLxHxV in whole numbers of at least 1, such as 2048x32768,"
+            f" 2048x512x32768, 4096x512x151936x8 or 4x128x2x128x32768, got {text!r}"
         )
     return tuple(int(part) for part in parts)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import linear_work, logits_work, memory_work, step_work
+from . import linear_work, logits_work, masks_work, memory_work, sets_work, step_work
 from .measure import Outcome, Row, Run, Subject, finish, measure
 from .problems import linear_problem, logits_problem
 from .step_problem import step_problem
@@ -105,6 +105,31 @@ def run_memory(shape: Shape, setting: Setting) -> Section:
     return Section("memory", _named("memory", shape), {}, descriptions, rows)
 
 
+def run_masks(shape: Shape, setting: Setting) -> Section:
+    """The masks suite at N, H, V and K ids a token in the mean; no limit: what is spared is told beside it."""
+    setting.log("inputs and float64 answers")
+    n, width, vocab, mean = shape
+    problem = masks_work.masked_problem(n, width, vocab, mean, setting.dtype, setting.device)
+    dense = linear_problem(n, width, vocab, setting.dtype, setting.device)
+    return _without_limit("masks", shape, setting, masks_work.works(problem, dense))
+
+
+def run_sets(shape: Shape, setting: Setting) -> Section:
+    """The sets suite at N, V; no limit: nobody else finds them without a sort."""
+    n, vocab = shape
+    logits = logits_problem(n, vocab, setting.dtype, setting.device).logits
+    return _without_limit("sets", shape, setting, sets_work.works(logits))
+
+
+def _without_limit(suite: str, shape: Shape, setting: Setting, works: list[Work]) -> Section:
+    rows: list[Row] = []
+    for work in works:
+        found = _measure_work(suite, shape, setting, work)
+        finish(found, None, EAGER, COMPILED)
+        rows += found
+    return Section(suite, _named(suite, shape), {}, _descriptions(works), rows)
+
+
 def run_step(shape: Shape, setting: Setting) -> Section:
     """The step suite at B, T, L, H, V; its limit is the body's step and the head's bare matrix products."""
     setting.log("model, inputs and float64 answers")
@@ -154,6 +179,18 @@ SUITES = {
         {"cpu": ((2048, 64, 32768),), "cuda": ((32768, 4096, 151936),)},
         run_memory,
         "temporary memory of the loss from hidden states, at N/8 to N tokens and within budgets",
+    ),
+    "masks": Suite(
+        "NHVK",
+        {"cpu": ((4096, 512, 151936, 8),), "cuda": ((8192, 4096, 151936, 8),)},
+        run_masks,
+        "the loss from hidden states over recorded sets of K ids in the mean, beside the whole vocabulary",
+    ),
+    "sets": Suite(
+        "NV",
+        {"cpu": ((512, 151936),), "cuda": ((8192, 151936),)},
+        run_sets,
+        "which entries of N rows of V logits a truncating sampler keeps",
     ),
     "step": Suite(
         "BTLHV",

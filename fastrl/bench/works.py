@@ -23,7 +23,7 @@ class Work:
     name: str
     description: str
     subjects: list[Subject]
-    truth: Truth
+    truth: Truth | None
     work_bytes: int | None = None
     work_flops: int | None = None
 
