@@ -22,6 +22,7 @@ from .objectives import (
 from .ops.backend import backends, use_backend
 from .plans import MemoryPlans, plan_memory
 from .policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
+from .preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
 from .presets import (
     BNPO,
     CISPO,
@@ -42,6 +43,7 @@ from .presets import (
     DrGRPO,
     GSPOToken,
 )
+from .process_rewards import process_advantages
 from .rewards import kl_penalized_rewards, overlong_penalty
 from .sampling_mask import SamplingMask
 from .token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
@@ -76,6 +78,7 @@ __all__ = [
     "NoGate",
     "Objective",
     "PolicyLoss",
+    "PreferenceLoss",
     "RolloutCorrection",
     "SamplingMask",
     "SoftGate",
@@ -83,16 +86,20 @@ __all__ = [
     "TokenStats",
     "backends",
     "check_inputs",
+    "dpo_loss",
     "gae",
     "group_advantages",
     "kl_penalized_rewards",
     "linear_cross_entropy",
+    "linear_dpo_loss",
     "linear_policy_loss",
     "linear_token_logprobs",
     "logits_policy_loss",
     "overlong_penalty",
     "plan_memory",
     "policy_loss",
+    "process_advantages",
+    "reward_model_loss",
     "rloo_advantages",
     "token_logprobs",
     "use_backend",

@@ -232,33 +232,38 @@ def _rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Ten
         raise TypeError(f"rewards must be real, got {rewards.dtype}")
     if rewards.ndim != 1:
         raise ValueError(f"rewards must have shape (responses,), got {tuple(rewards.shape)}")
-    present = ~torch.isnan(rewards)
+    return ~torch.isnan(rewards), group_numbers(group_ids, rewards.numel(), rewards.device)
+
+
+def group_numbers(group_ids: object, count: int, device: torch.device) -> Tensor:
+    """Each response's group as a number in [0, count), `(count,)` int64 on the device of its rewards; checked."""
     if not isinstance(group_ids, Tensor):
-        return present, _number_hashables(group_ids, rewards)
+        return _number_hashables(group_ids, count).to(device)
     checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
-    checks.shape("group_ids", group_ids, rewards.shape, "the shape of rewards")
-    checks.same_device("group_ids", group_ids, rewards, "rewards")
+    checks.shape("group_ids", group_ids, (count,), "one a response")
+    if group_ids.device != device:
+        raise ValueError(f"group_ids must be on {device} like rewards, got {group_ids.device}")
     # As torch.unique would number them, but without telling the host how many there are.
     ids, order = torch.sort(group_ids, stable=True)
     rises = torch.zeros_like(order)
     rises[1:] = ids[1:] != ids[:-1]
     groups = torch.empty_like(order)
     groups[order] = rises.cumsum(0)
-    return present, groups
+    return groups
 
 
-def _number_hashables(group_ids: object, rewards: Tensor) -> Tensor:
-    """A list of ids as numbers in order of appearance, on the device of `rewards`."""
+def _number_hashables(group_ids: object, count: int) -> Tensor:
+    """A list of ids as numbers in order of appearance."""
     if not isinstance(group_ids, Sequence) or isinstance(group_ids, str | bytes):
         raise TypeError(f"group_ids must be an integer tensor or a list, got {type(group_ids).__name__}")
-    if len(group_ids) != rewards.numel():
-        raise ValueError(f"group_ids must hold {rewards.numel()} ids, one a reward, got {len(group_ids)}")
+    if len(group_ids) != count:
+        raise ValueError(f"group_ids must hold {count} ids, one a reward, got {len(group_ids)}")
     seen: dict[Hashable, int] = {}
     for position, group in enumerate(group_ids):
         if not isinstance(group, Hashable):
             raise TypeError(f"group_ids[{position}] must be hashable, got {type(group).__name__}")
         seen.setdefault(group, len(seen))
-    return torch.tensor([seen[group] for group in group_ids], dtype=torch.int64).to(rewards.device)
+    return torch.tensor([seen[group] for group in group_ids], dtype=torch.int64)
 
 
 def _group_sum(x: Tensor, groups: Tensor) -> Tensor:

@@ -1,0 +1,158 @@
+"""Losses from preferences: DPO on log-probabilities or from hidden states, and the reward model's Bradley-Terry."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .responses import INTEGER_DTYPES, Responses, check_cu_seqlens
+from .sampling_mask import SamplingMask
+from .token_logprobs import linear_token_logprobs
+
+
+class PreferenceLoss(NamedTuple):
+    """A DPO loss and what is logged beside it, all float32 of B pairs."""
+
+    loss: Tensor
+    """0-dim, the mean over pairs; call backward() on it."""
+    chosen_rewards: Tensor
+    """(B,) beta (logp - ref) of the chosen, detached."""
+    rejected_rewards: Tensor
+    """(B,) the same of the rejected, detached."""
+    margins: Tensor
+    """(B,) their difference, detached."""
+
+
+def dpo_loss(
+    chosen_logprobs: Tensor, rejected_logprobs: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
+) -> Tensor:
+    """Direct preference optimisation: the mean over pairs of `-log sigmoid(beta Delta)`.
+
+    `Delta` is `logp - ref` of the chosen response minus that of the rejected one (Rafailov et al., 2023,
+    arXiv:2305.18290).
+
+    Args:
+        chosen_logprobs, rejected_logprobs: (B,) floating point, the policy's log-probabilities, summed over each
+            response's tokens. Differentiable.
+        ref_chosen, ref_rejected: (B,), the same under the reference; no gradient flows into them.
+        beta: > 0, how strongly the policy is held to the reference.
+
+    Returns:
+        A scalar, float64 for float64 log-probabilities, else float32. No pairs give 0.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value.
+    """
+    first = checks.tensor("chosen_logprobs", chosen_logprobs)
+    if first.ndim != 1:
+        raise ValueError(f"chosen_logprobs must have shape (pairs,), got {tuple(first.shape)}")
+    others = {"rejected_logprobs": rejected_logprobs, "ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+    for name, value in others.items():
+        checks.tensor(name, value)
+        checks.shape(name, value, first.shape, "the shape of chosen_logprobs")
+        checks.same_device(name, value, first, "chosen_logprobs")
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    chosen, rejected = first.to(dtype) - ref_chosen.detach(), rejected_logprobs.to(dtype) - ref_rejected.detach()
+    return _mean_over_pairs(checks.number("beta", beta, positive=True) * (chosen - rejected))
+
+
+def _mean_over_pairs(margins: Tensor) -> Tensor:
+    return -torch.nn.functional.logsigmoid(margins).sum() / max(margins.shape[0], 1)
+
+
+def linear_dpo_loss(
+    hidden: Tensor,  # (2B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (2B, T), or (N,)
+    mask: Tensor,  # like targets
+    ref_logprobs: Tensor,  # (2B,)
+    *,
+    beta: float = 0.1,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: SamplingMask | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | str | None = None,
+    tp_group: Any = None,
+) -> PreferenceLoss:
+    """`dpo_loss` from hidden states and the output head, a chunk of rows at a time: no (N, V) tensor exists.
+
+    Args:
+        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, memory_budget, tp_group: as in
+            `linear_token_logprobs`; 2B responses, first the chosen ones, then the rejected in the same order.
+        mask: bool or 0/1, like targets: 1 = a token of the response, 0 = prompt or padding.
+        ref_logprobs: (2B,), the reference's log-probabilities, summed over each response's unmasked tokens.
+        beta: as in `dpo_loss`.
+        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N.
+
+    Returns:
+        PreferenceLoss, differentiable in hidden, weight and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `dpo_loss` and `linear_token_logprobs`.
+    """
+    targets = checks.tensor("targets", targets, (torch.int64,))
+    if cu_seqlens is None and targets.ndim != 2:
+        raise ValueError(f"targets must have shape (responses, time) without cu_seqlens, got {tuple(targets.shape)}")
+    checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets)
+    responses = Responses(targets.shape, checked, targets.device)
+    if responses.count % 2:
+        raise ValueError(f"targets must hold chosen and rejected responses, an even number, got {responses.count}")
+    if mask is None:
+        raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
+    ref = checks.tensor("ref_logprobs", ref_logprobs)
+    checks.shape("ref_logprobs", ref, (responses.count,), "one a response, summed")
+    checks.same_device("ref_logprobs", ref, targets, "targets")
+    beta = checks.number("beta", beta, positive=True)
+
+    found = linear_token_logprobs(
+        hidden, weight, targets, bias=bias, mask=mask, temperature=temperature, sampling_mask=sampling_mask,
+        logit_scale=logit_scale, softcap=softcap, memory_budget=memory_budget, tp_group=tp_group,
+    )  # fmt: skip
+    rewards = beta * (responses.sum(found.logprobs.reshape(-1)) - ref.detach().float())
+    chosen, rejected = rewards.chunk(2) if responses.count else (rewards, rewards)
+    margins = chosen - rejected
+    return PreferenceLoss(_mean_over_pairs(margins), chosen.detach(), rejected.detach(), margins.detach())
+
+
+def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tensor:
+    """Bradley-Terry, K-wise: `-log sigmoid(score_i - score_j)` for each pair of a prompt's responses, i preferred.
+
+    The mean over a prompt's pairs, then over prompts (Ouyang et al., 2022, arXiv:2203.02155, section 3.5, where all
+    pairs of a prompt stay together in a batch).
+
+    Args:
+        scores: (B,) floating point, the model's score of each response. Differentiable.
+        ranks: (B,), real; 1 = best, a smaller number is preferred. Equal ranks make no pair.
+        prompt_ids: (B,) integers; responses with equal ids answer one prompt. They need not be neighbours.
+
+    Returns:
+        A scalar, float64 for float64 scores, else float32. Without any pair it is 0, and so are its gradients.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or device.
+    """
+    scores = checks.tensor("scores", scores)
+    if scores.ndim != 1:
+        raise ValueError(f"scores must have shape (responses,), got {tuple(scores.shape)}")
+    if not isinstance(ranks, Tensor) or ranks.is_complex():
+        got = ranks.dtype if isinstance(ranks, Tensor) else type(ranks).__name__
+        raise TypeError(f"ranks must be a real tensor, got {got}")
+    prompts = checks.tensor("prompt_ids", prompt_ids, INTEGER_DTYPES)
+    for name, value in (("ranks", ranks), ("prompt_ids", prompts)):
+        checks.shape(name, value, scores.shape, "the shape of scores")
+        checks.same_device(name, value, scores, "scores")
+    wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    same = prompts[:, None] == prompts
+    pairs = same & (ranks[:, None] < ranks)
+    losses = -torch.nn.functional.logsigmoid(wide[:, None] - wide).where(pairs, 0.0)
+    # Each pair counts one over its prompt's pairs, and each prompt that has any as much as the next.
+    of_response = pairs.sum(1)
+    of_prompt = (same * of_response).sum(1)
+    prompts_with_pairs = (1 / same.sum(1)).where(of_prompt > 0, 0.0).sum().round()  # a whole number
+    return (losses.sum(1) / of_prompt.clamp_min(1)).sum() / prompts_with_pairs.clamp_min(1)

@@ -1,0 +1,86 @@
+"""Advantages of reasoning steps against the formula written out token by token."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastrl
+
+NONE = math.nan
+
+
+def test_an_example_by_hand() -> None:
+    """Group 7: step rewards 1, 3, 5 (mean 3, deviation sqrt(8/3)); group 9: one step, whose advantage is 0."""
+    found = fastrl.process_advantages(
+        torch.tensor([[1.0, 3.0], [5.0, NONE], [2.0, NONE]]), torch.tensor([[0, 2], [1, -1], [2, -1]]),
+        torch.tensor([7, 7, 9]), torch.tensor([4, 2, 3]), eps=0.0,
+    )  # fmt: skip
+    s = math.sqrt(8 / 3)
+    expected = [[-2 / s, 0, 0, 0], [2 / s, 2 / s, 0, 0], [0, 0, 0, 0]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Any, ...]:
+    size, steps = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    lengths = draw(st.lists(st.integers(0, 6), min_size=size, max_size=size))
+    ends = [[draw(st.integers(-1, n - 1)) for _ in range(steps)] for n in lengths]
+    rewards = [[draw(st.sampled_from([0.0, 0.5, -2.0, 3.0, NONE])) for _ in range(steps)] for _ in lengths]
+    groups = draw(st.lists(st.sampled_from("ab"), min_size=size, max_size=size))
+    return rewards, ends, groups, lengths, steps
+
+
+@given(batch=batches(), scale=st.sampled_from(["group", "batch", "none"]), ddof=st.sampled_from([0, 1]))
+def test_every_token_sums_the_steps_that_end_at_it_or_later(batch: tuple[Any, ...], scale: Any, ddof: int) -> None:
+    rewards, ends, groups, lengths, steps = batch
+    size = len(lengths)
+    tensors = (
+        torch.tensor(rewards).reshape(size, steps), torch.tensor(ends, dtype=torch.int64).reshape(size, steps),
+        groups, torch.tensor(lengths, dtype=torch.int64),
+    )  # fmt: skip
+    padded = fastrl.process_advantages(*tensors, scale=scale, ddof=ddof)
+    flat = [
+        (b, e, r, groups[b]) for b in range(size) for e, r in zip(ends[b], rewards[b], strict=True)
+        if e >= 0 and not math.isnan(r)
+    ]  # fmt: skip
+    normal = fastrl.group_advantages(
+        torch.tensor([x[2] for x in flat]), [x[3] for x in flat], scale=scale, ddof=ddof
+    ).tolist()
+    assert padded.shape == (size, max(lengths, default=0))
+    for b, length in enumerate(lengths):
+        for t in range(padded.shape[1]):
+            terms = (a for a, (owner, end, *_) in zip(normal, flat, strict=True) if owner == b and end >= t)
+            assert padded[b, t].item() == pytest.approx(sum(terms) if t < length else 0.0, rel=1e-5, abs=1e-5)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)] if lengths else [0], dtype=torch.int32)
+    packed = fastrl.process_advantages(*tensors, scale=scale, ddof=ddof, cu_seqlens=offsets)
+    assert torch.equal(packed, torch.cat([padded[b, :n] for b, n in enumerate(lengths)] or [packed]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"step_rewards": [1.0]}, TypeError, "step_rewards must be a tensor of shape (responses, steps), got list"),
+        ({"step_rewards": torch.ones(2)}, ValueError, "must be real, of shape (responses, steps), got (2,)"),
+        ({"step_ends": torch.ones(2, 2)}, TypeError, "step_ends must be one of"),
+        ({"step_ends": torch.tensor([[0, 1], [0, 3]])}, ValueError,
+         "step_ends[1, 1] must be a token of its response, below 3, got 3"),
+        ({"lengths": torch.tensor([2])}, ValueError, "lengths must have shape (2,) (one a response), got (1,)"),
+        ({"group_ids": [1]}, ValueError, "group_ids must hold 2 ids"),
+        ({"scale": "all"}, ValueError, "scale must be 'group', 'batch' or 'none', got 'all'"),
+        ({"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}, ValueError, "cu_seqlens must have the lengths"),
+    ],
+)  # fmt: skip
+def test_bad_input(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    good: dict[str, Any] = {
+        "step_rewards": torch.ones(2, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": [0, 0],
+        "lengths": torch.tensor([2, 3]),
+    }  # fmt: skip
+    with pytest.raises(error, match=re.escape(words)):
+        fastrl.process_advantages(**(good | change))
