@@ -1,145 +1,32 @@
-"""The C++ row functions against the float64 oracle.
-
-A result's error may be that of the same computation by torch in float32, plus a margin: one rounding of z (torch's own
-sample of that may happen to be small), and `STATISTICS_MARGIN` in units of 1 + |value| (rounding the result itself
-takes 6e-8), `GRADIENT_MARGIN` relative to the terms of each gradient entry (`gradient_scale`).
-"""
+"""The C++ row functions against the float64 oracle."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
+from cpp_cases import (
+    DTYPES,
+    OBJECTIVE,
+    OPTIONAL,
+    ROUNDING,
+    VOCABULARIES,
+    check,
+    check_visit,
+    generator,
+    needs_cpp,
+    random_inputs,
+    random_rows,
+    same_bits,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops import cpp_backend, cpp_build, cpp_library
-from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
+from fastrl.ops.contract import RowInputs, Statistics, Transform
 from fastrl.reference import rows as reference
 
-pytestmark = pytest.mark.skipif(
-    cpp_backend.why_unavailable() is not None, reason=f"no C++ backend: {cpp_backend.why_unavailable()}"
-)
-
-STATISTICS_MARGIN = 3e-7
-GRADIENT_MARGIN = 5e-7
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a unit, and some
-TINY = {torch.float32: 1e-35, torch.bfloat16: 1e-35, torch.float16: 2.0**-25}  # flushed, or below the last place
-PLAIN = Transform()
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-# 1: no other entry; 31: one ragged vector; 1000: below one segment; 32003: ragged in segment, pair and vector;
-# 151936: a real vocabulary, many segments
-VOCABULARIES = [1, 31, 1000, 32003, 151936]
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def random_rows(n: int, vocab: int, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> tuple[Tensor, ...]:
-    """Logits (1, n, vocab), targets, c and h."""
-    g = generator(seed)
-    logits = (torch.randn(1, n, vocab, generator=g) * spread).to(dtype)
-    targets = torch.randint(0, vocab, (n,), generator=g)
-    return logits, targets, torch.randn(n, generator=g), torch.randn(n, generator=g)
-
-
-def relative_error(found: Tensor, exact: Tensor, scale: Tensor) -> float:
-    """The largest error in units of scale; NaN and infinities must stand in the same places."""
-    torch.testing.assert_close(found.isnan(), exact.isnan(), msg="NaN elsewhere than in the oracle")
-    same = found.double() == exact
-    return ((found.double() - exact).abs() / scale).where(~same & ~exact.isnan(), 0.0).max().item()
-
-
-def log_sum_of_all(statistics: Statistics) -> Statistics:
-    """With log sum exp z in place of log_sum, which is relative to a maximum that is itself rounded."""
-    return statistics._replace(log_sum=statistics.maximum.double() + statistics.log_sum.double())
-
-
-def rounding_of_z(logits: Tensor, transform: Transform) -> Tensor:
-    """Half a unit in the last place of the largest z that matters, (N, 1): what forming z in float32 may cost."""
-    z, _ = reference.transformed(logits.double().flatten(0, 1), transform64(transform))
-    matters = z > z.amax(-1, keepdim=True) - 90
-    return 2.0**-24 * z.abs().where(matters, 0.0).amax(-1, keepdim=True)
-
-
-def check_statistics(found: Statistics, exact: Statistics, torch32: Statistics, z_rounding: Tensor) -> None:
-    margin = STATISTICS_MARGIN + z_rounding.max().item()
-    found, exact, torch32 = map(log_sum_of_all, (found, exact, torch32))
-    for name, ours, oracle, theirs in zip(Statistics._fields, found, exact, torch32, strict=True):
-        scale = 1 + oracle.abs()
-        allowed = relative_error(theirs, oracle, scale) + margin
-        assert relative_error(ours, oracle, scale) <= allowed, name
-
-
-def gradient_scale(
-    logits: Tensor, targets: Tensor, transform: Transform, exact: Statistics, c: Tensor, h: Tensor | None
-) -> Tensor:
-    """What an entry's error is relative to: the sizes of the terms that make it up, where p_j itself carries a relative
-    error that grows with log p_j, as that is rounded, and a softcap's slope, 4 e^(-2 |v|) far out, one that grows with
-    v."""
-    z, slope = reference.transformed(logits.double().flatten(0, 1), transform64(transform))
-    log_p = (z - exact.maximum[:, None] - exact.log_sum[:, None]).clamp_min(-1e4)
-    h = torch.zeros_like(c) if h is None else h
-    size = c.abs()[:, None] + h.abs()[:, None] * (log_p.abs() + exact.entropy[:, None])
-    slope = slope.abs() + 1e-9 * slope.abs().max()  # the oracle's 1 - tanh^2 is good to 1e-16 of the largest
-    scale = slope * log_p.exp() * (1 + log_p.abs()) * size
-    if transform.softcap:
-        v = logits.double().flatten(0, 1) * (transform.logit_scale / transform.softcap)
-        scale *= 1 + 2 * v.abs().where(v.isfinite(), 0.0)
-    at_target = torch.zeros_like(scale).scatter(-1, targets[:, None].clamp(0, z.shape[-1] - 1), 1)
-    scale += at_target * (slope * (c.abs() * torch.expm1(exact.logprobs).abs())[:, None])
-    return (scale.nan_to_num(1.0) + 1e-30).view(logits.shape)
-
-
-def check_gradient(found: Tensor, exact: Tensor, torch32: Tensor, scale: Tensor, z_rounding: Tensor) -> None:
-    """Entry by entry."""
-    allowed = relative_error(torch32, exact, scale) + GRADIENT_MARGIN + z_rounding.view(*exact.shape[:2], 1)
-    error = (found.double() - exact).abs()
-    bound = allowed * scale + ROUNDING[found.dtype] * exact.abs() + TINY[found.dtype]
-    torch.testing.assert_close(found.isnan(), exact.isnan(), msg="NaN elsewhere than in the oracle")
-    worst = (error - bound).where(~exact.isnan() & (found.double() != exact), -1.0).max().item()
-    assert worst <= 0, f"over the bound by {worst}"
-
-
-def transform64(transform: Transform) -> Transform:
-    return transform._replace(temperatures=None if transform.temperatures is None else transform.temperatures.double())
-
-
-def statistics_of(backend: object, logits: Tensor, *arguments: object) -> Statistics:
-    return backend.row_statistics(logits, *arguments)  # type: ignore[attr-defined]
-
-
-def check(
-    logits: Tensor, targets: Tensor, c: Tensor, h: Tensor | None, mask: Tensor | None = None,
-    transform: Transform = PLAIN, *, in_place: bool = False,
-) -> None:  # fmt: skip
-    """Statistics and gradient against the oracle, with the same statistics for both gradients."""
-    exact = reference.row_statistics(logits.double(), targets, mask, transform64(transform))
-    torch32 = reference.row_statistics(logits.float(), targets, mask, transform)
-    found = cpp_backend.row_statistics(logits, targets, mask, transform)
-    check_statistics(found, exact, torch32, rounding_of_z(logits, transform))
-
-    h64 = None if h is None else h.double()
-    gradient64 = torch.empty(logits.shape, dtype=torch.float64)
-    reference.row_gradient(logits.double(), targets, mask, transform64(transform), exact, c.double(), h64, gradient64)
-    gradient32 = torch.empty(logits.shape)
-    reference.row_gradient(logits.float(), targets, mask, transform, torch32, c, h, gradient32)
-    before = logits.clone()
-    out = logits if in_place else torch.full_like(logits, 7.0)
-    cpp_backend.row_gradient(logits, targets, mask, transform, found, c, h, out)
-    assert in_place or same_bits(logits, before)
-    scale = gradient_scale(before, targets, transform, exact, c, h)
-    check_gradient(out, gradient64, gradient32, scale, rounding_of_z(before, transform))
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+pytestmark = needs_cpp
 
 
 # --- sizes, types, transforms -----------------------------------------------------------------------------------------
@@ -548,146 +435,6 @@ def test_properties(
     assert (found.logprobs <= 0).all()
     assert (found.entropy >= -1e-5).all()
     assert (found.entropy <= torch.tensor(float(vocab)).log() + 1e-5).all()
-
-
-# --- one visit --------------------------------------------------------------------------------------------------------
-
-OBJECTIVE = RowObjective("clip", (0.2, 0.28, 3.0, 1e30), "k3", "truncate", 0.1, 2.0, 20.0)
-PARAMETERS = {
-    "surrogate": (0.0, 0.0, 0.0, 0.0),
-    "reinforce": (0.0, 0.0, 0.0, 0.0),
-    "clip": (0.2, 0.28, 1.5, 1.4),
-    "soft": (1.0, 1.05, 0.0, 0.0),
-    "stop-gradient-clip": (1.2, 0.8, 0.0, 0.0),
-    "gamma": (2.0, 3.0, 3.0, 2.0),
-}
-OPTIONAL = ("old", "ref", "rollout", "kl_weights", "entropy_weights", "entropy_threshold")
-
-
-def test_every_formula_has_parameters_here() -> None:
-    assert PARAMETERS.keys() == GATE_FORMULAS.keys()
-
-
-def random_inputs(logprobs: Tensor, present: tuple[str, ...], seed: int) -> RowInputs:
-    g, n = generator(seed), len(logprobs)
-
-    def near(spread: float) -> Tensor:
-        return logprobs + spread * torch.randn(n, generator=g)
-
-    inputs = {"old": near(0.3), "ref": near(0.5), "rollout": near(0.7), "kl_weights": torch.rand(n, generator=g),
-              "entropy_weights": torch.randn(n, generator=g), "entropy_threshold": torch.tensor(1.4)}  # fmt: skip
-    for name in ("old", "ref", "rollout"):  # some beyond the clamp
-        inputs[name][0], inputs[name][1] = logprobs[0] + 5, logprobs[1] - 5
-    advantages = torch.randn(n, generator=g)
-    advantages[2] = 0.0
-    weights = torch.rand(n, generator=g)
-    weights[3] = 0.0
-    return RowInputs(advantages, weights, **{name: inputs[name] for name in present})
-
-
-def check_visit(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
-    inputs: RowInputs,
-) -> None:  # fmt: skip
-    def double(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.double()
-
-    # The oracle's objective starts from our float32 statistics: a clip's edge may lie between those and the exact ones.
-    statistics = cpp_backend.row_statistics(logits, targets, mask, transform)
-    *_, c, h = reference.row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
-    exact, c64, h64 = reference.row_terms(
-        statistics.logprobs.double(), statistics.entropy.double(), mask, objective, RowInputs(*map(double, inputs))
-    )
-    torch32, _, _ = reference.row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
-    exact_statistics = reference.row_statistics(logits.double(), targets, mask, transform64(transform))
-    gradient64, gradient32 = torch.empty(logits.shape, dtype=torch.float64), torch.empty(logits.shape)
-    reference.row_gradient(
-        logits.double(), targets, mask, transform64(transform), exact_statistics, c64, h64, gradient64
-    )
-    torch_statistics = reference.row_statistics(logits.float(), targets, mask, transform)
-    reference.row_gradient(logits.float(), targets, mask, transform, torch_statistics, c, h, gradient32)
-
-    visited = logits.clone()
-    found = cpp_backend.row_visit(visited, targets, mask, transform, objective, inputs)
-    assert same_bits(found.logprobs, statistics.logprobs)
-    assert same_bits(found.entropy, statistics.entropy)
-    scale = 1 + exact.abs()
-    assert relative_error(found.terms, exact, scale) <= relative_error(torch32, exact, scale) + 1e-7
-    scale = gradient_scale(logits, targets, transform, exact_statistics, c, h)
-    check_gradient(visited, gradient64, gradient32, scale, rounding_of_z(logits, transform))
-
-
-@pytest.mark.parametrize("gate", GATE_FORMULAS)
-@pytest.mark.parametrize("kl", KL_FORMULAS)
-@pytest.mark.parametrize("rollout", ROLLOUT_FORMULAS)
-def test_every_objective_with_and_without_each_input(gate: str, kl: str, rollout: str) -> None:
-    objective = RowObjective(gate, PARAMETERS[gate], kl, rollout, 0.6, 1.5, 2.0)
-    logits, targets, _, _ = random_rows(40, 37, torch.float32, seed=len(kl), spread=1.0)
-    logprobs = reference.row_statistics(logits, targets, None, Transform()).logprobs
-    singles = [(name,) for name in OPTIONAL]
-    all_but_one = [tuple(set(OPTIONAL) - {name}) for name in OPTIONAL]
-    for seed, present in enumerate([(), *singles, *all_but_one, OPTIONAL]):
-        check_visit(logits, targets, None, Transform(), objective, random_inputs(logprobs, present, seed))
-
-
-def test_every_presence_of_inputs() -> None:
-    logits, targets, _, _ = random_rows(40, 37, torch.float32, seed=1, spread=1.0)
-    logprobs = reference.row_statistics(logits, targets, None, Transform()).logprobs
-    for seed, bits in enumerate(itertools.product([False, True], repeat=len(OPTIONAL))):
-        inputs = random_inputs(logprobs, tuple(itertools.compress(OPTIONAL, bits)), seed)
-        check_visit(logits, targets, None, Transform(), OBJECTIVE, inputs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_visit_of_ragged_rows(dtype: torch.dtype, vocab: int) -> None:
-    logits, targets, _, _ = random_rows(5, vocab, dtype, seed=vocab)
-    mask = torch.tensor([True, True, False, True, True])
-    targets[2] = -100
-    transform = Transform(temperature=0.8, softcap=40.0)
-    logprobs = reference.row_statistics(logits, targets, mask, transform).logprobs
-    check_visit(logits, targets, mask, transform, OBJECTIVE, random_inputs(logprobs, OPTIONAL, 0))
-    check_visit(logits, targets, None, Transform(), OBJECTIVE, random_inputs(logprobs, ("old",), 0))
-
-
-def test_visit_equals_statistics_then_gradient() -> None:
-    logits, targets, _, _ = random_rows(7, 3001, torch.float32)
-    statistics = cpp_backend.row_statistics(logits, targets, None, Transform())
-    weights, advantages = torch.rand(7, generator=generator()), torch.randn(7, generator=generator())
-    objective = RowObjective("reinforce", (0.0,) * 4, "none", "none", 0.0, 0.0, 20.0)
-    inputs = RowInputs(advantages, weights, entropy_weights=torch.full((7,), 0.25))
-    out = torch.empty_like(logits)
-    c, h = (-advantages.double() * weights.double()).float(), torch.full((7,), -0.25)
-    cpp_backend.row_gradient(logits, targets, None, Transform(), statistics, c, h, out)
-    cpp_backend.row_visit(logits, targets, None, Transform(), objective, inputs)
-    # The visit has e^z already where the gradient forms e^(log p); log p + H cancels in some entries.
-    torch.testing.assert_close(logits, out, rtol=2e-6, atol=1e-8)
-
-
-def test_visit_leaves_what_is_masked_and_isolates_nan() -> None:
-    logits, targets, _, _ = random_rows(6, 70, torch.float32)
-    logits[0, 1, 3] = torch.nan
-    logits[0, 2] = torch.nan
-    targets[4], targets[2] = 70, -100
-    mask = torch.tensor([True, True, False, True, True, True])
-    visited = logits.clone()
-    inputs = RowInputs(torch.ones(6), torch.ones(6))
-    found = cpp_backend.row_visit(visited, targets, mask, Transform(), OBJECTIVE, inputs)
-    assert visited[0].isnan().all(-1).tolist() == [False, True, False, False, True, False]
-    assert visited[0].isnan().any(-1).tolist() == [False, True, False, False, True, False]
-    assert found.logprobs.isnan().tolist() == [False, True, False, False, True, False]
-    assert found.terms[0].isnan().tolist() == [False, True, False, False, True, False]
-    assert (found.terms[:, 2] == 0).all()
-    assert (visited[0, 2] == 0).all()
-
-
-def test_on_policy_ratio_is_exactly_one() -> None:
-    logits, targets, _, _ = random_rows(50, 501, torch.float32)
-    old = cpp_backend.row_statistics(logits, targets, None, Transform()).logprobs
-    inputs = RowInputs(torch.randn(50, generator=generator()), torch.ones(50), old=old, ref=old)
-    terms = cpp_backend.row_visit(logits, targets, None, Transform(), OBJECTIVE, inputs).terms
-    assert (terms[3] == 1).all()  # ratio
-    assert (terms[2] == 0).all()  # kl
 
 
 # --- scale_, and the narrower machines --------------------------------------------------------------------------------
