@@ -7,13 +7,11 @@ findings; without names it prints the table of instructions an entry. It must no
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from machine_code import GPUS, ROOT, Code, Recorder, amd_resources, compile_kernel, disassemble
+from machine_code import GPUS, Code, Recorder, amd_resources, compile_kernel, disassemble, serve
 
 
 @dataclass(frozen=True)
@@ -209,20 +207,5 @@ def launch_keys() -> dict[str, list[str]]:
     return keys
 
 
-def _table() -> None:
-    for case in fast_cases():
-        found = compile_case(case)
-        loops = ", ".join(f"{loop.instructions:.2f} ({loop.special:.2f} special)" for loop in found.loops)
-        print(f"{case.name:55} registers {found.registers:3} spills {found.spills:2} an entry: {loops}", flush=True)
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    names = sys.argv[1:]
-    if not names:
-        _table()
-    elif names == ["keys"]:
-        json.dump(launch_keys(), sys.stdout)
-    else:
-        chosen = {case.name: case for case in [*fast_cases(), *slow_cases()]}
-        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)
+    serve(fast_cases(), slow_cases(), compile_case, launch_keys)

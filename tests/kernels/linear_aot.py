@@ -7,13 +7,11 @@ findings; without names it prints a table, with the name slow a longer one. It m
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from machine_code import GPUS, ROOT, Code, Recorder, amd_resources, compile_kernel, disassemble
+from machine_code import GPUS, Code, Recorder, amd_resources, compile_kernel, disassemble, serve
 
 #: How a GPU loads the matrices: by the tensor memory accelerator, 16 bytes at a time, entry by entry.
 LOADS = {gpu: ("tma" if gpu in ("sm_90", "sm_100") else "wide", "narrow") for gpu in GPUS}
@@ -175,18 +173,5 @@ def launch_keys() -> dict[str, list[str]]:
     return keys
 
 
-def _table() -> None:
-    for case in [*fast_cases(), *(slow_cases() if "slow" in sys.argv else [])]:
-        print(f"{case.name:55}", *(f"{k}={v}" for k, v in asdict(compile_case(case)).items()), flush=True)
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    names = sys.argv[1:]
-    if not names or names == ["slow"]:
-        _table()
-    elif names == ["keys"]:
-        json.dump(launch_keys(), sys.stdout)
-    else:
-        chosen = {case.name: case for case in [*fast_cases(), *slow_cases()]}
-        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)
+    serve(fast_cases(), slow_cases(), compile_case, launch_keys)

@@ -1,4 +1,4 @@
-"""What `aot` and `linear_aot` share: compilation for a GPU that is not there, and reading the machine code."""
+"""What the `aot` programs share: compilation for a GPU that is not there, and reading the machine code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,12 +23,26 @@ GPUS = {
 
 
 def run_program(program: ModuleType, *arguments: str) -> Any:
-    """What `aot` or `linear_aot` writes when it is run as a program, which does not see TRITON_INTERPRET."""
+    """What an `aot` program writes; it runs by itself, for it may not see TRITON_INTERPRET."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(program.__file__), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
+
+
+def serve(fast: list[Any], slow: list[Any], compile_case: Any, launch_keys: Any) -> None:
+    """What such a program does: cases by name, or "keys", to JSON; without a name, or with "slow", a table to read."""
+    sys.path.insert(0, str(ROOT))
+    names = sys.argv[1:]
+    if names == ["keys"]:
+        json.dump(launch_keys(), sys.stdout)
+    elif names and names != ["slow"]:
+        chosen = {case.name: case for case in [*fast, *slow]}
+        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)
+    else:
+        for case in [*fast, *(slow if names else [])]:
+            print(f"{case.name:55}", *(f"{k}={v}" for k, v in asdict(compile_case(case)).items()), flush=True)
 
 
 def compile_kernel(

@@ -6,13 +6,11 @@ findings; without names it prints a table. It must not see TRITON_INTERPRET.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from machine_code import GPUS, ROOT, Recorder, amd_resources, compile_kernel, disassemble
+from machine_code import GPUS, Recorder, amd_resources, compile_kernel, disassemble, serve
 
 VOCABULARY = 151936
 
@@ -114,18 +112,5 @@ def launch_keys() -> dict[str, list[str]]:
     return keys
 
 
-def _table() -> None:
-    for case in cases():
-        print(f"{case.name:40}", *(f"{k}={v}" for k, v in asdict(compile_case(case)).items()), flush=True)
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    names = sys.argv[1:]
-    if not names:
-        _table()
-    elif names == ["keys"]:
-        json.dump(launch_keys(), sys.stdout)
-    else:
-        chosen = {case.name: case for case in cases()}
-        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)
+    serve(cases(), [], compile_case, launch_keys)
