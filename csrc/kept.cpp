@@ -17,7 +17,7 @@ struct Kept {
   int32_t threads, padding;
 
   bool takes_part(int64_t row) const { return counts[row] && offsets[row] < offsets[row + 1]; }
-  // Call each(row) for every row, in blocks of about as many entries.
+  // Call each(row) for every row, a few rows at a time.
   template <class F>
   int32_t for_rows(const F& each) const {
     return for_each(rows, std::max<int64_t>(1, std::min<int64_t>(64, rows / (8 * int64_t(threads)))), threads, each);
@@ -165,6 +165,27 @@ int32_t fastrl_kept_gradient(const Kept* kept, const RowArguments* rows, const f
                      out + begin);
       },
       [&](int64_t row) { std::fill(out + kept->offsets[row], out + kept->offsets[row + 1], 0.0f); });
+}
+
+// Of `logits` (n, width), entries [first, first + width) of the given rows, -inf outside the rows' sets
+int32_t fastrl_kept_restrict(const Kept* kept, const int64_t* rows, int64_t n, void* logits, int64_t width,
+                             int64_t first, int32_t element) {
+  return with_element(element, [&](auto zero) {
+    using T = decltype(zero);
+    T nothing;
+    narrow(-INF, &nothing);
+    return for_each(n, 1, kept->threads, [&](int64_t i) {
+      const int32_t *id = kept->ids + kept->offsets[rows[i]], *end = kept->ids + kept->offsets[rows[i] + 1];
+      if (id == end) return;
+      T* row = (T*)logits + i * width;
+      int64_t column = 0;
+      for (id = std::lower_bound(id, end, first); id != end && *id < first + width; ++id) {
+        std::fill(row + column, row + (*id - first), nothing);
+        column = *id - first + 1;
+      }
+      std::fill(row + column, row + width, nothing);
+    });
+  });
 }
 
 // Rows of `out` (rows, width) that take part: sum_k gradient_k weight[id_k]

@@ -152,7 +152,8 @@ def choose(call: Call, budget: int | None) -> Plan:
         plans, names = [plan for plan in plans if plan.name == _forced], (_forced,)
     if not plans:
         least = min(least_budget(call, name) for name in names)
-        what = f"{call.rows} tokens x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
+        tokens = f"{call.rows} tokens" if not call.kept else f"{call.kept} recorded ids, {call.rows} other tokens"
+        what = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
         source = "the default budget, a quarter of the free memory" if budget is None else "memory_budget"
         raise ValueError(
             f"{source} is too small for {what}: got {size} bytes, the smallest possible is {least} ({text(least)})"

@@ -193,7 +193,8 @@ def linear_policy_loss(
     Args: those of `policy_loss` but `entropy`, those of `linear_token_logprobs` but `extras`, and
         num_tokens: the number of unmasked tokens, if the caller knows it; saves the host synchronisations that leaving
             rows out costs on a GPU (one here, one in a backward that forms the logits again), where a wrong number
-            makes the loss NaN. Idle rows are then not left out there.
+            makes the loss NaN. Idle rows are then not left out there. With a sampling_mask in which any row is not
+            recorded, a GPU is asked how many count nevertheless.
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,19 @@ from torch import Tensor
 
 from . import checks
 from .arguments import VocabularyArguments, plan_call
+from .csr import offsets_of
 from .memory import choose
 from .ops.backend import forced
-from .ops.contract import Kept
-from .ops.kept import kept_linear_statistics, kept_row_statistics
+from .ops.contract import Kept, entry_rows
+from .ops.kept import kept_row_statistics
+from .ops.kept_linear import kept_linear_statistics
 from .ops.products import Head
-from .ops.tiling import widest_kept
+from .ops.restriction import Restriction
+from .ops.tiling import gathers, widest_kept
 from .sampling_mask import SamplingMask
+
+#: Of logits, an entry is gathered at 40 bytes, by the row and the column; the dense kernels read and write 4 to 8.
+_WIDEST_FROM_LOGITS = 1 / 100
 
 
 class Sampled(NamedTuple):
@@ -24,16 +31,11 @@ class Sampled(NamedTuple):
     kept: Kept
     dense: Tensor | None  # (N,) bool; None: no row is dense
     num_dense: int  # their number, -1 where the host does not know
-    restricts: bool  # whether some dense rows have sets, too wide to gather
+    wide: Restriction | None  # sets of dense rows that have one
 
 
-def sampled_rows(
-    sampling_mask: object, args: VocabularyArguments, vocab: int, widest: int | None = None, asks: bool = False
-) -> Sampled | None:
-    """A checked sampling mask; None without one, or where it records nothing.
-
-    Rows with more than `widest` ids are dense. `asks`: whether a GPU may be asked how many rows are.
-    """
+def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -> SamplingMask | None:
+    """A sampling mask that fits the call; None without one, or where it records nothing."""
     if sampling_mask is None:
         return None
     if not isinstance(sampling_mask, SamplingMask):
@@ -43,22 +45,55 @@ def sampled_rows(
         raise ValueError(f"sampling_mask must have one row a target, {rows}, got {len(sampling_mask)}")
     checks.same_device("sampling_mask", sampling_mask.token_ids, args.targets, "targets")
     sampling_mask.check_vocab(vocab)
-    if sampling_mask.token_ids.shape[0] == 0:
-        return None
-    lengths = sampling_mask.lengths
-    gathered = lengths > 0
-    restricts = False
-    if widest is not None and sampling_mask.longest > widest:
-        gathered, restricts = gathered & (lengths <= widest), True
-    dense: Tensor | None = None
-    num_dense = 0
-    if restricts or sampling_mask.unrecorded:
-        dense, num_dense = ~gathered if args.mask is None else args.mask & ~gathered, -1
+    return sampling_mask if sampling_mask.token_ids.shape[0] else None
+
+
+def _split(
+    mask: SamplingMask, args: VocabularyArguments, widest: int, asks: bool, gathers_wide: Callable[[int, int], bool]
+) -> Sampled:
+    """Rows with more than `widest` ids are wide, unless so few are that `gathers_wide(rows, ids)` is true.
+
+    `asks`: whether a GPU may be asked how many rows are dense; it is where there may be wide ones.
+    """
+    lengths = mask.lengths
+    counts = torch.ones_like(lengths, dtype=torch.bool) if args.mask is None else args.mask
+    recorded = (lengths > 0) & counts
+    is_wide = None
+    if mask.longest > widest and not torch.compiler.is_compiling():
+        is_wide = recorded & (lengths > widest)
+        numbers = torch.stack([is_wide.sum(), lengths.where(is_wide, 0).sum()]).tolist()
+        if not numbers[0] or gathers_wide(*numbers):
+            is_wide = None
+    dense, num_dense = None, 0
+    if mask.unrecorded or is_wide is not None:
+        dense, num_dense = counts & ~recorded if is_wide is None else counts & (~recorded | is_wide), -1
         if checks.values_are_checked(dense) or (asks and not torch.compiler.is_compiling()):
             num_dense = int(dense.sum())
             dense = dense if num_dense else None
-    counts = gathered if args.mask is None else gathered & args.mask
-    return Sampled(Kept(sampling_mask.token_ids, sampling_mask.offsets, counts), dense, num_dense, restricts)
+    if is_wide is None:
+        return Sampled(Kept(mask.token_ids, mask.offsets, recorded), dense, num_dense, None)
+    of_wide = is_wide[entry_rows(mask.offsets, mask.token_ids.shape[0])]
+    narrow, wide = (
+        (mask.token_ids[chosen], offsets_of(lengths.where(rows, 0)))
+        for chosen, rows in ((~of_wide, ~is_wide), (of_wide, is_wide))
+    )
+    everything = torch.arange(len(mask), device=mask.device)
+    return Sampled(Kept(*narrow, recorded & ~is_wide), dense, num_dense, Restriction(*wide, everything))
+
+
+def sampled_rows(sampling_mask: object, args: VocabularyArguments, vocab: int) -> Sampled | None:
+    """For the entry points from logits: the checked mask's rows, None where nothing is recorded.
+
+    Where any row is wide, the rows without a set go its way: `dense` is None, and they are among the wide ones.
+    """
+    mask = checked_mask(sampling_mask, args, vocab)
+    if mask is None:
+        return None
+    found = _split(mask, args, max(int(vocab * _WIDEST_FROM_LOGITS), 64), False, lambda rows, ids: False)
+    if found.wide is None or found.dense is None:
+        return found
+    rows = found.dense.nonzero()[:, 0]
+    return found._replace(dense=None, num_dense=0, wide=found.wide._replace(rows=rows))
 
 
 def sampled_logits(
@@ -67,10 +102,20 @@ def sampled_logits(
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
     transform = args.transform
     logprobs, entropies, *_ = kept_row_statistics(
-        rows, args.targets, sampled.dense, transform.temperatures, *sampled.kept, transform.temperature,
-        transform.logit_scale, transform.softcap, backend, consume,
+        rows, args.targets, sampled.dense, transform.temperatures, *sampled.kept, list(sampled.wide or ()),
+        transform.temperature, transform.logit_scale, transform.softcap, backend, consume,
     )  # fmt: skip
     return logprobs, entropies
+
+
+def _unit_strides(head: Head) -> tuple[Head, int]:
+    """The head with rows that lie together, as the kernels for kept entries read them, and the bytes of the copies."""
+    found, total = [], 0
+    for x in head:
+        strided = x is not None and x.stride(-1) != 1 and x.shape[-1] > 1
+        found.append(x.contiguous() if strided and x is not None else x)
+        total += 2 * x.numel() * x.element_size() if strided and x is not None else 0  # and its gradient's
+    return Head(*found), total  # type: ignore[arg-type]
 
 
 def sampled_linear(
@@ -80,16 +125,24 @@ def sampled_linear(
 
     `scope` says whether an objective follows, whose numbers are in the budget too.
     """
-    vocab = head.weight.shape[0]
-    sampled = sampled_rows(sampling_mask, args, vocab, widest_kept(vocab, head.weight.device.type), asks=True)
-    if sampled is None:
+    vocab, device = head.weight.shape[0], head.weight.device.type
+    mask = checked_mask(sampling_mask, args, vocab)
+    if mask is None:
         return None
-    entries = sampled.kept.token_ids.shape[0]
-    plan = choose(plan_call(head, args, sampled.num_dense, scope=scope, kept=entries, copied=copied), budget)
+    head, more = _unit_strides(head)
+    sampled = _split(
+        mask,
+        args,
+        widest_kept(vocab, device, head.weight.element_size()),
+        True,
+        lambda rows, ids: gathers(rows, ids, head.sizes(rows)),
+    )
+    call = plan_call(head, args, sampled.num_dense, scope=scope, kept=mask.token_ids.shape[0], copied=copied + more)
+    plan = choose(call, budget)
     transform = args.transform
     logprobs, entropies, *_ = kept_linear_statistics(
-        *head, args.targets, sampled.dense, transform.temperatures, *sampled.kept, transform.temperature,
-        transform.logit_scale, transform.softcap, forced(), sampled.restricts, sampled.num_dense, plan.name,
+        *head, args.targets, sampled.dense, transform.temperatures, *sampled.kept, list(sampled.wide or ()),
+        transform.temperature, transform.logit_scale, transform.softcap, forced(), sampled.num_dense, plan.name,
         plan.limits,
     )  # fmt: skip
     return logprobs, entropies

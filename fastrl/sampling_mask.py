@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .csr import INT32_MAX, check_layout, integers, offsets_of
 from .ops.backend import forced, kernels
+from .ops.contract import entry_rows
 from .ops.rows import as_rows
-
-_INT32_MAX = 2**31 - 1
 
 
 class _Facts(NamedTuple):
@@ -43,20 +43,21 @@ class SamplingMask:
     """
 
     def __init__(self, token_ids: Tensor, offsets: Tensor) -> None:
-        _check_layout(token_ids, offsets)
+        check_layout(token_ids, offsets)
         token_ids, offsets = token_ids.detach(), offsets.detach().long().contiguous()
         lengths = offsets.diff()
-        rows = _rows_of(offsets, token_ids.shape[0])
+        rows = entry_rows(offsets, token_ids.shape[0])
         if token_ids.shape[0]:
             # One composite key orders rows first, then ids.
             keys = (rows << 32) | token_ids.long()
             if bool((keys.diff() <= 0).any()):
                 keys = keys.unique(sorted=True)
-                token_ids, rows = keys & _INT32_MAX, keys >> 32
+                token_ids, rows = keys & INT32_MAX, keys >> 32
                 lengths = torch.bincount(rows, minlength=lengths.shape[0])
-                offsets = _offsets_of(lengths)
-        self.token_ids = token_ids.to(torch.int32).contiguous()
-        self.offsets = offsets
+                offsets = offsets_of(lengths)
+        # Copies: what was checked must not change with the caller's memory.
+        self.token_ids = token_ids.to(torch.int32, copy=True).contiguous()
+        self.offsets = offsets.clone()
         self._facts = _facts(self.token_ids, lengths)
 
     @classmethod
@@ -74,23 +75,20 @@ class SamplingMask:
         cls, lists: Iterable[Sequence[int] | None], device: torch.device | str | None = None
     ) -> SamplingMask:
         """From the ids of each token (SGLang's `output_token_sampling_mask`); None or [] = not recorded."""
-        rows = [[] if ids is None else list(ids) for ids in lists]
-        for i, ids in enumerate(rows):
-            if not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= _INT32_MAX for x in ids):
-                raise ValueError(f"lists[{i}] must hold token ids, integers in [0, 2^31), got {ids!r:.80}")
+        if not isinstance(lists, Iterable):
+            raise TypeError(f"lists must hold a list of token ids for each token, got {type(lists).__name__}")
+        rows = [integers(f"lists[{i}]", ids) for i, ids in enumerate(lists)]
         lengths = torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
         flat = torch.tensor([x for ids in rows for x in ids], dtype=torch.int32)
-        return cls(flat.to(device), _offsets_of(lengths).to(device))
+        return cls(flat.to(device), offsets_of(lengths).to(device))
 
     @classmethod
     def from_vllm(cls, mask: Any, device: torch.device | str | None = None) -> SamplingMask:
         """From vLLM's `output.sampling_mask` of one completion: anything with `token_ids` and `offsets`."""
         if not hasattr(mask, "token_ids") or not hasattr(mask, "offsets"):
             raise TypeError(f"mask must have token_ids and offsets, as vLLM's SamplingMask, got {type(mask).__name__}")
-        token_ids, offsets = (
-            torch.as_tensor(x, dtype=torch.int64, device=device) for x in (mask.token_ids, mask.offsets)
-        )
-        return cls(token_ids, offsets)
+        given = (("token_ids", mask.token_ids), ("offsets", mask.offsets))
+        return cls(*(torch.tensor(integers(name, x), dtype=torch.int64, device=device) for name, x in given))
 
     @classmethod
     def from_dense(cls, kept: Tensor) -> SamplingMask:
@@ -107,17 +105,26 @@ class SamplingMask:
             raise ValueError(
                 f"kept row {int(empty[0])} keeps nothing; a row that was not recorded must be all True here"
             )
-        return cls._made(flat.nonzero()[:, 1].to(torch.int32), _offsets_of(lengths))
+        return cls._made(flat.nonzero()[:, 1].to(torch.int32), offsets_of(lengths))
 
     @classmethod
     def from_scores(cls, scores: Sequence[Tensor]) -> SamplingMask:
         """From `generate(..., output_scores=True, return_dict_in_generate=True).scores`: T steps of (B, V).
 
-        Entries that the warpers left above -inf are kept. Rows are (B, T), flattened.
+        Entries that the warpers left above -inf are kept; a row that keeps everything is not recorded, which means the
+        same. Rows are (B, T), flattened. ValueError for a row that keeps nothing, which is named.
         """
-        if not scores:
-            raise ValueError("scores must hold at least one step, got none")
-        steps = [cls.from_dense(step > -torch.inf) for step in scores]
+        if not isinstance(scores, list | tuple) or not scores:
+            raise ValueError(f"scores must be a list or tuple of steps (B, V), at least one, got {scores!r:.60}")
+        steps = []
+        for t, step in enumerate(scores):
+            checks.shape(f"scores[{t}]", checks.tensor(f"scores[{t}]", step), scores[0].shape, "the shape of scores[0]")
+            kept = step > -torch.inf
+            nothing = ~kept.any(-1)
+            if bool(nothing.any()):
+                raise ValueError(f"scores[{t}] row {int(nothing.nonzero()[0])} keeps nothing: all -inf or NaN")
+            kept &= ~kept.all(-1, keepdim=True)
+            steps.append(cls._made(kept.nonzero()[:, 1].to(torch.int32), offsets_of(kept.sum(-1))))
         return interleave(steps)
 
     @classmethod
@@ -138,7 +145,8 @@ class SamplingMask:
             temperature: > 0, divides the logits first.
 
         Raises:
-            TypeError, ValueError: a wrong option, or a row with a NaN, +inf or nothing but -inf, which is named.
+            TypeError, ValueError: a wrong option; a row with a NaN, +inf or nothing but -inf, which is named (rows are
+                not looked at where nothing truncates).
         """
         logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES).detach()
         if logits.dim() < 1 or logits.shape[-1] == 0:
@@ -151,6 +159,7 @@ class SamplingMask:
             raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
         if top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {top_k}")
+        top_k = 0 if top_k >= logits.shape[-1] else top_k
         rows = logits.shape[:-1].numel()
         if rows == 0 or (top_p == 1 and top_k == 0 and min_p == 0):
             return cls._made(
@@ -210,7 +219,7 @@ class SamplingMask:
             raise IndexError(f"rows must be in [{-len(self)}, {len(self)}), got {int(rows[outside][0])}")
         rows = rows % max(len(self), 1)
         lengths = self.lengths[rows]
-        offsets = _offsets_of(lengths)
+        offsets = offsets_of(lengths)
         total = int(offsets[-1])
         entries = torch.arange(total, device=self.device)
         entries += (self.offsets[rows] - offsets[:-1]).repeat_interleave(lengths, output_size=total)
@@ -232,11 +241,13 @@ class SamplingMask:
             max(mask._facts.largest_id for mask in masks), max(mask._facts.longest for mask in masks),
             sum(mask._facts.unrecorded for mask in masks),
         )  # fmt: skip
-        return cls._made(torch.cat([mask.token_ids for mask in masks]), _offsets_of(lengths), facts)
+        return cls._made(torch.cat([mask.token_ids for mask in masks]), offsets_of(lengths), facts)
 
     @classmethod
     def padded(cls, masks: Sequence[SamplingMask], length: int) -> SamplingMask:
         """B responses' masks as the rows of a padded batch (B, length): rows that are missing are not recorded."""
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"length must be an int, got {type(length).__name__}")
         for i, mask in enumerate(masks):
             if isinstance(mask, SamplingMask) and len(mask) > length:
                 raise ValueError(f"masks[{i}] must have at most length={length} rows, got {len(mask)}")
@@ -244,29 +255,35 @@ class SamplingMask:
         lengths = torch.zeros(len(masks), length, dtype=torch.int64, device=joined.device)
         for row, mask in zip(lengths, masks, strict=True):
             row[: len(mask)] = mask.lengths
-        return cls._made(joined.token_ids, _offsets_of(lengths.view(-1)))
+        return cls._made(joined.token_ids, offsets_of(lengths.view(-1)))
 
     def to_dense(self, vocab_size: int) -> Tensor:
         """bool (N, V), True = kept; rows that were not recorded are all True. Large: for looking and for tests."""
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+            raise ValueError(f"vocab_size must be an int of at least 1, got {vocab_size!r}")
         self.check_vocab(vocab_size)
         kept = (self.lengths == 0)[:, None].repeat(1, vocab_size)
-        kept[_rows_of(self.offsets, self.token_ids.shape[0]), self.token_ids.long()] = True
+        kept[entry_rows(self.offsets, self.token_ids.shape[0]), self.token_ids.long()] = True
         return kept
 
-    def with_targets(self, targets: Tensor) -> SamplingMask:
-        """The same with each recorded row's target in its set: for tokens that were forced, not drawn."""
+    def with_targets(self, targets: Tensor, mask: Tensor | None = None) -> SamplingMask:
+        """The same with each recorded row's target in its set: for tokens that were forced, not drawn.
+
+        targets: int64, one a row, in any shape; not read where the mask (bool or 0/1, the same shape) is 0.
+        """
+        counts = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
         targets = checks.tensor("targets", targets, (torch.int64,)).reshape(-1)
         checks.shape("targets", targets, (len(self),), "one a row of the mask")
         checks.same_device("targets", targets, self.token_ids, "the mask")
-        recorded = self.lengths > 0
-        bad = recorded & ((targets < 0) | (targets > _INT32_MAX))
+        recorded = self.lengths > 0 if counts is None else (self.lengths > 0) & counts.reshape(-1)
+        bad = recorded & ((targets < 0) | (targets > INT32_MAX))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(f"targets[{row}] must be a token id in [0, 2^31), got {int(targets[row])}")
-        rows = torch.cat([_rows_of(self.offsets, self.token_ids.shape[0]), recorded.nonzero()[:, 0]])
+        rows = torch.cat([entry_rows(self.offsets, self.token_ids.shape[0]), recorded.nonzero()[:, 0]])
         keys = ((rows << 32) | torch.cat([self.token_ids.long(), targets[recorded]])).unique(sorted=True)
         lengths = torch.bincount(keys >> 32, minlength=len(self))
-        return self._made((keys & _INT32_MAX).to(torch.int32), _offsets_of(lengths))
+        return self._made((keys & INT32_MAX).to(torch.int32), offsets_of(lengths))
 
     @property
     def longest(self) -> int:
@@ -294,46 +311,6 @@ def interleave(steps: Sequence[SamplingMask]) -> SamplingMask:
     count = len(steps[0])
     order = torch.arange(count * len(steps), device=steps[0].device).view(len(steps), count).t()
     return SamplingMask.concat(steps).index(order.reshape(-1))
-
-
-def _check_layout(token_ids: object, offsets: object) -> None:
-    """TypeError or ValueError where the two tensors are no CSR."""
-    for name, value in (("token_ids", token_ids), ("offsets", offsets)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-        if value.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
-        if value.dim() != 1:
-            raise ValueError(f"{name} must be one-dimensional, got shape {tuple(value.shape)}")
-    assert isinstance(token_ids, Tensor) and isinstance(offsets, Tensor)
-    checks.same_device("offsets", offsets, token_ids, "token_ids")
-    if offsets.shape[0] == 0:
-        raise ValueError("offsets must have shape (N + 1,), got (0,)")
-    nnz = token_ids.shape[0]
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0:
-        raise ValueError(f"offsets must begin with 0, got {first}")
-    falls = offsets.diff() < 0
-    if bool(falls.any()):
-        row = int(falls.nonzero()[0])
-        raise ValueError(f"offsets must never fall, got row {row} from {int(offsets[row])} to {int(offsets[row + 1])}")
-    if last != nnz:
-        raise ValueError(f"offsets must end with the number of token_ids, {nnz}, got {last}")
-    bad = (token_ids < 0) | (token_ids > _INT32_MAX)
-    if bool(bad.any()):
-        entry = int(bad.nonzero()[0])
-        row = int(torch.searchsorted(offsets, entry, right=True)) - 1
-        raise ValueError(f"token_ids of row {row} must be in [0, 2^31), got {int(token_ids[entry])}")
-
-
-def _rows_of(offsets: Tensor, nnz: int) -> Tensor:
-    """(nnz,) int64: the row of each entry."""
-    rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
-    return rows.repeat_interleave(offsets.diff(), output_size=nnz)
-
-
-def _offsets_of(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _facts(token_ids: Tensor, lengths: Tensor) -> _Facts:

@@ -124,7 +124,7 @@ def linear_token_logprobs(
             use beyond inputs, outputs and their gradients (a matrix library's own workspace is not counted). None: a
             quarter of the free memory.
         sampling_mask: as in `token_logprobs`; tokens with a set cost products with its entries alone, unless it is
-            so wide (thousands) that dense products are cheaper.
+            so wide (a good part of the vocabulary) that dense products are cheaper.
         tp_group, extras: not built yet.
 
     Returns, raises: as `token_logprobs`; ValueError too for a budget that is too small for any plan, which names the

@@ -92,11 +92,14 @@ def test_budgets_are_kept_on_the_grid(dtype: str, backend: str) -> None:
 @linux
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_budgets_are_kept_with_sampling_masks(dtype: str) -> None:
-    """30,000 tokens x 32 ids: what an id costs decides. The dense rows' products are small: V = 8192, H = 4."""
+    """30,000 tokens x 32 ids: what an id costs decides; 3,000 tokens, 300 of which have sets of 4,096.
+
+    The dense rows' products are small: V = 8192, H = 4.
+    """
     cases = [
-        {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (30_000, 4, 8192), "budget": budget * MIB,
+        {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (n, 4, 8192), "budget": budget * MIB,
          "masked": False, "sets": sets}
-        for sets in ("all", "most") for budget in (16, 60, 80)
+        for n, sets in ((30_000, "all"), (30_000, "most"), (3_000, "wide")) for budget in (16, 64, 80)
     ]  # fmt: skip
     check(run(dtype, "cpp", cases))
 

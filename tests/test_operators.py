@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops import kept, linear, rows, visits
+from fastrl.ops import kept, kept_linear, linear, rows, visits
 
 B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view and a mask differ from each other
 
@@ -56,27 +56,34 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         ),
         (linear.combine_slopes, ([head[0], 2 * head[0]], list(upstream))),
     ]
-    # The second row has no set, and the third is wide; the others' entries are gathered.
-    sets = fastrl.SamplingMask.from_lists([[int(t), *range(10 * (i == 2))] if i != 1 else [] for i, t in enumerate(y)])
-    sets = sets.to(y.device)
+    # The second row has no set, and the third a wide one; the others' entries are gathered.
+    ids = [[int(t)] if i not in (1, 2) else [] for i, t in enumerate(y)]
+    narrow = fastrl.SamplingMask.from_lists(ids, y.device)
+    whole = fastrl.SamplingMask.from_lists([[int(y[2]), 3, 9] if i == 2 else [] for i in range(6)], y.device)
     dense = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool, device=y.device)
-    csr = (sets.token_ids, sets.offsets, ~dense)
-    *found, values = kept.kept_row_statistics(logits, y, dense, None, *csr, *options, False)
+    csr = (narrow.token_ids, narrow.offsets, ~dense)
+    from_logits, wide = [[whole.token_ids, whole.offsets, rows] for rows in (dense.nonzero()[:, 0], torch.arange(6))]
+    wide[2] = wide[2].to(y.device)
+    *found, values = kept.kept_row_statistics(logits, y, None, None, *csr, from_logits, *options, False)
+    gradient = (*csr, from_logits, values, found, *upstream, *options)
     calls += [
-        (kept.kept_row_statistics, (logits.clone().requires_grad_(), y, dense, None, *csr, *options, False)),
-        (kept.kept_row_gradient, (logits, y, dense, None, *csr, values, found, *upstream, *options)),
-        (kept.kept_row_gradient_, (logits.clone(), y, dense, None, *csr, values, found, *upstream, *options)),
+        *(
+            (kept.kept_row_statistics, (logits.clone().requires_grad_(), y, d, None, *csr, w, *options, False))
+            for d, w in ((None, from_logits), (dense, []))
+        ),
+        (kept.kept_row_gradient, (logits, y, None, None, *gradient)),
+        (kept.kept_row_gradient_, (logits.clone(), y, None, None, *gradient)),
         (
-            kept.kept_linear_statistics,
+            kept_linear.kept_linear_statistics,
             (
-                *(x.clone().requires_grad_() for x in head), y, dense, None, *csr, *options, True, 2, "recompute",
+                *(x.clone().requires_grad_() for x in head), y, dense, None, *csr, wide, *options, 2, "recompute",
                 limits,
             ),
         ),
         (
-            kept.kept_linear_gradient,
+            kept_linear.kept_linear_gradient,
             (
-                *head, y, dense, None, *csr, values, found, *upstream, [True, False, True], *options, True, 2,
+                *head, y, dense, None, *csr, wide, values, found, *upstream, [True, False, True], *options, 2,
                 "two-pass", limits,
             ),
         ),

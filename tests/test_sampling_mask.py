@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +17,15 @@ from fastrl import SamplingMask
 
 #: Unsorted, repeated, empty and single: every kind of row.
 LISTS = [[5, 1, 5, 3], [], [7], [2, 9]]
+
+
+class Vllm(NamedTuple):
+    """As vLLM's SamplingMask."""
+
+    token_ids: Any
+    offsets: Any
+
+
 rows_of_ids = st.lists(st.lists(st.integers(0, 12), max_size=5), max_size=6)
 
 
@@ -57,7 +65,7 @@ def test_index_and_concat(lists: list[list[int]], data: st.DataObject) -> None:
 
 def test_other_packages_records() -> None:
     expected = SamplingMask.from_lists(LISTS)
-    vllm = SimpleNamespace(token_ids=[5, 1, 5, 3, 7, 2, 9], offsets=[0, 4, 4, 5, 7])
+    vllm = Vllm(token_ids=[5, 1, 5, 3, 7, 2, 9], offsets=[0, 4, 4, 5, 7])
     assert SamplingMask.from_vllm(vllm) == expected
     assert SamplingMask.from_lists([*LISTS[:1], None, *LISTS[2:]]) == expected  # SGLang: not recorded
     with pytest.raises(TypeError, match=r"mask must have token_ids and offsets, as vLLM's SamplingMask, got list"):
@@ -80,11 +88,30 @@ def test_padded() -> None:
         SamplingMask.padded([one, two], 1)
 
 
+def test_the_callers_memory_is_its_own() -> None:
+    """What was checked stays as it was, whatever becomes of the buffers."""
+    ids, offsets = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 1, 2])
+    mask = SamplingMask(ids, offsets)
+    ids.fill_(10**9)
+    offsets.fill_(7)
+    assert mask.token_ids.tolist() == [1, 2] and mask.offsets.tolist() == [0, 1, 2]
+
+
+def test_what_truncates_nothing_records_nothing() -> None:
+    logits = torch.randn(3, 5)
+    for options in ({}, {"top_k": 5}, {"top_k": 9}):
+        mask = SamplingMask.from_logits(logits, **options)
+        assert len(mask) == 3 and mask.unrecorded == 3
+    assert SamplingMask.from_scores([logits]).unrecorded == 3
+
+
 def test_forced_tokens() -> None:
     mask = SamplingMask.from_lists(LISTS).with_targets(torch.tensor([4, 8, 7, 9]))
     assert mask == SamplingMask.from_lists([[1, 3, 4, 5], [], [7], [2, 9]])
+    padded = torch.tensor([4, -100, -100, 9])
     with pytest.raises(ValueError, match=re.escape("targets[2] must be a token id in [0, 2^31), got -100")):
-        mask.with_targets(torch.tensor([4, -100, -100, 9]))
+        mask.with_targets(padded)
+    assert mask.with_targets(padded, torch.tensor([1, 0, 0, 1])).to_dense(10)[2].nonzero().tolist() == [[7]]
 
 
 def test_saving_beside_a_batch(tmp_path: Path) -> None:
@@ -118,12 +145,20 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
         ),
         (lambda: SamplingMask(torch.tensor([2**31]), torch.tensor([0, 1])), ValueError, "got 2147483648"),
         (lambda: SamplingMask(torch.tensor([1]), torch.tensor([], dtype=torch.int64)), ValueError, "(N + 1,)"),
-        (lambda: SamplingMask.from_lists([[1], [2, -1]]), ValueError, "lists[1] must hold token ids"),
-        (lambda: SamplingMask.from_lists([[True]]), ValueError, "lists[0] must hold token ids"),
+        (lambda: SamplingMask.from_lists([[1], [2, -1]]), ValueError, "lists[1] must hold integers in"),
+        (lambda: SamplingMask.from_lists([[True]]), ValueError, "lists[0] must hold integers"),
         (lambda: SamplingMask.from_dense(torch.eye(3)), TypeError, "kept must be a bool tensor (..., V)"),
         (lambda: SamplingMask.from_dense(torch.tensor(True)), ValueError, "shape (..., V)"),
         (lambda: SamplingMask.from_dense(torch.tensor([[True], [False]])), ValueError, "kept row 1 keeps nothing"),
-        (lambda: SamplingMask.from_scores([]), ValueError, "scores must hold at least one step"),
+        (lambda: SamplingMask.from_scores([]), ValueError, "at least one, got []"),
+        (lambda: SamplingMask.from_lists(5), TypeError, "lists must hold a list of token ids for each token, got int"),
+        (lambda: SamplingMask.from_lists([[1], 5]), TypeError, "lists[1] must be a sequence of integers, got int"),
+        (lambda: SamplingMask.from_vllm(Vllm([1.7], [0, 1])), ValueError, "token_ids must hold integers"),
+        (lambda: SamplingMask.from_scores(torch.zeros(2, 3, 4)), ValueError, "must be a list or tuple of steps"),
+        (lambda: SamplingMask.from_scores([torch.zeros(2, 4), torch.zeros(3, 4)]), ValueError, "scores[1] must have"),
+        (lambda: SamplingMask.from_scores([torch.full((2, 4), -torch.inf)]), ValueError, "scores[0] row 0 keeps"),
+        (lambda: SamplingMask.padded([SamplingMask.from_lists([])], "a"), TypeError, "length must be an int, got str"),
+        (lambda: SamplingMask.from_lists([[1]]).to_dense(0), ValueError, "vocab_size must be an int of at least 1"),
         (lambda: SamplingMask.concat([]), ValueError, "at least one SamplingMask"),
         (lambda: SamplingMask.concat([3]), TypeError, "masks[0] must be a SamplingMask, got int"),
         (lambda: SamplingMask.from_lists(LISTS).index([0]), TypeError, "rows must be a bool, int64 or int32 tensor"),

@@ -52,6 +52,7 @@ class SamplingMaskRecorder(LogitsProcessor):
         """Forget what was recorded, for another run of `generate`."""
         self._token_ids: list[Tensor] = []  # a step: (nnz,) int32
         self._lengths: list[Tensor] = []  # a step: (B,) int64
+        self._nothing: list[Tensor] = []  # a step: (B,) bool, rows of -inf or NaN alone
         self._next: tuple[int, int] | None = None  # the shape of input_ids at the next step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -66,6 +67,7 @@ class SamplingMaskRecorder(LogitsProcessor):
         self._next = batch, length + 1
         kept = scores > -torch.inf
         lengths = kept.sum(-1)
+        self._nothing.append(lengths == 0)
         whole = lengths == kept.shape[-1]
         kept &= ~whole[:, None]
         self._token_ids.append(kept.nonzero()[:, 1].to(torch.int32))
@@ -80,10 +82,15 @@ class SamplingMaskRecorder(LogitsProcessor):
                 may be less or more than the steps recorded; columns beyond them are not recorded. None: all steps.
 
         Raises:
-            ValueError: where nothing was recorded, or counts has another number of rows; TypeError: its dtype.
+            ValueError: where nothing was recorded, a row's scores were all -inf or NaN, or counts has another number of
+                rows; TypeError: its dtype.
         """
         if not self._lengths:
             raise ValueError("nothing was recorded: record_sampling's model must be the one whose generate is called")
+        nothing = torch.stack(self._nothing)
+        if bool(nothing.any()):
+            step, row = nothing.nonzero()[0].tolist()
+            raise ValueError(f"scores of row {row} at step {step} keep nothing: all of them are -inf or NaN")
         lengths = torch.stack(self._lengths)
         steps, batch = lengths.shape
         unrecorded = steps * batch  # one more row, without ids, for all tokens that have no set

@@ -93,7 +93,7 @@ class _Backward:
         """dL/dlogits of a tile (n, v)."""
         logits = held.logits(hidden, columns)
         if rows.restriction is not None:
-            rows.restriction.apply(logits, columns.start)
+            rows.restriction.apply(logits, columns.start, self.backend)
         kernels(self.backend, logits).row_gradient(
             logits[None], rows.targets - columns.start, None, self.transform._replace(temperatures=rows.temperatures),
             rows.statistics, rows.c, rows.h, logits[None],

@@ -16,6 +16,7 @@ The same for rows that keep a few vocabulary entries each (`Kept`), whose logits
     kept_gradient(values, targets, kept, transform, statistics, c, h, out) -> None    out may be values
     kept_hidden(gradient, weight, kept, out) -> None                                  dL/dhidden
     kept_weight(gradient, hidden, by_token, out, out_bias, add) -> None               dL/dweight and dL/dbias
+    kept_restrict(logits, first, rows, token_ids, offsets) -> None                    -inf outside the sets
 
 and `kept_sets(logits, temperature, top_k, top_p, min_p)`, which finds the entries that a sampler would keep.
 
@@ -40,6 +41,9 @@ entries of `out_bias` (V,) (likewise) that some entry names: adds to what is the
 zeros. Both sum in a fixed order, a token's entries in the order of `by_token`, without atomics. Entries have float32
 logits where a matrix product rounds them to the factors' dtype.
 
+`kept_restrict` is for rows with sets too wide to gather: of a contiguous tile logits (n, v), entries [first, first + v)
+of the vocabulary and the given rows (n,) int64, what a row's set does not hold becomes -inf; a row without ids stays.
+
 `kept_sets` takes logits (A, B, V) and returns the CSR `(token_ids, offsets)` of the A * B rows: entries > -inf of
 z = logits / temperature that pass top-k (0 = off; all entries tied with the k-th largest pass), then top-p (1 = off;
 entries are dropped from the smallest up, of equal ones the lowest index first, while the probability of those dropped
@@ -51,6 +55,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 #: The rows of `Visit.terms`, in the order in which `fastrl.formulas.token_terms` returns them.
@@ -75,12 +80,22 @@ class Statistics(NamedTuple):
     log_sum: Tensor  # log sum_j exp(z_j - maximum), formed as log1p of the others' sum where the target is the maximum
 
 
+def entry_rows(offsets: Tensor, nnz: int) -> Tensor:
+    """(nnz,) int64: the row of each entry of a CSR; without asking the device how many there are."""
+    rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
+    return rows.repeat_interleave(offsets.diff(), output_size=nnz)
+
+
 class Kept(NamedTuple):
     """Which vocabulary entries each row keeps, in CSR. A row takes part if its `counts` is True and it keeps any."""
 
     token_ids: Tensor  # (nnz,) int32, rising within a row
     offsets: Tensor  # (N + 1,) int64
     counts: Tensor  # (N,) bool
+
+    def rows(self) -> Tensor:
+        """(nnz,) int64: the row of each entry."""
+        return entry_rows(self.offsets, self.token_ids.shape[0])
 
 
 class ByToken(NamedTuple):

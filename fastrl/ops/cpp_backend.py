@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Statistics, Transform, Visit
-from fastrl.ops.cpp_kept import kept_gradient, kept_hidden, kept_products, kept_statistics, kept_weight
+from fastrl.ops.cpp_kept import kept_gradient, kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
 from fastrl.ops.cpp_library import ELEMENTS, function, pointer, strides, why_unavailable
 from fastrl.ops.cpp_sets import kept_sets
 
 __all__ = [
-    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_sets", "kept_statistics", "kept_weight",
-    "row_gradient", "row_statistics", "row_visit", "scale_", "why_unavailable",
+    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
+    "kept_weight", "row_gradient", "row_statistics", "row_visit", "scale_", "why_unavailable",
 ]  # fmt: skip
 
 

@@ -113,6 +113,20 @@ def kept_gradient(
     )  # fmt: skip
 
 
+def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
+    """See `fastrl.ops.contract`."""
+    n, width = logits.shape
+    kept = _Kept(
+        pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
+        pointer("offsets", offsets, offsets.numel(), torch.int64), None, offsets.numel() - 1, torch.get_num_threads(),
+    )  # fmt: skip
+    run = function("fastrl_kept_restrict", POINTER(_Kept), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
+    run(
+        byref(kept), pointer("rows", rows, n, torch.int64), n,
+        pointer("logits", logits, logits.numel(), logits.dtype), width, first, ELEMENTS[logits.dtype],
+    )  # fmt: skip
+
+
 def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
     """See `fastrl.ops.contract`."""
     run = function("fastrl_kept_hidden", POINTER(_Kept), POINTER(_Factors), c_void_p, c_void_p, c_int64)

@@ -145,7 +145,7 @@ def _chunk_statistics(
     for columns in slices(vocab, step):
         logits = held.logits(hidden, columns)
         if rows.restriction is not None:
-            rows.restriction.apply(logits, columns.start)
+            rows.restriction.apply(logits, columns.start, backend)
         targets = rows.targets - columns.start if columns.start else rows.targets
         found: Statistics = kernels(backend, logits).row_statistics(logits[None], targets, None, transform)
         if combined is None:

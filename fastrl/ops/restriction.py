@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from fastrl.ops.backend import kernels
 
 
 class Restriction(NamedTuple):
@@ -19,16 +20,6 @@ class Restriction(NamedTuple):
         """Some of them."""
         return self._replace(rows=self.rows[rows])
 
-    def apply(self, logits: Tensor, first: int) -> None:
+    def apply(self, logits: Tensor, first: int, backend: str) -> None:
         """Write -inf over what logits (n, v), entries [first, first + v) of the vocabulary, hold outside the sets."""
-        begin = self.offsets[self.rows]
-        lengths = self.offsets[self.rows + 1] - begin
-        total = int(lengths.sum())
-        row = torch.arange(len(self.rows), device=logits.device).repeat_interleave(lengths, output_size=total)
-        entry = torch.arange(total, device=logits.device) + (begin - (lengths.cumsum(0) - lengths))[row]
-        column = self.token_ids[entry].long() - first
-        inside = (column >= 0) & (column < logits.shape[1])
-        row, column = row[inside], column[inside]
-        kept = logits[row, column]
-        logits.masked_fill_((lengths > 0)[:, None], -torch.inf)
-        logits[row, column] = kept
+        kernels(backend, logits).kept_restrict(logits, first, self.rows, self.token_ids, self.offsets)

@@ -120,13 +120,23 @@ def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
     return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
 
 
-#: A kept entry is gathered by rows, at the memory's speed, where a dense one is a share of a matrix product.
-_WIDEST = {"cpu": 1 / 20, "cuda": 1 / 150}
+#: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes an element. Measured on two
+#: cores of a Xeon at 128 to 512 rows x 512 and 1024 x 151936: 200 to 400 ns an entry, 4 ms a dense row in float32 and
+#: 1.2 in bfloat16. For a GPU, from its memory's and its tensor cores' speed; not measured.
+_WIDEST = {"cpu": {4: 1 / 10, 2: 1 / 25}, "cuda": {4: 1 / 40, 2: 1 / 150}}
+#: Dense rows whose products take as long as reading the head and writing its gradient, which even one of them costs.
+_ROWS_OF_A_HEAD = {"cpu": 32, "cuda": 275}
 
 
-def widest_kept(vocab: int, device: str) -> int:
+def widest_kept(vocab: int, device: str, itemsize: int) -> int:
     """Entries of a row's set up to which gathering them is cheaper than dense products of the row."""
-    return max(int(vocab * _WIDEST.get(device, 1.0)), 1)
+    return max(int(vocab * _WIDEST.get(device, _WIDEST["cpu"])[itemsize]), 1)
+
+
+def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
+    """Whether so few rows have wide sets, of so many entries together, that gathering those is still cheaper."""
+    least = _ROWS_OF_A_HEAD.get(sizes.device, _ROWS_OF_A_HEAD["cpu"])
+    return entries <= (rows + least) * widest_kept(sizes.vocab, sizes.device, sizes.itemsize)
 
 
 def kept_cost(sizes: Sizes, entries: int, gradients: int) -> float:

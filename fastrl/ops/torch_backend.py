@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.reference.kept import kept_gradient, kept_hidden, kept_products, kept_statistics, kept_weight
+from fastrl.reference.kept import kept_gradient, kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
 from fastrl.reference.kept_sets import kept_sets
 from fastrl.reference.rows import row_gradient, row_statistics, row_visit
 
 __all__ = [
-    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_sets", "kept_statistics", "kept_weight",
-    "row_gradient", "row_statistics", "row_visit", "scale_",
+    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
+    "kept_weight", "row_gradient", "row_statistics", "row_visit", "scale_",
 ]  # fmt: skip
 
 

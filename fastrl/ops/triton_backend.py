@@ -12,14 +12,15 @@ from fastrl.kernels import linear_statistics as linear_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
 from fastrl.kernels import row_visit as visit_kernel
+from fastrl.kernels.kept_restrict import kept_restrict
 from fastrl.kernels.kept_sets import kept_sets
 from fastrl.kernels.scale import scale_
 from fastrl.ops.contract import ByToken, Kept, RowInputs, RowObjective, Statistics, Transform, Visit
 from fastrl.ops.triton_formulas import device_objective
 
 __all__ = [
-    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_sets", "kept_statistics", "kept_weight",
-    "linear_statistics", "row_gradient", "row_statistics", "row_visit", "scale_",
+    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
+    "kept_weight", "linear_statistics", "row_gradient", "row_statistics", "row_visit", "scale_",
 ]  # fmt: skip
 
 
@@ -61,8 +62,15 @@ def row_visit(
     return Visit(out[0], out[1], out[2:])
 
 
+def _check_unit_strides(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name} must have stride 1 over its last dimension, got strides {x.stride()}")
+
+
 def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
     """See `fastrl.ops.contract`."""
+    _check_unit_strides(hidden=hidden, weight=weight, bias=bias)
     return kept_products_kernel.kept_products(hidden, weight, bias, *kept)
 
 
@@ -83,6 +91,7 @@ def kept_gradient(
 
 def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
     """See `fastrl.ops.contract`."""
+    _check_unit_strides(weight=weight, out=out)
     kept_hidden_kernel.kept_hidden(gradient, weight, *kept, out)
 
 
@@ -90,6 +99,7 @@ def kept_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.ops.contract`."""
+    _check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
     ids, entries, rows = by_token
     kept_weight_kernel.kept_weight(gradient, hidden, ids, entries, rows, out, out_bias, add)
 

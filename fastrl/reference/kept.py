@@ -18,12 +18,6 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _rows_of(kept: Kept) -> Tensor:
-    """(nnz,) int64: the row of each entry."""
-    rows = torch.arange(kept.counts.shape[0], device=kept.counts.device)
-    return rows.repeat_interleave(kept.offsets.diff(), output_size=kept.token_ids.shape[0])
-
-
 def _blocks(kept: Kept) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """(rows, entries, the row of each entry within the block, its place within the row), for blocks of rows."""
     lengths = kept.offsets.diff()
@@ -57,7 +51,7 @@ def _of_rows(transform: Transform, rows: slice) -> Transform:
 
 def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
     """See `fastrl.ops.contract`."""
-    rows, dtype = _rows_of(kept), _wide(hidden)
+    rows, dtype = kept.rows(), _wide(hidden)
     values = torch.zeros(rows.shape[0], dtype=dtype, device=hidden.device)
     for part in torch.arange(rows.shape[0], device=rows.device).split(max(1, BLOCK_ENTRIES // hidden.shape[1])):
         ids, row = kept.token_ids[part].long(), rows[part]
@@ -124,3 +118,13 @@ def kept_weight(
                     total = total + g[part : part + step] @ hidden[rows].to(dtype)
                 out[token] = total
         start = stop
+
+
+def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
+    """See `fastrl.ops.contract`."""
+    for place, row in enumerate(rows.tolist()):
+        ids = token_ids[int(offsets[row]) : int(offsets[row + 1])].long() - first
+        if ids.shape[0]:
+            outside = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+            outside[ids[(ids >= 0) & (ids < logits.shape[1])]] = False
+            logits[place].masked_fill_(outside, -torch.inf)

@@ -15,7 +15,7 @@ from machine_code import GPUS, Recorder, amd_resources, compile_kernel, disassem
 
 #: Kernels that read or write matrices, and those that do not.
 MATRIX = ("products", "weight", "hidden", "pieces")
-ROW = ("statistics", "gradient", "entry_rows", "heads")
+ROW = ("statistics", "gradient", "entry_rows", "heads", "restrict")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ def compile_case(case: Case) -> Findings:
         types |= dict.fromkeys(matrices, case.dtype)
     elif case.kernel == "entry_rows":
         types["out_ptr"] = "i32"
+    elif case.kernel == "restrict":
+        types |= {"logits_ptr": case.dtype, "rows_ptr": "i64"}
     aligned = {"hidden_ptr", "weight_ptr", "source_ptr", "out_ptr", "partials_ptr"} if case.wide else set()
     compiled = compile_kernel(kernel, case.gpu, constants, types, aligned, options)
     return _inspect(compiled, case)
@@ -92,7 +94,7 @@ def compile_case(case: Case) -> Findings:
 
 def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The kernel, its constants and the compiler's options."""
-    from fastrl.kernels import kept_products, kept_statistics, kept_weight
+    from fastrl.kernels import kept_products, kept_restrict, kept_statistics, kept_weight
 
     vec = (4 if case.dtype == "fp32" else 8) if case.wide else 1
     full = case.everything
@@ -100,6 +102,9 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     if case.kernel == "products":
         constants = kept_products.constants(vec) | ({} if full else {"bias_ptr": None})
         return kept_products.kept_products_kernel, constants, options
+    if case.kernel == "restrict":
+        constants = {"BLOCK": kept_restrict.BLOCK, "IDS": kept_restrict.IDS}
+        return kept_restrict.kept_restrict_kernel, constants, {"num_warps": 4}
     if case.kernel == "entry_rows":
         return kept_products.entry_rows_kernel, {"BLOCK": kept_products.ROW_BLOCK}, kept_products.ROW_OPTIONS
     if case.kernel == "heads":
@@ -140,7 +145,7 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.kernels import kept_hidden, kept_products, kept_statistics, kept_weight
+    from fastrl.kernels import kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
 
     keys: dict[str, list[str]] = {}
 
@@ -149,6 +154,7 @@ def launch_keys() -> dict[str, list[str]]:
             setattr(module, name, Recorder(getattr(module, name), keys))
 
     record(kept_products, "entry_rows_kernel", "kept_products_kernel")
+    record(kept_restrict, "kept_restrict_kernel")
     record(kept_statistics, "kept_statistics_kernel", "kept_gradient_kernel")
     record(kept_weight, "heads_kernel", "segment_sums_kernel", "add_pieces_kernel")
     series = [  # N, nnz, H, V, entries between rows, temperature, scale
@@ -170,6 +176,8 @@ def launch_keys() -> dict[str, list[str]]:
         csr = ids, vectors(n + 1, torch.int64), vectors(n, torch.bool)
         transform = temperature, None, scale, 0
         kept_products.kept_products(hidden, weight, None, *csr)
+        tile = torch.empty(n + 1, h, dtype=torch.bfloat16)[1:]
+        kept_restrict.kept_restrict(tile, 1 + gap, targets, *csr[:2])
         kept_statistics.kept_statistics(values, targets, *csr, *transform)
         kept_statistics.kept_gradient(values, targets, *csr, *transform, (c, c, c, c), c, None, values)
         kept_hidden.kept_hidden(values, weight, *csr, hidden)

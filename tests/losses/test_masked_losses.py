@@ -10,14 +10,21 @@ from oracle import assert_as_good_as_torch
 from test_policy_loss import OBJECTIVES
 
 import fastrl
+from fastrl import checks, sampled
 from fastrl.memory import use_plan
 from fastrl.ops import tiling
 
 # Two responses: the smallest padded batch in which they differ. 300 entries: three slices of the smallest tile, and
-# sets of 7 are the widest that are gathered, so that every way to treat a row is in one call.
+# sets of 30 are the widest that are gathered (64 from logits, 12 in 16 bits): every way to treat a row is in one call.
 B, T, VOCAB, WIDTH = 2, 12, 300, 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("narrow", "mixed", "targets alone", "wide", "full")
+
+
+@pytest.fixture(autouse=True)
+def few_wide_rows_are_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In problems as small as these it would be cheaper to gather them."""
+    monkeypatch.setattr(sampled, "gathers", lambda rows, ids, sizes: False)
 
 
 class Problem:
@@ -133,7 +140,7 @@ def test_dtypes_and_transforms(
     if backend == "triton" and backend_device == "cpu" and (dtype != torch.float32 or kind not in ("narrow", "mixed")):
         pytest.skip("Triton's interpreter is slow, and rounds 16-bit casts otherwise than a GPU")
     if gathers:  # however wide
-        monkeypatch.setattr(tiling, "_WIDEST", {"cpu": 1.0, "cuda": 1.0})
+        monkeypatch.setattr(sampled, "widest_kept", lambda vocab, device, itemsize: vocab)
     objective = fastrl.GRPO(entropy_coef=0.01)
     options = {"temperature": 0.7, "logit_scale": 1.5, "softcap": 8.0}
     problem = Problem(backend_device, kind, dtype)
@@ -171,13 +178,59 @@ def test_sets_of_thousands(backend: str, backend_device: str, monkeypatch: pytes
         log_p = torch.log_softmax((h @ w.T).masked_fill(~sets.to_dense(vocab), -torch.inf), -1)
         logp = log_p.gather(-1, targets[:, None])[:, 0]
         truths.append((logp.detach(), *torch.autograd.grad(logp.sum(), (h, w))))
-    for widest in (1.0, 0.01):
-        monkeypatch.setattr(tiling, "_WIDEST", {"cpu": widest, "cuda": widest})
+    for widest in (20_000, 200):
+        monkeypatch.setattr(sampled, "widest_kept", lambda vocab, device, itemsize, most=widest: most)
         h, w = (x.clone().requires_grad_() for x in (hidden, weight))
         logp = fastrl.linear_token_logprobs(h, w, targets, sampling_mask=sets).logprobs
         found = (logp.detach(), *torch.autograd.grad(logp.sum(), (h, w)))
         for what, a, e, t in zip(("logprobs", "d_hidden", "d_weight"), found, *truths, strict=True):
             assert_as_good_as_torch(a, e, t, MARGIN, what)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "mixed"])
+def test_operands_of_any_strides(backend: str, backend_device: str, kind: str) -> None:
+    """A transposed head, hidden states with gaps, every second entry of a bias: as the same numbers lying together."""
+    problem = Problem(backend_device, kind)
+    hidden, weight, bias = problem.leaves(torch.float32)
+    options = {"mask": problem.arguments["mask"], "sampling_mask": problem.sets, "entropy": True}
+    plain = fastrl.linear_token_logprobs(hidden, weight, problem.targets, bias=bias, **options)
+    expected = torch.autograd.grad(plain.logprobs.sum() + plain.entropy.sum(), (hidden, weight, bias))
+    strided = (
+        torch.stack([hidden, hidden], -1).flatten(-2)[..., ::2], weight.t().contiguous().t(),
+        torch.stack([bias, bias], -1).flatten()[::2],
+    )  # fmt: skip
+    h, w, b = (x.detach().requires_grad_() for x in strided)
+    assert h.stride(-1) == 2 and w.stride(-1) == VOCAB and b.stride(0) == 2
+    stats = fastrl.linear_token_logprobs(h, w, problem.targets, bias=b, **options)
+    found = torch.autograd.grad(stats.logprobs.sum() + stats.entropy.sum(), (h, w, b))
+    for actual, truth in zip((stats.logprobs, *found), (plain.logprobs, *expected), strict=True):
+        torch.testing.assert_close(actual, truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "wide"])
+def test_a_target_outside_its_set_is_nan_where_values_are_not_looked_at(
+    backend: str, backend_device: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: never a silent number. Its row's gradient is NaN too, and no other's."""
+    if backend == "triton" and backend_device == "cpu" and kind == "wide":
+        pytest.skip("Triton's interpreter is slow; that the row is found is torch's work on every backend")
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)
+    problem = Problem(backend_device, kind)
+    targets = problem.targets.clone()
+    targets[0, 0] = int((~problem.kept[0, 0]).nonzero()[0])
+    hidden, weight, bias = problem.leaves(torch.float32)
+    mask = torch.ones_like(targets, dtype=torch.bool)
+    mask[problem.targets < 0] = False
+    assert mask[0, 0]
+    logits = torch.nn.functional.linear(hidden, weight, bias).detach().requires_grad_()
+    options = {"mask": mask, "sampling_mask": problem.sets}
+    for leaf, stats in (
+        (hidden, fastrl.linear_token_logprobs(hidden, weight, targets, bias=bias, **options)),
+        (logits, fastrl.token_logprobs(logits, targets, **options)),
+    ):
+        assert stats.logprobs.isnan().flatten().nonzero().tolist() == [[0]]
+        (gradient,) = torch.autograd.grad(stats.logprobs.sum(), leaf)
+        assert gradient.isnan().any(-1).flatten().nonzero().tolist() == [[0]]
 
 
 def test_one_member_is_certain(backend: str, backend_device: str) -> None:

@@ -1,0 +1,61 @@
+"""Token ids row after row, and where each row begins: the checks and the arithmetic of that layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+INT32_MAX = 2**31 - 1
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """(N + 1,) int64: where rows of these lengths begin, and the last ends."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def integers(name: str, ids: Any) -> list[int]:
+    """Token ids or offsets, whatever holds them, as Python integers; None holds none."""
+    if ids is None:
+        return []
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise TypeError(f"{name} must be a sequence of integers, got {type(ids).__name__}")
+    listed: list[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if any(isinstance(x, bool) or not isinstance(x, Integral) or not 0 <= int(x) <= INT32_MAX for x in listed):
+        raise ValueError(f"{name} must hold integers in [0, 2^31), got {listed!r:.80}")
+    return [int(x) for x in listed]
+
+
+def check_layout(token_ids: object, offsets: object) -> None:
+    """TypeError or ValueError where the two tensors are no CSR."""
+    for name, value in (("token_ids", token_ids), ("offsets", offsets)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
+        if value.dim() != 1:
+            raise ValueError(f"{name} must be one-dimensional, got shape {tuple(value.shape)}")
+    assert isinstance(token_ids, Tensor) and isinstance(offsets, Tensor)
+    checks.same_device("offsets", offsets, token_ids, "token_ids")
+    if offsets.shape[0] == 0:
+        raise ValueError("offsets must have shape (N + 1,), got (0,)")
+    nnz = token_ids.shape[0]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"offsets must begin with 0, got {first}")
+    falls = offsets.diff() < 0
+    if bool(falls.any()):
+        row = int(falls.nonzero()[0])
+        raise ValueError(f"offsets must never fall, got row {row} from {int(offsets[row])} to {int(offsets[row + 1])}")
+    if last != nnz:
+        raise ValueError(f"offsets must end with the number of token_ids, {nnz}, got {last}")
+    bad = (token_ids < 0) | (token_ids > INT32_MAX)
+    if bool(bad.any()):
+        entry = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(offsets, entry, right=True)) - 1
+        raise ValueError(f"token_ids of row {row} must be in [0, 2^31), got {int(token_ids[entry])}")

@@ -1,0 +1,83 @@
+"""Logits become -inf outside their rows' recorded sets, where a set is too wide to be gathered.
+
+A program owns a row and a block of its columns. Ids rise within a row, so the block's are a range of them, found by two
+binary searches; what is not among them is overwritten. Nothing is read of the logits, and a column is written once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.configuration import on_device
+
+BLOCK, IDS = 512, 32
+
+
+@triton.jit
+def first_not_below(ids_ptr, begin, end, bound):
+    """The first place in [begin, end) of rising ids whose id is not below the bound; end where all are."""
+    while begin < end:
+        middle = (begin + end) // 2
+        if tl.load(ids_ptr + middle) < bound:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
+
+@triton.jit(
+    do_not_specialize=["width", "first"],
+    do_not_specialize_on_alignment=["logits_ptr", "rows_ptr", "token_ids_ptr", "offsets_ptr"],
+)
+def kept_restrict_kernel(
+    logits_ptr,  # (n, v), contiguous
+    rows_ptr,  # (n,) int64
+    token_ids_ptr,  # (nnz,) int32
+    offsets_ptr,  # (N + 1,) int64
+    width: tl.int32,  # v
+    first: tl.int32,  # the vocabulary entry of column 0
+    BLOCK: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    """Program (row, block)."""
+    # Load: the row's set. One without ids keeps everything.
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + place)
+    begin, end = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
+    if begin == end:
+        return
+    start = tl.program_id(1) * BLOCK
+    begin = first_not_below(token_ids_ptr, begin, end, first + start)
+    end = first_not_below(token_ids_ptr, begin, end, first + tl.minimum(start + BLOCK, width))
+
+    # Loop: the block's ids, a few at a time, against all of its columns.
+    columns = start + tl.arange(0, BLOCK)
+    kept = tl.zeros([BLOCK], tl.int32)
+    for k in range(begin, end, IDS):
+        places = k + tl.arange(0, IDS)
+        ids = tl.load(token_ids_ptr + places, mask=places < end, other=-1)
+        kept += tl.sum((ids[:, None] - first == columns[None, :]).to(tl.int32), axis=0)
+
+    # Store.
+    pointers = logits_ptr + place * width + columns
+    nothing = tl.full([BLOCK], -float("inf"), tl.float32).to(logits_ptr.dtype.element_ty)
+    tl.store(pointers, nothing, mask=(kept == 0) & (columns < width))
+
+
+def kept_restrict(
+    logits: Tensor,  # (n, v), contiguous
+    first: int,
+    rows: Tensor,  # (n,) int64
+    token_ids: Tensor,  # (nnz,) int32
+    offsets: Tensor,  # (N + 1,) int64
+) -> None:
+    """Overwrite what the rows do not keep of entries [first, first + v)."""
+    n, width = logits.shape
+    if n == 0:
+        return
+    with on_device(logits):
+        kept_restrict_kernel[(n, triton.cdiv(width, BLOCK))](
+            logits, rows, token_ids, offsets, width, first, BLOCK=BLOCK, IDS=IDS, num_warps=4
+        )
