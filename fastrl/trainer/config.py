@@ -1,10 +1,9 @@
 """The configuration of ``fastrl train``: pydantic models, read from a TOML file and overridden on the command line.
 
-pydantic-settings generates the command line (``--section.field value``) from the same models that check the file, so
-there is one list of fields, one set of checks and one form of error for both.
+The command line (``--section.field value``) is generated from the same models that check the file, so there is one list
+of fields, one set of checks and one form of error for both.
 """
 
-import argparse
 import os
 import tomllib
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
 from .errors import UserError
 from .objective_config import ObjectiveConfig, without
@@ -149,6 +147,9 @@ class TrainingConfig(Section):
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
     machine that has other work; numbers repeat exactly only for the same number of threads."""
+    max_skipped_updates: int = Field(10, ge=1)
+    """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
+    its batch is saved under output_dir/skipped. After this many in a row the run stops."""
 
 
 class EvaluationConfig(Section):
@@ -170,7 +171,9 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files too."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Save a checkpoint every this many steps, besides once at the end."""
+    """Save a checkpoint every this many steps, besides once at the end and at SIGTERM or Ctrl-C."""
+    keep_checkpoints: int | None = Field(None, ge=1)
+    """Keep only this many of the newest checkpoints; the default is all of them."""
 
 
 class Config(Section):
@@ -192,32 +195,6 @@ class Config(Section):
         if self.data.eval_path is None and (self.evaluation.every or self.evaluation.metrics):
             raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
         return self
-
-
-class _CommandLine(Config, BaseSettings):
-    """Only the command-line source reads it: its values stay text until Config checks them with the file's."""
-
-    model_config = SettingsConfigDict(extra="forbid", cli_avoid_json=True, cli_implicit_flags=False)
-
-
-def parse_command_line(argv: list[str]) -> Config:
-    """The config that ``CONFIG.toml --section.field value ...`` describes.
-
-    Raises UserError for a file or a value that cannot be used, and SystemExit(2) (argparse) for an unknown option.
-    """
-    parser = argparse.ArgumentParser(
-        prog="fastrl train",
-        usage="fastrl train CONFIG [--section.field value ...]",
-        description="Train a language model by reinforcement learning. Every option overrides a field of CONFIG.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", metavar="CONFIG", type=Path, help="TOML file")
-    source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
-        _CommandLine, root_parser=parser, cli_hide_none_type=True
-    )
-    arguments = vars(parser.parse_args(argv))
-    path = arguments.pop("file")
-    return load_config(path, source(parsed_args=arguments)())
 
 
 def load_config(path: Path, overrides: dict[str, Any] | None = None) -> Config:

@@ -25,6 +25,7 @@ class Example:
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     token_ids: list[int]
+    source: str = ""  # file:line
 
 
 def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None) -> list[Example]:
@@ -55,7 +56,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
                 f"{where}: the prompt has {len(token_ids)} tokens, but the model's context leaves room for "
                 f"{max_prompt_tokens} besides rollout.max_new_tokens"
             )
-        examples.append(Example(prompt, row, token_ids))
+        examples.append(Example(prompt, row, token_ids, where))
     if not examples:
         raise UserError(f"{path}: the dataset is empty; expected one JSON object a line")
     return examples

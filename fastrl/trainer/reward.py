@@ -33,19 +33,38 @@ class RewardFunction:
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
         """One finite float or None a completion; ``examples[i]`` is the prompt of ``completions[i]``.
 
-        Raises UserError naming the function and the index for anything else, and for an exception inside it.
+        Raises UserError naming the function and the sample for anything else, and for an exception inside it.
         """
-        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        prompts = [example.prompt for example in examples]
-        texts = [_as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
         try:
-            results = self.function(prompts=prompts, completions=texts, **columns)
+            results = self._call(examples, completions)
         except Exception as error:  # someone else's code: whatever it raises is its user's to mend
             line = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
-                f"{self.source}: raised {type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+                f"{self.source}: raised {type(error).__name__}: {error} ({line.filename}:{line.lineno}) on "
+                f"{self._culprit(examples, completions)}"
             ) from error
-        return self._checked(results, prompts)
+        return self._checked(results, [example.prompt for example in examples])
+
+    def _call(self, examples: list[Example], completions: list[str]) -> Any:
+        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+        texts = [_as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
+        return self.function(prompts=[example.prompt for example in examples], completions=texts, **columns)
+
+    def _culprit(self, examples: list[Example], completions: list[str]) -> str:
+        """In words, the sample on which the function raises, found by calling it again on halves of what it got."""
+        first, end = 0, len(examples)
+        while end - first > 1:
+            middle = (first + end) // 2
+            for half in (slice(first, middle), slice(middle, end)):
+                try:
+                    self._call(examples[half], completions[half])
+                except Exception:
+                    first, end = half.start, half.stop
+                    break
+            else:  # it needs samples of both halves, or the world has changed
+                return f"samples {first} to {end - 1} together, on neither half of them alone"
+        example, completion = examples[first], completions[first]
+        return f"sample {first}: prompt {example.prompt!r} ({example.source}), completion {completion!r}"
 
     def _checked(self, results: Any, prompts: list[Any]) -> list[float | None]:
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):

@@ -1,7 +1,10 @@
 """The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
 
 import math
+import os
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +16,9 @@ from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from .. import group_advantages
-from .checkpoint import save_checkpoint
-from .config import Config, parse_command_line
+from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .command_line import parse_command_line
+from .config import Config
 from .data import Example, PromptSampler, load_examples
 from .errors import UserError
 from .metrics import RunLog, check_output
@@ -26,24 +30,34 @@ from .update import check_accumulation, make_optimization, update
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl train CONFIG.toml [--section.field value ...]``; UserError for what the user can mend."""
-    config = parse_command_line(argv)
-    summary = train(config)
+    """``fastrl train CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend.
+
+    Returns the exit status: 0 for a run that is complete, and what a shell makes of the signal that ended it early.
+    """
+    config, resume = parse_command_line(argv)
+    summary = train(config, resume=resume)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in summary.items() if name.startswith("eval/"))
     print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
     print(f"metrics, curves and checkpoints: {config.logging.output_dir}")
-    return 0
+    if summary["interrupted"] is None:
+        return 0
+    print(f"interrupted by {summary['interrupted']}; the same command with --resume goes on from here")
+    return 128 + signal.Signals[summary["interrupted"]]
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run a whole training run; returns its summary (the last value of every metric, "steps" and "seconds").
+def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
+    """Run a whole training run, or with ``resume`` what is left of the one in logging.output_dir.
 
-    Raises UserError, before the first step, for anything in the config, dataset, model or reward that cannot be used.
+    Returns its summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the name
+    of the signal that ended it early, or None. Raises UserError, before the first step, for anything in the config,
+    dataset, model or reward that cannot be used, and later for a reward or a loss that goes wrong.
     """
     started = time.perf_counter()
     set_seed(config.training.seed)
     transformers_logging.disable_progress_bar()  # ours is the one to look at
-    check_output(config.logging.output_dir, config.logging.overwrite)
+    checkpoint = newest_checkpoint(config) if resume else None
+    if checkpoint is None:
+        check_output(config.logging.output_dir, config.logging.overwrite)
     objective = config.objective.build()
     check_accumulation(objective, config)
     reward = load_reward(config.reward.function)
@@ -56,10 +70,13 @@ def train(config: Config) -> dict[str, Any]:
     sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), config.training.seed)
     held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
     state = make_optimization(policy, config)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, policy, state, sampler)
 
-    with _threads(config.training.threads), RunLog(config) as log:
-        for step in range(1, config.training.steps + 1):
-            last = step == config.training.steps
+    interrupted = None
+    with _threads(config.training.threads), RunLog(config, state.step) as log, _stop_signals() as signals:
+        for step in range(state.step + 1, config.training.steps + 1):
+            state.step, last = step, step == config.training.steps
             numbers: dict[str, float] = {}
             with _timed("time/step", numbers):
                 rollout = sample(policy, reference, reward, sampler, config, numbers)
@@ -69,10 +86,14 @@ def train(config: Config) -> dict[str, Any]:
                 with _timed("time/evaluation", numbers):
                     numbers |= evaluate(policy, held_out, scores, config)
             log.write(step, numbers)
-            if _due(step, config.logging.checkpoint_every, last):
-                save_checkpoint(policy, log.directory / "checkpoints" / f"step-{step:06d}")
+            interrupted = None if last or not signals else signals[0]
+            if interrupted or _due(step, config.logging.checkpoint_every, last):
+                save_checkpoint(policy, state, sampler, config)
                 plot_run(log.path, log.directory / "curves.png")
-        return log.summarize({"steps": step, "seconds": time.perf_counter() - started})
+            if interrupted:
+                break
+        seconds = time.perf_counter() - started
+        return log.summarize({"steps": state.step, "seconds": seconds, "interrupted": interrupted})
 
 
 def sample(
@@ -148,6 +169,30 @@ def _timed(name: str, numbers: dict[str, float]) -> Iterator[None]:
     started = time.perf_counter()
     yield
     numbers[name] = time.perf_counter() - started
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[str]]:
+    """A list in which SIGTERM and Ctrl-C are noted by name, for the loop to stop in time; a second one ends at once."""
+    noted: list[str] = []
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _: object) -> None:
+        restore()
+        noted.append(signal.Signals(number).name)
+        # Not print: a handler may run in the middle of another one.
+        os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
+
+    # Python allows handlers in the main thread alone; and a shell's background job is told to ignore Ctrl-C.
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        yield noted
+    finally:
+        restore()
 
 
 @contextmanager

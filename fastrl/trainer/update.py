@@ -1,5 +1,6 @@
 """The optimisation of one rollout: shuffled minibatches, accumulated gradients, AdamW."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,9 +13,12 @@ from .config import Config, OptimizerConfig
 from .errors import UserError
 from .policy import Policy
 from .rollout import Rollout
+from .skipped import save_batch
 
 # How a metric of several batches becomes one; those not named here are averaged with the batches' tokens as weights.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
+# Parts of a minibatch's loss, so its micro-batches' add up.
+LOSSES = ("loss", "policy_loss")
 MAXIMA = ("ratio_max",)
 
 
@@ -25,6 +29,8 @@ class Optimization:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     generator: torch.Generator  # shuffles rollouts
+    step: int = 0  # the rollout at work, or the last one
+    skipped: int = 0  # updates in a row, up to now
 
 
 def make_optimization(policy: Policy, config: Config) -> Optimization:
@@ -57,8 +63,12 @@ def check_accumulation(objective: Objective, config: Config) -> None:
 def update(
     policy: Policy, objective: Objective, state: Optimization, rollout: Rollout, config: Config
 ) -> dict[str, float]:
-    """All optimizer updates of one rollout (with advantages). Returns the loss's metrics, averaged over the updates."""
-    training, history = config.training, []
+    """All optimizer updates of one rollout (with advantages). Returns the loss's metrics, averaged over the updates.
+
+    An update whose loss or gradient is not finite is skipped and counted; training.max_skipped_updates of them in a row
+    raise UserError. Weights, optimizer and learning rate are then as if its batch had not been there.
+    """
+    training, history, skipped = config.training, [], 0
     for _ in range(training.epochs):
         order = torch.randperm(len(rollout.input_ids), generator=state.generator).to(policy.device)
         for rows in order.tensor_split(training.minibatches):
@@ -67,15 +77,33 @@ def update(
             micro_batches = accumulate_gradients(
                 policy, objective, rollout, rows, training.micro_batch_size, config.rollout.temperature
             )
-            metrics = merge_metrics(micro_batches, (*COUNTS, "policy_loss"))
+            metrics = merge_metrics(micro_batches, (*COUNTS, *LOSSES))
             parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
             metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
             metrics["lr"] = torch.tensor(state.optimizer.param_groups[0]["lr"])
-            state.optimizer.step()
-            state.scheduler.step()
+            if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+                state.optimizer.step()
+                state.scheduler.step()
+                state.skipped = 0
+                history.append(metrics)
+            else:
+                skipped += 1
+                _skip(policy, state, rollout.select(rows), config, f"update-{len(history) + skipped:04d}")
             state.optimizer.zero_grad(set_to_none=True)
-            history.append(metrics)
-    return {name: value.item() for name, value in merge_metrics(history, COUNTS).items()}
+    numbers = {name: value.item() for name, value in merge_metrics(history, COUNTS).items()}
+    return {**numbers, "skipped_updates": skipped}
+
+
+def _skip(policy: Policy, state: Optimization, batch: Rollout, config: Config, name: str) -> None:
+    """Keep the batch of an update that cannot be made, and raise UserError if that has happened too often in a row."""
+    state.skipped += 1
+    directory = config.logging.output_dir / "skipped" / f"step-{state.step:06d}-{name}"
+    save_batch(policy, batch, directory)
+    if state.skipped >= config.training.max_skipped_updates:
+        raise UserError(
+            f"step {state.step}: the loss or its gradient was not finite in {state.skipped} updates in a row "
+            f"(training.max_skipped_updates); the last one's batch is in {directory}"
+        )
 
 
 def accumulate_gradients(
@@ -113,7 +141,7 @@ def accumulate_gradients(
                 **policy.head,
             )
         result.loss.backward()
-        metrics.append(result.metrics)
+        metrics.append({"loss": result.loss.detach().float(), **result.metrics})
     return metrics
 
 

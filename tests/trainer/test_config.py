@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import fastrl
-from fastrl.trainer.config import load_config, parse_command_line
+from fastrl.trainer.command_line import parse_command_line
+from fastrl.trainer.config import load_config
 from fastrl.trainer.errors import UserError
 
 MINIMAL = """
@@ -31,7 +32,7 @@ def write(tmp_path):
 
 
 def parse(path, *overrides):
-    return parse_command_line([str(path), *overrides])
+    return parse_command_line([str(path), *overrides])[0]
 
 
 def test_the_command_line_overrides_the_file(write):

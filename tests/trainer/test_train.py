@@ -10,10 +10,10 @@ import fastrl.trainer.train as module
 from fastrl.trainer.errors import UserError
 from fastrl.trainer.train import train
 
-LOSS = {"policy_loss", "kl", "entropy", "ratio_mean", "ratio_max", "clip_frac", "clip_frac_low", "clip_frac_high",
-        "gate_mean", "approx_kl", "ratio_clamped", "masked_off_policy", "tokens"}  # fmt: skip
-OURS = {"step", "reward", "reward_std", "without_reward", "length", "truncated", "grad_norm", "lr", "eval/reward",
-        "eval/exact_match", "time/generate", "time/reward", "time/logprobs", "time/update", "time/step",
+LOSS = {"loss", "policy_loss", "kl", "entropy", "ratio_mean", "ratio_max", "clip_frac", "clip_frac_low",
+        "clip_frac_high", "gate_mean", "approx_kl", "ratio_clamped", "masked_off_policy", "tokens"}  # fmt: skip
+OURS = {"step", "reward", "reward_std", "without_reward", "length", "truncated", "grad_norm", "lr", "skipped_updates",
+        "eval/reward", "eval/exact_match", "time/generate", "time/reward", "time/logprobs", "time/update", "time/step",
         "time/evaluation"}  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_a_run_leaves_metrics_a_picture_a_summary_events_and_a_checkpoint(make_c
 def test_a_checkpoint_reloads_and_can_be_trained_further(make_config, monkeypatch):
     seen = []
     save = module.save_checkpoint
-    monkeypatch.setattr(module, "save_checkpoint", lambda p, d: (seen.append(p.model.state_dict()), save(p, d)))
+    monkeypatch.setattr(module, "save_checkpoint", lambda p, *rest: (seen.append(p.model.state_dict()), save(p, *rest)))
     config = make_config()
     train(config)
     directory = config.logging.output_dir / "checkpoints" / "step-000002"

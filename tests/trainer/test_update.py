@@ -11,7 +11,7 @@ from fastrl.trainer.data import Example
 from fastrl.trainer.errors import UserError
 from fastrl.trainer.rollout import generate, rollout_logprobs
 from fastrl.trainer.train import train
-from fastrl.trainer.update import COUNTS, accumulate_gradients, merge_metrics
+from fastrl.trainer.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
 
 MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
          "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
@@ -51,7 +51,7 @@ def test_micro_batches_add_up_to_the_whole_batch(sampled, objective, size):
     parts, metrics = gradients(policy, objective, rollout, size)
     assert len(metrics) == -(-11 // size)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6 * float(whole.abs().max()))
-    merged = merge_metrics(metrics, (*COUNTS, "policy_loss"))
+    merged = merge_metrics(metrics, (*COUNTS, *LOSSES))
     for name, value in whole_metrics.items():
         torch.testing.assert_close(merged[name], value, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
 
