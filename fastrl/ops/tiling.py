@@ -121,7 +121,7 @@ def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
 
 
 #: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes an element. Measured on two
-#: cores of a Xeon at 128 to 512 rows x 512 and 1024 x 151936: 200 to 400 ns an entry, 4 ms a dense row in float32 and
+#: cores of an EPYC at 128 to 512 rows x 512 and 1024 x 151936: 200 to 400 ns an entry, 4 ms a dense row in float32 and
 #: 1.2 in bfloat16. For a GPU, from its memory's and its tensor cores' speed; not measured.
 _WIDEST = {"cpu": {4: 1 / 10, 2: 1 / 25}, "cuda": {4: 1 / 40, 2: 1 / 150}}
 #: Dense rows whose products take as long as reading the head and writing its gradient, which even one of them costs.
