@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -39,11 +40,13 @@ def model() -> Any:
 
 def generate(model: Any, **options: Any) -> Any:
     """Completions and scores; top_k is 0 unless named, for generate's own default is 50."""
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": STEPS, "pad_token_id": EOS, "eos_token_id": EOS}
+    settings = {
+        "do_sample": True, "top_k": 0, "max_new_tokens": STEPS, "pad_token_id": EOS, "eos_token_id": EOS,
+        "output_scores": True,
+    }  # fmt: skip
     torch.manual_seed(1)
     return model.generate(
-        PROMPTS, attention_mask=torch.ones_like(PROMPTS), output_scores=True, return_dict_in_generate=True,
-        **(settings | options),
+        PROMPTS, attention_mask=torch.ones_like(PROMPTS), return_dict_in_generate=True, **(settings | options),
     )  # fmt: skip
 
 
@@ -76,18 +79,23 @@ def test_logprobs_under_it_are_the_samplers(model: Any) -> None:
     torch.testing.assert_close(found.logprobs, expected.where(counts, 0.0), rtol=0, atol=2e-6)
 
 
+class EndEarly(transformers.LogitsProcessor):
+    """The first and third sequence end after 3 and 4 tokens; else EOS, which is the padding too, is never kept."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ends = torch.tensor([2, 9, 3, 9]) == input_ids.shape[1] - PROMPTS.shape[1]
+        is_eos = torch.arange(VOCAB) == EOS
+        return scores + torch.where(is_eos, torch.where(ends[:, None], 891.0, -torch.inf), 0.0)
+
+
+def end_early() -> transformers.LogitsProcessorList:
+    return transformers.LogitsProcessorList([EndEarly()])
+
+
 def test_finished_sequences_are_not_recorded(model: Any) -> None:
     """Two sequences end early; their rows after EOS, which generate scores too, mean the whole vocabulary."""
-    later = 9.0 * torch.eye(VOCAB)[EOS]
-
-    class EndEarly(transformers.LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            ends = torch.tensor([2, 9, 3, 9]) == input_ids.shape[1] - PROMPTS.shape[1]
-            banned = torch.where(later > 0, -torch.inf, 0.0)
-            return scores + torch.where(ends[:, None], 99 * later, banned)
-
     with record_sampling(model) as recorder:
-        out = generate(model, top_p=0.7, logits_processor=transformers.LogitsProcessorList([EndEarly()]))
+        out = generate(model, top_p=0.7, logits_processor=end_early())
     counts = counted(out.sequences[:, PROMPTS.shape[1] :])
     assert counts.sum(1).tolist() == [3, 6, 4, 6]
     every, mask = recorder.sampling_mask(), recorder.sampling_mask(counts)
@@ -100,6 +108,144 @@ def test_finished_sequences_are_not_recorded(model: Any) -> None:
     assert narrow == mask.index(torch.arange(24).view(4, 6)[:, :4])
     columns = torch.arange(32).view(4, 8)
     assert wide.index(columns[:, :6]) == every and wide.index(columns[:, 6:]).unrecorded == 8
+
+
+def samplers_logprobs(out: Any) -> Tensor:
+    """What generate's own scores say of its tokens, in float64."""
+    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    return torch.stack(out.scores, 1).double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def assert_logprobs(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == torch.float32 and not found.requires_grad and found.isfinite().all()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("sets", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.7}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, *SAMPLERS.values()],
+    ids=["temperature", "top-p 0.8", "penalty", *SAMPLERS],
+)
+def test_logprobs_are_what_the_scores_say(model: Any, options: dict[str, Any], sets: bool) -> None:
+    with record_sampling(model, logprobs=True, sets=sets) as recorder:
+        out = generate(model, eos_token_id=None, **options)
+    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    expected = samplers_logprobs(out)
+    assert tokens.shape == (4, STEPS) and expected.std() > 0.1
+    assert_logprobs(recorder.logprobs(tokens), expected)
+    if sets:
+        assert recorder.sampling_mask() == SamplingMask.from_scores(out.scores)
+
+
+def test_recorded_logprobs_are_those_of_training(model: Any) -> None:
+    with record_sampling(model, logprobs=True) as recorder:
+        out = generate(model, top_p=0.8, temperature=0.7, logits_processor=end_early())
+    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    counts = counted(tokens)
+    with torch.no_grad():
+        hidden = model.model(out.sequences).last_hidden_state[:, PROMPTS.shape[1] - 1 : -1]
+    # That EOS was forced or banned is known from the sets alone.
+    train = fastrl.linear_token_logprobs(
+        hidden, model.lm_head.weight, tokens, mask=counts, temperature=0.7,
+        sampling_mask=recorder.sampling_mask(counts),
+    )  # fmt: skip
+    assert counts.sum(1).tolist() == [3, 6, 4, 6] and train.logprobs.std() > 0.1
+    torch.testing.assert_close(recorder.logprobs(tokens, counts), train.logprobs.detach(), rtol=0, atol=1e-5)
+
+
+def test_padding_has_logprob_zero(model: Any) -> None:
+    """Padding is drawn by nobody, and its own score is -inf: nothing of that comes out where it does not count."""
+    with record_sampling(model, logprobs=True) as recorder:
+        out = generate(model, temperature=0.7, logits_processor=end_early())
+    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    counts, expected = counted(tokens), samplers_logprobs(out)
+    assert counts.sum(1).tolist() == [3, 6, 4, 6] and (expected[~counts] == -torch.inf).all()
+    expected = expected.where(counts, 0.0)
+    assert_logprobs(recorder.logprobs(tokens, counts), expected)
+    assert_logprobs(recorder.logprobs(tokens.where(counts, -100), counts), expected)
+    # As many columns as the batch that the completions are put into.
+    assert_logprobs(recorder.logprobs(tokens[:, :4], counts[:, :4]), expected[:, :4])
+    wide = torch.nn.functional.pad(tokens, (0, 2), value=-100)
+    everywhere = torch.nn.functional.pad(counts, (0, 2), value=True)
+    assert_logprobs(recorder.logprobs(wide, everywhere), torch.nn.functional.pad(expected, (0, 2)))
+    assert recorder.logprobs(tokens[:, :0], counts[:, :0]).shape == (4, 0)
+    assert_logprobs(recorder.logprobs(tokens[:, :2]), expected[:, :2])
+
+
+def test_padding_that_the_head_has_no_output_for(model: Any) -> None:
+    """A model may embed more tokens than it has scores for."""
+    recorder = SamplingMaskRecorder(logprobs=True)
+    scores = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[4, 9, 9], [1, 0, 2]])
+    for step in range(3):
+        recorder(tokens[:, :step], scores[step])
+    counts = tokens < 9
+    expected = scores.double().log_softmax(-1).transpose(0, 1).gather(-1, tokens.where(counts, 0)[..., None])[..., 0]
+    assert_logprobs(recorder.logprobs(tokens, counts), expected.where(counts, 0.0))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_logprobs_of_few_steps_and_several_sequences(model: Any, steps: int) -> None:
+    with record_sampling(model, logprobs=True) as recorder:
+        out = generate(model, top_k=3, num_return_sequences=2, max_new_tokens=steps, eos_token_id=None)
+        again = recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :])
+        assert_logprobs(again, samplers_logprobs(out))
+        out = generate(model, eos_token_id=None)  # a new recording
+    assert_logprobs(recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :]), samplers_logprobs(out))
+
+
+def test_logprobs_in_inference_mode(model: Any) -> None:
+    with record_sampling(model, logprobs=True) as recorder, torch.inference_mode():
+        out = generate(model, eos_token_id=None)
+    assert_logprobs(recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :].clone()), samplers_logprobs(out))
+
+
+def test_what_is_done_to_the_scores_afterwards_changes_nothing() -> None:
+    recorder = SamplingMaskRecorder(logprobs=True)
+    scores = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    tokens = torch.tensor([[4, 1], [0, 0], [2, 3]])
+    expected = scores.detach().double().log_softmax(-1).transpose(0, 1).gather(-1, tokens[..., None])[..., 0]
+    for step in range(2):
+        mine = scores[step]
+        assert recorder(tokens[:, :step], mine) is mine
+        with torch.no_grad():
+            mine.zero_()
+    assert_logprobs(recorder.logprobs(tokens), expected)
+    assert_logprobs(recorder.logprobs(tokens), expected)
+
+
+def held(recorder: SamplingMaskRecorder) -> list[Tensor]:
+    """All tensors that a recorder keeps."""
+    values = [x for value in vars(recorder).values() for x in (value if isinstance(value, list) else [value])]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize(("logprobs", "alive"), [(False, 0), (True, 1)])
+def test_only_the_last_steps_scores_are_alive(
+    model: Any, monkeypatch: pytest.MonkeyPatch, logprobs: bool, alive: int
+) -> None:
+    """Neither the scores that generate passes in nor a copy of them outlives the step after."""
+    record, seen, kept, large = SamplingMaskRecorder.__call__, [], [], []
+
+    def watch(self: SamplingMaskRecorder, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert all(ref() is None for ref in seen[:-1])  # generate itself still has the step before's
+        result = record(self, input_ids, scores)
+        # A boolean of the scores' shape would be found too, and a view of something large.
+        now = [tensor for tensor in held(self) if tensor.untyped_storage().nbytes() >= scores.numel()]
+        assert all(ref() is None for ref in kept)
+        large.append(len(now))
+        seen.append(weakref.ref(scores))
+        kept.extend(weakref.ref(tensor) for tensor in now)
+        return result
+
+    monkeypatch.setattr(SamplingMaskRecorder, "__call__", watch)
+    with record_sampling(model, logprobs=logprobs) as recorder:
+        generate(model, eos_token_id=None, top_k=2, output_scores=False)
+    assert large == [alive] * STEPS and len(seen) == STEPS
+    assert all(ref() is None for ref in seen) and sum(ref() is not None for ref in kept) == alive
+    recorder.reset()
+    assert not held(recorder) and all(ref() is None for ref in kept)
 
 
 def test_a_row_that_keeps_everything_stores_no_ids(model: Any) -> None:
@@ -177,6 +323,56 @@ def test_bad_counts(model: Any) -> None:
         recorder.sampling_mask(torch.ones(3, 6, dtype=torch.bool))
     with pytest.raises(TypeError, match=re.escape("counts must be one of torch.bool")):
         recorder.sampling_mask(torch.ones(4, 6))
+
+
+def test_bad_completions(model: Any) -> None:
+    with record_sampling(model, logprobs=True) as recorder:
+        out = generate(model, top_k=3, eos_token_id=None)
+    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    counts = torch.ones_like(tokens, dtype=torch.bool)
+    for bad in (tokens[:3], tokens[0]):
+        shape = re.escape(f"completions must have shape (4, T), got {tuple(bad.shape)}")
+        with pytest.raises(ValueError, match=shape):
+            recorder.logprobs(bad)
+    with pytest.raises(TypeError, match=re.escape("completions must be one of torch.int64, got torch.float32")):
+        recorder.logprobs(tokens.float())
+    with pytest.raises(TypeError, match="completions must be a tensor, got list"):
+        recorder.logprobs(tokens.tolist())
+    with pytest.raises(ValueError, match=re.escape("completions must be on cpu like the recorded scores, got meta")):
+        recorder.logprobs(tokens.to("meta"))
+    with pytest.raises(ValueError, match=re.escape("counts must have shape (4, 6) (the shape of completions), got (4")):
+        recorder.logprobs(tokens, counts[:, :5])
+    with pytest.raises(TypeError, match=re.escape("counts must be one of torch.bool, got torch.int64")):
+        recorder.logprobs(tokens, counts.long())
+    with pytest.raises(ValueError, match=re.escape("counts must be on cpu like completions, got meta")):
+        recorder.logprobs(tokens, counts.to("meta"))
+    tokens[2, -1] = VOCAB
+    with pytest.raises(IndexError, match=re.escape(f"targets[2] is {VOCAB}, outside [0, {VOCAB})")):
+        recorder.logprobs(tokens, counts)
+
+
+def test_what_was_not_asked_for_is_not_recorded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with record_sampling(model) as recorder:
+        out = generate(model, top_k=3, eos_token_id=None)
+    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    with pytest.raises(ValueError, match=re.escape("log-probabilities are not recorded: ask for them by record_sampl")):
+        recorder.logprobs(tokens)
+    # Without sets nothing asks the device how many entries are kept.
+    monkeypatch.setattr(Tensor, "nonzero", None)
+    with record_sampling(model, logprobs=True, sets=False) as recorder:
+        with pytest.raises(ValueError, match="nothing was recorded"):
+            recorder.logprobs(tokens)
+        out = generate(model, top_k=3, eos_token_id=None)
+    with pytest.raises(ValueError, match=r"sets are not recorded: .*sets=False"):
+        recorder.sampling_mask()
+    assert_logprobs(recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :]), samplers_logprobs(out))
+    before = dict(vars(model))
+    with (
+        pytest.raises(ValueError, match="both False: nothing would be recorded"),
+        record_sampling(model, logprobs=False, sets=False),
+    ):
+        pass
+    assert vars(model) == before
 
 
 def test_a_recorder_of_ones_own_is_told_where_a_run_ends() -> None:
