@@ -38,7 +38,7 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 	$(call install,train)
 
 $(VENV)/.installed-test: $(REQUIREMENTS)
-	$(call install,dev$(COMMA)train$(COMMA)trl)
+	$(call install,dev$(COMMA)train$(COMMA)lora$(COMMA)trl)
 
 $(VENV)/.installed-bench: $(REQUIREMENTS)
 	$(call install,bench$(COMMA)train)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from . import __version__
 
@@ -14,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fastrl",
         description="Fused vocabulary losses for reinforcement learning of language models.",
-        epilog="commands:\n" + "".join(f"  {name:<8}{text}\n" for name, (_, text) in _COMMANDS.items()),
+        epilog="commands:\n" + "".join(f"  {name:<12}{text}\n" for name, (_, text) in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fastrl {__version__}")
@@ -32,18 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(argv: list[str]) -> int:
     from .doctor import missing_for_train
 
-    missing = missing_for_train()
-    if missing:
-        return _fail(
-            f"train needs the package's train extra (missing: {', '.join(missing)}): pip install 'fastrl[train]'"
-        )
-    from .trainer.errors import UserError
+    if missing := missing_for_train():
+        return _fail_for_extra("train", missing)
     from .trainer.train import main as train
 
-    try:
-        return train(argv)
-    except UserError as error:
-        return _fail(str(error))
+    return _run(train, argv)
 
 
 def _bench(argv: list[str]) -> int:
@@ -65,6 +59,38 @@ def _plan(argv: list[str]) -> int:
     return plan(argv)
 
 
+def _report(argv: list[str]) -> int:
+    if find_spec("matplotlib") is None:
+        return _fail_for_extra("report", ["matplotlib"])
+    from .runs.report import main as report
+
+    return _run(report, argv)
+
+
+def _plot_gates(argv: list[str]) -> int:
+    if find_spec("matplotlib") is None:
+        return _fail_for_extra("plot-gates", ["matplotlib"])
+    from .plot_gates import main as plot_gates
+
+    return _run(plot_gates, argv)
+
+
+def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The command's exit status; 2 and one line for what the user can mend."""
+    from .runs.errors import UserError
+
+    try:
+        return command(argv)
+    except UserError as error:
+        return _fail(str(error))
+
+
+def _fail_for_extra(command: str, missing: list[str]) -> int:
+    return _fail(
+        f"{command} needs the package's train extra (missing: {', '.join(missing)}): pip install 'fastrl[train]'"
+    )
+
+
 def _fail(message: str) -> int:
     print(f"fastrl: {message}", file=sys.stderr)
     return 2
@@ -72,9 +98,11 @@ def _fail(message: str) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language model: fastrl train CONFIG.toml [--section.field value ...]"),
+    "report": (_report, "a run's curves, samples, timings and config in one HTML file: fastrl report RUN_DIR"),
     "bench": (_bench, "measure the losses on this machine, beside their peers"),
     "doctor": (_doctor, "versions, devices, backends, and why one is missing"),
     "plan": (_plan, "which memory plan a linear loss would take within a budget, and what it costs"),
+    "plot-gates": (_plot_gates, "draw what each algorithm makes of the ratio: the weight on grad log pi"),
 }
 
 

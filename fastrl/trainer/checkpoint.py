@@ -1,7 +1,8 @@
 """Checkpoints: a model in the Hugging Face format, and beside it what a run needs to go on as if it had never stopped.
 
-``from_pretrained`` on the directory gives model and tokenizer back. ``training_state.safetensors`` holds the moments of
-the optimizer and the generators, ``training_state.json`` plain numbers and the config; nothing is ever unpickled.
+``from_pretrained`` on the directory gives model (or adapters) and tokenizer back. ``training_state.safetensors`` holds
+the moments of the optimizer and the generators, ``training_state.json`` plain numbers and the config, and where there
+are, ``critic.safetensors`` and ``reference.safetensors`` their weights; nothing is ever unpickled.
 """
 
 import json
@@ -10,16 +11,16 @@ import random
 import shutil
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
 
+from ..runs.errors import UserError
 from .config import Config
-from .data import PromptSampler
-from .errors import UserError
-from .policy import Policy
-from .update import Optimization
+from .run import Run
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 # Sections and fields that a resumed run may change. Other batches round and sample differently; all else would make it
@@ -27,41 +28,59 @@ TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 FREE = ("logging", "evaluation", "device", "threads", "batch_size", "micro_batch_size", "max_skipped_updates")
 
 
-def save_checkpoint(policy: Policy, state: Optimization, sampler: PromptSampler, config: Config) -> None:
-    """Write ``checkpoints/step-<state.step>``, which exists only once it is complete, and prune the oldest."""
-    optimizer = state.optimizer.state_dict()
-    tensors = {name: generator.get_state() for name, generator in _generators(policy, state, sampler).items()}
+def save_checkpoint(run: Run) -> None:
+    """Write ``checkpoints/step-<run.step>``, which exists only once it is complete, and prune the oldest.
+
+    Raises UserError where that fails (a full disk), and leaves the earlier checkpoints as they were.
+    """
+    directory = run.config.logging.output_dir / "checkpoints" / f"step-{run.step:06d}"
+    unfinished = directory.with_name(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        _write(run, unfinished)
+        if directory.exists():
+            shutil.rmtree(directory)
+        unfinished.rename(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what is there of it takes room and is no use
+        good = _complete(directory.parent)
+        left = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier one"
+        raise UserError(f"step {run.step}: cannot save a checkpoint in {directory.parent}: {error}; {left}") from error
+    if run.config.logging.keep_checkpoints is not None:
+        for old in _complete(directory.parent)[: -run.config.logging.keep_checkpoints]:
+            shutil.rmtree(old)
+
+
+def _write(run: Run, directory: Path) -> None:
+    """All files of a checkpoint, flushed to the disk."""
+    optimizer = run.optimizer.state_dict()
+    tensors = {name: generator.get_state() for name, generator in _generators(run).items()}
     for index, moments in optimizer["state"].items():
         tensors |= {f"{index}.{name}": moment.contiguous() for name, moment in moments.items()}
     numbers = {
-        "step": state.step,
-        "skipped": state.skipped,
-        # The numbers of a controller (an adaptive KL coefficient, say) go here, and load_checkpoint gives them back.
-        "prompts": len(sampler.examples),
-        "order": sampler.order,
+        "step": run.step,
+        "skipped": run.skipped,
+        "prompts": len(run.sampler.examples),
+        "order": run.sampler.order,
+        "text": run.text and run.text.position,
+        "kl": run.kl and run.kl.state(),
+        "entropy": run.entropy and run.entropy.state(),
         "optimizer": optimizer["param_groups"],
-        "scheduler": state.scheduler.state_dict(),
+        "scheduler": run.scheduler.state_dict(),
         "python": random.getstate(),
         "numpy": np.random.get_state(),
-        "config": config.model_dump(mode="json"),
+        "config": run.config.model_dump(mode="json"),
     }
-    directory = config.logging.output_dir / "checkpoints" / f"step-{state.step:06d}"
-    unfinished = directory.with_name(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    policy.model.save_pretrained(unfinished)
-    policy.tokenizer.save_pretrained(unfinished)
-    save_file(tensors, unfinished / TENSORS)
-    (unfinished / NUMBERS).write_text(json.dumps(numbers, default=np.ndarray.tolist) + "\n", encoding="utf-8")
-    for path in unfinished.iterdir():  # or a machine that dies could leave the final name on empty files
+    run.policy.model.save_pretrained(directory)
+    run.policy.tokenizer.save_pretrained(directory)
+    for name, model in _other_models(run).items():
+        save_model(model, str(directory / name))
+    save_file(tensors, directory / TENSORS)
+    (directory / NUMBERS).write_text(json.dumps(numbers, default=np.ndarray.tolist) + "\n", encoding="utf-8")
+    for path in directory.iterdir():  # or a machine that dies could leave the final name on empty files
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    if directory.exists():
-        shutil.rmtree(directory)
-    unfinished.rename(directory)
-    if config.logging.keep_checkpoints is not None:
-        for old in _complete(directory.parent)[: -config.logging.keep_checkpoints]:
-            shutil.rmtree(old)
 
 
 def newest_checkpoint(config: Config) -> Path:
@@ -73,30 +92,39 @@ def newest_checkpoint(config: Config) -> Path:
     before = json.loads((found[-1] / NUMBERS).read_text(encoding="utf-8"))["config"]
     # A decay is spread over the whole run; a constant schedule does not care how long that is.
     free = (*FREE, "steps") if config.optimizer.schedule == "constant" else FREE
-    changed = [
-        f"{section}.{field} was {before[section][field]!r} and is now {value!r}"
-        for section, table in config.model_dump(mode="json").items()
-        for field, value in table.items()
-        if section not in free and field not in free and before[section].get(field, value) != value
-    ]
+    changed = []
+    for section, table in config.model_dump(mode="json").items():
+        earlier = before.get(section)
+        if section in free or table == earlier:
+            continue
+        if table is None or earlier is None:  # a table that was not there, or is no more
+            changed.append(f"{section} was {earlier!r} and is now {table!r}")
+            continue
+        changed += [
+            f"{section}.{field} was {earlier[field]!r} and is now {value!r}"
+            for field, value in table.items()
+            if field not in free and earlier.get(field, value) != value
+        ]
     if changed:
         raise UserError(f"{found[-1]}: cannot be resumed with another config: {'; '.join(changed)}")
     return found[-1]
 
 
-def load_checkpoint(directory: Path, policy: Policy, state: Optimization, sampler: PromptSampler) -> None:
+def load_checkpoint(directory: Path, run: Run) -> None:
     """Bring a new run's objects to where the checkpoint was written, and the process' random generators too.
 
     Raises UserError if the dataset has another length, where the position in it would mean nothing.
     """
     numbers = json.loads((directory / NUMBERS).read_text(encoding="utf-8"))
+    sampler = run.sampler
     if len(sampler.examples) != numbers["prompts"]:
         lengths = f"data.path had {numbers['prompts']} prompts and now has {len(sampler.examples)}"
         raise UserError(f"{directory}: cannot be resumed with another dataset: {lengths}")
-    model = type(policy.model).from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
-    policy.model.load_state_dict(model.state_dict())
+    _load_policy(directory, run)
+    for name, model in _other_models(run).items():
+        load_model(model, directory / name)
     tensors = load_file(directory / TENSORS)
-    for name, generator in _generators(policy, state, sampler).items():
+    for name, generator in _generators(run).items():
         if name in tensors:  # not where a CPU's run goes on on a GPU
             generator.set_state(tensors[name])
     moments: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -104,18 +132,42 @@ def load_checkpoint(directory: Path, policy: Policy, state: Optimization, sample
         index, _, name = key.partition(".")
         if index.isdigit():
             moments[int(index)][name] = tensor.clone()  # not a view of a file that will be pruned
-    state.optimizer.load_state_dict({"state": moments, "param_groups": numbers["optimizer"]})
-    state.scheduler.load_state_dict(numbers["scheduler"])
-    state.step, state.skipped, sampler.order = numbers["step"], numbers["skipped"], numbers["order"]
+    run.optimizer.load_state_dict({"state": moments, "param_groups": numbers["optimizer"]})
+    run.scheduler.load_state_dict(numbers["scheduler"])
+    run.step, run.skipped, sampler.order = numbers["step"], numbers["skipped"], numbers["order"]
+    if run.text is not None:
+        run.text.position = numbers["text"]
+    for name, controller in (("kl", run.kl), ("entropy", run.entropy)):
+        if controller is not None:
+            controller.load(numbers[name])
     random.setstate(tuple(tuple(part) if isinstance(part, list) else part for part in numbers["python"]))
     np.random.set_state(tuple(numbers["numpy"]))
 
 
-def _generators(policy: Policy, state: Optimization, sampler: PromptSampler) -> dict[str, torch.Generator]:
+def _load_policy(directory: Path, run: Run) -> None:
+    model: Any = run.policy.model
+    if run.policy.has_adapters:
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
+        return
+    saved = type(model).from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
+    model.load_state_dict(saved.state_dict())
+
+
+def _other_models(run: Run) -> dict[str, torch.nn.Module]:
+    """What has weights of its own beside the policy, by file name."""
+    found: dict[str, torch.nn.Module] = {} if run.critic is None else {"critic.safetensors": run.critic}
+    if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
+        found["reference.safetensors"] = run.reference.model
+    return found
+
+
+def _generators(run: Run) -> dict[str, torch.Generator]:
     """Every torch generator that a run draws from."""
-    found = {"torch": torch.default_generator, "shuffle": state.generator, "prompts": sampler.generator}
-    if policy.device.type == "cuda":
-        found["cuda"] = torch.cuda.default_generators[policy.device.index]
+    found = {"torch": torch.default_generator, "shuffle": run.generator, "prompts": run.sampler.generator}
+    if run.policy.device.type == "cuda":
+        found["cuda"] = torch.cuda.default_generators[run.policy.device.index]
     return found
 
 

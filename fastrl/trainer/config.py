@@ -1,132 +1,154 @@
-"""The configuration of ``fastrl train``: pydantic models, read from a TOML file and overridden on the command line.
+"""The configuration of ``fastrl train``."""
 
-The command line (``--section.field value``) is generated from the same models that check the file, so there is one list
-of fields, one set of checks and one form of error for both.
-"""
-
-import os
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from .errors import UserError
-from .objective_config import ObjectiveConfig, without
-
-# Dotted fields that hold a path, or a path with ":function". In the file they are relative to the file, on the command
-# line to the working directory.
-PATH_FIELDS = (
-    "model.path",
-    "model.config",
-    "model.tokenizer",
-    "data.path",
-    "data.eval_path",
-    "reward.function",
-    "evaluation.metrics",
-    "logging.output_dir",
-)
-# These may also be a model hub's "owner/name", so they are only resolved if something lies at the resolved path.
-HUB_FIELDS = ("model.path", "model.tokenizer")
-
-
-class Section(BaseModel):
-    """A table of the config file. Unknown fields are errors; the docstring under a field is its help text."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ModelConfig(Section):
-    """The policy that is trained."""
-
-    path: str | None = None
-    """A local directory or a hub name, with weights."""
-    config: Path | None = None
-    """A model config.json: start from scratch with random weights (then tokenizer is needed)."""
-    tokenizer: str | None = None
-    """A tokenizer directory or hub name; the default is model.path."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of the matrix products. Weights stay float32: a step of 1e-6 would be rounded away in bfloat16."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelConfig":
-        if (self.path is None) == (self.config is None):
-            raise ValueError("expected exactly one of path (a model with weights) and config (a model from scratch)")
-        if self.config is not None and self.tokenizer is None:
-            raise ValueError("config starts a model from scratch, so tokenizer must name a tokenizer directory")
-        return self
+from ..runs.sections import FileLocation, ModelConfig, OptimizerConfig, RolloutConfig
+from ..runs.sections import LoggingConfig as CommonLogging
+from ..runs.settings import Location, Section
+from .objective_config import ObjectiveConfig
 
 
 class DataConfig(Section):
     """What is asked."""
 
-    path: Path
+    path: FileLocation
     """Training prompts: JSONL with a field "prompt" and any other columns, which go to the reward function."""
-    eval_path: Path | None = None
+    eval_path: Annotated[Path | None, Location()] = None
     """Held-out prompts of the same form; without it there is no evaluation."""
 
 
 class RewardConfig(Section):
-    """What pays."""
+    """What pays: functions and a reward model, summed with their weights, and the price of length."""
 
-    function: str
-    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None]."""
+    function: Annotated[str | list[str], Location()] = Field(default_factory=list)
+    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None], or several.
+    What all of them give None is left out of its group."""
+    weights: list[float] | None = None
+    """One a function; the default is 1 for each."""
+    model: Annotated[str | None, Location(hub=True)] = None
+    """A reward model: the directory or hub name of a sequence classifier with one label."""
+    model_weight: float = 1.0
+    """Its weight beside the functions'."""
+    steps: Annotated[str | None, Location()] = None
+    """A function that rewards steps, for advantages.estimator = "process": for each completion a list of pairs (end,
+    reward), end the number of characters up to the end of the step."""
+    overlong_cache: int | None = Field(None, ge=0)
+    """DAPO's soft punishment: the reward falls by up to 1 over this many tokens before rollout.max_new_tokens."""
+    overlong_filter: bool = False
+    """DAPO's filter: completions that were cut off at rollout.max_new_tokens do not count in the loss."""
+
+    @property
+    def functions(self) -> list[str]:
+        """All outcome reward functions."""
+        return [self.function] if isinstance(self.function, str) else self.function
+
+    @model_validator(mode="after")
+    def _weighted(self) -> "RewardConfig":
+        if not self.functions and self.model is None:
+            raise ValueError("function: required without a reward model, but not given")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(f"weights: expected one for each of {len(self.functions)} functions, got {self.weights}")
+        return self
 
 
 class AdvantagesConfig(Section):
-    """From rewards to advantages, relative to the prompt's group."""
+    """From rewards to advantages."""
 
+    estimator: Literal["group", "rloo", "batch", "process", "gae"] = "group"
+    """group: relative to the prompt's group (GRPO); rloo: leave-one-out; batch: rewards to go, whitened over the batch
+    (REINFORCE++); process: step rewards, normalised in the group (GRPO); gae: with the critic's values (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Divide the centred rewards by the group's standard deviation, the batch's, or not at all (Dr.GRPO, GPG)."""
+    """For group and process: divide by the group's standard deviation, the batch's, or not at all (Dr.GRPO, GPG)."""
+    ddof: Literal[0, 1] = 0
+    """0 for the population's standard deviation, 1 for the sample's."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """The discount a token, for batch and gae."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """The decay of generalised advantage estimation."""
+    whiten: bool = True
+    """For gae: shift and scale the batch's token advantages to mean 0 and standard deviation 1."""
 
 
-class RolloutConfig(Section):
-    """How completions are sampled."""
+class CriticConfig(Section):
+    """The value function of advantages.estimator = "gae": a linear head on a decoder."""
 
-    prompts_per_step: int = Field(128, ge=1)
-    """Prompts a step."""
-    num_generations: int = Field(8, ge=2)
-    """Completions a prompt (the group)."""
-    max_new_tokens: int = Field(256, ge=1)
-    """The longest completion, EOS included."""
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Sampling temperature; training uses the same."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest entries with at least this probability together; 1 = off. Which entries top_p, top_k
-    and min_p leave for each token is recorded, and training normalises over the same ones."""
-    top_k: int = Field(0, ge=0)
-    """Sample from this many of the likeliest entries; 0 = off."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from entries at least this likely, relative to the likeliest; 0 = off."""
-    batch_size: int | None = Field(None, ge=1)
-    """Sequences generated at a time; the default is all of them."""
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+    shared: bool = False
+    """The head stands on the policy's own decoder, instead of on a copy of it."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic's weights; the default is optimizer.lr."""
+    clip: float | None = Field(0.2, gt=0)
+    """How far values may move from the rollout's before their loss stops paying."""
+    coef: float = Field(0.5, gt=0)
+    """The weight of the value loss beside the policy's."""
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+class KLConfig(Section):
+    """A KL term, in place of the preset's own."""
 
-    lr: float = Field(1e-6, gt=0, allow_inf_nan=False)
-    """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's moment decays."""
-    eps: float = Field(1e-8, gt=0)
-    """AdamW's epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global L2 norm; inf switches it off."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: constant, or a decay to 0 over the run."""
-    warmup_updates: int = Field(0, ge=0)
-    """Optimizer updates of linear warm-up from 0."""
+    place: Literal["loss", "reward"] = "loss"
+    """In the loss (GRPO), or taken from each token's reward (PPO)."""
+    kind: Literal["k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new"] = "k3"
+    """The estimator; in the reward k1, k2 or k3. Against the reference, which is the policy that the run starts from;
+    old-new against the policy before the step."""
+    coef: float = Field(0.04, ge=0)
+    """Its weight beta, or what an adaptive one starts from."""
+    ratio: Literal["token", "objective"] = "token"
+    """For k3-unbiased: the ratio that corrects it, the token's own or the objective's."""
+    adaptive: Literal["schulman", "rlhf"] | None = None
+    """schulman: halve beta where the KL is below target / 1.5, double it above target * 1.5; rlhf: proportional, over
+    ``horizon`` responses."""
+    target: float | None = Field(None, gt=0)
+    """Nats: a token for schulman, a response for rlhf."""
+    horizon: int = Field(10_000, ge=1)
+    """Responses over which rlhf may double beta."""
+    sync_every: int | None = Field(None, ge=1)
+    """Make the policy the new reference every this many steps."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "KLConfig":
+        if (self.adaptive is None) != (self.target is None):
+            raise ValueError("adaptive and target go together")
+        if self.place == "reward" and self.kind not in ("k1", "k2", "k3"):
+            raise ValueError(f"kind: expected k1, k2 or k3 in the reward, got {self.kind!r}")
+        return self
+
+
+class CorrectionConfig(Section):
+    """A weight from exp(old - rollout), the training path's log-probabilities against the sampler's own."""
+
+    level: Literal["token", "sequence"] = "token"
+    """A weight a token, or one a response."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """truncate (TIS): held within [low, high]; mask (MIS, IcePop): 0 outside them."""
+    low: float = Field(0.0, ge=0)
+    """The least weight."""
+    high: float = Field(2.0, gt=0)
+    """The largest weight."""
+
+
+class EntropyConfig(Section):
+    """A learned entropy coefficient (SAC's): it starts at objective.entropy_coef and steers the entropy to a target."""
+
+    target: float = Field(ge=0)
+    """Nats a token."""
+    lr: float = Field(1e-2, gt=0)
+    """Learning rate (Adam) of the coefficient's logarithm."""
+
+
+class PretrainingConfig(Section):
+    """PPO-ptx: cross-entropy on pretraining text beside the policy's loss."""
+
+    path: FileLocation
+    """A text file."""
+    coef: float = Field(1.0, gt=0)
+    """The weight of the cross-entropy."""
+    batch_size: int = Field(8, ge=1)
+    """Sequences an update."""
+    length: int = Field(512, ge=2)
+    """Tokens a sequence."""
 
 
 class TrainingConfig(Section):
@@ -140,6 +162,8 @@ class TrainingConfig(Section):
     """Optimizer updates a pass: the rollout is shuffled and split into this many."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Sequences in one forward and backward, gradients accumulate over a minibatch; the default is all of it."""
+    packing: bool = False
+    """Put a micro-batch's sequences behind one another without padding."""
     seed: int = Field(0, ge=0)
     """Seeds Python, NumPy and torch."""
     device: str = "auto"
@@ -147,29 +171,38 @@ class TrainingConfig(Section):
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
     machine that has other work; numbers repeat exactly only for the same number of threads."""
+    memory_budget: str | None = None
+    """The most temporary memory of the fused losses, such as "512MiB"; the default is a quarter of what is free."""
     max_skipped_updates: int = Field(10, ge=1)
     """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
     its batch is saved under output_dir/skipped. After this many in a row the run stops."""
 
 
 class EvaluationConfig(Section):
-    """Greedy decoding on held-out prompts."""
+    """Scores on held-out prompts."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate (greedy decoding on data.eval_path) every this many steps, besides once at the end."""
-    metrics: list[str] = []
+    metrics: Annotated[list[str], Location()] = Field(default_factory=list)
     """More functions like reward.function; each one's mean is reported as eval/<its name>."""
+    samples: int = Field(0, ge=0)
+    """Completions a prompt, sampled as in the rollout, for the two scores below; 0 = none."""
+    k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    """Report for each metric eval/<name>/pass@k (a prompt is solved if one of k samples gets 1) and eval/<name>/maj@k
+    (the most frequent of k completions gets 1), for these k."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> "EvaluationConfig":
+        if self.samples and max(self.k) > self.samples:
+            raise ValueError(f"k: expected at most evaluation.samples = {self.samples}, got {self.k}")
+        return self
 
 
-class LoggingConfig(Section):
+class LoggingConfig(CommonLogging):
     """What a run leaves behind."""
 
-    output_dir: Path = Path("runs/default")
-    """Metrics, plots and checkpoints go here."""
-    overwrite: bool = False
-    """Replace the run that output_dir holds; without it that is an error."""
-    tensorboard: bool = True
-    """Write TensorBoard event files too."""
+    samples: int = Field(4, ge=0)
+    """Completions a step that samples.jsonl and the report keep."""
     checkpoint_every: int | None = Field(None, ge=1)
     """Save a checkpoint every this many steps, besides once at the end and at SIGTERM or Ctrl-C."""
     keep_checkpoints: int | None = Field(None, ge=1)
@@ -184,6 +217,11 @@ class Config(Section):
     reward: RewardConfig
     objective: ObjectiveConfig
     advantages: AdvantagesConfig = AdvantagesConfig()
+    critic: CriticConfig | None = None
+    kl: KLConfig | None = None
+    rollout_correction: CorrectionConfig | None = None
+    entropy: EntropyConfig | None = None
+    pretraining: PretrainingConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
@@ -191,84 +229,53 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
-    def _evaluation_has_data(self) -> "Config":
-        if self.data.eval_path is None and (self.evaluation.every or self.evaluation.metrics):
-            raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
+    def _consistent(self) -> "Config":
+        for problem, message in self._problems():
+            if problem:
+                raise ValueError(message)
         return self
 
-
-def load_config(path: Path, overrides: dict[str, Any] | None = None) -> Config:
-    """Read and check a TOML file; ``overrides`` is a tree of the same shape whose values win.
-
-    Raises UserError naming the file and line of a syntax error, or every field that is wrong.
-    """
-    overrides = overrides or {}
-    tree = _read_toml(path)
-    _map_paths(tree, lambda field, text: _resolve(field, text, path.parent))
-    _map_paths(overrides, lambda field, text: _resolve(field, text, Path.cwd()))
-    objective = tree.get("objective")
-    if isinstance(objective, dict) and "presets" in objective:
-        objective["presets"] = without(objective["presets"], overrides.get("objective", {}))
-    try:
-        return Config.model_validate(_merge(tree, overrides))
-    except ValidationError as error:
-        raise UserError("\n".join(_describe(error, path, overrides))) from error
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:  # its message ends in "(at line 3, column 8)"
-        raise UserError(f"{path}: not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the config: {error}") from error
-
-
-def _map_paths(tree: dict[str, Any], change: Callable[[str, str], str]) -> None:
-    for field in PATH_FIELDS:
-        section, name = field.split(".")
-        table = tree.get(section)
-        if not isinstance(table, dict):
-            continue
-        value = table.get(name)
-        if isinstance(value, str):
-            table[name] = change(field, value)
-        elif isinstance(value, list):
-            table[name] = [change(field, item) if isinstance(item, str) else item for item in value]
-
-
-def _resolve(field: str, text: str, base: Path) -> str:
-    resolved = base / Path(text).expanduser()
-    if field in HUB_FIELDS and not resolved.exists() and not text.startswith((".", "/", "~")):
-        return text
-    return os.path.normpath(resolved.absolute())
-
-
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in top.items():
-        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
-    return merged
-
-
-def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> list[str]:
-    lines = []
-    for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
-        given: Any = overrides  # what the command line says about this field
-        for part in item["loc"]:
-            given = given.get(part) if isinstance(given, dict) else None
-        if isinstance(given, dict) and given:  # several fields that do not go together
-            options = " ".join(f"--{field}.{name}".replace("--.", "--") for name in given)
-            where = f"{path} with {options}: {field}".removesuffix(": ")
-        else:
-            where = f"{path}: {field}".removesuffix(": ") if given is None or given == {} else f"--{field}"
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown field (value {item['input']!r})")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: required, but not given")
-        else:
-            came = "" if isinstance(item["input"], BaseModel | dict) else f", got {item['input']!r}"
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{came}")
-    return lines
+    def _problems(self) -> list[tuple[bool, str]]:
+        """Combinations of tables that mean nothing, with what to say of each."""
+        evaluates = bool(self.evaluation.every or self.evaluation.metrics or self.evaluation.samples)
+        estimator, objective, lora = self.advantages.estimator, self.objective.build(), self.model.lora_rank is not None
+        alone = self.rollout.num_generations == 1
+        return [
+            (
+                self.data.eval_path is None and evaluates,
+                "evaluation is configured but data.eval_path names no prompts to evaluate on",
+            ),
+            (
+                alone and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling),
+                "rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1",
+            ),
+            (
+                (estimator == "gae") != (self.critic is not None),
+                'advantages.estimator = "gae" and a [critic] table go together',
+            ),
+            (
+                (estimator == "process") != (self.reward.steps is not None),
+                'advantages.estimator = "process" and reward.steps go together',
+            ),
+            (
+                self.entropy is not None and not objective.has_entropy_term,
+                "entropy: objective.entropy_coef must be the positive coefficient to start from",
+            ),
+            (
+                self.kl is not None and self.kl.place == "reward" and estimator == "process",
+                'kl.place: a KL in the reward does not go with advantages.estimator = "process"',
+            ),
+            (
+                self.kl is not None and self.kl.sync_every is not None and lora,
+                "kl.sync_every: with model.lora_rank the reference is the model without its adapters",
+            ),
+            (
+                self.critic is not None and self.critic.shared and lora,
+                "critic.shared: does not go with model.lora_rank; leave one of them out",
+            ),
+            (
+                objective.top_entropy_fraction is not None and self.training.micro_batch_size is not None,
+                "objective.top_entropy_fraction ranks the tokens of a whole minibatch, so it does not go with "
+                f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out",
+            ),
+        ]

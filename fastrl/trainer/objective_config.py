@@ -7,7 +7,7 @@
     [objective.presets.gspo]       # options for name = "gspo", which win over those above
     clip_low = 0.1
 
-The command line (``--objective.clip_low 0.2``) wins over both.
+A config that stands on this one, and the command line (``--objective.clip_low 0.2``), win over both.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, create_model, model_validator
 
 from .. import PRESETS, Objective
+from ..runs.settings import Section
 
 _BY_NAME: dict[str, Callable[..., Objective]] = {name.lower(): preset for name, preset in PRESETS.items()}
 
@@ -48,12 +49,12 @@ def _options(preset: Callable[..., Objective]) -> dict[str, Any]:
 _OPTIONS = {name: _options(preset) for name, preset in _BY_NAME.items()}
 
 
-class _ObjectiveBase(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class _ObjectiveBase(Section):
+    """The objective."""
 
     name: str
     """The preset."""
-    presets: dict[str, dict[str, Any]] = {}
+    presets: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options for one preset; they win over the options above."""
 
     @model_validator(mode="after")
@@ -92,18 +93,6 @@ def _check_options(where: str, preset: str, options: dict[str, Any]) -> None:
             TypeAdapter(known[option]).validate_python(value)
         except ValidationError as error:
             raise ValueError(f"{dotted}: {error.errors()[0]['msg']}, got {value!r}") from error
-
-
-def without(presets: Any, options: Iterable[str]) -> Any:
-    """The file's ``presets`` without some options, which the command line gives: there it has the last word."""
-    if not isinstance(presets, dict):  # a mistake, and pydantic will say which
-        return presets
-    return {
-        preset: {option: value for option, value in table.items() if option not in options}
-        if isinstance(table, dict)
-        else table
-        for preset, table in presets.items()
-    }
 
 
 def _option_fields() -> dict[str, Any]:

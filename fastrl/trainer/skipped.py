@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .policy import Policy
-from .rollout import Rollout
+from ..runs.policy import Policy
+from ..runs.rollout import Rollout
 
 KEPT = 3  # batches; one repeats what the last ones said
 

@@ -1,32 +1,29 @@
 """The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
 
-import math
 import os
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from .. import group_advantages
+from ..runs.log import RunLog, check_output
+from ..runs.optimizer import cpu_threads
+from ..runs.settings import parse_command_line
+from ..runs.timing import peak_memory, timed
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from .command_line import parse_command_line
 from .config import Config
-from .data import Example, PromptSampler, load_examples
-from .errors import UserError
-from .metrics import RunLog, check_output
-from .policy import Policy, frozen_copy, load_policy
-from .report import plot_run
-from .reward import RewardFunction, load_reward
-from .rollout import Rollout, completion_texts, generate, rollout_logprobs
-from .update import check_accumulation, make_optimization, update
+from .evaluation import evaluate
+from .experience import collect
+from .run import Run, make_run
+from .update import update
+
+# What a step's line shows, if it is there.
+SHOWN = ("reward", "eval/reward", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")
 
 
 def main(argv: list[str]) -> int:
@@ -34,11 +31,16 @@ def main(argv: list[str]) -> int:
 
     Returns the exit status: 0 for a run that is complete, and what a shell makes of the signal that ended it early.
     """
-    config, resume = parse_command_line(argv)
-    summary = train(config, resume=resume)
+    text = (
+        "Train a language model by reinforcement learning. SIGTERM and Ctrl-C finish the step, save a checkpoint and "
+        "exit with 143 and 130; a second one ends at once."
+    )
+    resume = {"resume": "go on from the newest checkpoint in logging.output_dir, to the same end"}
+    config, given = parse_command_line(Config, "train", text, argv, resume)
+    summary = train(config, resume=given["resume"])
     scores = ", ".join(f"{name} {value:.4f}" for name, value in summary.items() if name.startswith("eval/"))
     print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
-    print(f"metrics, curves and checkpoints: {config.logging.output_dir}")
+    print(f"metrics, report and checkpoints: {config.logging.output_dir}")
     if summary["interrupted"] is None:
         return 0
     print(f"interrupted by {summary['interrupted']}; the same command with --resume goes on from here")
@@ -58,117 +60,57 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     checkpoint = newest_checkpoint(config) if resume else None
     if checkpoint is None:
         check_output(config.logging.output_dir, config.logging.overwrite)
-    objective = config.objective.build()
-    check_accumulation(objective, config)
-    reward = load_reward(config.reward.function)
-    scores = {"reward": reward}
-    scores |= {function.name: function for function in map(load_reward, config.evaluation.metrics)}
-    policy = load_policy(config.model, _device(config.training.device))
-    needs_reference = objective.kl is not None and objective.kl.needs_reference
-    reference = frozen_copy(policy) if needs_reference else None
-    room = None if policy.max_positions is None else policy.max_positions - config.rollout.max_new_tokens
-    sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), config.training.seed)
-    held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
-    state = make_optimization(policy, config)
+    run = make_run(config)
     if checkpoint is not None:
-        load_checkpoint(checkpoint, policy, state, sampler)
+        load_checkpoint(checkpoint, run)
 
-    interrupted = None
-    with _threads(config.training.threads), RunLog(config, state.step) as log, _stop_signals() as signals:
-        for step in range(state.step + 1, config.training.steps + 1):
-            state.step, last = step, step == config.training.steps
-            numbers: dict[str, float] = {}
-            with _timed("time/step", numbers):
-                rollout = sample(policy, reference, reward, sampler, config, numbers)
-                with _timed("time/update", numbers):
-                    numbers |= update(policy, objective, state, rollout, config)
-            if held_out and _due(step, config.evaluation.every, last):
-                with _timed("time/evaluation", numbers):
-                    numbers |= evaluate(policy, held_out, scores, config)
-            log.write(step, numbers)
+    interrupted, logging, steps = None, config.logging, config.training.steps
+    with (
+        cpu_threads(config.training.threads),
+        RunLog(config, logging, config.objective.name, steps, SHOWN, run.step) as log,
+        _stop_signals() as signals,
+    ):
+        for step in range(run.step + 1, steps + 1):
+            run.step, last = step, step == steps
+            numbers, samples = take_step(run)
+            if run.held_out and _due(step, config.evaluation.every, last):
+                with timed("time/evaluation", numbers):
+                    numbers |= evaluate(run)
+            log.write(step, numbers, samples)
             interrupted = None if last or not signals else signals[0]
-            if interrupted or _due(step, config.logging.checkpoint_every, last):
-                save_checkpoint(policy, state, sampler, config)
-                plot_run(log.path, log.directory / "curves.png")
+            if interrupted or _due(step, logging.checkpoint_every, last):
+                save_checkpoint(run)
             if interrupted:
                 break
         seconds = time.perf_counter() - started
-        return log.summarize({"steps": state.step, "seconds": seconds, "interrupted": interrupted})
+        return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
 
 
-def sample(
-    policy: Policy,
-    reference: Policy | None,
-    reward: RewardFunction,
-    sampler: PromptSampler,
-    config: Config,
-    numbers: dict[str, float],
-) -> Rollout:
-    """One step's rollout with advantages, and with the old and reference log-probabilities the update needs.
-
-    Completions whose reward is None are left out. Adds what there is to report to ``numbers``.
-    """
-    settings, training = config.rollout, config.training
-    groups = sampler.next(settings.prompts_per_step)
-    examples = [example for example in groups for _ in range(settings.num_generations)]
-    with _timed("time/generate", numbers):
-        rollout = generate(policy, examples, settings)
-    with _timed("time/reward", numbers):
-        values = reward(examples, completion_texts(policy, rollout))
-    numbers |= describe(rollout, values, policy)
-
-    kept = [row for row, value in enumerate(values) if value is not None]
-    rewards = torch.tensor([values[row] for row in kept], dtype=torch.float32, device=policy.device)
-    rows = torch.tensor(kept, dtype=torch.long, device=policy.device)
-    rollout = rollout.select(rows)
-    advantages = group_advantages(rewards, rows // settings.num_generations, scale=config.advantages.scale)
-    with _timed("time/logprobs", numbers):
-        # With a single update a rollout the policy is still the one that sampled, and the losses know what that means.
-        on_policy = training.epochs * training.minibatches == 1
-        old, ref = (
-            rollout_logprobs(model, rollout, settings.temperature, training.micro_batch_size) if model else None
-            for model in (None if on_policy else policy, reference)
-        )
-    return replace(rollout, advantages=advantages, old_logprobs=old, ref_logprobs=ref)
-
-
-def describe(rollout: Rollout, rewards: list[float | None], policy: Policy) -> dict[str, float]:
-    """A rollout's own numbers: rewards (without the Nones), lengths in tokens, the share that ended without EOS."""
-    given = [value for value in rewards if value is not None]
-    lengths = rollout.mask.sum(1)
-    last = rollout.targets.gather(1, lengths[:, None] - 1)[:, 0]
-    ended = torch.isin(last, torch.tensor(policy.eos_token_ids, device=last.device))
-    return {
-        "reward": statistics.fmean(given) if given else math.nan,
-        "reward_std": statistics.pstdev(given) if given else math.nan,
-        "without_reward": 1 - len(given) / len(rewards),
-        "length": lengths.double().mean().item(),
-        "truncated": 1 - ended.double().mean().item(),
-    }
-
-
-def evaluate(
-    policy: Policy, examples: list[Example], functions: dict[str, RewardFunction], config: Config
-) -> dict[str, float]:
-    """Greedy decoding of every example: the mean of each function as ``eval/<name>`` (over what is not None)."""
-    completions = completion_texts(policy, generate(policy, examples, config.rollout, greedy=True))
-    numbers = {}
-    for name, function in functions.items():
-        values = [value for value in function(examples, completions) if value is not None]
-        numbers[f"eval/{name}"] = statistics.fmean(values) if values else math.nan
-    return numbers
+def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
+    """Sample, update and adapt: the step's metrics, and some of its samples."""
+    numbers: dict[str, float] = {}
+    with timed("time/step", numbers):
+        rollout, samples = collect(run, numbers)
+        with timed("time/update", numbers):
+            numbers |= update(run, rollout)
+        kl_last, tokens = numbers.pop("kl_last", 0.0), numbers.get("tokens", 0.0) / run.config.training.epochs
+        if run.kl is not None:
+            kl = numbers.get("kl_reference", 0.0) if run.kl_in_reward else kl_last
+            run.kl.update(kl, tokens, len(rollout.input_ids))
+            numbers["kl_coef"] = run.kl.coef.item()
+        if run.entropy is not None:
+            run.entropy.update(numbers.get("entropy", float("nan")))
+            numbers["entropy_coef"] = run.entropy.coef.item()
+        every = None if run.config.kl is None else run.config.kl.sync_every
+        if run.reference is not None and every is not None and run.step % every == 0:
+            run.reference.model.load_state_dict(run.policy.model.state_dict())
+    numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
+    numbers["memory/peak_gib"] = peak_memory(run.policy.device)
+    return numbers, samples
 
 
 def _due(step: int, every: int | None, last: bool) -> bool:
     return last or (every is not None and step % every == 0)
-
-
-@contextmanager
-def _timed(name: str, numbers: dict[str, float]) -> Iterator[None]:
-    """Record the seconds that the block takes."""
-    started = time.perf_counter()
-    yield
-    numbers[name] = time.perf_counter() - started
 
 
 @contextmanager
@@ -193,23 +135,3 @@ def _stop_signals() -> Iterator[list[str]]:
         yield noted
     finally:
         restore()
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Torch's CPU threads for the block, its own choice for None."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch built without CUDA
-        raise UserError(f"training.device: cannot use {name!r}: {str(error).splitlines()[0]}") from error

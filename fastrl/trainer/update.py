@@ -2,150 +2,171 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import get_scheduler
 
-from .. import Objective, linear_policy_loss
-from .config import Config, OptimizerConfig
-from .errors import UserError
-from .policy import Policy
-from .rollout import Rollout
+from .. import linear_cross_entropy, linear_policy_loss, value_loss
+from ..runs.errors import UserError
+from ..runs.policy import checkpointing, decoder_states
+from ..runs.rollout import Rollout, hidden_states, replaying
+from ..runs.timing import Stopwatch
+from .run import Run
 from .skipped import save_batch
 
 # How a metric of several batches becomes one; those not named here are averaged with the batches' tokens as weights.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
 # Parts of a minibatch's loss, so its micro-batches' add up.
-LOSSES = ("loss", "policy_loss")
+LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
 MAXIMA = ("ratio_max",)
 
 
-@dataclass
-class Optimization:
-    """What changes from update to update besides the weights."""
-
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    generator: torch.Generator  # shuffles rollouts
-    step: int = 0  # the rollout at work, or the last one
-    skipped: int = 0  # updates in a row, up to now
-
-
-def make_optimization(policy: Policy, config: Config) -> Optimization:
-    """AdamW over all trainable weights, its learning-rate schedule over the whole run, and the shuffling generator."""
-    settings: OptimizerConfig = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.model.parameters() if p.requires_grad],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-    training = config.training
-    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
-    updates = training.steps * training.epochs * training.minibatches
-    scheduler = get_scheduler(name, optimizer, settings.warmup_updates, updates)
-    return Optimization(optimizer, scheduler, torch.Generator().manual_seed(training.seed))
-
-
-def check_accumulation(objective: Objective, config: Config) -> None:
-    """Raise UserError if gradients of micro-batches would not add up to the minibatch's."""
-    if objective.top_entropy_fraction is not None and config.training.micro_batch_size is not None:
-        raise UserError(
-            "objective.top_entropy_fraction ranks the tokens of a whole minibatch, so it does not go with "
-            f"training.micro_batch_size (got {config.training.micro_batch_size}); leave that out"
-        )
-
-
-def update(
-    policy: Policy, objective: Objective, state: Optimization, rollout: Rollout, config: Config
-) -> dict[str, float]:
+def update(run: Run, rollout: Rollout) -> dict[str, float]:
     """All optimizer updates of one rollout (with advantages). Returns the loss's metrics, averaged over the updates.
 
     An update whose loss or gradient is not finite is skipped and counted; training.max_skipped_updates of them in a row
-    raise UserError. Weights, optimizer and learning rate are then as if its batch had not been there.
+    raise UserError. Weights, optimizer and learning rate are then as if its batch had not been there. The seconds in
+    the vocabulary's losses are ``time/loss``.
     """
-    training, history, skipped = config.training, [], 0
+    training, history, skipped = run.config.training, [], 0
+    watch, mismatch = Stopwatch(run.policy.device), dict[str, Tensor]()
     for _ in range(training.epochs):
-        order = torch.randperm(len(rollout.input_ids), generator=state.generator).to(policy.device)
+        order = torch.randperm(len(rollout.input_ids), generator=run.generator).to(run.policy.device)
         for rows in order.tensor_split(training.minibatches):
             if len(rows) == 0:  # rewards of None can leave fewer sequences than minibatches
                 continue
-            micro_batches = accumulate_gradients(
-                policy, objective, rollout, rows, training.micro_batch_size, config.rollout.temperature
-            )
-            metrics = merge_metrics(micro_batches, (*COUNTS, *LOSSES))
-            parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-            metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
-            metrics["lr"] = torch.tensor(state.optimizer.param_groups[0]["lr"])
+            batches = accumulate_gradients(run, rollout, rows, watch)
+            metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
+            # Of the first update alone: the policy is still the one that sampled.
+            found = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mismatch/")}
+            mismatch = mismatch or found
+            metrics |= _clip(run)
             if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-                state.optimizer.step()
-                state.scheduler.step()
-                state.skipped = 0
+                run.optimizer.step()
+                run.scheduler.step()
+                run.skipped = 0
                 history.append(metrics)
             else:
                 skipped += 1
-                _skip(policy, state, rollout.select(rows), config, f"update-{len(history) + skipped:04d}")
-            state.optimizer.zero_grad(set_to_none=True)
-    numbers = {name: value.item() for name, value in merge_metrics(history, COUNTS).items()}
-    return {**numbers, "skipped_updates": skipped}
+                _skip(run, rollout.select(rows), f"update-{len(history) + skipped:04d}")
+            run.optimizer.zero_grad(set_to_none=True)
+    numbers = {name: value.item() for name, value in {**merge_metrics(history, COUNTS), **mismatch}.items()}
+    if history:
+        numbers["kl_last"] = history[-1]["kl"].item()
+    return {**numbers, "skipped_updates": skipped, "time/loss": watch.seconds()}
 
 
-def _skip(policy: Policy, state: Optimization, batch: Rollout, config: Config, name: str) -> None:
+def _clip(run: Run) -> dict[str, Tensor]:
+    """Hold each group's gradients to optimizer.max_grad_norm; their norms before (the policy's first) and the rate."""
+    groups = run.optimizer.param_groups
+    norms = [torch.nn.utils.clip_grad_norm_(group["params"], run.config.optimizer.max_grad_norm) for group in groups]
+    metrics = {"grad_norm": torch.stack(norms).norm(), "lr": torch.tensor(groups[0]["lr"])}
+    return metrics if len(norms) == 1 else {**metrics, "critic_grad_norm": norms[1]}
+
+
+def _skip(run: Run, batch: Rollout, name: str) -> None:
     """Keep the batch of an update that cannot be made, and raise UserError if that has happened too often in a row."""
-    state.skipped += 1
-    directory = config.logging.output_dir / "skipped" / f"step-{state.step:06d}-{name}"
-    save_batch(policy, batch, directory)
-    if state.skipped >= config.training.max_skipped_updates:
+    run.skipped += 1
+    directory = run.config.logging.output_dir / "skipped" / f"step-{run.step:06d}-{name}"
+    save_batch(run.policy, batch, directory)
+    if run.skipped >= run.config.training.max_skipped_updates:
         raise UserError(
-            f"step {state.step}: the loss or its gradient was not finite in {state.skipped} updates in a row "
+            f"step {run.step}: the loss or its gradient was not finite in {run.skipped} updates in a row "
             f"(training.max_skipped_updates); the last one's batch is in {directory}"
         )
 
 
-def accumulate_gradients(
-    policy: Policy,
-    objective: Objective,
-    rollout: Rollout,
-    rows: Tensor,
-    micro_batch_size: int | None,
-    temperature: float,
-) -> list[dict[str, Tensor]]:
+def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwatch) -> list[dict[str, Tensor]]:
     """Add the gradient of the minibatch ``rows`` (int64 indices), one micro-batch at a time; returns their metrics.
 
-    The denominator is the whole minibatch's, so the sum does not depend on how it is cut up.
+    The denominators are the whole minibatch's, so the sum does not depend on how it is cut up.
     """
-    tokens = int(rollout.mask[rows].sum())
-    denominator = max(tokens, 1) if objective.aggregate == "token-mean" else len(rows)
+    tokens = max(int(rollout.mask[rows].sum()), 1)
     metrics = []
-    for micro_rows in rows.split(micro_batch_size or len(rows)):
+    for micro_rows in rows.split(run.config.training.micro_batch_size or len(rows)):
         batch = rollout.select(micro_rows)
-        if batch.advantages is None:
-            raise ValueError("rollout.advantages: expected a (B,) tensor, got None")
-        with policy.computing():
-            result = linear_policy_loss(
-                policy.hidden_states(batch.input_ids, batch.attention_mask, batch.prompt_length),
-                policy.weight,
-                batch.targets,
-                objective=objective,
-                advantages=batch.advantages,
-                mask=batch.mask,
-                old_logprobs=batch.old_logprobs,
-                ref_logprobs=batch.ref_logprobs,
-                temperature=temperature,
-                sampling_mask=batch.sampling_mask,
-                denominator=denominator,
-                **policy.head,
-            )
-        result.loss.backward()
-        metrics.append({"loss": result.loss.detach().float(), **result.metrics})
+        models = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
+        with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
+            metrics.append(_backward(run, batch, tokens, len(rows), watch))
+    if run.text is not None and run.config.pretraining is not None:
+        settings, ids = run.config.pretraining, run.text.next(run.config.pretraining.batch_size).to(run.policy.device)
+        with checkpointing(run.policy.model):
+            found = settings.coef * _cross_entropy(run, ids)
+            found.backward()
+        metrics[-1] |= {"pretraining_loss": found.detach(), "loss": metrics[-1]["loss"] + found.detach()}
+        for earlier in metrics[:-1]:
+            earlier["pretraining_loss"] = torch.zeros_like(found)
     return metrics
 
 
-def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> dict[str, Tensor]:
+def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stopwatch) -> dict[str, Tensor]:
+    """Add the gradient of a micro-batch of a minibatch with this many tokens and sequences; returns its metrics."""
+    policy, training = run.policy, run.config.training
+    arguments = batch.loss_arguments(training.packing)
+    sampler = arguments["rollout_logprobs"]
+    if not run.reads_sampler:
+        arguments["rollout_logprobs"] = None
+    with policy.computing():
+        states = hidden_states(policy, batch, training.packing)
+        # Cut off here, the losses of the vocabulary can be timed by themselves.
+        leaf = states.detach().requires_grad_(states.requires_grad)
+        with watch():
+            result = linear_policy_loss(
+                leaf,
+                policy.weight,
+                objective=run.objective,
+                denominator=tokens if run.objective.aggregate == "token-mean" else sequences,
+                temperature=run.config.rollout.temperature,
+                memory_budget=training.memory_budget,
+                **arguments,
+                **policy.head,
+            )
+            result.loss.backward()
+    metrics = {"loss": result.loss.detach().float(), **result.metrics}
+    if run.critic is not None:
+        found = _value_loss(run, batch, leaf, tokens)
+        found.backward()
+        metrics |= {"value_loss": found.detach(), "loss": metrics["loss"] + found.detach()}
+    if leaf.grad is not None:
+        states.backward(leaf.grad)
+    if sampler is not None:
+        metrics |= _mismatch(result.logprobs, sampler, arguments.get("mask"))
+    return metrics
+
+
+def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor:
+    """The critic's weighted loss on a micro-batch."""
+    settings, packed = run.config.critic, run.config.training.packing
+    assert run.critic is not None and settings is not None
+    assert batch.returns is not None and batch.old_values is not None  # add_advantages' and collect's
+    values = run.critic.values(run.policy, batch, packed, states)
+    mask, returns, old = batch.mask, batch.returns, batch.old_values
+    if packed:
+        mask, returns, old = mask[mask], returns[mask], old[mask]
+    return settings.coef * value_loss(values, returns, mask, old_values=old, clip=settings.clip, denominator=tokens)
+
+
+def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
+    """The mean cross-entropy of sequences (B, S) of text."""
+    with run.policy.computing():
+        states = decoder_states(run.policy.model.get_decoder(), ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
+        return linear_cross_entropy(
+            states, run.policy.weight, ids[:, 1:], memory_budget=run.config.training.memory_budget, **run.policy.head
+        )
+
+
+def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """How far training's log-probabilities are from the sampler's: mean |log ratio|, k3 of KL(sampler || training)."""
+    difference = (logprobs - sampler).double()
+    if mask is not None:
+        difference = difference[mask]
+    count = max(difference.numel(), 1)
+    k3 = torch.expm1(difference.clamp(max=20)) - difference
+    return {"mismatch/abs_log_ratio": difference.abs().sum() / count, "mismatch/k3": k3.sum() / count}
+
+
+def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> dict[str, Any]:
     """One set of metrics (0-dim tensors) for several batches: sums, maxima, and means weighted by tokens."""
     if not batches:
         return {}

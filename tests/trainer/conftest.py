@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fastrl.trainer.config import Config, ModelConfig, load_config
-from fastrl.trainer.policy import Policy, load_policy
+from fastrl import Objective
+from fastrl.runs.policy import Policy, load_policy
+from fastrl.runs.sections import ModelConfig, RolloutConfig
+from fastrl.runs.settings import load_settings
+from fastrl.trainer.config import Config, TrainingConfig
+from fastrl.trainer.run import Run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_digits"
 
@@ -45,9 +50,25 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
         }
         for table, fields in tables.items():
             overrides[table] = overrides.get(table, {}) | fields
-        return load_config(EXAMPLE / "config.toml", overrides)
+        return load_settings(Config, EXAMPLE / "config.toml", overrides)
 
     return make
+
+
+@pytest.fixture
+def make_run() -> Callable[..., Run]:
+    return _bare_run
+
+
+def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **training: Any) -> Run:
+    """What an update needs of a run, and no more; training is that table's fields."""
+    config: Any = SimpleNamespace(
+        training=TrainingConfig(**training), rollout=RolloutConfig(temperature=temperature), pretraining=None, kl=None
+    )
+    generator = torch.Generator()
+    nothing: Any = None
+    return Run(config, policy, objective, nothing, None, nothing, [], {}, None, None, None, None, None, nothing,
+               nothing, generator)  # fmt: skip
 
 
 @pytest.fixture

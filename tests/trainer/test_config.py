@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import fastrl
-from fastrl.trainer.command_line import parse_command_line
-from fastrl.trainer.config import load_config
-from fastrl.trainer.errors import UserError
+from fastrl.runs.errors import UserError
+from fastrl.runs.settings import load_settings, parse_command_line
+from fastrl.trainer.config import Config
 
 MINIMAL = """
 [model]
@@ -32,7 +32,7 @@ def write(tmp_path):
 
 
 def parse(path, *overrides):
-    return parse_command_line([str(path), *overrides])[0]
+    return parse_command_line(Config, "train", "", [str(path), *overrides])[0]
 
 
 def test_the_command_line_overrides_the_file(write):
@@ -71,18 +71,18 @@ def test_paths_are_relative_to_the_file_and_on_the_command_line_to_the_working_d
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     path = write(MINIMAL)
-    assert load_config(path).data.path == tmp_path / "train.jsonl"
-    assert load_config(path).reward.function == str(tmp_path / "reward.py:reward")
+    assert load_settings(Config, path).data.path == tmp_path / "train.jsonl"
+    assert load_settings(Config, path).reward.function == str(tmp_path / "reward.py:reward")
     assert parse(path, "--data.path", "other.jsonl").data.path == elsewhere / "other.jsonl"
 
 
 def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, tmp_path):
     path = write(MINIMAL.replace('"model"', '"owner/name"'))
-    assert load_config(path).model.path == "owner/name"
+    assert load_settings(Config, path).model.path == "owner/name"
     (tmp_path / "owner/name").mkdir(parents=True)
-    assert load_config(path).model.path == str(tmp_path / "owner/name")
+    assert load_settings(Config, path).model.path == str(tmp_path / "owner/name")
     missing = write(MINIMAL.replace('"model"', '"./model"'))
-    assert load_config(missing).model.path == str(tmp_path / "model")
+    assert load_settings(Config, missing).model.path == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_a_mistake_names_file_or_option_field_and_what_came(write, text, overrid
 def test_every_mistake_is_told_at_once(write):
     path = write(MINIMAL + "[rollout]\ntemperature = 0\n[training]\nsteps = 0\n")
     with pytest.raises(UserError, match=r"rollout\.temperature(.|\n)*training\.steps"):
-        load_config(path)
+        load_settings(Config, path)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.toml: cannot read"):
-        load_config(Path(tmp_path / "nowhere.toml"))
+        load_settings(Config, Path(tmp_path / "nowhere.toml"))

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from fastrl.trainer.data import PromptSampler, load_examples
-from fastrl.trainer.errors import UserError
+from fastrl.runs.data import PromptSampler, load_examples
+from fastrl.runs.errors import UserError
 
 
 @pytest.fixture

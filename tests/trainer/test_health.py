@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import fastrl.trainer.experience as experience
 import fastrl.trainer.train as module
 import fastrl.trainer.update as updating
+from fastrl.runs.errors import UserError
 from fastrl.trainer.checkpoint import NUMBERS
-from fastrl.trainer.errors import UserError
 from fastrl.trainer.train import train
 
 BAD = {"nan": math.nan, "inf": math.inf}
@@ -25,7 +26,7 @@ def poison(monkeypatch):
 
     def poison(rollouts, value=math.nan, rows=slice(1)):
         count = iter(range(1, 100))
-        advantages = module.group_advantages
+        advantages = experience.group_advantages
 
         def poisoned(*args, **kwargs):
             found = advantages(*args, **kwargs)
@@ -33,7 +34,7 @@ def poison(monkeypatch):
                 found[rows] = value
             return found
 
-        monkeypatch.setattr(module, "group_advantages", poisoned)
+        monkeypatch.setattr(experience, "group_advantages", poisoned)
 
     return poison
 
@@ -44,17 +45,16 @@ def snapshots(monkeypatch):
     seen = []
     update = module.update
 
-    def snapshot(policy, state):
-        return copy.deepcopy(
-            (dict(policy.model.named_parameters()), state.optimizer.state_dict(), state.scheduler.state_dict())
-        )
+    def snapshot(run):
+        parameters = dict(run.policy.model.named_parameters())
+        return copy.deepcopy((parameters, run.optimizer.state_dict(), run.scheduler.state_dict()))
 
-    def spy(policy, objective, state, rollout, config):
+    def spy(run, rollout):
         if not seen:
-            seen.append(snapshot(policy, state))
-        numbers = update(policy, objective, state, rollout, config)
-        assert all(p.grad is None for p in policy.model.parameters())
-        seen.append(snapshot(policy, state))
+            seen.append(snapshot(run))
+        numbers = update(run, rollout)
+        assert all(p.grad is None for p in run.policy.model.parameters())
+        seen.append(snapshot(run))
         return numbers
 
     monkeypatch.setattr(module, "update", spy)
@@ -151,9 +151,9 @@ def test_the_batch_is_kept_to_be_looked_at_and_only_the_last_few(make_config, po
     with safe_open(last / "rollout.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         prompt_length = int(file.metadata()["prompt_length"])
-    assert set(tensors) == {"input_ids", "attention_mask", "advantages", "old_logprobs", "sampling_mask.token_ids",
-                            "sampling_mask.offsets"}  # fmt: skip
-    assert len(tensors["input_ids"]) == 24 and (tensors["advantages"] == math.inf).all() and prompt_length == 4
+    assert set(tensors) == {"input_ids", "attention_mask", "response_advantages", "old_logprobs", "rewards", "groups",
+                            "rollout_logprobs", "sampling_mask.token_ids", "sampling_mask.offsets"}  # fmt: skip
+    assert len(tensors["input_ids"]) == 24 and (tensors["response_advantages"] == math.inf).all() and prompt_length == 4
     texts = [json.loads(line) for line in (last / "texts.jsonl").read_text().splitlines()]
     assert len(texts) == 24
     vocabulary = ["<eos>", "=", *"0123456789"]
@@ -216,7 +216,9 @@ def rewarded(make_config, tmp_path):
 def test_none_is_left_out_of_its_group_where_nan_is_a_mistake(rewarded, monkeypatch):
     seen = []
     update = module.update
-    monkeypatch.setattr(module, "update", lambda *args: (seen.append(args[3].advantages), update(*args))[1])
+    monkeypatch.setattr(
+        module, "update", lambda run, rollout: (seen.append(rollout.response_advantages), update(run, rollout))[1]
+    )
     body = "values = [float(i % 4) for i in range(len(prompts))]\nvalues[1] = {}\nreturn values"
     train(rewarded(body.format("None"), training={"steps": 1}))
     whole = torch.tensor([-1.5, -0.5, 0.5, 1.5]) / math.sqrt(1.25)

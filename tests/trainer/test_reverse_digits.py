@@ -2,7 +2,8 @@
 
 import pytest
 
-from fastrl.trainer.config import load_config
+from fastrl.runs.settings import load_settings
+from fastrl.trainer.config import Config
 from fastrl.trainer.train import train
 
 
@@ -13,6 +14,6 @@ def test_reversing_three_digits_is_learnt(example, tmp_path, name):
         "objective": {"name": name},
         "logging": {"output_dir": str(tmp_path), "tensorboard": False},
     }
-    summary = train(load_config(example / "config.toml", overrides))
+    summary = train(load_settings(Config, example / "config.toml", overrides))
     assert summary["eval/exact_match"] >= 0.95
     assert summary["truncated"] < 0.05  # it also learnt where to stop

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fastrl.trainer.data import Example
-from fastrl.trainer.errors import UserError
-from fastrl.trainer.reward import load_reward
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.reward import load_reward
 
 EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, [2])]
 

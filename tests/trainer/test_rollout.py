@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from fastrl.trainer.config import RolloutConfig
-from fastrl.trainer.data import Example
-from fastrl.trainer.errors import UserError
-from fastrl.trainer.rollout import completion_mask, completion_texts, generate, rollout_logprobs
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import completion_mask, completion_texts, generate
+from fastrl.runs.rollout import rollout_logprobs
+from fastrl.runs.sections import RolloutConfig
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32}  # fmt: skip

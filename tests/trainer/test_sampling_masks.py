@@ -8,10 +8,12 @@ import torch
 
 import fastrl
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.trainer.config import RolloutConfig
-from fastrl.trainer.data import Example
-from fastrl.trainer.errors import UserError
-from fastrl.trainer.rollout import generate, rollout_logprobs
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import generate
+from fastrl.runs.rollout import rollout_logprobs
+from fastrl.runs.sections import RolloutConfig
+from fastrl.runs.timing import Stopwatch
 from fastrl.trainer.train import train
 from fastrl.trainer.update import accumulate_gradients
 
@@ -85,13 +87,14 @@ def test_padding_is_not_recorded(policy):
     assert torch.equal(rollout.sampling_mask.lengths, torch.where(rollout.mask, 3, 0).view(-1))
 
 
-def test_ratios_of_the_first_update_are_1_and_the_kl_is_0(policy):
+def test_ratios_of_the_first_update_are_1_and_the_kl_is_0(policy, make_run):
     rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=6, top_p=0.8))
     objective, advantages = fastrl.GRPO(kl_coef=0.1), torch.randn(11)
 
     def metrics(old):
-        batch = replace(rollout, advantages=advantages, old_logprobs=old, ref_logprobs=old)
-        return accumulate_gradients(policy, objective, batch, torch.randperm(11), 3, 1.0)
+        batch = replace(rollout, response_advantages=advantages, old_logprobs=old, ref_logprobs=old)
+        run = make_run(policy, objective, micro_batch_size=3)
+        return accumulate_gradients(run, batch, torch.randperm(11), Stopwatch(policy.device))
 
     for found in metrics(rollout_logprobs(policy, rollout, 1.0, 4)):
         assert float(found["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)

@@ -1,19 +1,22 @@
 """Whole runs of a step or two: what they leave behind, that they repeat, and what stops them before any work."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastrl.trainer.train as module
-from fastrl.trainer.errors import UserError
+from fastrl.runs.errors import UserError
+from fastrl.runs.rollout import rollout_logprobs
 from fastrl.trainer.train import train
 
 LOSS = {"loss", "policy_loss", "kl", "entropy", "ratio_mean", "ratio_max", "clip_frac", "clip_frac_low",
         "clip_frac_high", "gate_mean", "approx_kl", "ratio_clamped", "masked_off_policy", "tokens"}  # fmt: skip
 OURS = {"step", "reward", "reward_std", "without_reward", "length", "truncated", "grad_norm", "lr", "skipped_updates",
-        "eval/reward", "eval/exact_match", "time/generate", "time/reward", "time/logprobs", "time/update", "time/step",
+        "mismatch/abs_log_ratio", "mismatch/k3", "memory/peak_gib", "eval/reward", "eval/exact_match", "time/loss",
+        "time/loss_share", "time/generate", "time/reward", "time/logprobs", "time/update", "time/step",
         "time/evaluation"}  # fmt: skip
 
 
@@ -23,7 +26,7 @@ def records(config):
 
 
 def numbers(config):
-    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records(config)]
+    return [{k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))} for record in records(config)]
 
 
 def test_a_run_leaves_metrics_a_picture_a_summary_events_and_a_checkpoint(make_config):
@@ -44,7 +47,7 @@ def test_a_run_leaves_metrics_a_picture_a_summary_events_and_a_checkpoint(make_c
 def test_a_checkpoint_reloads_and_can_be_trained_further(make_config, monkeypatch):
     seen = []
     save = module.save_checkpoint
-    monkeypatch.setattr(module, "save_checkpoint", lambda p, *rest: (seen.append(p.model.state_dict()), save(p, *rest)))
+    monkeypatch.setattr(module, "save_checkpoint", lambda run: (seen.append(run.policy.model.state_dict()), save(run)))
     config = make_config()
     train(config)
     directory = config.logging.output_dir / "checkpoints" / "step-000002"
@@ -78,12 +81,11 @@ def test_on_policy_and_given_old_logprobs_agree(make_config, monkeypatch, tmp_pa
         return numbers(config)[0]
 
     implicit = run("a")
-    logprobs = module.rollout_logprobs
     update = module.update
 
-    def with_old(policy, objective, state, rollout, config):
-        old = logprobs(policy, rollout, config.rollout.temperature, None)
-        return update(policy, objective, state, module.replace(rollout, old_logprobs=old), config)
+    def with_old(run, rollout):
+        old = rollout_logprobs(run.policy, rollout, run.config.rollout.temperature, None)
+        return update(run, replace(rollout, old_logprobs=old))
 
     monkeypatch.setattr(module, "update", with_old)
     explicit = run("b")

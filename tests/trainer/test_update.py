@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.trainer.config import RolloutConfig
-from fastrl.trainer.data import Example
-from fastrl.trainer.errors import UserError
-from fastrl.trainer.rollout import generate, rollout_logprobs
-from fastrl.trainer.train import train
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import generate
+from fastrl.runs.rollout import rollout_logprobs
+from fastrl.runs.sections import RolloutConfig
+from fastrl.runs.timing import Stopwatch
 from fastrl.trainer.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
 
 MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -34,18 +35,28 @@ def sampled(make_policy):
         for parameter in policy.model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     advantages = torch.randn(11)
-    return policy, replace(rollout, advantages=advantages, old_logprobs=old, ref_logprobs=old - 0.1)
+    return policy, replace(rollout, response_advantages=advantages, old_logprobs=old, ref_logprobs=old - 0.1)
 
 
-def gradients(policy, objective, rollout, micro_batch_size):
+@pytest.fixture
+def gradients(make_run):
+    def gradients(policy, objective, rollout, micro_batch_size, **training):
+        run = make_run(policy, objective, micro_batch_size=micro_batch_size, **training)
+        return _gradients(run, rollout)
+
+    return gradients
+
+
+def _gradients(run, rollout):
+    policy = run.policy
     policy.model.zero_grad()
-    metrics = accumulate_gradients(policy, objective, rollout, torch.arange(11), micro_batch_size, 1.0)
+    metrics = accumulate_gradients(run, rollout, torch.arange(11), Stopwatch(policy.device))
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 @pytest.mark.parametrize("size", [1, 3, 10])
-def test_micro_batches_add_up_to_the_whole_batch(sampled, objective, size):
+def test_micro_batches_add_up_to_the_whole_batch(sampled, gradients, objective, size):
     policy, rollout = sampled
     whole, (whole_metrics,) = gradients(policy, objective, rollout, None)
     parts, metrics = gradients(policy, objective, rollout, size)
@@ -66,12 +77,11 @@ def test_merging_weights_by_tokens():
 
 
 def test_a_ranking_over_the_minibatch_does_not_go_with_micro_batches(make_config):
-    config = make_config(objective={"top_entropy_fraction": 0.2}, training={"micro_batch_size": 2})
     with pytest.raises(UserError, match=r"objective\.top_entropy_fraction.*training\.micro_batch_size"):
-        train(config)
+        make_config(objective={"top_entropy_fraction": 0.2}, training={"micro_batch_size": 2})
 
 
-def test_bfloat16_products_keep_float32_weights(sampled):
+def test_bfloat16_products_keep_float32_weights(sampled, gradients):
     """In bfloat16 weights a step of 1e-6 would round away; the products alone are narrow, and the gradient is close."""
     policy, rollout = sampled
     exact, _ = gradients(policy, OBJECTIVES["token-mean"], rollout, None)

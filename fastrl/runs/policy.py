@@ -8,15 +8,18 @@ The logits of the whole vocabulary are never formed in training: the decoder giv
 import copy
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .config import ModelConfig
 from .errors import UserError
+from .sections import ModelConfig
 
 # How far the model's own logits may be from ours, relative to their largest magnitude: rounding, never another formula.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -26,17 +29,25 @@ HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 class Policy:
     """A model, its tokenizer, and the head as arguments for the fused losses."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel  # or peft's wrapper around one
     tokenizer: PreTrainedTokenizerBase
     weight: Tensor  # (V, H), the embedding itself where the two are tied
     head: dict[str, Any]  # bias (V,) or None, logit_scale, softcap: keyword arguments of every linear_* function
     eos_token_ids: list[int]
     pad_token_id: int
     dtype: torch.dtype  # of the matrix products
+    has_adapters: bool = False  # the model is peft's wrapper, and only its adapters are trained
+    without_adapters: bool = False  # this policy is the model as it was before it got them
 
-    def computing(self) -> torch.autocast:
+    @contextmanager
+    def computing(self) -> Iterator[None]:
         """The context of every forward: autocast where the products are narrower than the float32 weights."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        peft: Any = self.model
+        with (
+            torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
+            peft.disable_adapter() if self.without_adapters else nullcontext(),
+        ):
+            yield
 
     @property
     def device(self) -> torch.device:
@@ -47,29 +58,46 @@ class Policy:
         """The longest sequence the model takes, or None if its config does not say."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, start: int) -> Tensor:
-        """Last hidden states that predict ``input_ids[:, start:]``.
 
-        input_ids (B, S) int64, attention_mask (B, S) bool, left-padded; returns (B, S - start, H).
-        """
-        return decoder_states(self.model, input_ids, attention_mask)[:, start - 1 : -1]
+@contextmanager
+def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
+    """The context of a forward and its backward: layers keep their input alone, if the model was told so.
+
+    Transformers ties that to the training mode, which also drops out; so only the layers' own flag is set.
+    """
+    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
-def decoder_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The decoder's last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S), left-padded."""
-    decoder = model.get_decoder()
+def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
+    """The last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S) bool, left-padded.
+
+    With ``packed`` the rows are put behind one another without their padding: (tokens, H).
+    """
+    # A token's position is its rank among the real ones, as generate() counts.
+    positions = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     arguments: dict[str, Any] = {"attention_mask": attention_mask.long(), "use_cache": False}
-    accepted = inspect.signature(decoder.forward).parameters
-    if "position_ids" in accepted:
-        # With left padding a token's position is its rank among the real ones, as generate() counts.
-        arguments["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-    return decoder(input_ids=input_ids, **arguments).last_hidden_state
+    if packed:  # positions that start again tell the attention where a sequence does
+        arguments["attention_mask"] = None
+        input_ids, positions = input_ids[attention_mask][None], positions[attention_mask][None]
+    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        arguments["position_ids"] = positions
+    elif packed:
+        raise UserError(f"training.packing: {type(decoder).__name__} takes no position_ids, which packing needs")
+    states: Tensor = decoder(input_ids=input_ids, **arguments).last_hidden_state
+    return states[0] if packed else states
 
 
 def load_policy(config: ModelConfig, device: torch.device) -> Policy:
     """Load or initialise the model and its tokenizer. Raises UserError for one that the losses cannot train."""
-    tokenizer = _load_tokenizer(config)
-    model = load_model(config, device)
+    tokenizer = load_tokenizer(config)
+    model = _with_adapters(load_model(config, device), config)
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise UserError(f"{_name(config)}: expected a linear output head, got {type(head).__name__}")
@@ -84,37 +112,66 @@ def load_policy(config: ModelConfig, device: torch.device) -> Policy:
         )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
     arguments = {"bias": head.bias, **_logit_shape(model)}
-    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, getattr(torch, config.dtype))
+    dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
+    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, dtype, adapters)
     _check_head(policy, _name(config))
     return policy
 
 
-def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """The model alone, on its device, in evaluation mode."""
-    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+def load_model(config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, **extra: Any) -> Any:
+    """The model alone (of one of transformers' Auto classes), on its device, in evaluation mode."""
+    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code, **extra}
     try:
         if config.config is not None:
             values = json.loads(config.config.read_text(encoding="utf-8"))
             if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
                 raise UserError(f'{config.config}: expected a JSON object with a "model_type"')
-            model_config = AutoConfig.for_model(**values)
-            model = AutoModelForCausalLM.from_config(model_config, **options)
+            model_config = AutoConfig.for_model(**values, **extra)
+            model = kind.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(config.path), **options)
+            model = kind.from_pretrained(str(config.path), **options)
     except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers raises for a model it cannot load
         raise UserError(f"{_name(config)}: cannot load the model: {_first_line(error)}") from error
+    if config.gradient_checkpointing:
+        # The older name, which later releases of transformers 5 warn of, is the only one that its first ones have.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     # Dropout would make the new log-probabilities differ from the old ones before the first update.
     return model.to(device).eval()
 
 
-def frozen_copy(policy: Policy) -> Policy:
-    """The same policy with weights of its own that never change: the reference of a KL term."""
+def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """The model wrapped by peft, its own weights frozen, if the config asks for LoRA."""
+    if config.lora_rank is None:
+        return model
+    try:
+        import peft  # optional: only runs with adapters need it
+    except ImportError as error:
+        raise UserError(f"model.lora_rank needs peft ({error}): pip install 'fastrl[lora]'") from error
+    settings = peft.LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.lora_targets, task_type="CAUSAL_LM"
+    )
+    try:
+        wrapped: Any = peft.get_peft_model(model, settings)
+    except ValueError as error:  # no module of that name
+        raise UserError(f"model.lora_targets: {_first_line(error)}") from error
+    return wrapped.eval()
+
+
+def reference_of(policy: Policy) -> Policy:
+    """The policy as it is now, which never changes: the reference of a KL term.
+
+    Weights of its own, or where the policy trains adapters, the same model without them.
+    """
+    if policy.has_adapters:
+        return replace(policy, without_adapters=True)
     model = copy.deepcopy(policy.model).requires_grad_(False)
     head = model.get_output_embeddings()
     return replace(policy, model=model, weight=head.weight, head={**policy.head, "bias": head.bias})
 
 
-def _load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that a model's config names."""
     name = config.tokenizer or config.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
@@ -145,7 +202,7 @@ def _check_head(policy: Policy, name: str) -> None:
     attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     with policy.computing():
         theirs = policy.model(input_ids=input_ids, use_cache=False).logits.float()
-        hidden = decoder_states(policy.model, input_ids, attention_mask)
+        hidden = decoder_states(policy.model.get_decoder(), input_ids, attention_mask)
         ours = torch.nn.functional.linear(hidden, policy.weight, policy.head["bias"]).float()
     ours *= policy.head["logit_scale"]
     softcap = policy.head["softcap"]

@@ -3,7 +3,8 @@
     def reward(prompts, completions, **columns) -> list[float | None]
 
 ``prompts`` and each column hold one entry a completion. A completion is a string, or for a chat prompt a list of one
-assistant message (as in TRL). None means "no reward": that completion is left out of its group.
+assistant message (as in TRL). None means "no reward". A function that rewards steps returns for each completion a list
+of pairs (end, reward) instead, end the number of characters up to the end of the step.
 """
 
 import importlib.util
@@ -12,11 +13,11 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from .data import Example
 from .errors import UserError
@@ -35,6 +36,29 @@ class RewardFunction:
 
         Raises UserError naming the function and the sample for anything else, and for an exception inside it.
         """
+        results = self._results(examples, completions)
+        return [self._number(value, index, examples) for index, value in enumerate(results)]
+
+    def steps(self, examples: list[Example], completions: list[str]) -> list[list[tuple[int, float]]]:
+        """The pairs (end, reward) of each completion's steps, from a function for steps. Raises as a call does."""
+        found = []
+        for index, result in enumerate(self._results(examples, completions)):
+            pairs = result if isinstance(result, list | tuple) else None
+            limit = len(completions[index])
+            good = pairs is not None and all(
+                isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], int) and 0 < pair[0] <= limit
+                for pair in pairs
+            )
+            if pairs is None or not good:
+                raise UserError(
+                    f"{self.source}: steps of sample {index} must be a list of pairs (end, reward), end from 1 to the "
+                    f"completion's {limit} characters, got {result!r}; its prompt is {examples[index].prompt!r}"
+                )
+            rewards = [self._number(reward, index, examples) for _, reward in pairs]
+            found.append([(end, reward) for (end, _), reward in zip(pairs, rewards, strict=True) if reward is not None])
+        return found
+
+    def _results(self, examples: list[Example], completions: list[str]) -> list[Any]:
         try:
             results = self._call(examples, completions)
         except Exception as error:  # someone else's code: whatever it raises is its user's to mend
@@ -43,7 +67,11 @@ class RewardFunction:
                 f"{self.source}: raised {type(error).__name__}: {error} ({line.filename}:{line.lineno}) on "
                 f"{self._culprit(examples, completions)}"
             ) from error
-        return self._checked(results, [example.prompt for example in examples])
+        if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
+            raise UserError(f"{self.source}: expected a list of {len(examples)} rewards, got {type(results).__name__}")
+        if len(results) != len(examples):
+            raise UserError(f"{self.source}: expected {len(examples)} rewards, one a completion, got {len(results)}")
+        return list(results.tolist() if hasattr(results, "tolist") else results)
 
     def _call(self, examples: list[Example], completions: list[str]) -> Any:
         columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
@@ -66,25 +94,62 @@ class RewardFunction:
         example, completion = examples[first], completions[first]
         return f"sample {first}: prompt {example.prompt!r} ({example.source}), completion {completion!r}"
 
-    def _checked(self, results: Any, prompts: list[Any]) -> list[float | None]:
-        if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
-            raise UserError(f"{self.source}: expected a list of {len(prompts)} rewards, got {type(results).__name__}")
-        if len(results) != len(prompts):
-            raise UserError(f"{self.source}: expected {len(prompts)} rewards, one a completion, got {len(results)}")
-        rewards: list[float | None] = []
-        for index, value in enumerate(results.tolist() if hasattr(results, "tolist") else results):
-            number = isinstance(value, numbers.Real) and math.isfinite(value)
-            if not number and value is not None:
-                raise UserError(
-                    f"{self.source}: reward {index} must be a finite number or None, got {value!r} "
-                    f"({type(value).__name__}); its prompt is {prompts[index]!r}"
-                )
-            rewards.append(float(value) if number else None)
-        return rewards
+    def _number(self, value: Any, index: int, examples: list[Example]) -> float | None:
+        if value is None:
+            return None
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise UserError(
+                f"{self.source}: reward {index} must be a finite number or None, got {value!r} "
+                f"({type(value).__name__}); its prompt is {examples[index].prompt!r}"
+            )
+        return float(value)
+
+
+class Scorer(Protocol):
+    """What gives each completion a reward: a function, or a reward model."""
+
+    @property
+    def name(self) -> str:
+        """What its rewards are called in the metrics."""
+
+    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
+        """One finite float or None a completion."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The weighted sum of several scorers."""
+
+    scorers: Sequence[tuple[Scorer, float]]
+
+    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
+        """The sum over what is not None, and None where all is."""
+        return self.parts(examples, completions)[0]
+
+    def parts(
+        self, examples: list[Example], completions: list[str]
+    ) -> tuple[list[float | None], dict[str, list[float | None]]]:
+        """The sums, and each scorer's own rewards by its name."""
+        found = {scorer.name: scorer(examples, completions) for scorer, _ in self.scorers}
+        weights = [weight for _, weight in self.scorers]
+        totals: list[float | None] = []
+        for values in zip(*found.values(), strict=True):
+            given = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+            totals.append(sum(given) if given else None)
+        return totals, found
 
 
 def _as_trl(example: Example, completion: str) -> str | list[dict[str, str]]:
     return completion if isinstance(example.prompt, str) else [{"role": "assistant", "content": completion}]
+
+
+def load_rewards(sources: Sequence[str], weights: Sequence[float] | None) -> list[tuple[Scorer, float]]:
+    """Functions with their weights (1 by default). Raises UserError as load_reward, and for a name that two have."""
+    functions = [load_reward(source) for source in sources]
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise UserError(f"reward functions: expected names that differ, got {', '.join(names)}")
+    return list(zip(functions, weights or [1.0] * len(functions), strict=True))
 
 
 def load_reward(source: str) -> RewardFunction:

@@ -1,4 +1,4 @@
-"""The prompt dataset: JSONL with a field ``prompt`` and any other columns, which travel to the reward function.
+"""Datasets: JSONL with a field ``prompt`` and any other columns, which travel to the reward function; or plain text.
 
 Every error names the file and the line.
 """
@@ -37,7 +37,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
     """
     examples: list[Example] = []
     fields: list[str] = []
-    for line, row in _rows(path):
+    for line, row in read_rows(path):
         where = f"{path}:{line}"
         if "prompt" not in row:
             raise UserError(f'{where}: no field "prompt"; the row has {", ".join(row) or "no fields"}')
@@ -62,7 +62,8 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
     return examples
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their line numbers; empty lines are passed over."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -82,19 +83,54 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: Any) -> list[int]:
+    try:
+        return list(tokenizer(text, **options)["input_ids"])
+    except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot spell
+        raise UserError(f"{where}: the tokenizer cannot read the text: {error}") from error
+
+
 def _tokenize(prompt: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     if isinstance(prompt, str):
-        token_ids = list(tokenizer(prompt)["input_ids"])
+        token_ids = _ids(prompt, tokenizer, where)
     else:
         _check_messages(prompt, where)
         if tokenizer.chat_template is None:
             raise UserError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
         # The template writes the special tokens itself.
-        token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids = _ids(text, tokenizer, where, add_special_tokens=False)
     if not token_ids:
         raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
     return token_ids
+
+
+def tokenize_pair(
+    prompt: Any, completion: str, tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[list[int], list[int]]:
+    """The tokens of a prompt, and those of a completion that ends with EOS: the same wherever a completion is given.
+
+    Strings are tokenized apart, as sampling has them. The completion of chat messages is what the chat template makes
+    of an assistant's message behind them. Raises UserError naming ``where`` for what has no such tokens.
+    """
+    prompt_ids = _tokenize(prompt, tokenizer, where)
+    eos: Any = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(f"{where}: a completion ends with EOS, but the tokenizer names no EOS token")
+    if isinstance(prompt, str):
+        ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    else:
+        text = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": completion}], tokenize=False)
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if ids[: len(prompt_ids)] != prompt_ids:
+            raise UserError(
+                f"{where}: the chat template writes the prompt differently once an assistant's message follows, so the "
+                "completion's tokens cannot be told from the prompt's"
+            )
+        ids = ids[len(prompt_ids) :]
+        if eos in ids:  # what a template writes behind it, such as a line's end, is never sampled
+            ids = ids[: len(ids) - ids[::-1].index(eos)]
+    return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def _check_messages(prompt: Any, where: str) -> None:
@@ -123,3 +159,24 @@ class PromptSampler:
             self.order += torch.randperm(len(self.examples), generator=self.generator).tolist()
         taken, self.order = self.order[:count], self.order[count:]
         return [self.examples[i] for i in taken]
+
+
+class TextStream:
+    """A text file as one endless stream of tokens, cut into sequences of equal length."""
+
+    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        """Raises UserError for a file that cannot be read, or is shorter than one sequence."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot read the text: {error}") from error
+        self.tokens = torch.tensor(_ids(text, tokenizer, str(path)))
+        self.length, self.position = length, 0
+        if len(self.tokens) < length:
+            raise UserError(f"{path}: expected at least one sequence of {length} tokens, got {len(self.tokens)}")
+
+    def next(self, count: int) -> torch.Tensor:
+        """The next sequences, (count, length) int64; the file begins again where it ends."""
+        index = (self.position + torch.arange(count * self.length)) % len(self.tokens)
+        self.position = (self.position + count * self.length) % len(self.tokens)
+        return self.tokens[index].view(count, self.length)

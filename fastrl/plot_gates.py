@@ -1,0 +1,174 @@
+"""``fastrl plot-gates``: the figure that tells the algorithms apart, the weight each gives to grad log pi by the ratio.
+
+The curves are measured, not written down again: the gradients of `policy_loss` on responses of one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator
+from torch import Tensor
+
+from .objectives import Gate, Objective
+from .policy_loss import policy_loss
+from .presets import PRESETS
+from .runs.errors import UserError
+
+# Suffix of the file -> what it says of itself: no date, so that the same figure is the same file.
+FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+LOWEST, HIGHEST = 0.1, 10.0  # ratios
+POINTS = 801  # odd, so that the ratio 1 is among them
+# Blue and vermillion of Okabe and Ito, which colour-blind readers can tell apart.
+POSITIVE, NEGATIVE, GUIDE, INK = "#0072b2", "#d55e00", "#b8bec4", "#222222"
+# Below this a weight is drawn on a linear scale, above it on a logarithmic one: a clipped token's weight is 0.
+LINEAR_BELOW = 0.1
+TICKS = (0, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+DPI = 120
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``fastrl plot-gates`` with these arguments: the figure's path, printed; UserError for what can be mended."""
+    parser = argparse.ArgumentParser(
+        prog="fastrl plot-gates",
+        description="Draw the weight that each preset gives to grad log pi, relative to on-policy training, by the"
+        " ratio of the new to the old probability; presets with the same gate share a panel.",
+    )
+    add = parser.add_argument
+    add(
+        "--output", type=Path, default=Path("gates.png"), metavar="FILE", help="a PNG, SVG or PDF; default: %(default)s"
+    )
+    add("--presets", metavar="NAMES", help=f"in any case, with commas between, of {', '.join(PRESETS)}; default: all")
+    options = parser.parse_args(argv)
+    suffix = options.output.suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(f"--output: expected a file that ends in {', '.join(FORMATS)}, got {str(options.output)!r}")
+    chosen = figure(PRESETS if options.presets is None else _known(options.presets.split(",")))
+    try:
+        with rc_context({"svg.hashsalt": "fastrl"}):  # ids of an SVG that are the same each time
+            chosen.savefig(options.output, dpi=DPI, metadata=FORMATS[suffix])
+    except OSError as error:
+        raise UserError(f"--output: cannot write {str(options.output)!r}: {error.strerror}") from error
+    print(options.output)
+    return 0
+
+
+def _known(names: Iterable[str]) -> list[str]:
+    """The presets' names as PRESETS has them; UserError for one that it has not."""
+    by_lower = {name.lower(): name for name in PRESETS}
+    for name in names:
+        if name.strip().lower() not in by_lower:
+            raise UserError(f"--presets: expected some of {', '.join(PRESETS)}, got {name!r}")
+    return list(dict.fromkeys(by_lower[name.strip().lower()] for name in names))
+
+
+def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
+    """The weight on grad log pi at each ratio, `(dL/dlogp) / -A`, float64; 1 at ratio 1 for every preset.
+
+    Each ratio is a response of one token, so that it is the ratio at the objective's own level, whichever that is. The
+    policy's term is looked at alone: without KL, entropy bonus, and what reads the rollout engine's log-probabilities.
+    """
+    alone = objective.replace(
+        kl=None, entropy_coef=0.0, off_policy_delta=None, rollout_correction=None, top_entropy_fraction=None
+    )
+    logprobs = torch.zeros(len(ratios), 1, dtype=torch.float64, requires_grad=True)
+    result = policy_loss(
+        logprobs,
+        objective=alone,
+        advantages=torch.full((len(ratios),), advantage, dtype=torch.float64),
+        old_logprobs=-ratios.double().log()[:, None],
+        denominator=1.0,  # a sum: each response counts as if it were alone
+    )
+    (gradient,) = torch.autograd.grad(result.loss, logprobs)
+    return gradient[:, 0] / -advantage
+
+
+def build(name: str) -> Objective:
+    """The preset of that name, with 1 for each number that it must be told: none of them is in the gate."""
+    preset: Callable[..., Objective] = PRESETS[name]
+    parameters = inspect.signature(preset).parameters.values()
+    return preset(**{p.name: 1 for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD})
+
+
+def figure(names: Iterable[str]) -> Figure:
+    """The figure: a panel for each gate that the presets have, with a curve for either sign of the advantage."""
+    groups: dict[Gate, dict[str, Objective]] = {}
+    for name in names:
+        objective = build(name)
+        groups.setdefault(objective.gate, {})[name] = objective
+    columns = min(2 if len(groups) == 4 else 3, len(groups))
+    rows = -(-len(groups) // columns)
+    chart = Figure(
+        figsize=(max(5.2, 0.5 + 3.2 * columns), 0.9 + 2.75 * rows),
+        layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.06),
+    )
+    panels = chart.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for panel, (gate, members) in zip(panels.flat, groups.items(), strict=False):
+        _draw(panel, members)
+        _name(panel, gate, members)
+    for column in range(columns):
+        filled = [panels[row, column] for row in range(rows) if row * columns + column < len(groups)]
+        filled[-1].tick_params(labelbottom=True)
+        for panel in panels[len(filled) :, column]:
+            panel.remove()
+    chart.supxlabel("ratio r of new to old probability, at the objective's own level", fontsize=10, color=INK)
+    chart.supylabel("weight on ∇ log π, relative to on-policy", fontsize=10, color=INK)
+    chart.legend(handles=_key(), loc="outside upper center", ncols=2 if columns < 3 else 4, frameon=False, fontsize=9)
+    return chart
+
+
+def _draw(panel: Axes, members: dict[str, Objective]) -> None:
+    objective = next(iter(members.values()))
+    ratios = torch.logspace(math.log10(LOWEST), math.log10(HIGHEST), POINTS, dtype=torch.float64)
+    panel.set_xscale("log")
+    panel.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.39)  # 0.9 / ln 10: no kink where the scales meet
+    panel.plot(ratios, ratios, color=GUIDE, linewidth=1.0, zorder=1)
+    panel.axhline(1.0, color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1)
+    # The second is thinner and broken, so that both are seen where they are the same.
+    panel.plot(ratios, weights(objective, ratios, 1.0), color=POSITIVE, linewidth=3.2, zorder=2)
+    panel.plot(
+        ratios, weights(objective, ratios, -1.0), color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), zorder=3
+    )
+    panel.set(xlim=(LOWEST, HIGHEST), ylim=(-0.015, 12))
+    panel.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10])
+    panel.set_yticks(TICKS)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+    panel.tick_params(labelsize=8, colors=INK, length=2.5)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _name(panel: Axes, gate: Gate, members: dict[str, Objective]) -> None:
+    """The presets' names over the panel, and under them the gate that they share and the ratio that it reads."""
+    fields = dataclasses.asdict(gate).items()  # type: ignore[call-overload]
+    told = ", ".join(f"{k}={v if isinstance(v, bool) else f'{v:g}'}" for k, v in fields if v is not None)
+    levels = {"response" if objective.ratio.startswith("sequence") else "token" for objective in members.values()}
+    panel.set_title(
+        f"{type(gate).__name__}({told})\n{' or '.join(sorted(levels))} ratio", loc="left", fontsize=7.5, color="#59636e"
+    )
+    panel.annotate(
+        ", ".join(members), (0, 1), (0, 29), "axes fraction", textcoords="offset points", fontsize=9.5,
+        fontweight="bold", color=INK,
+    )  # fmt: skip
+
+
+def _key() -> list[Any]:
+    return [
+        Line2D([], [], color=POSITIVE, linewidth=3.2, label="A > 0"),
+        Line2D([], [], color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), label="A < 0"),
+        Line2D([], [], color=GUIDE, linewidth=1.0, label="r, importance sampling"),
+        Line2D([], [], color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), label="1, on-policy"),
+    ]

@@ -1,0 +1,157 @@
+"""Where a run's numbers go: a line a step, ``metrics.jsonl``, TensorBoard, Weights & Biases, a report at the end."""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from .errors import UserError
+from .report import plot_curves, write_report
+from .sections import LoggingConfig
+from .settings import Section
+
+# Everything a run writes; overwriting a run removes these and nothing else.
+FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
+DIRECTORIES = ("tensorboard", "wandb", "checkpoints", "skipped", "model")
+
+
+class RunLog:
+    """Writes one record a step into the run's directory. A context manager; leaving it closes the files."""
+
+    def __init__(
+        self, config: Section, settings: LoggingConfig, name: str, steps: int, shown: Sequence[str], step: int = 0
+    ) -> None:
+        """Create the directory and write ``config.json``; after a ``step``, go on with the record that is there.
+
+        ``name`` stands before the bar of ``steps``, and a line a step has those of ``shown`` that it recorded. Raises
+        UserError if a new run's directory holds another run.
+        """
+        self.directory, self.steps, self.shown = settings.output_dir, steps, shown
+        self.path = self.directory / "metrics.jsonl"
+        self.last: dict[str, float | None] = {}
+        if step == 0:
+            _prepare(self.directory, settings.overwrite)
+        else:
+            for path in (self.path, self.directory / "samples.jsonl"):
+                self._cut(path, step)
+        values = config.model_dump(mode="json")
+        (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
+        self.writer: SummaryWriter | None = None
+        if settings.tensorboard:
+            self.writer = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1 if step else None)
+        self.wandb = _wandb(settings, values, resume=step > 0)
+        # Where no one watches, the lines alone.
+        self.bar = tqdm(initial=step, total=steps, unit="step", desc=name, disable=None)
+        self.started, self.first = time.monotonic(), step
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=int(error is not None))
+
+    def _cut(self, path: Path, step: int) -> None:
+        """Drop what an interrupted run recorded after its last checkpoint's ``step``: those steps come again."""
+        path.touch()
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A line without an end was being written when the run was killed.
+        records = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        kept = [(line, record) for line, record in records if record.pop("step") <= step]
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text("".join(line for line, _ in kept), encoding="utf-8")
+        unfinished.replace(path)
+        if path == self.path:
+            for _, record in kept:
+                self.last |= record
+
+    def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
+        """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
+
+        ``samples`` go to ``samples.jsonl``, from which the report shows some.
+        """
+        record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.file.write(json.dumps({"step": step, **record}) + "\n")
+        self.file.flush()
+        if samples:
+            with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+        if self.writer is not None:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()  # a checkpoint must not know of steps that a killed run never recorded
+        if self.wandb is not None:
+            self.wandb.log(record, step=step)
+        values = "  ".join(f"{name} {numbers[name]:.4g}" for name in self.shown if name in numbers)
+        seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
+        left = tqdm.format_interval(seconds)
+        self.bar.write(f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}  left {left}")
+        self.bar.update()
+        self.last |= record
+
+    def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Write the summary (the last value of every metric, and ``extra``), curves and report; returns the summary."""
+        summary = {**self.last, **extra}
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        self.draw()
+        return summary
+
+    def draw(self) -> None:
+        """Write ``curves.png`` and ``report.html`` from what is recorded up to now."""
+        records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        plot_curves(records, self.directory / "curves.png")
+        write_report(self.directory)
+
+
+def check_output(directory: Path, overwrite: bool) -> None:
+    """Raise UserError if ``directory`` holds a run that may not be replaced."""
+    if (directory / "metrics.jsonl").exists() and not overwrite:
+        raise UserError(
+            f"{directory}: holds a run already; choose another --logging.output_dir, or replace it with "
+            "--logging.overwrite true"
+        )
+
+
+def _prepare(directory: Path, overwrite: bool) -> None:
+    check_output(directory, overwrite)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (directory / name).unlink(missing_ok=True)
+        for name in DIRECTORIES:
+            if (directory / name).exists():
+                shutil.rmtree(directory / name)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error
+
+
+def _wandb(settings: LoggingConfig, config: dict[str, Any], resume: bool) -> Any:
+    """A run of Weights & Biases, or None. A resumed one goes on under the id that its first part left."""
+    if settings.wandb is None:
+        return None
+    try:
+        import wandb  # optional: only runs that log there need it
+    except ImportError as error:
+        raise UserError(f"logging.wandb needs wandb ({error}): pip install 'fastrl[wandb]'") from error
+    path = settings.output_dir / "wandb" / "id"
+    known = path.read_text(encoding="utf-8") if resume and path.exists() else None
+    run: Any = wandb.init(
+        project=settings.wandb, dir=settings.output_dir, config=config, id=known, resume="allow" if known else None
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(run.id, encoding="utf-8")
+    return run

@@ -1,0 +1,164 @@
+"""Settings of a command: pydantic models, read from a TOML file and overridden on the command line.
+
+The command line (``--section.field value``) is generated from the same models that check the file, so there is one list
+of fields, one set of checks and one form of error for both. A file may stand on another one:
+
+    base = "../reverse_digits/config.toml"   # its tables, paths relative to it; what follows wins
+
+``presets`` in a table are options for one value of its ``name``. They win over the table's other options, but not over
+what a file that stands on this one, or the command line, says.
+"""
+
+import argparse
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+
+from .errors import UserError
+
+
+class Section(BaseModel):
+    """A table of the config file. Unknown fields are errors; the docstring under a field is its help text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Settings = TypeVar("Settings", bound=Section)
+
+
+@dataclass(frozen=True)
+class Location:
+    """Marks a field (``Annotated[str, Location()]``) that holds a path, a path with ":function", or a list of them.
+
+    In a file they are relative to the file, on the command line to the working directory. With ``hub`` it may also be a
+    model hub's "owner/name", so it is only resolved if something lies at the resolved path.
+    """
+
+    hub: bool = False
+
+
+def parse_command_line(
+    kind: type[Settings], command: str, description: str, argv: list[str], switches: dict[str, str] | None = None
+) -> tuple[Settings, dict[str, bool]]:
+    """The settings that ``CONFIG.toml --section.field value ...`` describes, and which ``--switches`` were given.
+
+    ``switches`` are names with their help. Raises UserError for a file or a value that cannot be used, and
+    SystemExit(2) (argparse) for an unknown option.
+    """
+    switches = switches or {}
+    usage = "".join(f" [--{name}]" for name in switches)
+    parser = argparse.ArgumentParser(
+        prog=f"fastrl {command}",
+        usage=f"fastrl {command} CONFIG{usage} [--section.field value ...]",
+        description=f"{description} Every --section.field overrides one of CONFIG.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="CONFIG", type=Path, help="TOML file")
+    for name, text in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    # Only the command-line source reads this class: its values stay text until `kind` checks them with the file's.
+    options = SettingsConfigDict(extra="forbid", cli_avoid_json=True, cli_implicit_flags=False)
+    reader = type("_CommandLine", (kind, BaseSettings), {"model_config": options, "__module__": __name__})
+    source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
+        reader, root_parser=parser, cli_hide_none_type=True
+    )
+    arguments = vars(parser.parse_args(argv))
+    path = arguments.pop("file")
+    given = {name: arguments.pop(name) for name in switches}
+    return load_settings(kind, path, source(parsed_args=arguments)()), given
+
+
+def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | None = None) -> Settings:
+    """Read and check a TOML file; ``overrides`` is a tree of the same shape whose values win.
+
+    Raises UserError naming the file and line of a syntax error, or every field that is wrong.
+    """
+    overrides = overrides or {}
+    _resolve_paths(kind, overrides, Path.cwd())
+    try:
+        return kind.model_validate(_merge(_read(kind, path, []), overrides))
+    except ValidationError as error:
+        raise UserError("\n".join(_describe(error, path, overrides))) from error
+
+
+def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
+    """The file's tables on top of those of its ``base``."""
+    if path.resolve() in above:
+        raise UserError(f"{path}: stands on itself through base = ...")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:  # its message ends in "(at line 3, column 8)"
+        raise UserError(f"{path}: not valid TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read the config: {error}") from error
+    base = tree.pop("base", None)
+    _resolve_paths(kind, tree, path.parent)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise UserError(f"{path}: base: expected the path of another config, got {base!r}")
+    return _merge(_read(kind, path.parent / base, [*above, path.resolve()]), tree)
+
+
+def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> None:
+    """Make the paths in a tree absolute, in place."""
+    for name, field in kind.model_fields.items():
+        value = tree.get(name)
+        for inner in get_args(field.annotation) or (field.annotation,):
+            if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
+                _resolve_paths(inner, value, base)
+        for mark in field.metadata:
+            if isinstance(mark, Location) and isinstance(value, str):
+                tree[name] = _resolve(value, base, mark.hub)
+            elif isinstance(mark, Location) and isinstance(value, list):
+                tree[name] = [_resolve(item, base, mark.hub) if isinstance(item, str) else item for item in value]
+
+
+def _resolve(text: str, base: Path, hub: bool) -> str:
+    resolved = base / Path(text).expanduser()
+    if hub and not resolved.exists() and not text.startswith((".", "/", "~")):
+        return text
+    return os.path.normpath(resolved.absolute())
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    presets = base.get("presets")
+    if isinstance(presets, dict):
+        merged["presets"] = {
+            preset: {name: value for name, value in table.items() if name not in top}
+            if isinstance(table, dict)
+            else table
+            for preset, table in presets.items()
+        }
+    for key, value in top.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> list[str]:
+    lines = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        given: Any = overrides  # what the command line says about this field
+        for part in item["loc"]:
+            given = given.get(part) if isinstance(given, dict) else None
+        if isinstance(given, dict) and given:  # several fields that do not go together
+            options = " ".join(f"--{field}.{name}".replace("--.", "--") for name in given)
+            where = f"{path} with {options}: {field}".removesuffix(": ")
+        else:
+            where = f"{path}: {field}".removesuffix(": ") if given is None or given == {} else f"--{field}"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown field (value {item['input']!r})")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: required, but not given")
+        else:
+            came = "" if isinstance(item["input"], BaseModel | dict) else f", got {item['input']!r}"
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{came}")
+    return lines

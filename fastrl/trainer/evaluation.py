@@ -1,0 +1,54 @@
+"""Scores on held-out prompts: greedy, pass@k and maj@k."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from ..runs.generation import completion_texts, generate
+from .experience import average
+from .run import Run
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """The mean of each function over greedy completions of every held-out prompt, as ``eval/<name>`` (without Nones).
+
+    With evaluation.samples also ``eval/<name>/pass@k`` and ``eval/<name>/maj@k`` of each metric.
+    """
+    examples, settings = run.held_out, run.config.rollout
+    completions = completion_texts(run.policy, generate(run.policy, examples, settings, greedy=True))
+    numbers = {"eval/reward": average(run.rewards(examples, completions))}
+    for name, function in run.metrics.items():
+        numbers[f"eval/{name}"] = average(function(examples, completions))
+    count = run.config.evaluation.samples
+    if not count:
+        return numbers
+    repeated = [example for example in examples for _ in range(count)]
+    texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
+    for name, function in run.metrics.items():
+        solved = [value is not None and value >= 1 for value in function(repeated, texts)]
+        prompts = range(0, len(texts), count)
+        for k in run.config.evaluation.k:
+            passes = [pass_at_k(solved[i : i + count], k) for i in prompts]
+            majorities = [majority_at_k(texts[i : i + count], solved[i : i + count], k) for i in prompts]
+            numbers[f"eval/{name}/pass@{k}"] = average(passes)
+            numbers[f"eval/{name}/maj@{k}"] = average(majorities)
+    return numbers
+
+
+def pass_at_k(solved: Sequence[bool], k: int) -> float:
+    """The probability that k of the n samples, drawn without replacement, hold one that solves the prompt.
+
+    `1 - C(n - c, k) / C(n, k)` with c solutions: unbiased (Chen et al., 2021, arXiv:2107.03374, equation 1).
+    """
+    n, wrong = len(solved), len(solved) - sum(solved)
+    return 1 - math.comb(wrong, k) / math.comb(n, k)
+
+
+def majority_at_k(texts: Sequence[str], solved: Sequence[bool], k: int) -> float:
+    """Whether the most frequent of the first k completions solves the prompt (Wang et al., 2023, arXiv:2203.11171).
+
+    Completions are compared as texts without the space around them; of equally frequent ones the first counts.
+    """
+    answers = [text.strip() for text in texts[:k]]
+    answer, _ = Counter(answers).most_common(1)[0]
+    return float(solved[answers.index(answer)])

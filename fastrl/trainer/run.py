@@ -1,0 +1,113 @@
+"""Everything that a run holds, made from its config: what is trained, what it is held to, and what changes by step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import KL, GammaWeight, Objective, RolloutCorrection
+from ..integrations.routing import has_routers
+from ..runs.data import Example, PromptSampler, TextStream, load_examples
+from ..runs.errors import UserError
+from ..runs.optimizer import find_device, make_optimizer
+from ..runs.policy import Policy, load_policy, reference_of
+from ..runs.reward import RewardFunction, Rewards, load_reward, load_rewards
+from ..runs.reward_model import RewardModel
+from .config import Config
+from .controllers import AdaptiveKL, LearnedEntropy
+from .critic import Critic
+
+
+@dataclass
+class Run:
+    """A training run's objects; ``step`` and ``skipped`` say where it is."""
+
+    config: Config
+    policy: Policy
+    objective: Objective
+    rewards: Rewards
+    steps_reward: RewardFunction | None  # rewards steps of reasoning
+    sampler: PromptSampler
+    held_out: list[Example]
+    metrics: dict[str, RewardFunction]  # of the evaluation
+    reference: Policy | None
+    critic: Critic | None
+    kl: AdaptiveKL | None
+    entropy: LearnedEntropy | None
+    text: TextStream | None  # of PPO-ptx
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    generator: torch.Generator  # shuffles rollouts
+    step: int = 0  # the rollout at work, or the last one
+    skipped: int = 0  # updates in a row, up to now
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL to the reference is taken from each token's reward."""
+        return self.config.kl is not None and self.config.kl.place == "reward"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy is still the one that sampled at every update: one a rollout."""
+        return self.config.training.epochs * self.config.training.minibatches == 1
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss itself reads the sampler's log-probabilities."""
+        objective = self.objective
+        corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
+        return corrects or isinstance(objective.gate, GammaWeight)
+
+
+def make_run(config: Config) -> Run:
+    """Load and check all there is. Raises UserError for what is wrong in the config, dataset, model or reward."""
+    device = find_device(config.training.device)
+    scorers = load_rewards(config.reward.functions, config.reward.weights)
+    steps_reward = None if config.reward.steps is None else load_reward(config.reward.steps)
+    metrics = {function.name: function for function in map(load_reward, config.evaluation.metrics)}
+    policy = load_policy(config.model, device)
+    if config.reward.model is not None:
+        model = RewardModel.load(config.reward.model, device, config.model.trust_remote_code)
+        scorers.append((model, config.reward.model_weight))
+    objective, kl, entropy = _objective(config, device)
+    reads_reference = objective.kl is not None and objective.kl.needs_reference
+    reads_reference |= config.kl is not None and config.kl.place == "reward"
+    room = None if policy.max_positions is None else policy.max_positions - config.rollout.max_new_tokens
+    if config.rollout.keep_routing and not has_routers(policy.model):
+        raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
+    sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), config.training.seed)
+    held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
+    reference = reference_of(policy) if reads_reference else None
+    critic = None if config.critic is None else Critic(policy, config.critic.shared)
+    text = config.pretraining
+    stream = None if text is None else TextStream(text.path, policy.tokenizer, text.length)
+
+    training, settings = config.training, config.optimizer
+    groups = [(list(policy.model.parameters()), settings.lr)]
+    if critic is not None and config.critic is not None:
+        groups.append((list(critic.parameters()), config.critic.lr or settings.lr))
+    updates = training.steps * training.epochs * training.minibatches
+    optimizer, scheduler = make_optimizer(groups, settings, updates)
+    generator = torch.Generator().manual_seed(training.seed)
+    return Run(
+        config, policy, objective, Rewards(scorers), steps_reward, sampler, held_out, metrics, reference, critic, kl,
+        entropy, stream, optimizer, scheduler, generator,
+    )  # fmt: skip
+
+
+def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:
+    """The preset with what the config's other tables put in its place, and the controllers of its coefficients."""
+    objective = config.objective.build()
+    correction, settings = config.rollout_correction, config.kl
+    if correction is not None:
+        objective = objective.replace(rollout_correction=RolloutCorrection(**correction.model_dump()))
+    kl, entropy = None, None
+    if settings is not None:
+        kl = AdaptiveKL(settings, device)
+        term = None
+        if settings.place == "loss" and (settings.coef or settings.adaptive):
+            term = KL(settings.kind, kl.coef if settings.adaptive else settings.coef, settings.ratio)
+        objective = objective.replace(kl=term)
+    if config.entropy is not None:
+        entropy = LearnedEntropy(config.entropy, float(objective.entropy_coef), device)
+        objective = objective.replace(entropy_coef=entropy.coef)
+    return objective, kl, entropy
