@@ -48,8 +48,11 @@ def save_checkpoint(run: Run) -> None:
         left = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier one"
         raise UserError(f"step {run.step}: cannot save a checkpoint in {directory.parent}: {error}; {left}") from error
     if run.config.logging.keep_checkpoints is not None:
+        removed = directory.with_name(".removed")
+        shutil.rmtree(removed, ignore_errors=True)
         for old in _complete(directory.parent)[: -run.config.logging.keep_checkpoints]:
-            shutil.rmtree(old)
+            old.rename(removed)  # or a run killed here would leave half of it under a checkpoint's name
+            shutil.rmtree(removed)
 
 
 def _write(run: Run, directory: Path) -> None:

@@ -1,0 +1,83 @@
+"""Runs that are killed at any moment, again and again: nothing is lost but the steps since the last checkpoint."""
+
+import json
+import multiprocessing
+import random
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from fastrl.trainer.checkpoint import NUMBERS
+from fastrl.trainer.config import Config
+from fastrl.trainer.train import train
+
+STEPS = 150  # more than are made until the last kill
+TABLES = {
+    "objective": {"name": "grpo", "presets": {}},
+    "kl": {"coef": 0.1, "adaptive": "schulman", "target": 1e-3, "sync_every": 3},
+    "entropy": {"target": 2.0},
+    "rollout": {"prompts_per_step": 6, "num_generations": 4, "top_p": 0.9},
+    "optimizer": {"schedule": "cosine", "warmup_updates": 3},
+    "training": {"steps": STEPS, "minibatches": 2, "threads": 1},
+    "evaluation": {"every": 5},
+}
+
+
+def go_on(values: dict, resume: bool) -> None:
+    train(Config.model_validate(values), resume=resume)
+
+
+def records(config):
+    lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def complete(config):
+    """The checkpoints that a run could go on from; all of them can be read."""
+    found = sorted((config.logging.output_dir / "checkpoints").glob("step-*"))
+    for directory in found:
+        json.loads((directory / NUMBERS).read_text())
+        for name in ("model", "training_state", "reference"):
+            assert load_file(directory / f"{name}.safetensors")
+    return found
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_change_no_metric(make_config, tmp_path):
+    """Three of four are kill -9. The moments are drawn anew each time; the seed is printed for a failure."""
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    draw = random.Random(seed)
+    whole = make_config(**TABLES, logging={"output_dir": str(tmp_path / "whole")})
+    train(whole)
+    config = make_config(
+        **TABLES, logging={"output_dir": str(tmp_path / "killed"), "checkpoint_every": 1, "keep_checkpoints": 2}
+    )
+    # Children of a process that has imported all but has done nothing yet: a fork of this one could hang in its threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fastrl.trainer.train"])
+    kills, statuses = 0, []
+    metrics = config.logging.output_dir / "metrics.jsonl"
+    while True:
+        found = complete(config)
+        assert len(found) <= 3  # keep_checkpoints, and one that was killed before it could be removed
+        process = context.Process(target=go_on, args=(config.model_dump(mode="json"), bool(found)))
+        size = metrics.stat().st_size if metrics.exists() else 0
+        process.start()
+        while kills < 20 and process.is_alive() and (not metrics.exists() or metrics.stat().st_size == size):
+            time.sleep(0.001)  # until it has begun, or cut what it will do again
+        if kills < 20:
+            process.join(draw.uniform(0.0, 0.2))
+        if kills == 20 or not process.is_alive():
+            process.join()
+            break
+        (process.terminate if draw.random() < 0.25 else process.kill)()
+        process.join()
+        kills += 1
+        statuses.append(process.exitcode)
+    assert process.exitcode == 0
+    assert kills == 20 and -signal.SIGKILL in statuses
+    assert records(config) == records(whole)
+    assert [directory.name for directory in complete(config)] == [f"step-{step:06d}" for step in (STEPS - 1, STEPS)]

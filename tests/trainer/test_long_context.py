@@ -1,0 +1,41 @@
+"""A long chain of thought against a large vocabulary, on a small machine."""
+
+import json
+
+import pytest
+
+from fastrl.trainer.train import train
+
+LENGTH, VOCAB = 16384, 151936  # the logits alone would be 9.3 GiB a response in float32, and a trainer holds several
+
+
+@pytest.mark.slow
+def test_a_long_response_takes_a_training_step(make_config, tmp_path):
+    """One narrow layer, for a CPU: what is long and wide is the same as in a large model."""
+    model = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 0,
+             "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None,
+             "max_position_embeddings": LENGTH + 4, "tie_word_embeddings": True}  # fmt: skip
+    (tmp_path / "long.json").write_text(json.dumps(model))
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, completions, answer):\n    return [float(i) for i in range(len(prompts))]\n"
+    )
+    config = make_config(
+        model={"config": str(tmp_path / "long.json")},
+        reward={"function": f"{tmp_path / 'mine.py'}:reward"},
+        kl={"coef": 0.1},
+        rollout={"prompts_per_step": 1, "num_generations": 2, "max_new_tokens": LENGTH},
+        optimizer={"warmup_updates": 0},
+        training={"steps": 1, "minibatches": 1, "micro_batch_size": 1, "memory_budget": "512MiB"},
+        evaluation={"every": None, "metrics": []},
+        data={"eval_path": None},
+    )
+    train(config)
+    (numbers,) = map(json.loads, (config.logging.output_dir / "metrics.jsonl").read_text().splitlines())
+    # Each ends early with probability 0.1; the longest one is what must fit.
+    assert numbers["truncated"] >= 0.5 and numbers["length"] >= LENGTH / 2
+    assert numbers["grad_norm"] > 0 and numbers["skipped_updates"] == 0
+    assert numbers["mismatch/abs_log_ratio"] < 1e-4
+    # A 24 GB machine, of which the process may have half; and the losses were as long as they say.
+    assert numbers["memory/peak_gib"] < 12
+    assert 0 < numbers["time/loss_share"] < 1
+    print({name: numbers[name] for name in ("length", "memory/peak_gib", "time/generate", "time/update", "time/loss")})
