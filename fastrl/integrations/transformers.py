@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import SamplingMask, checks, token_logprobs
+from .fused_head import TokenStatsOutput, compute_loss_func, fused_lm_head, remove_fused_lm_head
 
 try:
     import transformers
@@ -30,6 +31,15 @@ except ImportError as error:
     raise ImportError(
         f"fastrl.integrations.transformers needs transformers ({error}): pip install 'fastrl[train]'"
     ) from error
+
+__all__ = [
+    "SamplingMaskRecorder",
+    "TokenStatsOutput",
+    "compute_loss_func",
+    "fused_lm_head",
+    "record_sampling",
+    "remove_fused_lm_head",
+]
 
 # Where `generate` puts its processors in order. A `logits_processor=` of the caller's own comes before the warpers that
 # truncate, and would see the whole vocabulary; there is no public way to stand behind them.

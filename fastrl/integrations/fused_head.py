@@ -1,0 +1,224 @@
+"""A Hugging Face causal LM's output head as the fused losses take it, and a forward that never forms the logits.
+
+    from fastrl.integrations.transformers import fused_lm_head
+
+    fused_lm_head(model)
+    out = model(input_ids, attention_mask=mask, labels=labels, return_token_stats=True)
+    out.loss.backward()      # the model's own loss; out.logprobs and out.entropy are (B, S), out.logits is None
+
+Known are heads that are `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, tied or not: Llama,
+Mistral, Qwen, Gemma, Granite, Cohere, Phi, Falcon-H1 and their mixtures of experts. A model that computes anything else
+is refused when the head is put on, by comparing its own logits of a few tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import linear_cross_entropy, linear_token_logprobs
+
+try:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError as error:
+    raise ImportError(
+        f"fastrl.integrations.transformers needs transformers ({error}): pip install 'fastrl[train]'"
+    ) from error
+
+# How far the model's own logits may be from ours, relative to their largest magnitude: rounding, never another formula.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+IGNORED = -100
+_NONE = object()  # the model's forward was its class's, as it is unless something else has put on another
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """A model's output head: weight (V, H), and the keyword arguments that every ``linear_*`` function takes."""
+
+    weight: Tensor
+    arguments: dict[str, Any]  # bias (V,) or None, logit_scale, softcap
+
+    @classmethod
+    def of(cls, model: Any) -> LMHead:
+        """Read off the model and its config. TypeError for a head that is not linear."""
+        head = model.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear):
+            raise TypeError(f"{type(model).__name__} must have a linear output head, got {type(head).__name__}")
+        config = model.config.get_text_config()
+        scale = 1.0
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse; Falcon-H1
+            scale *= float(getattr(config, name, None) or 1.0)
+        scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+        scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # Granite divides
+        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        return cls(head.weight, {"bias": head.bias, "logit_scale": scale, "softcap": softcap})
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states (..., H), float32 (..., V): what the losses compute without holding it."""
+        found = torch.nn.functional.linear(hidden, self.weight, self.arguments["bias"]).float()
+        found *= self.arguments["logit_scale"]
+        softcap = self.arguments["softcap"]
+        return found if softcap is None else softcap * torch.tanh(found / softcap)
+
+    @torch.no_grad()
+    def check(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        """ValueError unless the model's own logits, in products of a dtype, are those of this head."""
+        count = min(8, self.weight.shape[0])
+        input_ids = torch.arange(count, device=self.weight.device)[None]  # (1, 8), any tokens will do
+        theirs = model(input_ids=input_ids, use_cache=False).logits.float()
+        ours = self.logits(decoder_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state)
+        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+        if not error <= TOLERANCE[dtype or self.weight.dtype]:
+            raise ValueError(
+                f"{type(model).__name__} computes its logits in a way the fused losses do not know (relative "
+                f"difference {error:.2g}); known are a linear head with bias, a logit scale (logit_scale, "
+                "logits_scaling, output_multiplier, lm_head_multiplier) and a softcap (final_logit_softcapping)"
+            )
+
+
+def decoder_of(model: Any) -> Any:
+    """What gives the hidden states that the head reads. TypeError for a model that has none."""
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    if decoder is None or decoder is model:
+        raise TypeError(f"model must be a transformers causal LM with a decoder, got {type(model).__name__}")
+    return decoder
+
+
+@dataclass
+class TokenStatsOutput(CausalLMOutputWithPast):
+    """What a model with a fused head returns for ``return_token_stats=True``; ``logits`` is None.
+
+    Both are aligned with labels: entry t belongs to labels[:, t], is 0 where that is -100, and 0 in the first column,
+    which nothing predicts. Differentiable.
+    """
+
+    logprobs: Tensor | None = None
+    """(B, S) float32, nats."""
+    entropy: Tensor | None = None
+    """(B, S) float32, nats, of the distribution that predicts the label."""
+    aux_loss: Tensor | None = None
+    """0-dim, a mixture's load balancing loss, where its config asks for router logits; part of loss."""
+
+
+def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | str | None = None) -> Any:
+    """Give a model's forward the argument ``return_token_stats``; without it nothing changes. Returns the model.
+
+    With ``return_token_stats=True`` and ``labels`` (B, S) int64 (-100 = ignored, shifted inside as transformers does;
+    they may also come shifted, as ``shift_labels``), the forward returns `TokenStatsOutput`: the mean cross-entropy (or
+    its sum over ``num_items_in_batch``), log-probabilities and entropies, and no logits. PEFT wrappers pass it on.
+
+    Args:
+        model: a transformers causal LM with a linear head.
+        temperature: what the logits are divided by, > 0.
+        memory_budget: as in `fastrl.linear_token_logprobs`.
+
+    Raises:
+        TypeError, ValueError: for a head that the losses do not know; see the module.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(base, "_fastrl_unfused"):
+        remove_fused_lm_head(base)
+    LMHead.of(base).check(base)
+    original = base.forward
+    base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
+    options = {"temperature": temperature, "memory_budget": memory_budget}
+
+    # The signature stays the model's own: `generate` and `Trainer` look into it.
+    @functools.wraps(type(base).forward)
+    def forward(self: Any, *args: Any, return_token_stats: bool = False, **kwargs: Any) -> Any:
+        deferred = self._fastrl_defer and self.training and kwargs.get("labels") is None
+        if not return_token_stats and not deferred:
+            return original(*args, **kwargs)
+        return _token_stats(self, args, kwargs, options, deferred and not return_token_stats)
+
+    base.forward = MethodType(forward, base)
+    return model
+
+
+def remove_fused_lm_head(model: Any) -> None:
+    """Give a model its own forward back."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "_fastrl_unfused"):
+        raise ValueError("model has no fused head to remove")
+    del base.forward
+    if base._fastrl_unfused is not _NONE:
+        base.forward = base._fastrl_unfused
+    del base._fastrl_unfused, base._fastrl_defer
+
+
+def _token_stats(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], defer: bool
+) -> Any:
+    """The fused forward; with ``defer`` hidden states alone, for a loss that comes later."""
+    given = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False))
+    given = {name: value for name, value in (given | kwargs).items() if name != "self"}
+    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    count = given.pop("num_items_in_batch", None)
+    for name in ("logits_to_keep", "return_dict"):
+        given.pop(name, None)
+    if labels is None and shifted is None and not defer:
+        raise ValueError("return_token_stats=True needs labels, got None")
+    given["use_cache"] = False
+    config = model.config.get_text_config()
+    routers = given.get("output_router_logits")
+    if routers is None and getattr(config, "output_router_logits", False):
+        given["output_router_logits"] = routers = True
+    found = decoder_of(model)(**given)
+    if defer:
+        return CausalLMOutputWithPast(logits=None, hidden_states=(found.last_hidden_state,))
+    hidden, targets = found.last_hidden_state, labels
+    if shifted is None:
+        hidden, targets = hidden[:, :-1], labels[:, 1:]
+    else:
+        targets = shifted
+    head = LMHead.of(model)
+    mask = targets != IGNORED
+    stats = linear_token_logprobs(hidden, head.weight, targets, mask=mask, entropy=True, **options, **head.arguments)
+    aligned = (1, 0) if shifted is None else (0, 0)
+    logprobs, entropy = (
+        torch.nn.functional.pad(values, aligned) for values in (stats.logprobs, stats.entropy) if values is not None
+    )
+    loss = -stats.logprobs.sum() / (mask.sum().clamp(min=1) if count is None else count)
+    aux: Any = None
+    if routers:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # what all mixtures use
+
+        aux = load_balancing_loss_func(
+            found.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
+        )
+        loss = loss + config.router_aux_loss_coef * aux
+    return TokenStatsOutput(loss=loss, logprobs=logprobs, entropy=entropy, aux_loss=aux)
+
+
+def compute_loss_func(model: Any) -> Callable[..., Tensor]:
+    """For ``transformers.Trainer(model, compute_loss_func=compute_loss_func(model))``: its loss, without logits.
+
+    The model needs `fused_lm_head` first. From now on, in training mode and called without labels, as Trainer does
+    where it has such a function, the model returns its last hidden states in the place of logits; in evaluation mode
+    logits, as ever.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "_fastrl_unfused"):
+        raise ValueError("model has no fused head: call fused_lm_head(model) first")
+    if getattr(base.config.get_text_config(), "output_router_logits", False):
+        raise ValueError("a mixture's load balancing loss (output_router_logits) is not part of this loss; turn it off")
+    base._fastrl_defer = True
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        targets = labels[:, 1:]
+        if outputs.logits is not None:  # evaluation
+            logits = outputs.logits[:, :-1].float().flatten(0, 1)
+            total = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+            return total / (num_items_in_batch or (targets != IGNORED).sum().clamp(min=1))
+        head = LMHead.of(base)
+        hidden = outputs.hidden_states[-1][:, :-1]
+        return linear_cross_entropy(hidden, head.weight, targets, denominator=num_items_in_batch, **head.arguments)
+
+    return loss

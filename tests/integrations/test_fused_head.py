@@ -1,0 +1,193 @@
+"""A model with a fused head: the same loss and gradients as its own forward, and numbers without logits."""
+
+import copy
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+import fastrl.integrations.fused_head as module
+from fastrl.integrations.transformers import compute_loss_func, fused_lm_head, remove_fused_lm_head
+
+VOCAB = 50
+SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "bos_token_id": None,
+         "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+# What differs between their heads is the first thing that an adapter gets wrong.
+MODELS = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "gemma2": {"final_logit_softcapping": 0.5},
+    "gemma3_text": {"final_logit_softcapping": 0.5},
+    "granite": {"logits_scaling": 4.0},
+    "hyperclovax": {"logits_scaling": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "phi": {},  # a bias
+    "phi3": {},
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0},
+}
+
+
+def make(kind, **values):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | MODELS[kind] | values))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases start at 0, and small weights hide a missing softcap
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture
+def batch():
+    """Two sequences, one left-padded, and some tokens that do not count."""
+    input_ids = torch.randint(VOCAB, (2, 9))
+    mask = torch.ones_like(input_ids)
+    mask[1, :3] = 0
+    labels = input_ids.masked_fill(mask == 0, -100)
+    labels[0, :4] = -100
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agree(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Both sum some 10 float32 terms, in other orders.
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()) + 1e-7, msg=name)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradients_are_the_models_own(batch, kind):
+    model = make(kind)
+    own = model(**batch)
+    expected = gradients(model, own.loss)
+    assert fused_lm_head(model) is model
+    out = model(**batch, return_token_stats=True)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
+    agree(gradients(model, out.loss), expected)
+
+
+def test_numbers_are_aligned_with_labels(batch):
+    model = make("gemma2")
+    logits = model(**batch).logits[:, :-1].double() / 0.7
+    fused_lm_head(model, temperature=0.7, memory_budget="2MiB")
+    out = model(**batch, return_token_stats=True)
+    counted = batch["labels"] != -100
+    counted[:, 0] = False
+    assert not out.logprobs[~counted].any() and not out.entropy[~counted].any()
+    counted = counted[:, 1:]
+    everything = logits.log_softmax(-1)
+    expected = everything.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    torch.testing.assert_close(out.logprobs[:, 1:][counted].double(), expected[counted], rtol=0, atol=2e-6)
+    entropy = -(everything.exp() * everything).sum(-1)
+    torch.testing.assert_close(out.entropy[:, 1:][counted].double(), entropy[counted], rtol=0, atol=4e-6)
+
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    again = model(batch["input_ids"], batch["attention_mask"], shift_labels=shifted, return_token_stats=True)
+    torch.testing.assert_close(again.logprobs[:, :-1], out.logprobs[:, 1:], rtol=0, atol=0)
+    total = model(**batch, num_items_in_batch=7, return_token_stats=True).loss
+    torch.testing.assert_close(total, -out.logprobs.sum() / 7)
+
+
+def test_without_the_argument_nothing_changes_and_the_head_comes_off(batch):
+    model = make("llama")
+    before = model(**batch)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(batch["input_ids"], **greedy)
+    fused_lm_head(fused_lm_head(model))
+    after = model(**batch)
+    assert torch.equal(before.logits, after.logits) and torch.equal(before.loss, after.loss)
+    assert torch.equal(model.generate(batch["input_ids"], **greedy), tokens)
+    remove_fused_lm_head(model)
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="no fused head to remove"):
+        remove_fused_lm_head(model)
+    with pytest.raises(ValueError, match="call fused_lm_head"):
+        compute_loss_func(model)
+
+
+def test_through_peft(batch):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    expected = gradients(model, model(**batch).loss)
+    fused_lm_head(model)
+    agree(gradients(model, model(**batch, return_token_stats=True).loss), expected)
+
+
+def test_a_head_that_computes_something_else_is_refused(monkeypatch):
+    model = make("llama")
+    own = type(model).forward
+
+    def forward(self, *args, **kwargs):
+        output = own(self, *args, **kwargs)
+        output.logits = output.logits.clamp(max=0.0)
+        return output
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes its logits in a way the fused losses do not know"):
+        fused_lm_head(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(TypeError, match="must have a linear output head, got Sequential"):
+        fused_lm_head(model)
+    with pytest.raises(ValueError, match="needs labels"):
+        fused_lm_head(make("qwen2"))(torch.ones(1, 2, dtype=torch.long), return_token_stats=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trainer_takes_the_same_steps_without_logits(tmp_path, monkeypatch, accumulation):
+    rows = [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in torch.randint(VOCAB, (12, 8)).tolist()]
+
+    def run(model, **options):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=5, per_device_train_batch_size=3, gradient_accumulation_steps=accumulation,
+            learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", eval_strategy="steps",
+            eval_steps=5, disable_tqdm=True, max_grad_norm=1e9,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=Dataset.from_list(rows),
+                          eval_dataset=Dataset.from_list(rows[:5]), **options)  # fmt: skip
+        trainer.train()
+        names = ("loss", "grad_norm", "eval_loss")
+        return [log[name] for log in trainer.state.log_history for name in names if name in log]
+
+    model = make("qwen2")
+    other = fused_lm_head(copy.deepcopy(model))
+    calls = []
+    loss = module.linear_cross_entropy
+    monkeypatch.setattr(module, "linear_cross_entropy", lambda *args, **kw: (calls.append(1), loss(*args, **kw))[1])
+    expected = run(model)
+    found = run(other, compute_loss_func=compute_loss_func(other))
+    assert len(calls) == 5 * accumulation
+    # Five steps of Adam carry roundings of 1e-7 on.
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
+
+
+def test_a_mixture_keeps_its_balance_or_says_so(batch):
+    model = fused_lm_head(make("mixtral"))
+    own = model(**batch)
+    out = model(**batch, return_token_stats=True)
+    torch.testing.assert_close(out.aux_loss, own.aux_loss)
+    with pytest.raises(ValueError, match="load balancing"):
+        compute_loss_func(model)
+
+
+def test_the_plain_loop_learns():
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "plain_loop" / "loop.py"))
+    history = example["train"](20)
+    assert history[0] < 0.1 and history[-1] > 3 * history[0] + 0.05
