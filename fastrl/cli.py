@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from . import __version__
@@ -15,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fastrl",
         description="Fused vocabulary losses for reinforcement learning of language models.",
-        epilog="commands:\n" + "".join(f"  {name:<12}{text}\n" for name, (_, text) in _COMMANDS.items()),
+        epilog="commands:\n" + "".join(f"  {name:<14}{text}\n" for name, (_, text) in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fastrl {__version__}")
@@ -38,6 +39,19 @@ def _train(argv: list[str]) -> int:
     from .trainer.train import main as train
 
     return _run(train, argv)
+
+
+def _stage(name: str) -> Callable[[list[str]], int]:
+    """The command of a module of fastrl.stages."""
+
+    def run(argv: list[str]) -> int:
+        from .doctor import missing_for_train
+
+        if missing := missing_for_train():
+            return _fail_for_extra(name, missing)
+        return _run(import_module(f"fastrl.stages.{name.replace('-', '_')}").main, argv)
+
+    return run
 
 
 def _bench(argv: list[str]) -> int:
@@ -98,6 +112,10 @@ def _fail(message: str) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language model: fastrl train CONFIG.toml [--section.field value ...]"),
+    "sft": (_stage("sft"), "fine-tune on prompts and completions: fastrl sft CONFIG.toml"),
+    "dpo": (_stage("dpo"), "train on preferred and rejected completions: fastrl dpo CONFIG.toml"),
+    "reward-model": (_stage("reward-model"), "a reward model from ranked completions: fastrl reward-model CONFIG.toml"),
+    "sample": (_stage("sample"), "completions with their rewards, or the best: fastrl sample CONFIG.toml [--best K]"),
     "report": (_report, "a run's curves, samples, timings and config in one HTML file: fastrl report RUN_DIR"),
     "bench": (_bench, "measure the losses on this machine, beside their peers"),
     "doctor": (_doctor, "versions, devices, backends, and why one is missing"),

@@ -25,7 +25,7 @@ def main() -> int:
     _section("backends", facts["backends"])
     missing = missing_for_train()
     ready = f"missing {', '.join(missing)}: pip install 'fastrl[train]'" if missing else "ready"
-    _section("commands", {"fastrl train": ready})
+    _section("commands", {f"fastrl {name}": ready for name in ("train", "sft", "dpo", "reward-model", "sample")})
     return 0
 
 

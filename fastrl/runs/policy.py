@@ -132,6 +132,10 @@ def load_model(config: ModelConfig, device: torch.device, kind: Any = AutoModelF
             model = kind.from_pretrained(str(config.path), **options)
     except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers raises for a model it cannot load
         raise UserError(f"{_name(config)}: cannot load the model: {_first_line(error)}") from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        if config.lora_rank is not None:  # which would take their place, and a reference has no way to tell them apart
+            raise UserError(f"model.lora_rank: {config.path} holds adapters already; merge them into its base first")
+        _merge_adapters(model)
     if config.gradient_checkpointing:
         # The older name, which later releases of transformers 5 warn of, is the only one that its first ones have.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -156,6 +160,19 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
     except ValueError as error:  # no module of that name
         raise UserError(f"model.lora_targets: {_first_line(error)}") from error
     return wrapped.eval()
+
+
+def _merge_adapters(model: Any) -> None:
+    """Add adapters that a model came with to its weights: it is a model like any other then."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+    model.requires_grad_(True)
 
 
 def reference_of(policy: Policy) -> Policy:
@@ -214,6 +231,29 @@ def _check_head(policy: Policy, name: str) -> None:
             f"{name}: {type(policy.model).__name__} computes its logits in a way the fused losses do not know "
             f"(relative difference {error:.2g}); known are a linear head with bias, a logit scale "
             "(logit_scale, logits_scaling) and a softcap (final_logit_softcapping)"
+        )
+
+
+@torch.no_grad()
+def check_packing(policy: Policy) -> None:
+    """Raise UserError unless a packed sequence is computed as if it were alone.
+
+    State-space, linear-attention and convolutional layers read on across the sequences' borders, and so do attention
+    masks that are not made from the positions.
+    """
+    tokens = torch.arange(8, device=policy.device).clamp_max(policy.weight.shape[0] - 1)
+    second = tokens[:4]
+    states = []
+    for first in (tokens[3:], tokens[5:].flip(0)):  # other tokens, and more of them
+        rows = torch.stack([torch.nn.functional.pad(row, (5 - len(row), 0)) for row in (first, second)])
+        mask = torch.arange(5, device=policy.device) >= torch.tensor([[5 - len(first)], [1]], device=policy.device)
+        states.append(decoder_states(policy.model.get_decoder(), rows, mask, packed=True)[-4:].float())
+    error = float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
+    if not error <= HEAD_TOLERANCE[torch.float32]:
+        name = type(policy.model.get_decoder()).__name__
+        raise UserError(
+            f"training.packing: in {name} a packed sequence sees the one before it (relative difference {error:.2g}); "
+            "leave packing out for this model"
         )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from .data import Example, tokenize_pair
 from .errors import UserError
 from .policy import decoder_states, load_model, load_tokenizer
+from .reward import Rewards, load_rewards
 from .sections import ModelConfig
 
 # In a model's config.json: what its scores are on average, over the set that the run that trained it refers to.
@@ -109,3 +110,23 @@ def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) 
 def max_positions(model: Any) -> int | None:
     """The longest sequence the model takes, or None if its config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def make_rewards(
+    functions: Sequence[str],
+    weights: Sequence[float] | None,
+    model: str | None,
+    model_weight: float,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> Rewards:
+    """The weighted sum of functions (``path/to/file.py:function``) and a reward model, as a config names them.
+
+    Raises UserError for one that cannot be loaded, and for a name that two of them have.
+    """
+    scorers = load_rewards(functions, weights)
+    if model is not None:
+        if any(scorer.name == RewardModel.name for scorer, _ in scorers):
+            raise UserError(f'reward.function: the name "{RewardModel.name}" is the reward model\'s')
+        scorers.append((RewardModel.load(model, device, trust_remote_code), model_weight))
+    return Rewards(scorers)

@@ -9,9 +9,9 @@ from ..integrations.routing import has_routers
 from ..runs.data import Example, PromptSampler, TextStream, load_examples
 from ..runs.errors import UserError
 from ..runs.optimizer import find_device, make_optimizer
-from ..runs.policy import Policy, load_policy, reference_of
-from ..runs.reward import RewardFunction, Rewards, load_reward, load_rewards
-from ..runs.reward_model import RewardModel
+from ..runs.policy import Policy, check_packing, load_policy, reference_of
+from ..runs.reward import RewardFunction, Rewards, load_reward
+from ..runs.reward_model import make_rewards
 from .config import Config
 from .controllers import AdaptiveKL, LearnedEntropy
 from .critic import Critic
@@ -61,13 +61,15 @@ class Run:
 def make_run(config: Config) -> Run:
     """Load and check all there is. Raises UserError for what is wrong in the config, dataset, model or reward."""
     device = find_device(config.training.device)
-    scorers = load_rewards(config.reward.functions, config.reward.weights)
+    reward = config.reward
+    rewards = make_rewards(
+        reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
+    )
     steps_reward = None if config.reward.steps is None else load_reward(config.reward.steps)
     metrics = {function.name: function for function in map(load_reward, config.evaluation.metrics)}
     policy = load_policy(config.model, device)
-    if config.reward.model is not None:
-        model = RewardModel.load(config.reward.model, device, config.model.trust_remote_code)
-        scorers.append((model, config.reward.model_weight))
+    if config.training.packing:
+        check_packing(policy)
     objective, kl, entropy = _objective(config, device)
     reads_reference = objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
@@ -89,7 +91,7 @@ def make_run(config: Config) -> Run:
     optimizer, scheduler = make_optimizer(groups, settings, updates)
     generator = torch.Generator().manual_seed(training.seed)
     return Run(
-        config, policy, objective, Rewards(scorers), steps_reward, sampler, held_out, metrics, reference, critic, kl,
+        config, policy, objective, rewards, steps_reward, sampler, held_out, metrics, reference, critic, kl,
         entropy, stream, optimizer, scheduler, generator,
     )  # fmt: skip
 
@@ -99,7 +101,10 @@ def _objective(config: Config, device: torch.device) -> tuple[Objective, Adaptiv
     objective = config.objective.build()
     correction, settings = config.rollout_correction, config.kl
     if correction is not None:
-        objective = objective.replace(rollout_correction=RolloutCorrection(**correction.model_dump()))
+        try:
+            objective = objective.replace(rollout_correction=RolloutCorrection(**correction.model_dump()))
+        except ValueError as error:
+            raise UserError(f"rollout_correction: {error}") from error
     kl, entropy = None, None
     if settings is not None:
         kl = AdaptiveKL(settings, device)

@@ -1,0 +1,69 @@
+"""The tables that the configs of the stages share."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from ..runs.sections import FileLocation, LoggingConfig, ModelConfig, OptimizerConfig
+from ..runs.settings import Location, Section
+
+
+class MachineConfig(Section):
+    """Where a stage runs, and its randomness."""
+
+    seed: int = Field(0, ge=0)
+    """Seeds Python, NumPy and torch."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch, whose default is the number of cores."""
+
+
+class TrainingConfig(MachineConfig):
+    """The loop."""
+
+    epochs: int = Field(1, ge=1)
+    """Passes over the data, each in a new random order."""
+    batch_size: int = Field(32, ge=1)
+    """Rows of the data an update."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Rows in one forward and backward, gradients accumulate over the update; the default is all of them."""
+    max_length: int | None = Field(None, ge=2)
+    """The most tokens of a prompt and its completion together; a longer row is an error. The default is the model's
+    context."""
+
+
+class TokenTrainingConfig(TrainingConfig):
+    """The loop, with a loss over the vocabulary."""
+
+    packing: bool = False
+    """Put a micro-batch's sequences behind one another without padding."""
+    memory_budget: str | None = None
+    """The most temporary memory of the fused loss, such as "512MiB"; the default is a quarter of what is free."""
+
+
+class DataConfig(Section):
+    """What is learned from."""
+
+    path: FileLocation
+    """Training rows, JSONL."""
+    eval_path: Annotated[Path | None, Location()] = None
+    """Held-out rows of the same form: the loss over them, and what is logged beside it, at the end of each epoch."""
+
+
+class StageConfig(Section):
+    """Everything a training stage depends on."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _keeps_its_input(self) -> "StageConfig":
+        source, output = self.model.path, self.logging.output_dir.absolute()
+        if source is not None and Path(source).is_relative_to(output):  # a hub's name never is
+            raise ValueError(f"model.path: {source} lies in logging.output_dir, whose model this run would replace")
+        return self

@@ -1,0 +1,129 @@
+"""``fastrl dpo``: direct preference optimisation on {"prompt", "chosen": string, "rejected": string} rows.
+
+The reference is the policy that the run starts from. Its log-probabilities of the data are computed once, before the
+first update, so no second model is kept. There is no resume: an interrupted run is started again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from tqdm import tqdm
+
+from .. import linear_dpo_loss
+from ..runs.errors import UserError
+from ..runs.optimizer import cpu_threads
+from ..runs.policy import Policy, load_policy, reference_of
+from ..runs.rollout import hidden_states, rollout_logprobs
+from ..runs.settings import Section, parse_command_line
+from .config import StageConfig, TokenTrainingConfig
+from .loop import PolicyStage, closing_line, fit, prepare
+from .rows import Reader, Tokens, as_rollout, smallest
+
+
+class LossConfig(Section):
+    """The loss."""
+
+    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    """How strongly the policy is held to the reference."""
+
+
+class Config(StageConfig):
+    """Everything that direct preference optimisation depends on."""
+
+    training: TokenTrainingConfig = TokenTrainingConfig()
+    loss: LossConfig = LossConfig()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two completions of a prompt, and the reference's log-probability of each."""
+
+    chosen: Tokens
+    rejected: Tokens
+    reference: tuple[float, float] = (0.0, 0.0)
+
+
+class DPO(PolicyStage[Pair]):
+    """-log sigmoid of beta times how much more the policy than the reference prefers the chosen completion."""
+
+    shown = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "lr", "grad_norm")
+
+    def __init__(self, policy: Policy, training: TokenTrainingConfig, beta: float) -> None:
+        super().__init__(policy)
+        self.packing, self.memory_budget, self.beta = training.packing, training.memory_budget, beta
+
+    def part(self, rows: Sequence[Pair], total: int) -> tuple[Tensor, dict[str, float]]:
+        """The loss summed over the pairs, over the update's pairs."""
+        policy, batch = self.policy, as_rollout(self.policy, both(rows))
+        layout = batch.loss_arguments(self.packing)
+        targets = layout["targets"]
+        reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
+        with policy.computing():
+            found = linear_dpo_loss(
+                hidden_states(policy, batch, self.packing),
+                policy.weight,
+                targets,
+                torch.ones_like(targets, dtype=torch.bool) if self.packing else layout["mask"],
+                torch.tensor(reference, device=policy.device),
+                beta=self.beta,
+                cu_seqlens=layout.get("cu_seqlens"),
+                memory_budget=self.memory_budget,
+                **policy.head,
+            )
+        numbers = {
+            "accuracy": float((found.margins > 0).sum()) / total,
+            "margin": float(found.margins.sum()) / total,
+            "chosen_reward": float(found.chosen_rewards.sum()) / total,
+            "rejected_reward": float(found.rejected_rewards.sum()) / total,
+            "tokens": float(batch.mask.sum()),
+        }
+        return found.loss * (len(rows) / total), numbers
+
+    def with_reference(self, rows: Sequence[Pair], size: int) -> list[Pair]:
+        """The pairs with the log-probabilities that the policy gives them now, without its adapters."""
+        reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
+        found = []
+        for first in tqdm(range(0, len(rows), size), desc="reference", unit="batch", disable=None if rows else True):
+            batch = rows[first : first + size]
+            rollout = as_rollout(self.policy, both(batch))
+            logprobs = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
+            for row, *values in zip(batch, *logprobs.view(2, -1).tolist(), strict=True):
+                found.append(replace(row, reference=tuple(values)))
+        return found
+
+
+def both(rows: Sequence[Pair]) -> list[Tokens]:
+    """2B sequences as the loss wants them: first the chosen, then the rejected in the same order."""
+    return [row.chosen for row in rows] + [row.rejected for row in rows]
+
+
+def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
+    """A row of the dataset; its other fields are not read."""
+    pair = Pair(reader.tokens(row, "chosen", where), reader.tokens(row, "rejected", where))
+    if pair.chosen == pair.rejected:
+        raise UserError(f"{where}: chosen and rejected: expected completions that differ, got {row['chosen']!r} twice")
+    return pair
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
+    training = config.training
+    with cpu_threads(training.threads):
+        policy = load_policy(config.model, prepare(config))
+        reader = Reader(policy.tokenizer, smallest(training.max_length, policy.max_positions))
+        rows = reader.load(config.data.path, parse)
+        held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
+        stage, size = DPO(policy, training, config.loss.beta), training.micro_batch_size or training.batch_size
+        rows, held_out = stage.with_reference(rows, size), stage.with_reference(held_out, size)
+        return fit(stage, rows, held_out, config, "dpo")
+
+
+def main(argv: list[str]) -> int:
+    """``fastrl dpo CONFIG.toml [--section.field value ...]``; UserError for what the user can mend."""
+    config, _ = parse_command_line(Config, "dpo", "Train a language model on pairs of completions.", argv)
+    print(closing_line(config, "dpo", train(config)))
+    return 0

@@ -1,0 +1,78 @@
+"""``fastrl sft``: supervised fine-tuning on {"prompt": string or messages, "completion": string} rows.
+
+The loss is the cross-entropy of the completions' tokens and their EOS, a mean over the tokens of an update. There is no
+resume: an interrupted run is started again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import linear_cross_entropy
+from ..runs.optimizer import cpu_threads
+from ..runs.policy import Policy, load_policy
+from ..runs.rollout import hidden_states
+from ..runs.settings import parse_command_line
+from .config import StageConfig, TokenTrainingConfig
+from .loop import PolicyStage, closing_line, fit, prepare
+from .rows import Reader, Tokens, as_rollout, smallest
+
+
+class Config(StageConfig):
+    """Everything that supervised fine-tuning depends on."""
+
+    training: TokenTrainingConfig = TokenTrainingConfig()
+
+
+class SFT(PolicyStage[Tokens]):
+    """Cross-entropy on completions."""
+
+    shown = ("loss", "eval/loss", "lr", "grad_norm")
+
+    def __init__(self, policy: Policy, training: TokenTrainingConfig) -> None:
+        super().__init__(policy)
+        self.packing, self.memory_budget = training.packing, training.memory_budget
+
+    def weight(self, row: Tokens) -> int:
+        """The tokens that count."""
+        return len(row.completion)
+
+    def part(self, rows: Sequence[Tokens], total: int) -> tuple[Tensor, dict[str, float]]:
+        """Cross-entropy summed over the rows, over the update's tokens."""
+        policy, batch = self.policy, as_rollout(self.policy, rows)
+        targets = batch.targets[batch.mask] if self.packing else batch.targets.masked_fill(~batch.mask, -100)
+        count = sum(map(self.weight, rows))
+        with policy.computing():
+            loss = linear_cross_entropy(
+                hidden_states(policy, batch, self.packing),
+                policy.weight,
+                targets,
+                denominator=total,
+                num_tokens=count,
+                memory_budget=self.memory_budget,
+                **policy.head,
+            )
+        return loss, {"tokens": count}
+
+
+def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
+    """A row of the dataset; its other fields are not read."""
+    return reader.tokens(row, "completion", where)
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
+    with cpu_threads(config.training.threads):
+        policy = load_policy(config.model, prepare(config))
+        reader = Reader(policy.tokenizer, smallest(config.training.max_length, policy.max_positions))
+        rows = reader.load(config.data.path, parse)
+        held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
+        return fit(SFT(policy, config.training), rows, held_out, config, "sft")
+
+
+def main(argv: list[str]) -> int:
+    """``fastrl sft CONFIG.toml [--section.field value ...]``; UserError for what the user can mend."""
+    config, _ = parse_command_line(Config, "sft", "Fine-tune a language model on prompts and completions.", argv)
+    print(closing_line(config, "sft", train(config)))
+    return 0

@@ -1,0 +1,117 @@
+"""DPO: the first loss is log 2, the gradient is a float64 oracle's, and accuracy rises."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from fastrl.runs.policy import load_policy
+from fastrl.runs.sections import ModelConfig
+from fastrl.stages.config import TokenTrainingConfig
+from fastrl.stages.dpo import DPO, Config, Pair, train
+from fastrl.stages.loop import measure
+from fastrl.stages.rows import Tokens
+
+PROMPTS = [[2, 3, 1], [4, 1], [5, 6, 7, 8, 1]]
+PAIRS = [
+    Pair(Tokens(prompt, chosen), Tokens(prompt, rejected))
+    for prompt, chosen, rejected in zip(
+        PROMPTS, [[3, 2, 0], [4, 0], [8, 0]], [[0], [4, 4, 4, 0], [8, 7, 6, 5, 9, 10, 0]], strict=True
+    )
+]
+BETA = 0.7
+
+
+def stage(policy, packing=False):
+    return DPO(policy, TokenTrainingConfig(packing=packing), BETA)
+
+
+def move(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def logprob(model, tokens):
+    """The completion's log-probability from whole logits, in the model's precision."""
+    logits = model(torch.tensor([tokens.all])).logits[0, len(tokens.prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens.completion)[:, None]).sum()
+
+
+def oracle(before, after):
+    """Loss and gradient in float64 of a policy that has moved from ``before`` to ``after``."""
+    before, after = copy.deepcopy(before).double(), copy.deepcopy(after).double()
+    after.zero_grad()
+    losses = []
+    for pair in PAIRS:
+        with torch.no_grad():
+            reference = logprob(before, pair.chosen) - logprob(before, pair.rejected)
+        margin = BETA * (logprob(after, pair.chosen) - logprob(after, pair.rejected) - reference)
+        losses.append(torch.log1p(torch.exp(-margin)) / len(PAIRS))
+    loss = sum(losses)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in after.parameters()])
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_the_first_loss_is_log_2(policy, packing):
+    trained = stage(policy, packing)
+    pairs = trained.with_reference(PAIRS, 2)
+    numbers = measure(trained, pairs, 3, backward=False)
+    assert numbers["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert numbers["tokens"] == sum(len(p.chosen.completion) + len(p.rejected.completion) for p in PAIRS)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_gradient_is_the_oracles(policy, packing, size):
+    trained = stage(policy, packing)
+    pairs = trained.with_reference(PAIRS, size)
+    before = copy.deepcopy(policy.model)
+    move(policy.model)
+    loss, expected = oracle(before, policy.model)
+    assert abs(loss - math.log(2)) > 0.01  # it has moved far enough to tell a wrong reference
+    policy.model.zero_grad()
+    numbers = measure(trained, pairs, size, backward=True)
+    assert numbers["loss"] == pytest.approx(loss, rel=1e-5)
+    assert numbers["margin"] == pytest.approx(numbers["chosen_reward"] - numbers["rejected_reward"], abs=1e-5)
+    found = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+    # Log-probabilities of some 20, in float32, are what the pairs' weights come from.
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_reference_of_adapters_is_the_model_without_them(policy, policy_path):
+    pytest.importorskip("peft")
+    expected = [row.reference for row in stage(policy).with_reference(PAIRS, 3)]
+    config = ModelConfig(path=policy_path, lora_rank=2, lora_targets=["q_proj", "gate_proj"])
+    adapted = load_policy(config, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in adapted.model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter)
+    found = [row.reference for row in stage(adapted).with_reference(PAIRS, 3)]
+    assert torch.tensor(found).flatten().tolist() == pytest.approx(torch.tensor(expected).flatten().tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["weights", "adapters"])
+def test_accuracy_rises(settings, write_rows, tmp_path, policy_path, lora):
+    if lora:
+        pytest.importorskip("peft")
+    rows = [{"prompt": f"{n:02d}=", "chosen": f"{n:02d}"[::-1], "rejected": f"{(n + 7) % 100:02d}"} for n in range(64)]
+    path = write_rows(rows[:48])
+    tables = settings(
+        path,
+        model={"path": policy_path, **lora},
+        data={"eval_path": str(write_rows(rows[48:], "eval.jsonl"))},
+        optimizer={"lr": 3e-3},
+        training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
+    )
+    summary = train(Config.model_validate(tables))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert records[0]["margin"] == pytest.approx(0, abs=1e-5)
+    assert summary["accuracy"] > 0.85 and summary["margin"] > 0.1 and summary["loss"] < 0.65
+    assert summary["eval/accuracy"] > 0.5 and "eval/loss" in summary

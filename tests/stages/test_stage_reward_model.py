@@ -1,0 +1,154 @@
+"""Reward models: they rank, their scores have mean 0 over the reference, and depend on nothing but the text."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from fastrl.runs.data import Example, tokenize_pair
+from fastrl.runs.errors import UserError
+from fastrl.runs.policy import load_model, load_tokenizer
+from fastrl.runs.reward_model import MEAN, RewardModel, score_sequences
+from fastrl.runs.sections import ModelConfig
+from fastrl.stages.loop import measure, save_model
+from fastrl.stages.reward_model import Config, Ranked, RewardModelStage, train
+
+CPU = torch.device("cpu")
+
+
+def ranked_rows(count):
+    """Responses of three digits, ranked by how many of them are 7: equal ranks occur, and all equal too."""
+    generator = random.Random(0)
+    rows = []
+    for _ in range(count):
+        responses = ["".join(generator.choice("789") for _ in range(3)) for _ in range(4)]
+        rows.append({"prompt": "12=", "responses": responses, "ranks": [4 - text.count("7") for text in responses]})
+    return rows
+
+
+@pytest.fixture
+def trained(settings, write_rows, tmp_path, policy_path):
+    """A reward model trained from a language model, with the rows it was trained on and its summary."""
+    rows = ranked_rows(80)
+    path = write_rows(rows)
+    tables = settings(
+        path,
+        model={"path": policy_path},
+        data={"eval_path": str(write_rows(ranked_rows(120)[80:], "eval.jsonl"))},
+        training={"epochs": 4, "batch_size": 16, "micro_batch_size": 6},
+    )
+    summary = train(Config.model_validate(tables))
+    return str(tmp_path / "run" / "model"), rows, summary
+
+
+def test_it_ranks_held_out_responses_and_its_mean_is_0(trained):
+    path, rows, summary = trained
+    assert summary["eval/accuracy"] > 0.9 and summary["eval/margin"] > 0.5 and summary["eval/loss"] < 0.5
+    model = RewardModel.load(path, CPU)
+    texts = [text for row in rows for text in row["responses"]]
+    scores = model([Example("12=", {}, [])] * len(texts), texts)
+    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-4)
+    assert abs(model.mean) > 1e-3  # otherwise nothing has been shifted
+    good, bad = model([Example("12=", {}, [])] * 2, ["777", "898"])
+    assert good > bad
+
+
+def test_a_score_is_the_last_tokens_whatever_stands_beside_it(trained):
+    path, *_ = trained
+    model = RewardModel.load(path, CPU)
+    example, texts = Example("12=", {}, []), ["7", "789789", "", "77"]
+    together = model([example] * 4, texts)
+    small = RewardModel.load(path, CPU, batch_size=3)
+    alone = [model([example], [text])[0] for text in texts]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert small([example] * 4, texts) == pytest.approx(alone, abs=1e-5)
+    for text, score in zip(texts, alone, strict=True):
+        prompt, completion = tokenize_pair("12=", text, model.tokenizer, "")
+        assert completion[-1] == model.tokenizer.eos_token_id
+        # Without padding or positions, and by the head's own product.
+        states = model.model.base_model(torch.tensor([prompt + completion])).last_hidden_state[0, -1]
+        assert float(states @ model.model.score.weight[0]) - model.mean == pytest.approx(score, abs=1e-5)
+
+
+@pytest.fixture
+def stage(policy_path):
+    """A reward model with a random head, to train."""
+    config = ModelConfig(path=policy_path)
+    model = load_model(config, CPU, AutoModelForSequenceClassification, num_labels=1)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.score.weight)
+    return RewardModelStage(model, load_tokenizer(config), torch.float32, [[2, 1, 0], [3, 3, 1, 4, 0]])
+
+
+def test_saving_and_loading_changes_no_score(stage, tmp_path):
+    save_model(stage, tmp_path / "copy")
+    model = RewardModel(stage.model, stage.tokenizer)
+    again = RewardModel.load(str(tmp_path / "copy"), CPU)
+    examples, texts = [Example("12=", {}, [])] * 3, ["7", "89", ""]
+    assert again(examples, texts) == model(examples, texts) and again.mean == model.mean != 0
+    assert sum(again.score(stage.reference)) == pytest.approx(0, abs=1e-5)
+
+
+def test_micro_batches_add_up_and_agree_with_pairs_in_a_loop(stage):
+    rows = [Ranked([[2, 1, 3, 0], [2, 1, 4, 4, 0], [2, 1, 0]], [1, 2, 2]), Ranked([[5, 1, 0], [5, 1, 6, 0]], [3, 1]),
+            Ranked([[7, 8, 1, 7, 0], [7, 8, 1, 8, 0], [7, 8, 1, 0]], [2, 3, 1])]  # fmt: skip
+    losses, right, margins = [], [], []
+    for row in rows:
+        scores = torch.cat([score_sequences(stage.model, [tokens]) for tokens in row.sequences])
+        size = range(len(row.ranks))
+        pairs = [(i, j) for i in size for j in size if row.ranks[i] < row.ranks[j]]
+        found = torch.stack([scores[i] - scores[j] for i, j in pairs])
+        losses.append(torch.log1p(torch.exp(-found)).mean())
+        right.append((found > 0).float().mean())
+        margins.append(found.mean())
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    gradient = torch.cat([p.grad.flatten() for p in stage.model.parameters()])
+    for size in (1, 2, 3):
+        stage.model.zero_grad()
+        numbers = measure(stage, rows, size, backward=True)
+        assert numbers["loss"] == pytest.approx(expected.item(), rel=1e-5)
+        assert numbers["accuracy"] == pytest.approx(torch.stack(right).mean().item())
+        assert numbers["margin"] == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
+        found = torch.cat([p.grad.flatten() for p in stage.model.parameters()])
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_pairs_and_a_reference_of_its_own(settings, write_rows, tmp_path):
+    path = write_rows([{"prompt": "12=", "chosen": "77", "rejected": text} for text in ("8", "9", "89", "98")])
+    reference = write_rows([{"prompt": "12=", "completion": text} for text in ("77", "7")], "reference.jsonl")
+    data = {"reference_path": str(reference)}
+    summary = train(Config.model_validate(settings(path, data=data, training={"epochs": 10})))
+    assert summary["accuracy"] == 1
+    model = RewardModel.load(str(tmp_path / "run" / "model"), CPU)
+    scores = model([Example("12=", {}, [])] * 2, ["77", "7"])
+    assert sum(scores) == pytest.approx(0, abs=1e-4) and scores[0] != scores[1]
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())[MEAN] == model.mean
+
+
+def test_other_models_are_refused(policy_path, tmp_path, settings, write_rows):
+    with pytest.raises(UserError, match="expected a sequence classifier, got Qwen3ForCausalLM"):
+        RewardModel.load(policy_path, CPU)
+    config = ModelConfig(path=policy_path)
+    two = load_model(config, CPU, AutoModelForSequenceClassification, num_labels=2)
+    two.save_pretrained(tmp_path / "two")
+    load_tokenizer(config).save_pretrained(tmp_path / "two")
+    with pytest.raises(UserError, match=r"expected one score \(num_labels = 1\), got 2"):
+        RewardModel.load(str(tmp_path / "two"), CPU)
+    bert = {"model_type": "bert", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    path = tmp_path / "bert.json"
+    path.write_text(json.dumps(bert | {"intermediate_size": 16}))
+    rows = write_rows(ranked_rows(2))
+    model = {"config": str(path), "tokenizer": policy_path}
+    with pytest.raises(UserError, match='expected a linear head called "score", which BertForSequenceClassification'):
+        train(Config.model_validate(settings(rows, model=model)))
+    with pytest.raises(ValueError, match=r"model\.lora_rank: a reward model trains all its weights"):
+        Config.model_validate(settings(rows, model={"path": policy_path, "lora_rank": 2}))
+
+
+def test_a_completion_beyond_the_context_is_an_error(stage):
+    model = RewardModel(stage.model, stage.tokenizer)
+    with pytest.raises(UserError, match=r"data:3: the prompt and its completion have 44 tokens, but .* ends at 32"):
+        model([Example("12=", {}, [], "data:3")], ["7" * 40])

@@ -1,0 +1,158 @@
+"""Supervised fine-tuning: the gradient is that of dense logits, the model learns, and what is left is a model."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastrl.runs.data import Example, tokenize_pair
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import completion_texts, generate
+from fastrl.runs.policy import load_policy
+from fastrl.runs.sections import ModelConfig, RolloutConfig
+from fastrl.stages.config import TokenTrainingConfig
+from fastrl.stages.loop import measure, save_model
+from fastrl.stages.rows import Tokens
+from fastrl.stages.sft import SFT, Config, train
+
+ROWS = [Tokens([2, 3, 1], [3, 2, 0]), Tokens([4, 1], [0]), Tokens([5, 6, 7, 8, 1], [8, 7, 6, 5, 0]),
+        Tokens([9, 10, 1], [10, 9, 11, 3, 2, 0])]  # fmt: skip
+# Sums in another order: a few units in the last place of the largest gradient.
+ROUNDING = 4e-6
+
+
+def gradient(policy):
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+def dense(policy, rows):
+    """Torch's cross-entropy on whole logits, a row at a time."""
+    policy.model.zero_grad()
+    total = sum(len(row.completion) for row in rows)
+    losses = []
+    for row in rows:
+        logits = policy.model(torch.tensor([row.all])).logits[0, len(row.prompt) - 1 : -1]
+        targets = torch.tensor(row.completion)
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / total)
+    loss = sum(losses)
+    loss.backward()
+    return loss.item(), gradient(policy)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_gradient_is_that_of_dense_logits(policy, packing, size):
+    loss, expected = dense(policy, ROWS)
+    policy.model.zero_grad()
+    numbers = measure(SFT(policy, TokenTrainingConfig(packing=packing)), ROWS, size, backward=True)
+    assert numbers == {"loss": pytest.approx(loss, rel=1e-6), "tokens": 15}
+    found = gradient(policy)
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING * float(expected.abs().max()))
+
+
+def test_it_learns_and_the_model_it_leaves_answers(settings, write_rows, tmp_path):
+    numbers = [f"{n:02d}" for n in range(100)]
+    path = write_rows([{"prompt": f"{n}=", "completion": n[::-1], "note": 1} for n in numbers[::2] + numbers[1:60:2]])
+    held_out = write_rows([{"prompt": f"{n}=", "completion": n[::-1]} for n in numbers[61::2]], "eval.jsonl")
+    training = {"epochs": 20, "batch_size": 16, "packing": True}
+    config = Config.model_validate(settings(path, data={"eval_path": str(held_out)}, training=training))
+    summary = train(config)
+
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == summary["steps"] == 100
+    assert {"loss", "lr", "grad_norm", "tokens"} <= set(records[0])
+    assert [record["step"] for record in records if "eval/loss" in record] == list(range(5, 101, 5))
+    assert records[0]["loss"] > 2 and summary["loss"] < 0.2 and summary["eval/loss"] < 0.5
+
+    policy = load_policy(ModelConfig(path=str(tmp_path / "run" / "model")), torch.device("cpu"))
+    examples = [Example(f"{n}=", {}, policy.tokenizer(f"{n}=")["input_ids"]) for n in numbers]
+    texts = completion_texts(policy, generate(policy, examples, RolloutConfig(max_new_tokens=4), greedy=True))
+    assert sum(text == n[::-1] for text, n in zip(texts, numbers, strict=True)) > 90
+
+
+def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
+    path = write_rows([{"prompt": f"{n}=", "completion": f"{n}"} for n in range(10)])
+    losses = []
+    for name in ("a", "b"):
+        training = {"epochs": 2, "batch_size": 4, "micro_batch_size": 3}
+        tables = settings(
+            path,
+            optimizer={"schedule": "linear"},
+            training=training,
+            logging={"output_dir": str(tmp_path / name), "tensorboard": True},
+        )
+        train(Config.model_validate(tables))
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+        rates = [json.loads(line)["lr"] for line in lines]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert rates == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html", "tensorboard", "model"
+    }  # fmt: skip
+
+
+def test_adapters_are_saved_and_merged(settings, write_rows, tmp_path, policy_path):
+    pytest.importorskip("peft")
+    path = write_rows([{"prompt": "12=", "completion": "21"}] * 4)
+    train(Config.model_validate(settings(path, model={"path": policy_path, "lora_rank": 2}, training={"epochs": 3})))
+    logits = [
+        AutoModelForCausalLM.from_pretrained(directory)(torch.arange(12)[None]).logits
+        for directory in (policy_path, tmp_path / "run" / "model", tmp_path / "run" / "model" / "adapters")
+    ]
+    torch.testing.assert_close(logits[1], logits[2], rtol=1e-4, atol=1e-4)
+    assert (logits[0] - logits[1]).abs().max() > 0.01
+    losses = []
+    for name in ("run/model", "run/model/adapters"):  # either is the next stage's model
+        model = {"path": str(tmp_path / name), "tokenizer": policy_path}
+        logging = {"output_dir": str(tmp_path / "next"), "overwrite": True}
+        losses.append(train(Config.model_validate(settings(path, model=model, logging=logging)))["loss"])
+        assert "adapter_config.json" not in {file.name for file in (tmp_path / "next" / "model").iterdir()}
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_an_interrupted_save_leaves_nothing(policy, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(policy.tokenizer, "save_pretrained", stop, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(SFT(policy, TokenTrainingConfig()), tmp_path / "out" / "model")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_run_is_not_replaced_unasked_nor_its_own_model(settings, write_rows, tmp_path):
+    path = write_rows([{"prompt": "12=", "completion": "21"}])
+    train(Config.model_validate(settings(path)))
+    with pytest.raises(UserError, match="holds a run already"):  # before any other file is read
+        train(Config.model_validate(settings(tmp_path / "nowhere")))
+    model = {"path": str(tmp_path / "run" / "model")}
+    with pytest.raises(ValueError, match=r"model\.path: .* lies in logging\.output_dir"):
+        Config.model_validate(settings(path, model=model, logging={"overwrite": True}))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path):
+    path = write_rows([{"prompt": "12=", "completion": "21"}] * 8)
+    config = settings(path, optimizer={"lr": 1e30}, training={"epochs": 8})
+    with pytest.raises(UserError, match=r"step \d: expected a finite loss and gradient, got loss .*optimizer\.lr"):
+        train(Config.model_validate(config))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}={% else %}{{ eos_token }}={% endif %}{% endfor %}"
+)
+
+
+def test_a_chat_completion_ends_with_eos_and_not_with_what_the_template_writes_behind_it(policy):
+    tokenizer = policy.tokenizer
+    prompt = [{"role": "user", "content": "12"}]
+    tokenizer.chat_template = CHAT
+    assert tokenize_pair(prompt, "21", tokenizer, "x") == tokenize_pair("12=", "21", tokenizer, "x")
+    assert tokenize_pair("12=", "21", tokenizer, "x") == ([3, 4, 1], [4, 3, 0])
+    tokenizer.chat_template = CHAT.replace("{{ eos_token }}=", "")  # a template that writes none
+    assert tokenize_pair(prompt, "21", tokenizer, "x") == ([3, 4, 1], [4, 3, 0])
+    tokenizer.chat_template = "{{ messages | length }}" + CHAT
+    with pytest.raises(UserError, match="x: the chat template writes the prompt differently"):
+        tokenize_pair(prompt, "21", tokenizer, "x")
