@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/fastrl train $(CONFIG)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -42,7 +42,8 @@ threads=() workers=()
 if python3 -c 'import xdist' 2>/dev/null; then threads=(env OMP_NUM_THREADS=2) workers=(-n 8); fi
 # All tests but those that no GPU changes: ahead-of-time compilation, C++, packaging, the trainer, this program.
 part tests 110 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
-  -m "not slow" tests --ignore-glob '*_aot.py' --ignore tests/ops --ignore tests/trainer --ignore tests/test_package.py \
+  -m "not slow" tests --ignore-glob '*_aot.py' --ignore tests/ops --ignore tests/trainer --ignore tests/stages \
+  --ignore tests/integrations --ignore tests/test_package.py --ignore tests/test_report.py --ignore tests/test_plot_gates.py \
   --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py
 
 bench logits 75 --shape 8192x151936 --shape 32768x32768

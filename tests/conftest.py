@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
 
 import fastrl
 
+# Workers side by side share the cores.
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

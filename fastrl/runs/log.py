@@ -36,6 +36,7 @@ class RunLog:
         self.directory, self.steps, self.shown = settings.output_dir, steps, shown
         self.path = self.directory / "metrics.jsonl"
         self.last: dict[str, float | None] = {}
+        wandb = _import_wandb() if settings.wandb is not None else None  # before anything is replaced
         if step == 0:
             _prepare(self.directory, settings.overwrite)
         else:
@@ -43,11 +44,12 @@ class RunLog:
                 self._cut(path, step)
         values = config.model_dump(mode="json")
         (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        # Before there is a record: a directory without one is no run, so the same command may be tried again.
+        self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
         self.writer: SummaryWriter | None = None
         if settings.tensorboard:
             self.writer = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1 if step else None)
-        self.wandb = _wandb(settings, values, resume=step > 0)
         # Where no one watches, the lines alone.
         self.bar = tqdm(initial=step, total=steps, unit="step", desc=name, disable=None)
         self.started, self.first = time.monotonic(), step
@@ -68,12 +70,13 @@ class RunLog:
     def _cut(self, path: Path, step: int) -> None:
         """Drop what an interrupted run recorded after its last checkpoint's ``step``: those steps come again."""
         path.touch()
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # A line without an end was being written when the run was killed.
-        records = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        # Bytes, for a text may hold other line separators. What follows the last end was being written when the run
+        # was killed.
+        lines = path.read_bytes().split(b"\n")[:-1]
+        records = [(line, json.loads(line)) for line in lines]
         kept = [(line, record) for line, record in records if record.pop("step") <= step]
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(line for line, _ in kept), encoding="utf-8")
+        unfinished.write_bytes(b"".join(line + b"\n" for line, _ in kept))
         unfinished.replace(path)
         if path == self.path:
             for _, record in kept:
@@ -139,14 +142,16 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error
 
 
-def _wandb(settings: LoggingConfig, config: dict[str, Any], resume: bool) -> Any:
-    """A run of Weights & Biases, or None. A resumed one goes on under the id that its first part left."""
-    if settings.wandb is None:
-        return None
+def _import_wandb() -> Any:
     try:
         import wandb  # optional: only runs that log there need it
     except ImportError as error:
         raise UserError(f"logging.wandb needs wandb ({error}): pip install 'fastrl[wandb]'") from error
+    return wandb
+
+
+def _start_wandb(wandb: Any, settings: LoggingConfig, config: dict[str, Any], resume: bool) -> Any:
+    """A run of Weights & Biases. A resumed one goes on under the id that its first part left."""
     path = settings.output_dir / "wandb" / "id"
     known = path.read_text(encoding="utf-8") if resume and path.exists() else None
     run: Any = wandb.init(

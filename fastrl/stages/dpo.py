@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .. import linear_dpo_loss
 from ..runs.errors import UserError
 from ..runs.optimizer import cpu_threads
-from ..runs.policy import Policy, load_policy, reference_of
+from ..runs.policy import Policy, check_packing, load_policy, reference_of
 from ..runs.rollout import hidden_states, rollout_logprobs
 from ..runs.settings import Section, parse_command_line
 from .config import StageConfig, TokenTrainingConfig
@@ -114,6 +114,8 @@ def train(config: Config) -> dict[str, Any]:
     training = config.training
     with cpu_threads(training.threads):
         policy = load_policy(config.model, prepare(config))
+        if config.training.packing:
+            check_packing(policy)
         reader = Reader(policy.tokenizer, smallest(training.max_length, policy.max_positions))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []

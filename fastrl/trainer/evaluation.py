@@ -4,6 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from ..runs.generation import completion_texts, generate
 from .experience import average
 from .run import Run
@@ -23,7 +25,11 @@ def evaluate(run: Run) -> dict[str, float]:
     if not count:
         return numbers
     repeated = [example for example in examples for _ in range(count)]
-    texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
+    device = run.policy.device
+    # Random numbers of its own, the same each time: how often a run is looked at must not decide what it learns.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(run.config.training.seed)
+        texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
     for name, function in run.metrics.items():
         solved = [value is not None and value >= 1 for value in function(repeated, texts)]
         prompts = range(0, len(texts), count)

@@ -163,7 +163,8 @@ def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
         nothing = torch.zeros(mask.shape, device=mask.device)
         tokens = kl_penalized_rewards(rewards, nothing, nothing, mask, beta=0.0)
     if estimator in ("group", "rloo"):
-        scores = tokens.sum(1) if run.kl_in_reward else rewards
+        # A response that does not count has no token to carry its score, but its group's baseline has it all the same.
+        scores = tokens.sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
         if estimator == "rloo":
             return replace(rollout, response_advantages=rloo_advantages(scores, groups))
         return replace(rollout, response_advantages=group_advantages(scores, groups, scale=scale, ddof=ddof))
@@ -193,7 +194,8 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
     for row, (tokens, pairs) in enumerate(zip(rows, steps, strict=True)):
 
         def characters(count: int, tokens: Tensor = tokens) -> int:
-            return len(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True))
+            # A character whose last byte is still to come is shown as U+FFFD.
+            return len(str(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True)).rstrip("\ufffd"))
 
         for step, (end, reward) in enumerate(pairs):
             ends_[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)

@@ -10,7 +10,7 @@ from ..runs.data import Example, PromptSampler, TextStream, load_examples
 from ..runs.errors import UserError
 from ..runs.optimizer import find_device, make_optimizer
 from ..runs.policy import Policy, check_packing, load_policy, reference_of
-from ..runs.reward import RewardFunction, Rewards, load_reward
+from ..runs.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
 from ..runs.reward_model import make_rewards
 from .config import Config
 from .controllers import AdaptiveKL, LearnedEntropy
@@ -28,7 +28,7 @@ class Run:
     steps_reward: RewardFunction | None  # rewards steps of reasoning
     sampler: PromptSampler
     held_out: list[Example]
-    metrics: dict[str, RewardFunction]  # of the evaluation
+    metrics: dict[str, Scorer]  # of the evaluation
     reference: Policy | None
     critic: Critic | None
     kl: AdaptiveKL | None
@@ -66,7 +66,9 @@ def make_run(config: Config) -> Run:
         reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
     )
     steps_reward = None if config.reward.steps is None else load_reward(config.reward.steps)
-    metrics = {function.name: function for function in map(load_reward, config.evaluation.metrics)}
+    metrics = {scorer.name: scorer for scorer, _ in load_rewards(config.evaluation.metrics, None)}
+    if "reward" in metrics:
+        raise UserError('evaluation.metrics: the name "reward" is that of the reward itself')
     policy = load_policy(config.model, device)
     if config.training.packing:
         check_packing(policy)

@@ -1,5 +1,6 @@
 """The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
 
+import math
 import os
 import signal
 import threading
@@ -93,13 +94,13 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
         rollout, samples = collect(run, numbers)
         with timed("time/update", numbers):
             numbers |= update(run, rollout)
-        kl_last, tokens = numbers.pop("kl_last", 0.0), numbers.get("tokens", 0.0) / run.config.training.epochs
+        kl_last = numbers.pop("kl_last", math.nan)
         if run.kl is not None:
-            kl = numbers.get("kl_reference", 0.0) if run.kl_in_reward else kl_last
-            run.kl.update(kl, tokens, len(rollout.input_ids))
+            kl = numbers.get("kl_reference", math.nan) if run.kl_in_reward else kl_last
+            run.kl.update(kl, int(rollout.mask.sum()), int(rollout.mask.any(1).sum()))
             numbers["kl_coef"] = run.kl.coef.item()
         if run.entropy is not None:
-            run.entropy.update(numbers.get("entropy", float("nan")))
+            run.entropy.update(numbers.get("entropy", math.nan))
             numbers["entropy_coef"] = run.entropy.coef.item()
         every = None if run.config.kl is None else run.config.kl.sync_every
         if run.reference is not None and every is not None and run.step % every == 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from undrawn import undrawn  # noqa: F401
 
 from fastrl.runs.policy import Policy, load_policy
 from fastrl.runs.sections import ModelConfig

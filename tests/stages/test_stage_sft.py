@@ -71,6 +71,7 @@ def test_it_learns_and_the_model_it_leaves_answers(settings, write_rows, tmp_pat
     assert sum(text == n[::-1] for text, n in zip(texts, numbers, strict=True)) > 90
 
 
+@pytest.mark.drawn
 def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     path = write_rows([{"prompt": f"{n}=", "completion": f"{n}"} for n in range(10)])
     losses = []

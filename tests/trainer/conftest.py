@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from undrawn import undrawn  # noqa: F401
 
 from fastrl import Objective
 from fastrl.runs.policy import Policy, load_policy

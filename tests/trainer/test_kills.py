@@ -55,7 +55,7 @@ def test_twenty_kills_at_random_moments_change_no_metric(make_config, tmp_path):
     config = make_config(
         **TABLES, logging={"output_dir": str(tmp_path / "killed"), "checkpoint_every": 1, "keep_checkpoints": 2}
     )
-    # Children of a process that has imported all but has done nothing yet: a fork of this one could hang in its threads.
+    # Children of a process that has imported all but done nothing yet: a fork of this one could hang in its threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fastrl.trainer.train"])
     kills, statuses = 0, []

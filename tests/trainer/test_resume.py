@@ -224,7 +224,6 @@ def test_a_signal_finishes_the_step_and_the_status_says_which(command, tmp_path,
     assert f"fastrl: {number.name}: finishing the step, then saving; once more to end at once" in output.err
     assert f"interrupted by {number.name}; the same command with --resume goes on" in output.out
     assert len(lines(config)) == 2 and checkpoints(config) == ["step-000002"]
-    assert (config.logging.output_dir / "curves.png").exists()
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
 
     (tmp_path / "request.json").write_text(json.dumps([2, [number]]))  # in the last step: it is complete all the same

@@ -29,6 +29,7 @@ def numbers(config):
     return [{k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))} for record in records(config)]
 
 
+@pytest.mark.drawn
 def test_a_run_leaves_metrics_a_picture_a_summary_events_and_a_checkpoint(make_config):
     config = make_config(logging={"tensorboard": True, "checkpoint_every": 1})
     summary = train(config)

@@ -1,0 +1,259 @@
+"""PPO's critic: what it says, what it should say, its own gradient and learning rate; and the text of PPO-ptx."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
+from test_update import MODEL
+
+import fastrl
+import fastrl.trainer.run as running
+import fastrl.trainer.train as module
+import fastrl.trainer.update as updating
+from fastrl.runs.data import TextStream
+from fastrl.trainer.config import AdvantagesConfig, KLConfig, PretrainingConfig
+from fastrl.trainer.controllers import AdaptiveKL
+from fastrl.trainer.critic import Critic
+from fastrl.trainer.experience import add_advantages, whitened
+
+PPO = {"advantages": {"estimator": "gae"}, "objective": {"name": "ppo", "entropy_coef": 0.0}}
+COUNTED = [True] * 6 + [False, True]
+
+
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(**MODEL, initializer_range=0.5)
+
+
+@pytest.fixture
+def rollout(policy):
+    return own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, COUNTED, sets=False))
+
+
+@pytest.fixture
+def critic_run(policy, make_run):
+    def run(kind, kl=None, packing=False, micro_batch_size=None, clip=0.2, **advantages):
+        made = make_run(policy, fastrl.PPO(), packing=packing, micro_batch_size=micro_batch_size)
+        with_critic(made, kind, clip=clip)
+        made.config.advantages = AdvantagesConfig(estimator="gae", **advantages)
+        made.config.kl = kl
+        made.kl = None if kl is None else AdaptiveKL(kl, policy.device)
+        return made
+
+    return run
+
+
+# --- what it says and should say ------------------------------------------------------------------------------------
+
+
+def test_a_new_critic_says_0_and_an_own_one_leaves_the_policy_alone(policy, rollout):
+    for shared in (True, False):
+        critic = Critic(policy, shared)
+        assert (critic.rollout_values(policy, rollout, None, False) == 0).all()
+        names = {name.split(".")[0] for name, _ in critic.named_parameters()}
+        assert names == ({"head"} if shared else {"head", "decoder"})
+    pointers = {p.data_ptr() for p in policy.model.parameters()}
+    assert not pointers & {p.data_ptr() for p in critic.parameters()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_values_are_the_heads_on_the_state_before_each_token(policy, critic_run, rollout, kind, packed):
+    critic = critic_run(kind).critic
+    if kind == "own":  # its decoder has moved on from the policy's
+        with torch.no_grad():
+            critic.decoder.embed_tokens.weight.mul_(1.5)
+    decoder = critic.decoder if kind == "own" else policy.model.get_decoder()
+    found = critic.rollout_values(policy, rollout, 3, packed)
+    for row, (tokens, there) in enumerate(zip(rollout.input_ids, rollout.attention_mask, strict=True)):
+        states = decoder(input_ids=tokens[there][None]).last_hidden_state[0]
+        expected = critic.head(states)[PROMPTS[row] - 1 : -1, 0] * COUNTED[row]
+        torch.testing.assert_close(found[row, : LENGTHS[row]], expected, rtol=0, atol=1e-5)
+        assert (found[row, LENGTHS[row] :] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_without_discount_or_decay_every_return_is_the_reward(critic_run, rollout, kind):
+    run = critic_run(kind, gamma=1.0, lam=1.0, whiten=False)
+    values = run.critic.rollout_values(run.policy, rollout, None, False).detach()
+    found = add_advantages(run, replace(rollout, old_values=values), [])
+    expected = rollout.rewards[:, None].expand_as(values).where(rollout.mask, 0)
+    torch.testing.assert_close(found.returns, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.token_advantages, (expected - values).where(rollout.mask, 0), rtol=0, atol=1e-5)
+
+
+def test_a_kl_in_the_reward_is_paid_at_each_token_and_the_score_at_the_last(critic_run, rollout):
+    """A naive loop, discounted so that each token's own reward shows; truncated rows end where they were cut off."""
+    kl = KLConfig(place="reward", kind="k1", coef=0.3)
+    run = critic_run("own", kl, gamma=0.9, lam=0.7, whiten=False)
+    found = add_advantages(run, rollout, [])
+    difference = rollout.old_logprobs - rollout.ref_logprobs
+    for row, length in enumerate(LENGTHS):
+        if not COUNTED[row]:
+            assert (found.returns[row] == 0).all() and (found.token_advantages[row] == 0).all()
+            continue
+        later_value = later = 0.0
+        for t in reversed(range(length)):
+            reward = -0.3 * float(difference[row, t]) + float(rollout.rewards[row]) * (t == length - 1)
+            value = float(rollout.old_values[row, t])
+            later = reward + 0.9 * later_value - value + 0.9 * 0.7 * later
+            later_value = value
+            assert float(found.token_advantages[row, t]) == pytest.approx(later, abs=1e-5)
+            assert float(found.returns[row, t]) == pytest.approx(later + value, abs=1e-5)
+
+
+def test_whitening_sees_counted_tokens_only(critic_run, rollout):
+    run = critic_run("own")
+    plain = add_advantages(critic_run("own", whiten=False), rollout, [])
+    found = add_advantages(run, rollout, [])
+    counted = found.token_advantages[rollout.mask].double()
+    assert float(counted.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(counted.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert (found.token_advantages[~rollout.mask] == 0).all()
+    assert torch.equal(found.returns, plain.returns)  # what the critic learns is not whitened
+    order = plain.token_advantages[rollout.mask].argsort()
+    assert torch.equal(counted.argsort(), order)
+    other = replace(rollout, old_values=rollout.old_values.where(rollout.mask, 1e6))
+    assert torch.equal(add_advantages(run, other, []).token_advantages, found.token_advantages)
+
+
+def test_whitening_one_token_or_none_gives_0():
+    values = torch.tensor([[3.0, 7.0]])
+    assert whitened(values, torch.tensor([[True, False]])).tolist() == [[0, 0]]
+    assert whitened(values[:0], torch.zeros(0, 2, dtype=torch.bool)).shape == (0, 2)
+
+
+# --- its loss -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_an_own_critics_gradient_is_dense_float64_autograds(critic_run, rollout, packing, clip):
+    run = critic_run("own", packing=packing, micro_batch_size=3, clip=clip)
+    gradient, metrics = gradients(run, rollout)
+    critic = copy.deepcopy(run.critic).double()
+    total, clipped = 0.0, 0
+    for row, length in enumerate(LENGTHS):
+        if not COUNTED[row]:
+            continue
+        tokens = rollout.input_ids[row][rollout.attention_mask[row]][None]
+        states = critic.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0].double()
+        value = critic.head(states)[-length - 1 : -1, 0]
+        target, old = (x[row, :length].double() for x in (rollout.returns, rollout.old_values))
+        error = (value - target) ** 2
+        if clip is not None:
+            bound = (old + (value - old).clamp(-clip, clip) - target) ** 2
+            clipped += int((bound > error).sum())
+            error = torch.maximum(error, bound)
+        total = total + 0.5 * 0.5 * error.sum() / int(rollout.mask.sum())
+    assert clip is None or 0 < clipped < int(rollout.mask.sum())
+    assert float(metrics["value_loss"]) == pytest.approx(float(total.detach()), rel=1e-5)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(critic.parameters()))])
+    ours = gradient[-len(expected) :].double()
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=3e-6 * float(expected.abs().max()))
+    # And none of it reaches the policy.
+    run.critic = None
+    alone, _ = gradients(run, rollout)
+    torch.testing.assert_close(gradient[: len(alone)], alone, rtol=0, atol=1e-7)
+
+
+def test_values_are_float32_where_products_are_narrow(critic_run, rollout, monkeypatch):
+    """In the update as before it: rounded to bfloat16, values would differ from the old ones by up to 1 in 256."""
+    run = critic_run("shared")
+    run.policy = replace(run.policy, dtype=torch.bfloat16)
+    seen, loss = [], updating.value_loss
+
+    def spy(values, *args, **options):
+        seen.append(values.detach())
+        return loss(values, *args, **options)
+
+    monkeypatch.setattr(updating, "value_loss", spy)
+    before = run.critic.rollout_values(run.policy, rollout, None, False)
+    gradients(run, rollout)
+    assert seen[0].dtype == torch.float32
+    torch.testing.assert_close(seen[0].where(rollout.mask, 0), before, rtol=0, atol=1e-6)
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_it_learns_a_constant_reward(make_config, tmp_path, shared):
+    """Its returns are 0.5 at every token; five steps of eight updates at Adam's 0.02 come most of the way from 0."""
+    (tmp_path / "mine.py").write_text("def reward(prompts, completions, answer):\n    return [0.5] * len(prompts)\n")
+    config = make_config(
+        **PPO,
+        critic={"shared": shared, "lr": 0.02, "clip": None},
+        reward={"function": f"{tmp_path / 'mine.py'}:reward"},
+        optimizer={"lr": 1e-6, "schedule": "constant", "warmup_updates": 0},
+        training={"steps": 5, "minibatches": 2, "epochs": 4},
+    )
+    _, steps = play(config)
+    start = 0.5 * 0.5 * 0.5**2
+    assert start > steps[0]["value_loss"] > steps[1]["value_loss"]
+    assert steps[-1]["value_loss"] < 0.05 * start
+    assert all(numbers["critic_grad_norm"] > 0 for numbers in steps)
+
+
+def test_its_learning_rate_is_its_own(make_config, monkeypatch):
+    """The policy's schedule, from another peak; without one, the policy's rate."""
+    rates = []
+    update = module.update
+
+    def spy(run, rollout):
+        numbers = update(run, rollout)
+        rates.append([group["lr"] for group in run.optimizer.param_groups])
+        return numbers
+
+    monkeypatch.setattr(module, "update", spy)
+    tables = PPO | {
+        "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_updates": 0},
+        "training": {"steps": 4, "minibatches": 1},
+    }
+    _, (first, *_) = play(make_config(**tables, critic={"lr": 4e-3}))
+    assert rates == [pytest.approx([share * 1e-3, share * 4e-3]) for share in (0.75, 0.5, 0.25, 0)]
+    assert first["lr"] == pytest.approx(1e-3)
+    rates.clear()
+    play(make_config(**tables, critic={}))
+    assert all(policy == critic for policy, critic in rates)
+
+
+def test_its_weights_are_in_a_group_of_their_own(make_config):
+    for shared in (False, True):
+        run = running.make_run(make_config(**PPO, critic={"shared": shared}))
+        policy, critic = ({id(p) for p in group["params"]} for group in run.optimizer.param_groups)
+        assert critic == {id(p) for p in run.critic.parameters()} and not policy & critic
+        assert policy == {id(p) for p in run.policy.model.parameters()}
+
+
+def test_gae_without_a_kl_reads_no_reference(critic_run, rollout):
+    run = critic_run("own", whiten=False)
+    without = add_advantages(run, replace(rollout, old_logprobs=None, ref_logprobs=None), [])
+    assert torch.equal(without.token_advantages, add_advantages(run, rollout, []).token_advantages)
+
+
+# --- PPO-ptx --------------------------------------------------------------------------------------------------------
+
+
+def test_pretraining_text_adds_its_cross_entropy_and_begins_again(policy, make_run, tmp_path):
+    """In float64 by torch's own cross-entropy; 10 tokens hold one and a quarter of two sequences of 4."""
+    (tmp_path / "text.txt").write_text("0123456789")
+    rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
+    run = make_run(policy, fastrl.PPO(), micro_batch_size=3)
+    plain, before = gradients(run, rollout)
+    run.text = TextStream(tmp_path / "text.txt", policy.tokenizer, 4)
+    run.config.pretraining = PretrainingConfig(path=tmp_path / "text.txt", coef=0.7, batch_size=2, length=4)
+    assert run.text.tokens.tolist() == list(range(2, 12))
+    for ids, position in (([[2, 3, 4, 5], [6, 7, 8, 9]], 8), ([[10, 11, 2, 3], [4, 5, 6, 7]], 6)):
+        gradient, metrics = gradients(run, rollout)
+        assert run.text.position == position
+        model = copy.deepcopy(policy.model).double()
+        logits = model(input_ids=torch.tensor(ids)).logits.double()[:, :-1]
+        loss = 0.7 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(ids)[:, 1:].flatten())
+        assert float(metrics["pretraining_loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert float(metrics["loss"]) == pytest.approx(float(before["loss"] + loss.detach()), rel=1e-4)
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        atol = 3e-6 * float(expected.abs().max())
+        torch.testing.assert_close((gradient - plain).double(), expected, rtol=1e-4, atol=atol)

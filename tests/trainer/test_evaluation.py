@@ -1,0 +1,154 @@
+"""Scores on held-out prompts: greedy means, pass@k and maj@k, and that looking changes nothing."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fastrl.trainer.evaluation as module
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.reward import RewardFunction, Rewards
+from fastrl.trainer.config import EvaluationConfig
+from fastrl.trainer.evaluation import evaluate, majority_at_k, pass_at_k
+from fastrl.trainer.train import train
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_that_solve(count):
+    for right in range(count + 1):
+        solved = [i < right for i in range(count)]
+        for k in range(1, count + 1):
+            subsets = list(itertools.combinations(solved, k))
+            expected = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at_k(solved, k) == pytest.approx(expected, abs=1e-12), (count, right, k)
+            assert pass_at_k(solved[::-1], k) == pass_at_k(solved, k)
+    assert pass_at_k([False] * 999 + [True], 500) == pytest.approx(0.5)  # binomials of 300 digits
+
+
+@pytest.mark.parametrize(
+    ("texts", "k", "expected"),
+    [
+        (["a", "b", "b"], 3, "b"),
+        (["a", "b", "b"], 2, "a"),  # the first k alone, and of equally frequent ones the first
+        (["b", "a", "a", "b"], 4, "b"),
+        ([" a", "b", "a\n", "b ", "a"], 5, "a"),  # without the space around them
+        (["a"], 1, "a"),
+        (["", "a", " "], 3, ""),
+    ],
+)
+def test_maj_at_k_asks_the_most_frequent_of_the_first_k(texts, k, expected):
+    for right in ("a", "b", ""):
+        solved = [text.strip() == right for text in texts]
+        assert majority_at_k(texts, solved, k) == (right == expected)
+
+
+# --- evaluate -------------------------------------------------------------------------------------------------------
+
+GREEDY = ["4", "5", "6"]
+SAMPLES = [["1", "4", "4", "2"], ["5", "1", "2", "3"], ["7", "7", "8", "9"]]
+
+
+def right(prompts, completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def shy(prompts, completions, answer):
+    """No score for a "5", and 2 for what is right."""
+    return [None if c == "5" else 2.0 * (c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Three prompts with the answers 4, 5, 6, the completions above, and the calls of generate."""
+    calls = []
+
+    def generate(policy, examples, settings, *, greedy=False, record=True):
+        calls.append((len(examples), greedy, record))
+        return GREEDY if greedy else list(itertools.chain(*SAMPLES))
+
+    monkeypatch.setattr(module, "generate", generate)
+    monkeypatch.setattr(module, "completion_texts", lambda policy, texts: texts)
+    metrics = {f.__name__: RewardFunction(f, f.__name__, "") for f in (right, shy)}
+    evaluation = EvaluationConfig(metrics=["right", "shy"], samples=4, k=(1, 2, 4))
+    return SimpleNamespace(
+        config=SimpleNamespace(rollout=None, evaluation=evaluation, training=SimpleNamespace(seed=0)),
+        policy=SimpleNamespace(device=torch.device("cpu")),
+        held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
+        rewards=Rewards([(metrics["right"], 10.0), (metrics["shy"], 1.0)]),
+        metrics=metrics,
+        calls=calls,
+    )
+
+
+def test_every_metric_has_its_greedy_mean_and_its_scores_at_k(run):
+    numbers = evaluate(run)
+    assert run.calls == [(3, True, True), (12, False, False)]
+    expected = {"eval/reward": (12 + 10 + 12) / 3, "eval/right": 1.0, "eval/shy": (2 + 2) / 2}
+    right_of = {"right": [2, 1, 0], "shy": [2, 0, 0]}  # of four samples; None solves nothing
+    first = {"right": ([0, 1, 0], [0, 1, 0], [1, 1, 0]), "shy": ([0, 0, 0], [0, 0, 0], [1, 0, 0])}
+    for name, counts in right_of.items():
+        for k, majority in zip((1, 2, 4), first[name], strict=True):
+            passes = [1 - math.comb(4 - c, k) / math.comb(4, k) for c in counts]
+            expected |= {f"eval/{name}/pass@{k}": sum(passes) / 3, f"eval/{name}/maj@{k}": sum(majority) / 3}
+    assert numbers.keys() == expected.keys()
+    for name, value in expected.items():
+        assert numbers[name] == pytest.approx(value), name
+
+
+def test_without_samples_there_is_greedy_decoding_alone(run):
+    run.config.evaluation = EvaluationConfig()
+    assert set(evaluate(run)) == {"eval/reward", "eval/right", "eval/shy"}
+    assert run.calls == [(3, True, True)]
+
+
+def test_no_score_at_all_is_nan(run):
+    nothing = RewardFunction(lambda prompts, completions, answer: [None] * len(prompts), "nothing", "")
+    run.metrics, run.rewards = {"nothing": nothing}, Rewards([(nothing, 1.0)])
+    numbers = evaluate(run)
+    assert math.isnan(numbers["eval/reward"]) and math.isnan(numbers["eval/nothing"])
+    assert numbers["eval/nothing/pass@4"] == numbers["eval/nothing/maj@4"] == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"samples": 2, "k": [1, 4]}, r"k: expected at most evaluation\.samples = 2, got \(1, 4\)"),
+        ({"samples": -1}, r"evaluation\.samples.*greater than or equal to 0"),
+        ({"samples": 2, "k": [0]}, r"evaluation\.k.*greater than or equal to 1"),
+    ],
+)
+def test_impossible_numbers_of_samples_are_named(make_config, table, expected):
+    with pytest.raises(UserError, match=expected):
+        make_config(evaluation=table)
+
+
+def test_looking_does_not_change_what_is_learnt(make_config, tmp_path, example, monkeypatch):
+    """Sampled completions of the evaluation come from random numbers of its own, the same ones each time."""
+    (tmp_path / "eval.jsonl").write_text("".join((example / "eval.jsonl").open().readlines()[:3]))
+    data = {"eval_path": str(tmp_path / "eval.jsonl")}
+    seen, texts_of = [], module.completion_texts
+    monkeypatch.setattr(module, "completion_texts", lambda *a: seen.append(texts_of(*a)) or seen[-1])
+
+    def records(name, **evaluation):
+        # Too small a rate to change a sample: evaluations that draw the same numbers then see the same.
+        config = make_config(
+            data=data, evaluation=evaluation, training={"steps": 3}, optimizer={"lr": 1e-12},
+            logging={"output_dir": str(tmp_path / name)},
+        )  # fmt: skip
+        train(config)
+        lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def apart(record):
+        return {k: v for k, v in record.items() if not k.startswith(("eval/", "time/", "memory/"))}
+
+    never = records("never", every=None, samples=0)
+    often = records("often", every=1, samples=8, k=[1, 8])
+    assert [apart(record) for record in never] == [apart(record) for record in often]
+    sampled = [texts for texts in seen if len(texts) == 3 * 8]
+    assert len(sampled) == 3 and sampled[0] == sampled[1] == sampled[2] and len(set(sampled[0])) > 1
+    assert all({"eval/exact_match/pass@8", "eval/exact_match/maj@1"} <= set(record) for record in often)

@@ -1,0 +1,297 @@
+"""Experience: rewards that are summed, missing, priced and filtered; groups sampled anew; every advantage estimator."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_packing import LENGTHS, PROMPTS, VOCAB, make_rollout, own_logprobs, play
+from test_update import MODEL
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, set_seed
+
+import fastrl
+import fastrl.trainer.experience as module
+import fastrl.trainer.run as running
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import generate
+from fastrl.runs.rollout import join, rollout_logprobs
+from fastrl.runs.sections import RolloutConfig
+from fastrl.trainer.config import AdvantagesConfig, KLConfig
+from fastrl.trainer.controllers import AdaptiveKL
+from fastrl.trainer.experience import add_advantages, collect
+
+ROWS = 24  # six prompts of four completions each
+REWARDS = """
+calls = 0
+def first(prompts, completions, answer):
+    return [None if i % 4 in (0, 1) else float(i) for i in range(len(prompts))]
+def second(prompts, completions, answer):
+    return [None if i % 4 in (0, 2) else 10.0 for i in range(len(prompts))]
+def half(prompts, completions, answer):  # every other group varies, and in later calls all of them do
+    global calls
+    calls += 1
+    return [float(i % 4 == 1) * (i // 4 % 2 or calls > 1) for i in range(len(prompts))]
+def steps(prompts, completions, answer):
+    return [[(len(c), float(i))] if c else [] for i, c in enumerate(completions)]
+def equal(prompts, completions, answer):
+    return [1.0] * len(prompts)
+def model(prompts, completions, answer):
+    return [1.0] * len(prompts)
+"""
+
+
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(**MODEL, initializer_range=0.5)
+
+
+@pytest.fixture
+def configure(make_config, tmp_path):
+    """A config with some of the functions above as rewards."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+
+    def configure(*functions, reward=None, **tables):
+        sources = [f"{tmp_path / 'mine.py'}:{name}" for name in functions]
+        return make_config(reward={"function": sources, **(reward or {})}, **tables)
+
+    return configure
+
+
+@pytest.fixture
+def collected(configure):
+    """A first step's rollout, its numbers and the run."""
+
+    def collected(*functions, **tables):
+        set_seed(0)
+        run, numbers = running.make_run(configure(*functions, **tables)), {}
+        return collect(run, numbers)[0], numbers, run
+
+    return collected
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_functions_are_summed_with_their_weights_over_what_is_not_none(collected):
+    rollout, numbers, _ = collected("first", "second", reward={"weights": [2.0, -1.0]})
+    kept = [i for i in range(ROWS) if i % 4]  # the others have no reward from either
+    expected = [2.0 * i * (i % 4 > 1) - 10.0 * (i % 4 in (1, 3)) for i in kept]
+    assert rollout.rewards.tolist() == expected and rollout.groups.tolist() == [i // 4 for i in kept]
+    assert numbers["without_reward"] == 0.25
+    assert numbers["reward/first"] == pytest.approx(sum(i for i in range(ROWS) if i % 4 > 1) / 12)
+    assert numbers["reward/second"] == 10.0
+    assert numbers["reward"] == pytest.approx(sum(expected) / 18)
+    assert not {name for name in collected("first")[1] if name.startswith("reward/")}
+
+
+def test_a_function_called_like_the_reward_model_is_refused(configure):
+    """Its rewards would take the model's place in the sum."""
+    with pytest.raises(UserError, match=r'reward\.function: .*"model"'):
+        running.make_run(configure("model", reward={"model": "./somewhere"}))
+
+
+def test_bounds_of_a_correction_that_hold_nothing_are_the_users_to_mend(configure):
+    with pytest.raises(UserError, match="rollout_correction"):
+        running.make_run(configure("equal", rollout_correction={"low": 3.0, "high": 2.0}))
+
+
+def test_length_has_its_price(collected):
+    rollout, numbers, _ = collected("equal", reward={"overlong_cache": 2})
+    lengths = rollout.completion_mask.sum(1)
+    assert rollout.rewards.tolist() == [{4: 0.0, 3: 0.5}.get(length, 1.0) for length in lengths.tolist()]
+    assert len(set(rollout.rewards.tolist())) == 3
+    assert numbers["reward"] == pytest.approx(float(rollout.rewards.mean()))
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_completions_that_were_cut_off_do_not_count_but_their_rewards_do(collected, place):
+    """With a KL in the reward too: a filtered row has no token that could carry its score, but a baseline has it."""
+    tables = {"kl": {"place": place, "kind": "k1", "coef": 0.0}, "advantages": {"estimator": "rloo"}}
+    rollout, numbers, run = collected("first", reward={"overlong_filter": True}, **tables)
+    ended = module.ends(run.policy, rollout)
+    assert torch.equal(rollout.counted, ended) and 0 < int(ended.sum()) < len(ended)
+    assert (rollout.mask.any(1) == ended).all() and numbers["truncated"] > 0
+    naive = [
+        reward - sum(x for j, x in enumerate(rollout.rewards.tolist()) if rollout.groups[j] == group and j != i)
+        for i, (reward, group) in enumerate(zip(rollout.rewards.tolist(), rollout.groups.tolist(), strict=True))
+    ]  # two rewards a group, so that the mean of the others is the other one
+    assert rollout.response_advantages.tolist() == pytest.approx(naive)
+
+
+# --- dynamic sampling -----------------------------------------------------------------------------------------------
+
+
+def test_groups_of_equal_rewards_are_sampled_anew(collected):
+    rollout, numbers, run = collected("half", rollout={"dynamic_sampling": True, "batch_size": 5})
+    assert numbers["refills"] == 1 and numbers["kept"] == ROWS / (ROWS + 3 * 4)
+    assert len(rollout.input_ids) == ROWS
+    found = [rollout.rewards[rollout.groups == group].tolist() for group in rollout.groups.unique()]
+    assert len(found) == 6 and all(sorted(rewards) == [0, 0, 0, 1] for rewards in found)
+    assert len(run.sampler.order) == 800 - 6 - 3  # no more than were missing
+    assert numbers["without_reward"] == 0 and numbers["reward"] == (3 + 3) / (ROWS + 3 * 4)
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "batch", "gae"])
+@pytest.mark.parametrize("refills", [0, 2])
+def test_where_nothing_varies_there_is_no_update_and_the_next_step_goes_on(configure, estimator, refills):
+    tables = {"critic": {}} if estimator == "gae" else {}
+    config = configure(
+        "equal",
+        rollout={"dynamic_sampling": True, "max_refills": refills},
+        advantages={"estimator": estimator},
+        kl={"place": "reward", "kind": "k1", "adaptive": "rlhf", "target": 1.0},
+        training={"steps": 2, "packing": refills > 0, "micro_batch_size": 3, "minibatches": 2},
+        **tables,
+    )
+    run, steps = play(config)
+    assert len(run.sampler.order) == 800 - 2 * 6 * (1 + refills)
+    for numbers in steps:
+        assert numbers["refills"] == refills and numbers["kept"] == 0
+        assert numbers["reward"] == 1 and "loss" not in numbers and numbers["kl_coef"] == pytest.approx(0.04)
+        assert numbers["skipped_updates"] == 0 and math.isfinite(numbers["time/loss_share"])
+    assert not run.optimizer.state
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_joined_rollouts_keep_each_tokens_numbers(make_policy, routed):
+    """Prompts of other lengths, with truncated sampling and routing: the parts' numbers, each by itself."""
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    policy = make_policy(**(MODEL | (mixture if routed else {})), initializer_range=0.7)
+    settings = RolloutConfig(max_new_tokens=5, top_p=0.8, batch_size=2, keep_routing=routed)
+    prompts = [[[3, 1]], [[4, 5, 6, 7, 1], [9, 1]], [[8, 2, 1], [5, 6, 1], [7, 1]]]
+    parts = [generate(policy, [Example("", {}, ids) for ids in group], settings) for group in prompts]
+    whole = join(parts)
+    assert whole.prompt_length == 5 and len(whole.input_ids) == 6
+    for packed in (False, True):
+        apart = torch.cat([rollout_logprobs(policy, part, 1.0, None, packed) for part in parts])
+        torch.testing.assert_close(rollout_logprobs(policy, whole, 1.0, 4, packed), apart, rtol=0, atol=2e-6)
+    torch.testing.assert_close(whole.rollout_logprobs, apart, rtol=0, atol=2e-6)
+    first = 0
+    for part in parts:
+        rows = torch.arange(first, first + len(part.input_ids))
+        again, tokens = whole.select(rows), part.select(torch.arange(len(rows)))
+        for name in ("input_ids", "attention_mask", "rollout_logprobs", "routing"):
+            ours, theirs = getattr(again, name), getattr(tokens, name)
+            assert (ours is None and theirs is None) or torch.equal(ours, theirs), name
+        assert torch.equal(again.sampling_mask.to_dense(VOCAB), tokens.sampling_mask.to_dense(VOCAB))
+        first += len(rows)
+    assert join(parts[:1]) is parts[0]
+
+
+# --- advantages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def advantages(policy, make_run):
+    def advantages(rollout, kl=None, steps=(), policy=policy, **settings):
+        run = make_run(policy, fastrl.GRPO())
+        run.config.advantages = AdvantagesConfig(**settings)
+        run.config.kl, run.kl = kl, kl and AdaptiveKL(kl, policy.device)
+        return add_advantages(run, rollout, list(steps))
+
+    return advantages
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_leave_one_out(policy, advantages, beta):
+    rollout = replace(own_logprobs(policy, make_rollout(PROMPTS, LENGTHS)), groups=torch.tensor([5, 0] * 3 + [0, 5]))
+    found = advantages(rollout, KLConfig(place="reward", kind="k1", coef=beta), estimator="rloo").response_advantages
+    price = ((rollout.old_logprobs - rollout.ref_logprobs) * rollout.mask).sum(1)
+    scores = (rollout.rewards - beta * price).tolist()
+    for i, score in enumerate(scores):
+        others = [s for j, s in enumerate(scores) if rollout.groups[j] == rollout.groups[i] and j != i]
+        assert float(found[i]) == pytest.approx(score - sum(others) / len(others), abs=1e-5)
+
+
+def test_rewards_to_go_are_whitened_over_the_batch(policy, advantages):
+    """REINFORCE++: the discounted sum of what follows, the KL's price at each token, then mean 0 and deviation 1."""
+    rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 7 + [False]))
+    rollout = replace(rollout, old_values=None)
+    kl = KLConfig(place="reward", kind="k2", coef=0.3)
+    found = advantages(rollout, kl, estimator="batch", gamma=0.9).token_advantages
+    naive = {}
+    for row, length in enumerate(LENGTHS[:-1]):
+        later = float(rollout.rewards[row])
+        for t in reversed(range(length)):
+            d = float(rollout.ref_logprobs[row, t] - rollout.old_logprobs[row, t])
+            later = -0.3 * d * d / 2 + (later if t == length - 1 else 0.9 * later)
+            naive[row, t] = later
+    mean = sum(naive.values()) / len(naive)
+    deviation = (sum((x - mean) ** 2 for x in naive.values()) / len(naive)) ** 0.5
+    for (row, t), value in naive.items():
+        assert float(found[row, t]) == pytest.approx((value - mean) / deviation, abs=1e-5)
+    assert (found[~rollout.mask] == 0).all()
+
+
+def words():
+    """A tokenizer whose tokens have one to five characters: 0 <eos>, 1 "a", 2 "bcd", 3 "efghi" ..."""
+    vocabulary = {word: i for i, word in enumerate(["<eos>", "a", "bcd", "efghi", "jk", ".", "lm", "n", "opq"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def utf8():
+    """A byte a token: 0 <eos>, and one for each byte, so that other characters than ASCII have several."""
+    alphabet = {letter: i for i, letter in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def rollout_of(rows):
+    """Two groups of completions with these tokens, behind one token of prompt."""
+    rollout = make_rollout([1] * len(rows), [len(row) for row in rows], sets=False)
+    for row, tokens in enumerate(rows):
+        rollout.input_ids[row, 1 : 1 + len(tokens)] = torch.tensor(tokens)
+    return rollout
+
+
+def test_step_rewards_fall_on_the_tokens_up_to_the_steps_end(policy, advantages):
+    rows = [[2, 3, 5, 1, 4, 0], [1, 1, 0], [3, 3], [4, 2, 6]]  # "bcdefghi.ajk" and so on; two end without EOS
+    steps = [[(9, 1.0), (12, -2.0)], [(2, 3.0)], [(4, 0.5), (10, 1.5), (1, 2.5)], []]
+    # A step that ends inside a token, "efgh|i", ends with it.
+    ends = [[2, 4], [1], [0, 1, 0], []]
+    rollout = rollout_of(rows)
+    found = advantages(
+        rollout, steps=steps, policy=replace(policy, tokenizer=words()), estimator="process", scale="none"
+    ).token_advantages
+    assert found.shape == rollout.targets.shape
+    for row, tokens in enumerate(rows):
+        group = [value for other in range(4) if other // 2 == row // 2 for _, value in steps[other]]
+        mean = sum(group) / len(group)
+        for t in range(found.shape[1]):
+            later = [v - mean for (_, v), end in zip(steps[row], ends[row], strict=True) if t <= end]
+            assert float(found[row, t]) == pytest.approx(sum(later) * (t < len(tokens)), abs=1e-6), (row, t)
+
+
+def test_step_rewards_stay_with_their_completions(collected, tmp_path):
+    """Where others are left out: of each group the last two have an outcome reward."""
+    tables = {"steps": f"{tmp_path / 'mine.py'}:steps"}
+    rollout, _, _ = collected("first", reward=tables, advantages={"estimator": "process", "scale": "none"})
+    numbers = [i for i in range(ROWS) if i % 4 > 1]
+    given = {i for row, i in enumerate(numbers) if rollout.targets[row, 0] != 0}  # an EOS alone has no text, no step
+    assert len(given) > 6
+    for row, i in enumerate(numbers):
+        group = [j for j in given if j // 4 == i // 4]
+        expected = i - sum(group) / len(group) if i in given else 0
+        assert float(rollout.token_advantages[row, 0]) == pytest.approx(expected)
+
+
+def test_a_step_ends_with_the_last_byte_of_its_last_character(policy, advantages):
+    tokenizer, text = utf8(), "2€ = …é!"
+    row = [*tokenizer(text)["input_ids"], 0]
+    assert len(row) == len(text.encode()) + 1
+    steps = [[(end, float(end)) for end in range(1, len(text) + 1)], [(1, 0.5)]]
+    found = advantages(
+        rollout_of([row, row]),
+        steps=steps,
+        policy=replace(policy, tokenizer=tokenizer),
+        estimator="process",
+        scale="none",
+    ).token_advantages[0]
+    jumps = (found[:-1] - found[1:]).abs() > 1e-6
+    assert jumps.nonzero()[:, 0].tolist() == [len(text[:end].encode()) - 1 for end in range(1, len(text) + 1)]

@@ -1,0 +1,231 @@
+"""What a run writes: samples, the line a step, the report at its end, and Weights & Biases through a module like it."""
+
+import json
+import math
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from test_train import records
+
+from fastrl.runs.errors import UserError
+from fastrl.runs.log import RunLog
+from fastrl.trainer.train import SHOWN, train
+
+LINE = re.compile(
+    r"step (\d)/2  reward [\d.e-]+  (?:eval/reward [\d.e-]+  )?entropy [\d.]+  kl [\d.e-]+  clip_frac [\d.e-]+  "
+    r"length [\d.]+  grad_norm [\d.e-]+  time/step [\d.e-]+  left (\d\d:\d\d)"
+)
+# Line separators that JSON leaves as they are, which str.splitlines takes for ends.
+STRANGE = "one\u2028two\u2029three\u0085four\nfive\x0bsix \u00e9 \U0001f600"
+
+
+def rows(config):
+    text = (config.logging.output_dir / "samples.jsonl").read_text()
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+@pytest.fixture
+def open_log(make_config):
+    """A log of four steps in the run's directory; ``step`` as RunLog's own."""
+
+    def open_log(step=0, **logging):
+        config = make_config(logging=logging)
+        return RunLog(config, config.logging, "grpo", 4, SHOWN, step)
+
+    return open_log
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module named wandb that notes what it is called with, and gives its runs the ids a, b ..."""
+    module, ids = ModuleType("wandb"), iter("abc")
+    module.calls = []
+
+    def init(**arguments):
+        module.calls.append(("init", arguments))
+        return SimpleNamespace(
+            id=arguments["id"] or next(ids),
+            log=lambda record, step: module.calls.append(("log", step, record)),
+            finish=lambda exit_code: module.calls.append(("finish", exit_code)),
+        )
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.drawn
+def test_a_run_leaves_samples_a_report_and_curves_and_prints_a_line_a_step(make_config, capfd):
+    config = make_config(logging={"samples": 3})
+    train(config)
+    run = config.logging.output_dir
+    found = rows(config)
+    assert [row["step"] for row in found] == [1, 1, 1, 2, 2, 2]
+    assert all(set(row) == {"step", "prompt", "completion", "reward"} for row in found)
+    assert len({row["prompt"] for row in found}) == 2  # four of each prompt, and it is the first three that are kept
+    assert all(re.fullmatch(r"\d{3}=", row["prompt"]) and 0 <= row["reward"] <= 2 for row in found)
+    report = (run / "report.html").read_text()
+    assert all(row["prompt"] in report for row in found) and "grad_norm" in report
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2
+    for step, line in enumerate(lines, 1):
+        match = LINE.fullmatch(line)
+        assert match and int(match[1]) == step, line
+    assert match[2] == "00:00"
+
+
+@pytest.mark.drawn
+def test_no_samples_where_none_are_asked_for(make_config):
+    config = make_config(logging={"samples": 0}, training={"steps": 1})
+    train(config)
+    assert not (config.logging.output_dir / "samples.jsonl").exists()
+    assert (config.logging.output_dir / "report.html").exists()
+
+
+def test_how_long_is_left_is_what_the_steps_of_this_part_took(open_log, monkeypatch, capsys):
+    """Three steps after a resume at 1, of a minute and a half each."""
+    now = [1000.0]
+    with open_log() as log:
+        log.write(1, {"reward": 0.0})
+    capsys.readouterr()
+    monkeypatch.setattr("fastrl.runs.log.time.monotonic", lambda: now[0])
+    with open_log(step=1) as log:
+        for step in (2, 3, 4):
+            now[0] += 90
+            log.write(step, {"reward": 0.25, "grad_norm": 1234567.0, "nobody": 1.0})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    shown = "reward 0.25  grad_norm 1.235e+06"
+    assert lines == [f"step {n}/4  {shown}  left {left}" for n, left in ((2, "03:00"), (3, "01:30"), (4, "00:00"))]
+
+
+def test_what_is_not_finite_is_null_and_nan_on_the_line(open_log, capsys):
+    with open_log() as log:
+        log.write(1, {"reward": math.nan, "entropy": math.inf, "kl": 0.5})
+        summary = log.summarize({"steps": 1})
+    assert summary == {"reward": None, "entropy": None, "kl": 0.5, "steps": 1}
+    assert json.loads(log.path.read_text()) == {"step": 1, "reward": None, "entropy": None, "kl": 0.5}
+    assert "reward nan  entropy inf  kl 0.5" in capsys.readouterr().out
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.drawn
+def test_after_a_resume_no_step_and_no_sample_is_there_twice(open_log):
+    """Killed in step 4 when step 2 was saved; and a completion may hold any character."""
+
+    def sample(step, part):
+        return {"prompt": f"{part} {step}", "completion": STRANGE, "reward": None}
+
+    with open_log() as log:
+        for step in (1, 2, 3):
+            log.write(step, {"reward": float(step)}, [sample(step, "first"), sample(step, "second")])
+    samples = log.directory / "samples.jsonl"
+    with samples.open("ab") as file:
+        file.write(b'{"step": 4, "prompt": "fir\xe2\x80')  # and half a character
+    with open_log(step=2) as log:
+        assert log.last == {"reward": 2.0}
+        for step in (3, 4):
+            log.write(step, {"reward": 10.0 * step}, [sample(step, "again")])
+        assert log.summarize({})["reward"] == 40.0
+    found = [json.loads(line) for line in samples.read_text().split("\n")[:-1]]
+    assert [row["prompt"] for row in found] == ["first 1", "second 1", "first 2", "second 2", "again 3", "again 4"]
+    assert all(row["completion"] == STRANGE for row in found)
+    assert [json.loads(line)["reward"] for line in log.path.read_text().splitlines()] == [1, 2, 30, 40]
+    assert (log.directory / "report.html").exists()
+    assert not list(log.directory.glob("*.unfinished"))
+
+
+def test_a_resumed_run_has_each_steps_samples_once(make_config, monkeypatch):
+    import fastrl.trainer.train as module
+
+    config = make_config(training={"steps": 3}, logging={"checkpoint_every": 1}, evaluation={"every": None})
+    take_step = module.take_step
+
+    def failing(run):
+        if run.step == 3:
+            raise RuntimeError("mine")
+        return take_step(run)
+
+    monkeypatch.setattr(module, "take_step", failing)
+    with pytest.raises(RuntimeError, match="mine"):
+        train(config)
+    monkeypatch.setattr(module, "take_step", take_step)
+    train(config, resume=True)
+    assert [row["step"] for row in rows(config)] == [1] * 4 + [2] * 4 + [3] * 4
+
+
+# --- Weights & Biases -----------------------------------------------------------------------------------------------
+
+
+def test_wandb_gets_the_config_every_step_and_the_end(make_config, wandb):
+    config = make_config(logging={"wandb": "mine"})
+    train(config)
+    (_, arguments), *logs, end = wandb.calls
+    assert arguments == {
+        "project": "mine",
+        "dir": config.logging.output_dir,
+        "config": config.model_dump(mode="json"),
+        "id": None,
+        "resume": None,
+    }
+    assert [(kind, step) for kind, step, _ in logs] == [("log", 1), ("log", 2)]
+    assert [{"step": step, **record} for _, step, record in logs] == records(config)
+    assert end == ("finish", 0)
+
+
+def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(open_log, wandb):
+    with open_log(wandb="mine") as log:
+        log.write(1, {"reward": math.nan})
+    with pytest.raises(KeyError), open_log(step=1, wandb="mine"):
+        raise KeyError
+    with open_log(overwrite=True, wandb="mine"):
+        pass
+    inits = [(arguments["id"], arguments["resume"]) for kind, arguments, *_ in wandb.calls if kind == "init"]
+    assert inits == [(None, None), ("a", "allow"), (None, None)]
+    assert ("log", 1, {"reward": None}) in wandb.calls
+    assert [code for kind, code, *_ in wandb.calls if kind == "finish"] == [0, 1, 0]
+
+
+def test_a_run_that_was_not_logged_there_may_be_from_a_resume_on(open_log, wandb):
+    with open_log() as log:
+        log.write(1, {})
+    with open_log(step=1, wandb="mine"):
+        pass
+    assert [(c[1]["id"], c[1]["resume"]) for c in wandb.calls if c[0] == "init"] == [(None, None)]
+
+
+def test_without_wandb_the_extra_is_named_and_nothing_is_lost(make_config, monkeypatch):
+    """The run that was there stays, and a new directory does not look like a run afterwards."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    asked = make_config(logging={"wandb": "mine"})
+    with pytest.raises(UserError, match=r"logging\.wandb needs wandb .*pip install 'fastrl\[wandb\]'"):
+        train(asked)
+    plain = make_config()
+    train(plain)
+    before = records(plain)
+    with pytest.raises(UserError, match=r"logging\.wandb needs wandb"):
+        train(make_config(logging={"wandb": "mine", "overwrite": True}))
+    assert records(plain) == before and (plain.logging.output_dir / "checkpoints").exists()
+
+
+def test_a_wandb_that_cannot_start_leaves_no_half_a_run(make_config, wandb, monkeypatch):
+    """No network, say: the same command must work once there is one."""
+    init = wandb.init
+
+    def offline(**arguments):
+        raise OSError("no network")
+
+    wandb.init = offline
+    config = make_config(logging={"wandb": "mine"})
+    with pytest.raises(OSError, match="no network"):
+        train(config)
+    wandb.init = init
+    train(config)
+    assert len(records(config)) == 2

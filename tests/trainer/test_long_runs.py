@@ -1,0 +1,276 @@
+"""What long runs of large models need: adapters, checkpointed layers, narrow products, and the sampler's mismatch."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
+from test_update import MODEL
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import fastrl
+import fastrl.trainer.run as running
+import fastrl.trainer.train as module
+from fastrl.integrations.transformers import SamplingMaskRecorder
+from fastrl.runs.data import Example
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import generate
+from fastrl.runs.policy import checkpointing, load_policy, reference_of
+from fastrl.runs.rollout import rollout_logprobs
+from fastrl.runs.sections import ModelConfig, RolloutConfig
+from fastrl.trainer.train import train
+
+GRPO = {"objective": {"name": "grpo", "presets": {}, "kl_coef": 0.1}}
+FAST = {"schedule": "constant", "warmup_updates": 0, "lr": 1e-2}
+ONE = {"training": {"steps": 3, "minibatches": 1}}
+EXAMPLES = [Example("", {}, list(range(2, 4 + row % 3))) for row in range(6)]
+
+
+@pytest.fixture
+def load(tmp_path, example):
+    """A policy of two llama layers with these fields of the model's table."""
+
+    def load(**table):
+        values = {"vocab_size": 12, "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.5} | MODEL
+        (tmp_path / "policy.json").write_text(json.dumps(values | {"num_hidden_layers": 2}))
+        torch.manual_seed(0)
+        config = ModelConfig(config=tmp_path / "policy.json", tokenizer=str(example / "tokenizer"), **table)
+        return load_policy(config, torch.device("cpu"))
+
+    return load
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_only_adapters_change_and_the_reference_is_the_model_without_them(make_config, packing):
+    table = {"lora_rank": 2, "lora_alpha": 64}  # a large scale, to see something after three updates
+    training = ONE["training"] | {"packing": packing}
+    config = make_config(**GRPO, model=table, optimizer=FAST, training=training | {"steps": 1})
+    run, (first,) = play(config)
+    before = weights(run.policy.model)
+    assert first["kl"] < 1e-9 and first["grad_norm"] > 0 and first["ratio_max"] == pytest.approx(1, abs=1e-6)
+    assert not run.policy.weight.requires_grad and run.policy.weight.grad is None
+    assert run.reference.model is run.policy.model
+    run, steps = play(config.model_copy(update={"training": config.training.model_copy(update={"steps": 3})}))
+    assert 0 < steps[1]["kl"] < steps[2]["kl"]
+    after = weights(run.policy.model)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed and all("lora_" in name for name in changed)
+    assert {name for name, p in run.policy.model.named_parameters() if p.requires_grad} >= changed
+    assert not any(p.requires_grad for name, p in run.policy.model.named_parameters() if "lora_" not in name)
+
+
+def test_the_reference_of_adapters_is_the_model_from_before(load):
+    """After the adapters have moved: the base model's own numbers, and the policy's are others."""
+    base, adapted = load(), load(lora_rank=2)
+    rollout = make_rollout(PROMPTS, LENGTHS)
+    reference = reference_of(adapted)
+    expected = rollout_logprobs(base, rollout, 1.0, None)
+    torch.testing.assert_close(rollout_logprobs(adapted, rollout, 1.0, None), expected, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        for parameter in adapted.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.ones_like(parameter))
+    torch.testing.assert_close(rollout_logprobs(reference, rollout, 1.0, 3, True), expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(rollout_logprobs(adapted, rollout, 1.0, None), expected, atol=0.1)
+
+
+def test_a_checkpoint_of_adapters_loads_again(make_config, tmp_path, monkeypatch):
+    """By transformers' own from_pretrained, and as model.path of another run, which starts where the first ended."""
+    train(make_config(training={"steps": 1}, logging={"output_dir": str(tmp_path / "base")}))
+    base = tmp_path / "base" / "checkpoints" / "step-000001"
+    location = {"config": None, "tokenizer": None}
+    seen, save = [], module.save_checkpoint
+    monkeypatch.setattr(module, "save_checkpoint", lambda run: (seen.append(run.policy), save(run)))
+    config = make_config(**ONE, optimizer=FAST, model=location | {"path": str(base), "lora_rank": 2})
+    train(config)
+    directory = config.logging.output_dir / "checkpoints" / "step-000003"
+    assert (directory / "adapter_model.safetensors").is_file() and not (directory / "model.safetensors").exists()
+    assert all("lora_" in name for name in load_file(directory / "adapter_model.safetensors"))
+
+    rollout = make_rollout(PROMPTS, LENGTHS, sets=False)
+    expected = rollout_logprobs(seen[-1], rollout, 1.0, None)
+    frozen = rollout_logprobs(replace(seen[-1], without_adapters=True), rollout, 1.0, None)
+    assert not torch.allclose(expected, frozen, atol=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    logits = model(input_ids=rollout.input_ids[5:6, :5]).logits[0, -1].log_softmax(-1)  # the row with one token
+    assert float(logits[rollout.targets[5, 0]].detach()) == pytest.approx(float(expected[5, 0]), abs=1e-5)
+    again = load_policy(ModelConfig(path=str(directory)), torch.device("cpu"))
+    torch.testing.assert_close(rollout_logprobs(again, rollout, 1.0, None), expected, rtol=0, atol=1e-5)
+
+    more = make_config(**ONE, model=location | {"path": str(directory)}, logging={"output_dir": str(tmp_path / "more")})
+    train(more)  # all weights: the adapters are a part of them now
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "more" / "checkpoints" / "step-000003").state_dict()
+    base_weights = again.model.state_dict()
+    assert trained.keys() == base_weights.keys() and not any("lora_" in name for name in trained)
+    assert not any(torch.equal(trained[name], base_weights[name]) for name in trained)
+    with pytest.raises(UserError, match=r"model\.lora_rank: .*step-000003 holds adapters already; merge them"):
+        load_policy(ModelConfig(path=str(directory), lora_rank=2), torch.device("cpu"))
+
+
+# --- checkpointed layers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [{}, {"lora_rank": 2}], ids=["whole", "lora"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, make_run, table, packing):
+    counts, found = [], []
+    for checkpointed in (False, True):
+        policy = load(gradient_checkpointing=checkpointed, **table)
+        rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
+        run = make_run(policy, fastrl.GRPO(kl_coef=0.1), micro_batch_size=4, packing=packing)
+        run = with_critic(run, None if table else "own")
+        models = [policy.model, *([run.critic] if run.critic else [])]
+        mlps = [m for model in models for name, m in model.named_modules() if name.endswith("mlp")]
+        calls = []
+        for mlp in mlps:
+            mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        found.append(gradients(run, rollout)[0])
+        counts.append(len(calls))
+        assert not any(module.training for module in policy.model.modules())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+    assert float(found[0].abs().max()) > 0
+    assert counts[1] == 2 * counts[0] == 2 * 2 * len(mlps)  # two micro-batches
+
+
+def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load, make_run):
+    policy = load(gradient_checkpointing=True)
+    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert len(layers) == 2
+
+    def fail():
+        with checkpointing(policy.model):
+            assert all(layer.training for layer in layers)
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert not any(layer.training for layer in layers)
+    gradients(make_run(policy, fastrl.GRPO()), own_logprobs(policy, make_rollout(PROMPTS, LENGTHS)))
+    widths = []
+    layers[0].mlp.register_forward_hook(lambda _, arguments, __: widths.append(arguments[0].shape[1]))
+    rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=5))
+    assert widths == [rollout.prompt_length] + [1] * (len(widths) - 1) and len(widths) > 1
+
+
+# --- narrow products ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["group", "gae"])
+def test_bfloat16_products_leave_weights_and_moments_in_float32(make_config, estimator):
+    tables = {"critic": {}} if estimator == "gae" else {}
+    config = make_config(
+        **GRPO, **ONE, **tables, model={"dtype": "bfloat16"}, optimizer=FAST, advantages={"estimator": estimator}
+    )
+    run, steps = play(config)
+    models = [run.policy.model, *([run.critic] if run.critic else [])]
+    assert {p.dtype for model in models for p in model.parameters()} == {torch.float32}
+    assert {v.dtype for state in run.optimizer.state.values() for v in state.values()} == {torch.float32}
+    assert len(run.optimizer.state) == sum(len(list(model.parameters())) for model in models)
+    assert all(numbers["skipped_updates"] == 0 and numbers["grad_norm"] > 0 for numbers in steps)
+    assert steps[0]["kl"] < 1e-6  # policy and reference round alike
+    # Not all weights are numbers that bfloat16 has.
+    assert not torch.equal(run.policy.weight.bfloat16().float(), run.policy.weight)
+
+
+# --- the sampler against the training path --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def perturb(monkeypatch):
+    """Shift what generate samples from, one entry by one nat: its log-probabilities are no longer training's."""
+
+    def perturb(run):
+        def shift(_, __, output):
+            output.logits[..., 3] += 1
+            return output
+
+        run.policy.model.register_forward_hook(shift)
+
+    return perturb
+
+
+@pytest.mark.parametrize("table", [{}, {"top_p": 0.8}, {"temperature": 0.7, "batch_size": 5}])
+def test_a_sampler_that_is_the_training_path_has_no_mismatch(make_config, perturb, table):
+    config = make_config(**GRPO, training={"steps": 1, "minibatches": 2, "epochs": 2}, rollout=table)
+    run, (numbers,) = play(config)
+    # Of the first update alone: later ones are away from the sampler because they have learnt something.
+    assert 0 <= numbers["mismatch/abs_log_ratio"] < 1e-6 and abs(numbers["mismatch/k3"]) < 1e-9
+    assert numbers["approx_kl"] > 1e-9
+    perturb(run)
+    numbers, _ = module.take_step(run)
+    assert numbers["mismatch/abs_log_ratio"] > 0.05 and numbers["mismatch/k3"] > 0.005
+
+
+def test_the_mismatch_is_the_mean_over_counted_tokens(load, make_run):
+    policy = load()
+    rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 7 + [False]))
+    own = rollout_logprobs(policy, rollout, 1.0, None)
+    difference = (own - rollout.rollout_logprobs)[rollout.mask].double()
+    for packing in (False, True):
+        _, metrics = gradients(make_run(policy, fastrl.GRPO(), micro_batch_size=3, packing=packing), rollout)
+        assert float(metrics["mismatch/abs_log_ratio"]) == pytest.approx(float(difference.abs().mean()), rel=1e-4)
+        k3 = float((difference.exp() - 1 - difference).mean())  # of KL(sampler || training), from the sampler's tokens
+        assert float(metrics["mismatch/k3"]) == pytest.approx(k3, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_a_correction_weighs_by_the_samplers_own_logprobs(load, make_run, level, mode):
+    """The gradient of advantages that were multiplied by naive weights; and without one the sampler is not read."""
+    policy = load()
+    rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS), noise=0.3)
+    low, high = 0.8, 1.2
+    correction = fastrl.RolloutCorrection(level=level, mode=mode, low=low, high=high)
+    difference = (rollout.old_logprobs - rollout.rollout_logprobs).where(rollout.mask, 0)
+    log_rho = difference if level == "token" else difference.sum(1, keepdim=True).expand_as(difference)
+    rho = log_rho.exp()
+    inside = (rho >= low) & (rho <= high)
+    assert inside[rollout.mask].any() and not inside[rollout.mask].all()
+    weight = rho.clamp(low, high) if mode == "truncate" else rho * inside
+    weighted = replace(
+        rollout, token_advantages=rollout.response_advantages[:, None] * weight, response_advantages=None
+    )
+    plain, other = fastrl.DAPO(), replace(rollout, rollout_logprobs=rollout.rollout_logprobs + 1)
+    for packing in (False, True):
+        options = {"packing": packing, "micro_batch_size": 3}
+        found, _ = gradients(make_run(policy, plain.replace(rollout_correction=correction), **options), rollout)
+        expected, _ = gradients(make_run(policy, plain, **options), weighted)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-6 * float(expected.abs().max()))
+        unread = [gradients(make_run(policy, plain, **options), batch)[0] for batch in (rollout, other)]
+        assert torch.equal(*unread) and not torch.allclose(unread[0], found)
+
+
+def test_a_run_with_a_correction_reads_what_the_recorder_saw(make_config, monkeypatch):
+    """A sampler that never draws what it says: with every ratio below the mask's bound there is no policy gradient."""
+    table = {"mode": "mask", "low": 0.5, "high": 2.0}
+    config = make_config(objective={"name": "dapo"}, rollout_correction=table, training={"steps": 1, "minibatches": 1})
+    run = running.make_run(config)
+    assert run.reads_sampler and module.take_step(run)[0]["grad_norm"] > 0
+    told = SamplingMaskRecorder.logprobs
+    monkeypatch.setattr(SamplingMaskRecorder, "logprobs", lambda *arguments: told(*arguments) + 5)
+    numbers, _ = module.take_step(run)
+    assert numbers["policy_loss"] == 0 and numbers["mismatch/abs_log_ratio"] == pytest.approx(5, abs=1e-4)
+
+
+# --- what a step takes ----------------------------------------------------------------------------------------------
+
+
+def test_time_and_memory_of_a_step(make_config):
+    _, steps = play(make_config(**GRPO, training={"steps": 2, "micro_batch_size": 5}))
+    for numbers in steps:
+        assert 0 < numbers["time/loss"] <= numbers["time/update"] < numbers["time/step"]
+        assert numbers["time/loss_share"] == pytest.approx(numbers["time/loss"] / numbers["time/step"])
+        parts = sum(numbers[f"time/{name}"] for name in ("generate", "reward", "logprobs", "update"))
+        assert parts <= numbers["time/step"]
+        assert 0.05 < numbers["memory/peak_gib"] < 64  # torch alone has more than the first
+    assert steps[1]["memory/peak_gib"] >= steps[0]["memory/peak_gib"]
