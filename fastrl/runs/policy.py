@@ -18,11 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..integrations.fused_head import TOLERANCE, LMHead
 from .errors import UserError
 from .sections import ModelConfig
-
-# How far the model's own logits may be from ours, relative to their largest magnitude: rounding, never another formula.
-HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,7 @@ def load_policy(config: ModelConfig, device: torch.device) -> Policy:
     """Load or initialise the model and its tokenizer. Raises UserError for one that the losses cannot train."""
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        raise UserError(f"{_name(config)}: expected a linear output head, got {type(head).__name__}")
+    head, dtype, adapters = _head(model, _name(config)), getattr(torch, config.dtype), config.lora_rank is not None
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
         raise UserError(f"{_name(config)}: neither the tokenizer nor the generation config names an EOS token")
@@ -111,11 +107,20 @@ def load_policy(config: ModelConfig, device: torch.device) -> Policy:
             f"{head.weight.shape[0] - 1}"
         )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
-    arguments = {"bias": head.bias, **_logit_shape(model)}
-    dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
-    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, dtype, adapters)
-    _check_head(policy, _name(config))
+    policy = Policy(model, tokenizer, head.weight, head.arguments, eos_token_ids, pad, dtype, adapters)
+    try:
+        with policy.computing():
+            head.check(model, dtype)
+    except ValueError as error:
+        raise UserError(f"{_name(config)}: {error}") from error
     return policy
+
+
+def _head(model: PreTrainedModel, name: str) -> LMHead:
+    try:
+        return LMHead.of(model)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def load_model(config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, **extra: Any) -> Any:
@@ -183,8 +188,8 @@ def reference_of(policy: Policy) -> Policy:
     if policy.has_adapters:
         return replace(policy, without_adapters=True)
     model = copy.deepcopy(policy.model).requires_grad_(False)
-    head = model.get_output_embeddings()
-    return replace(policy, model=model, weight=head.weight, head={**policy.head, "bias": head.bias})
+    head = LMHead.of(model)
+    return replace(policy, model=model, weight=head.weight, head=head.arguments)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -204,36 +209,6 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def _logit_shape(model: PreTrainedModel) -> dict[str, Any]:
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    return {"logit_scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma
-
-
-@torch.no_grad()
-def _check_head(policy: Policy, name: str) -> None:
-    """Raise UserError unless the model's own logits are what the losses will compute from its hidden states."""
-    count = min(8, policy.weight.shape[0])
-    input_ids = torch.arange(count, device=policy.device)[None]  # (1, 8), any tokens will do
-    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
-    with policy.computing():
-        theirs = policy.model(input_ids=input_ids, use_cache=False).logits.float()
-        hidden = decoder_states(policy.model.get_decoder(), input_ids, attention_mask)
-        ours = torch.nn.functional.linear(hidden, policy.weight, policy.head["bias"]).float()
-    ours *= policy.head["logit_scale"]
-    softcap = policy.head["softcap"]
-    if softcap is not None:
-        ours = softcap * torch.tanh(ours / softcap)
-    error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
-    if not error <= HEAD_TOLERANCE[policy.dtype]:
-        raise UserError(
-            f"{name}: {type(policy.model).__name__} computes its logits in a way the fused losses do not know "
-            f"(relative difference {error:.2g}); known are a linear head with bias, a logit scale "
-            "(logit_scale, logits_scaling) and a softcap (final_logit_softcapping)"
-        )
-
-
 @torch.no_grad()
 def check_packing(policy: Policy) -> None:
     """Raise UserError unless a packed sequence is computed as if it were alone.
@@ -249,7 +224,7 @@ def check_packing(policy: Policy) -> None:
         mask = torch.arange(5, device=policy.device) >= torch.tensor([[5 - len(first)], [1]], device=policy.device)
         states.append(decoder_states(policy.model.get_decoder(), rows, mask, packed=True)[-4:].float())
     error = float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
-    if not error <= HEAD_TOLERANCE[torch.float32]:
+    if not error <= TOLERANCE[torch.float32]:
         name = type(policy.model.get_decoder()).__name__
         raise UserError(
             f"training.packing: in {name} a packed sequence sees the one before it (relative difference {error:.2g}); "
