@@ -37,8 +37,13 @@ bench: $(VENV)/.installed-bench
 $(VENV)/.installed-demo: $(REQUIREMENTS)
 	$(call install,train)
 
+# Two packages are read by tests and too heavy to install: their files alone, for any Python, in a folder of their own.
+PEERS := verl==0.9.1 openrlhf==0.11.2
+ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --python-version 3.11 --implementation cp --abi cp311
+
 $(VENV)/.installed-test: $(REQUIREMENTS)
 	$(call install,dev$(COMMA)train$(COMMA)lora$(COMMA)trl)
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/share/fastrl-peers $(ANY_PYTHON) $(PEERS)
 
 $(VENV)/.installed-bench: $(REQUIREMENTS)
 	$(call install,bench$(COMMA)train)

@@ -1,0 +1,293 @@
+"""Liger's losses by their own names and signatures (liger-kernel 0.8.5), computed by fastrl.
+
+    from fastrl.integrations.liger import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, triton_grpo_loss
+
+    loss_of = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo", memory_budget="1GiB")
+    loss, metrics = loss_of(hidden, lm_head.weight, completion_ids, completion_mask, advantages, ...)
+
+Only signatures and results are Liger's: liger-kernel is not imported and need not be installed. `chunk_size` and
+`compiled` are accepted and do nothing: `memory_budget` (as in `fastrl.linear_policy_loss`) says what memory may be
+used, and nothing is compiled. Losses are those that Liger documents; docs/integrations/liger.md lists where its code
+gives other numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks, dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
+from ..objectives import Clip, Objective, StopGradientClip
+from .grpo_options import CLIPPED, GRPOChoice, grpo_objective
+from .losses_from_logits import token_losses
+
+__all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
+
+_SMALLEST_RATIO = math.log(1e-8)  # VESPO's floor of the engine's log-ratios, in Liger as in TRL
+
+
+class _Batch(NamedTuple):
+    """What both GRPO losses read beside the log-probabilities; (B, T) but for advantages."""
+
+    mask: Tensor
+    advantages: Tensor
+    old: Tensor | None
+    ref: Tensor | None
+    weights: Tensor | None = None  # on the policy term
+    rollout: Tensor | None = None
+
+    def inputs(self) -> dict[str, Any]:
+        """As keyword arguments of fastrl's losses."""
+        return {
+            "mask": self.mask, "advantages": self.advantages, "old_logprobs": self.old, "ref_logprobs": self.ref,
+            "token_weights": self.weights, "rollout_logprobs": self.rollout,
+        }  # fmt: skip
+
+    def with_engine(self, choice: GRPOChoice, ratios: Tensor | None) -> _Batch:
+        """With vLLM's ratios (B,), (B, 1) or (B, T): a token's weight, or in VESPO part of the response's ratio."""
+        if ratios is None:
+            return self
+        ratios = checks.tensor("vllm_is_ratio", ratios).detach().float()
+        ratios = ratios[:, None] if ratios.dim() == 1 else ratios
+        rows, length = self.mask.shape
+        if ratios.dim() != 2 or ratios.shape[0] != rows or ratios.shape[1] not in (1, length):
+            raise ValueError(
+                f"vllm_is_ratio must have shape ({rows},), ({rows}, 1) or ({rows}, {length}), got {tuple(ratios.shape)}"
+            )
+        if choice.objective.ratio != "sequence-product":
+            return self._replace(weights=ratios.expand(rows, length))
+        assert self.old is not None
+        logs = ratios.log().clamp(_SMALLEST_RATIO, 20.0)
+        if logs.shape[1] == 1:  # one a response counts once: spread over its tokens
+            logs = logs / (self.mask != 0).sum(-1, keepdim=True).clamp(min=1)
+        return self._replace(rollout=self.old.float() - logs)
+
+
+class LigerFusedLinearGRPOLoss(torch.nn.Module):
+    """GRPO and its relatives from hidden states and the output head.
+
+    loss_type: grpo, bnpo, dr_grpo, dapo, cispo (epsilon_high is the cap), sapo, luspo, vespo; for the others see
+    Liger's class. What it can be asked for and is refused: delta with cispo, sapo or vespo (Liger's linear loss ignores
+    it), delta <= 1, the sequence level with these three.
+
+    Args:
+        chunk_size, compiled: without effect.
+        memory_budget: bytes or text such as "1GiB", as in `fastrl.linear_policy_loss`.
+    """
+
+    def __init__(
+        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
+        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo",
+        max_completion_length: int | None = None, importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
+        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, *,
+        memory_budget: int | str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.beta, self.use_ref_model, self.temperature = beta, use_ref_model, temperature
+        self.memory_budget = memory_budget
+        self.choice = _choice(
+            loss_type, importance_sampling_level=importance_sampling_level, epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high, delta=delta, use_bias_correction_kl=use_bias_correction_kl,
+            # Without a reference model the reference is the policy itself: value and gradient 0.
+            beta=beta if use_ref_model else 0.0,
+            sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
+            vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg, max_completion_length=max_completion_length,
+        )  # fmt: skip
+
+    def forward(
+        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
+        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """_input (B, T, H), lin_weight (V, H), selected_token_ids and attention_mask (B, T), advantages (B,).
+
+        The other per-token tensors are (B, T), vllm_is_ratio also (B, 1) or (B,). Returns the loss and detached 0-dim
+        metrics: the mean KL if beta is not 0, then the fraction of clipped tokens.
+        """
+        targets = selected_token_ids.long()
+        head = _head(_input, lin_weight, bias)
+        options: dict[str, Any] = {"temperature": self.temperature, "memory_budget": self.memory_budget}
+        old, ref = old_per_token_logps, None
+        if self.use_ref_model:
+            ref = ref_per_token_logps
+            if ref is None:
+                if ref_input is None or ref_weight is None:
+                    raise ValueError("use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
+                ref = _scored(ref_input, ref_weight, ref_bias, targets, attention_mask, options)
+        if old is None and vllm_is_ratio is not None and self.choice.objective.ratio == "sequence-product":
+            old = _scored(_input, lin_weight, bias, targets, attention_mask, options)
+        batch = _Batch(attention_mask, advantages, old, ref).with_engine(self.choice, vllm_is_ratio)
+        found = linear_policy_loss(
+            _input, head["weight"], targets, objective=self.choice.objective, bias=head["bias"],
+            denominator=_denominator(self.choice, attention_mask, num_items_in_batch), **options, **batch.inputs(),
+        )  # fmt: skip
+        clipped = _clipped(self.choice.objective, found.logprobs, batch).sum() / found.metrics["tokens"].clamp(min=1)
+        return found.loss, (clipped,) if self.beta == 0.0 else (found.metrics["kl"], clipped)
+
+
+def triton_grpo_loss(
+    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
+    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
+    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+    use_bias_correction_kl: bool = False, num_items_in_batch: float | Tensor | None = None, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+) -> tuple[Tensor, list[Tensor]] | tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The same losses from logits (B, T + 1, V), whose last position predicts nothing; on any device.
+
+    completion_ids, completion_mask (all count without it), old_logp and ref_logp are (B, T), advantages (B,). With
+    `inplace` the backward writes the gradient over the logits. `max_completion_length` defaults to T.
+
+    Returns:
+        reduce=True: the loss, and detached metrics [mean KL if beta is not 0, fraction of clipped tokens];
+        reduce=False: per-token losses (B, T) with the graph, detached KL (None if beta is 0) and clipped tokens (0/1).
+
+    Raises: as `LigerFusedLinearGRPOLoss`.
+    """
+    if beta != 0.0 and ref_logp is None:
+        raise ValueError("ref_logp is needed where beta is not 0, got None")
+    length = completion_ids.shape[1]
+    choice = _choice(
+        loss_type, importance_sampling_level=importance_sampling_level, epsilon_low=eps_low, epsilon_high=eps_high,
+        delta=delta, beta=beta, use_bias_correction_kl=use_bias_correction_kl,
+        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+        max_completion_length=length if max_completion_length is None else max_completion_length,
+    )  # fmt: skip
+    mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
+    pad = torch.nn.functional.pad
+    found = token_logprobs(
+        logits, pad(completion_ids.long(), (0, 1)), mask=pad(mask != 0, (0, 1)), temperature=temperature,
+        inplace=inplace,
+    )  # fmt: skip
+    logprobs = found.logprobs[:, :-1]
+    product = choice.objective.ratio == "sequence-product"
+    old = logprobs.detach() if old_logp is None and product and vllm_is_ratio is not None else old_logp
+    batch = _Batch(mask, advantages, old, None if beta == 0.0 else ref_logp).with_engine(choice, vllm_is_ratio)
+    clipped = _clipped(choice.objective, logprobs.detach(), batch)
+    if not reduce:
+        each = token_losses(choice.objective, logprobs, **batch.inputs())
+        return each.losses, None if beta == 0.0 else each.kl, clipped
+    denominator = _denominator(choice, mask, num_items_in_batch)
+    whole = policy_loss(logprobs, objective=choice.objective, denominator=denominator, **batch.inputs())
+    fraction = clipped.sum() / whole.metrics["tokens"].clamp(min=1)
+    return whole.loss, [fraction] if beta == 0.0 else [whole.metrics["kl"], fraction]
+
+
+class LigerFusedLinearDPOLoss(torch.nn.Module):
+    """DPO from hidden states (2B, T, H), first the chosen responses, then the rejected ones.
+
+    `loss_type` is "sigmoid" alone; Liger's others raise NotImplementedError. label_smoothing and discopop_tau are
+    theirs, and read by none of Liger's "sigmoid" either. chunk_size and compiled have no effect; `memory_budget` as in
+    `fastrl.linear_token_logprobs`.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False,
+        compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
+        loss_type: str = "sigmoid", label_smoothing: float = 0.0, discopop_tau: float = 0.05, *,
+        memory_budget: int | str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if loss_type != "sigmoid":
+            raise NotImplementedError(f"loss_type must be 'sigmoid', which fastrl has, got {loss_type!r}")
+        self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
+        self.compute_nll_loss, self.use_ref_model = compute_nll_loss, use_ref_model
+        self.average_log_prob, self.memory_budget = average_log_prob, memory_budget
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """lin_weight (V, H), _input (2B, T, H), target (2B, T) with ignore_index where a token does not count.
+
+        Returns the loss and detached (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+        chosen_rewards, rejected_rewards); log-probabilities and rewards are (B,), the others 0-dim.
+        """
+        if target.shape[0] % 2:
+            raise ValueError(f"target must hold as many chosen as rejected responses, got {target.shape[0]} in all")
+        pairs, mask = target.shape[0] // 2, target != self.ignore_index
+        options: dict[str, Any] = {"memory_budget": self.memory_budget}
+        each = linear_token_logprobs(_input, targets=target, mask=mask, **_head(_input, lin_weight, bias), **options)
+        counts = mask.sum(-1).clamp(min=1) if self.average_log_prob else 1
+        logps = each.logprobs.sum(-1) / counts
+        ref = torch.zeros_like(logps)
+        if self.use_ref_model:
+            if ref_input is None or ref_weight is None:
+                raise ValueError("use_ref_model=True needs ref_input and ref_weight")
+            ref = _scored(ref_input, ref_weight, ref_bias, target, mask, options).sum(-1) / counts
+        loss = dpo_loss(logps[:pairs], logps[pairs:], ref[:pairs], ref[pairs:], beta=self.beta)
+        nll = torch.zeros_like(loss)
+        if self.compute_nll_loss:
+            nll = -each.logprobs[:pairs].sum() / mask[:pairs].sum().clamp(min=1)
+            loss = loss + self.alpha * nll
+        rewards = self.beta * (logps - ref).detach()
+        means = (_mean_logits(_input[part], lin_weight, bias) for part in (slice(pairs), slice(pairs, None)))
+        logged = logps.detach()
+        return loss, (
+            logged[:pairs], logged[pairs:], *means, nll.detach(), rewards[:pairs], rewards[pairs:],
+        )  # fmt: skip
+
+
+def _choice(loss_type: str, *, importance_sampling_level: str, delta: float | None, **options: Any) -> GRPOChoice:
+    """What both GRPO losses check, and the objective."""
+    if loss_type in ("cispo", "sapo", "vespo") and importance_sampling_level == "sequence":
+        raise ValueError(f"importance_sampling_level='sequence' is not supported for loss_type={loss_type!r}")
+    if delta is not None and loss_type not in CLIPPED:
+        raise ValueError(f"delta is not supported for loss_type={loss_type!r}, got {delta}")
+    return grpo_objective(loss_type, importance_sampling_level=importance_sampling_level, delta=delta, **options)
+
+
+def _denominator(choice: GRPOChoice, mask: Tensor, items: float | Tensor | None) -> Tensor | None:
+    """The tokens of the whole step over the number of processes, where the loss type wants them."""
+    if choice.denominator != "items":
+        return None
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if items is None:
+        total = (mask != 0).sum().float()
+        if distributed:
+            torch.distributed.all_reduce(total)
+    else:
+        total = torch.as_tensor(items).to(mask.device, torch.float32)
+    return (total / (torch.distributed.get_world_size() if distributed else 1)).clamp(min=1.0)
+
+
+@torch.no_grad()
+def _clipped(objective: Objective, logprobs: Tensor, batch: _Batch) -> Tensor:
+    """1 for Liger's clipped tokens (B, T): outside the epsilons whatever delta says; CISPO's only for A > 0."""
+    gate = Clip(objective.gate.low, objective.gate.high) if isinstance(objective.gate, Clip) else objective.gate
+    inputs = batch.inputs() | {"ref_logprobs": None, "token_weights": None}
+    side = token_losses(objective.replace(gate=gate, kl=None), logprobs, **inputs).side
+    if isinstance(gate, StopGradientClip):
+        advantages = batch.advantages[:, None] if batch.advantages.dim() == 1 else batch.advantages
+        side = side * (advantages > 0)
+    return side.abs()
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """weight and bias in the hidden states' dtype, as Liger casts them."""
+    return {"weight": weight.to(hidden.dtype), "bias": None if bias is None else bias.to(hidden.dtype)}
+
+
+@torch.no_grad()
+def _scored(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Log-probabilities (B, T) without a graph."""
+    return linear_token_logprobs(hidden, targets=targets, mask=mask, **_head(hidden, weight, bias), **options).logprobs
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The mean of all logits of hidden (B, T, H), 0-dim float32: a mean of products is a product of means."""
+    mean = hidden.mean((0, 1), dtype=torch.float32) @ weight.mean(0, dtype=torch.float32)
+    return mean if bias is None else mean + bias.float().mean()

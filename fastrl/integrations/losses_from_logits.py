@@ -1,0 +1,256 @@
+"""Custom losses of trainers that hand over logits: slime and NeMo-RL; and the per-token losses behind such functions.
+
+    loss = slime_loss(fastrl.GSPO())                # in a module of yours, named by --custom-loss-function-path
+    loss_fn = NeMoPolicyLoss(fastrl.DAPO())         # where NeMo-RL has ClippedPGLossFn
+
+Neither package is needed to import this module. The interfaces are those of slime's `policy_loss_function`
+(slime/backends/megatron_utils/loss.py) and of NeMo-RL's `LossFunction` (nemo_rl/algorithms/loss/interfaces.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import logits_policy_loss, token_logprobs
+from ..loss_problem import make_problem
+from ..objective_loss import objective_loss
+from ..objectives import Objective
+from ..ops.contract import TERMS
+
+_OPTIONAL = (
+    "mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights",
+    "entropy_threshold", "cu_seqlens",
+)  # fmt: skip
+SlimeLoss = Callable[[Any, Mapping[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+class TokenLosses(NamedTuple):
+    """Per-token losses before any aggregation, shaped like the log-probabilities, 0 where masked."""
+
+    losses: Tensor
+    """`omega f + beta kl - alpha H`, with the graph."""
+    kl: Tensor
+    """Detached."""
+    side: Tensor
+    """Detached: +1 where the gate clipped above, -1 below, else 0."""
+
+
+def token_losses(
+    objective: Objective, logprobs: Tensor, *, advantages: Tensor, entropy: Tensor | None = None, **inputs: Any
+) -> TokenLosses:
+    """What `fastrl.policy_loss` sums, one a token, for callers who aggregate themselves.
+
+    Args: those of `fastrl.policy_loss` but `denominator`; the objective's aggregation is not read.
+
+    Returns: TokenLosses; raises: as `fastrl.policy_loss`, TypeError for an argument that it does not have.
+    """
+    unknown = inputs.keys() - set(_OPTIONAL)
+    if unknown:
+        raise TypeError(f"token_losses has no argument {sorted(unknown)[0]!r}")
+    dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    given = dict.fromkeys(_OPTIONAL) | inputs
+    problem = make_problem(
+        objective, logprobs, "logprobs", entropy is not None, None, dtype, advantages=advantages, **given
+    )
+    batch = problem.batch
+    terms, _ = objective_loss(
+        objective, batch, batch.flat(logprobs.to(dtype)), None if entropy is None else batch.flat(entropy.to(dtype)),
+        batch.mask.to(dtype), problem.cu_seqlens,
+    )  # fmt: skip
+    row = {name: terms[i].view(batch.shape) for i, name in enumerate(TERMS)}
+    return TokenLosses(row["loss"], row["kl"].detach(), row["side"].detach())
+
+
+def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
+    """A function for slime's `--loss-type custom_loss --custom-loss-function-path`.
+
+    It takes (args, batch, logits, sum_of_sample_mean): logits (1, T, V) float32 of packed sequences, and the batch's
+    lists of one entry a sample: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages, log_probs,
+    ref_log_probs, rollout_log_probs. It returns the loss and detached metrics "loss", "entropy_loss", "pg_clipfrac",
+    "ppo_kl", and "kl_loss" where the objective has a KL. How tokens are averaged is slime's: `sum_of_sample_mean`;
+    the objective's aggregation is not read, everything else comes from the objective.
+
+    Args:
+        objective: gate, ratio level, KL, entropy coefficient and corrections.
+        inplace: the backward writes the gradient over slime's logits.
+
+    Raises (the function):
+        ValueError: for an option of slime's own loss (use_kl_loss, use_tis, use_opsm, entropy_coef ...), which belongs
+            in the objective here. NotImplementedError: for tensor or context parallelism, or a rollout_top_p below 1.
+    """
+
+    def loss(
+        args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        _check_slime(args)
+        targets, mask, index = _slime_targets(batch, logits)
+        stats = token_logprobs(
+            logits[0], targets, mask=mask, temperature=float(getattr(args, "rollout_temperature", 1.0)), entropy=True,
+            inplace=inplace,
+        )  # fmt: skip
+        assert stats.entropy is not None
+        logprobs, entropy = stats.logprobs[index], stats.entropy[index]
+
+        def joined(name: str) -> Tensor | None:
+            return torch.cat(list(batch[name])).to(logprobs.device) if batch.get(name) else None
+
+        old = joined("rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs")
+        offsets = [0, *accumulate(batch["response_lengths"])]
+        counted = torch.cat([m != 0 for m in batch["loss_masks"]]).to(logprobs.device)
+        advantages = torch.cat(list(batch["advantages"])).to(logprobs.device)
+        found = token_losses(
+            objective, logprobs, advantages=advantages, entropy=entropy, mask=counted, old_logprobs=old,
+            ref_logprobs=joined("ref_log_probs") if objective.kl is not None else None,
+            rollout_logprobs=joined("rollout_log_probs"),
+            cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=logprobs.device),
+        )  # fmt: skip
+        total = sum_of_sample_mean(found.losses)
+        with torch.no_grad():
+            drift = torch.zeros_like(logprobs) if old is None else old - logprobs
+            per_token = {"entropy_loss": entropy, "pg_clipfrac": found.side.abs(), "ppo_kl": drift}
+            if objective.kl is not None:
+                per_token["kl_loss"] = found.kl
+            log = {name: sum_of_sample_mean(values.detach()) for name, values in per_token.items()}
+        return total, {"loss": total.detach().clone(), **log}
+
+    return loss
+
+
+def _check_slime(args: Any) -> None:
+    own = ("use_kl_loss", "use_tis", "use_opsm", "use_score_centering", "get_mismatch_metrics", "entropy_coef",
+           "custom_pg_loss_reducer_function_path")  # fmt: skip
+    for name in own:
+        if getattr(args, name, None):
+            raise ValueError(f"args.{name} belongs to slime's own policy loss; say it in the fastrl objective instead")
+    if getattr(args, "rollout_top_p", 1.0) != 1.0:
+        raise NotImplementedError(f"args.rollout_top_p must be 1.0 for this loss, got {args.rollout_top_p}")
+    try:
+        from megatron.core import mpu
+    except ImportError:
+        return
+    for name in ("tensor_model_parallel", "context_parallel"):
+        size = getattr(mpu, f"get_{name}_world_size")()
+        if size != 1:
+            raise NotImplementedError(f"{name} size must be 1 for this loss, got {size}")
+
+
+def _slime_targets(batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's next token (T,), which rows predict a response token (T,), and those rows' numbers."""
+    if logits.dim() != 3 or logits.shape[0] != 1:
+        raise ValueError(f"logits must have shape (1, T, V), got {tuple(logits.shape)}")
+    targets = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
+    rows, offset = [torch.zeros(0, dtype=torch.int64)], 0
+    samples = zip(batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True)
+    for tokens, total, response in samples:
+        targets[offset : offset + total - 1] = tokens[1:total]
+        offset += total
+        rows.append(torch.arange(offset - response - 1, offset - 1))
+    index = torch.cat(rows).to(logits.device)
+    mask = torch.zeros_like(targets, dtype=torch.bool)
+    mask[index] = True
+    return targets, mask, index
+
+
+class NeMoPolicyLoss:
+    """NeMo-RL's `LossFunction` over logits: `loss_fn(data, global_valid_seqs, global_valid_toks, logits=...)`.
+
+    data holds input_ids, token_mask, advantages, prev_logprobs, generation_logprobs (read by a rollout correction) and
+    reference_policy_logprobs (read by a KL), all (B, S), and sample_mask (B,); entry t belongs to token t, so that
+    logits (B, S, V) at t - 1 predict it. The denominator is global_valid_toks for token-mean, else global_valid_seqs.
+    Returns the loss and a dict of floats under NeMo-RL's names, normalised so that micro-batches add up.
+
+    Args:
+        objective: any `fastrl.Objective`.
+        temperature: what the logits are divided by.
+        inplace: the gradient takes the logits' place.
+    """
+
+    def __init__(self, objective: Objective, *, temperature: float = 1.0, inplace: bool = False) -> None:
+        self.objective, self.temperature, self.inplace = objective, temperature, inplace
+
+    @property
+    def loss_type(self) -> Any:
+        """NeMo-RL's LossType: by which count the trainer normalises."""
+        return getattr(_nemo_interfaces().LossType, "TOKEN_LEVEL" if self._by_tokens else "SEQUENCE_LEVEL")
+
+    @property
+    def input_type(self) -> Any:
+        """NeMo-RL's LossInputType.LOGIT: the trainer hands over logits as they are."""
+        return _nemo_interfaces().LossInputType.LOGIT
+
+    @property
+    def _by_tokens(self) -> bool:
+        return self.objective.aggregate == "token-mean"
+
+    def __call__(
+        self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, *, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See the class. NotImplementedError for logits that are sharded."""
+        ids = data["input_ids"]
+        if type(logits).__name__ == "DTensor":
+            raise NotImplementedError("logits must be a plain tensor of the whole vocabulary, got a DTensor")
+        if logits.shape[:2] != ids.shape:
+            raise NotImplementedError(
+                f"logits must have shape {(*ids.shape, 'V')}, as input_ids; got {tuple(logits.shape)}, which looks"
+                " sharded over the sequence or packed"
+            )
+        samples = data["sample_mask"].to(logits.device)
+
+        def shifted(name: str, wanted: bool = True) -> Tensor | None:
+            # Entry t + 1 beside the logits at t; the last row predicts nothing and is masked.
+            return torch.roll(data[name].to(logits.device), -1, 1) if wanted else None
+
+        mask = shifted("token_mask")
+        assert mask is not None
+        mask = (mask * samples[:, None]) != 0
+        mask[:, -1] = False
+        targets, advantages = shifted("input_ids"), shifted("advantages")
+        assert targets is not None and advantages is not None
+        kl, corrected = self.objective.kl, self.objective.rollout_correction is not None
+        found = logits_policy_loss(
+            logits, targets, objective=self.objective, advantages=advantages, mask=mask,
+            old_logprobs=shifted("prev_logprobs"),
+            ref_logprobs=shifted("reference_policy_logprobs", kl is not None and kl.needs_reference),
+            rollout_logprobs=shifted("generation_logprobs", corrected or self.objective.off_policy_delta is not None),
+            denominator=torch.as_tensor(global_valid_toks if self._by_tokens else global_valid_seqs).clamp(min=1),
+            temperature=self.temperature, inplace=self.inplace,
+        )  # fmt: skip
+        return found.loss, _nemo_metrics(found, data, samples, mask, global_valid_toks)
+
+
+@torch.no_grad()
+def _nemo_metrics(
+    found: Any, data: Mapping[str, Any], samples: Tensor, mask: Tensor, valid_tokens: Tensor
+) -> dict[str, float]:
+    """Sums over this micro-batch's tokens over the global count, and the largest ratio, in one synchronisation."""
+    share = found.metrics["tokens"] / torch.as_tensor(valid_tokens).to(mask.device).clamp(min=1)
+    error = (data["generation_logprobs"] - data["prev_logprobs"]).to(mask.device).abs().roll(-1, 1)
+    engine = error.exp().where(mask, 0.0).sum() / mask.sum().clamp(min=1)
+    numbers = {
+        "loss": found.loss.detach(),
+        "probs_ratio": found.metrics["ratio_mean"] * share,
+        "probs_ratio_max": found.metrics["ratio_max"],
+        "kl_penalty": found.metrics["kl"] * share,
+        "clip_fraction": found.metrics["clip_frac"] * share,
+        "approx_entropy": found.metrics["entropy"] * share,
+        "token_mult_prob_error": engine * share,
+        "num_valid_samples": samples.sum(),
+    }
+    values = torch.stack([value.float().reshape(()) for value in numbers.values()]).tolist()
+    return dict(zip(numbers, values, strict=True))
+
+
+def _nemo_interfaces() -> Any:
+    try:
+        from nemo_rl.algorithms.loss import interfaces
+    except ImportError as error:
+        raise ImportError(
+            f"NeMoPolicyLoss.loss_type needs nemo_rl with algorithms.loss.interfaces ({error}); install NeMo-RL from"
+            " its repository"
+        ) from error
+    return interfaces

@@ -1,0 +1,299 @@
+"""verl's policy losses by fastrl's presets, and its fused log-probabilities and entropies by fastrl's head.
+
+    from fastrl.integrations import verl as fast_verl
+
+    fast_verl.register()    # then actor.policy_loss.loss_mode=fastrl_CISPO, fastrl_GSPO ...: fastrl_<preset> each
+    fast_verl.enable()      # then model.use_fused_kernels=True computes log-probabilities and entropies with fastrl
+
+verl trains in processes of its own: both calls belong in a module that each of them imports, which is what
+VERL_USE_EXTERNAL_MODULES names (see docs/integrations/verl.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import PRESETS, Objective, linear_token_logprobs, policy_loss
+from ..budget import parse_budget
+from ..objectives import Clip, GeometricMean
+
+__all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
+
+log = logging.getLogger("fastrl.verl")
+#: The versions whose interfaces this adapter was written against.
+KNOWN = ("0.9.1",)
+
+_ARGUMENTS = (
+    "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights",
+)  # fmt: skip
+#: Aggregations that belong to the algorithm: verl's own SAPO and GMPO take no other either.
+_OWN_AGGREGATE = {"SAPO": "seq-mean-token-mean", "GMPO": "seq-mean-token-mean"}
+_ONLY_AGGREGATE = {"LUSPO": "seq-mean-token-sum", "DrGRPO": "seq-mean-token-sum-norm"}
+_FROM_VERL = ("aggregate", "max_length")  # fields of an objective that `register` does not take
+_said: set[str] = set()
+PolicyLossFunction = Callable[..., tuple[Tensor, dict[str, float]]]
+
+
+def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]:
+    """Register every preset of `fastrl.PRESETS` as verl policy loss `fastrl_<preset>`.
+
+    Clip ratios (clip_ratio_low, clip_ratio_high, clip_ratio), clip_ratio_c (PPO's dual clip), tau_pos, tau_neg and
+    policy_loss.ppo_kl_coef come from verl's actor config, the aggregation from loss_agg_mode and the global batch.
+
+    Args:
+        fields: preset -> arguments of it or fields of `fastrl.Objective`, which beat what the config says:
+            `{"DeepSeekV32": {"off_policy_delta": 0.1}}`.
+
+    Returns:
+        The names registered.
+
+    Raises:
+        ImportError: without verl. RuntimeError: for a verl that calls policy losses in another way. ValueError: for a
+        preset that does not exist, or a field that is verl's to say (aggregate, max_length).
+    """
+    core = _imported("verl.trainer.ppo.core_algos")
+    found = tuple(inspect.signature(core.get_policy_loss_fn("vanilla")).parameters)
+    if found != _ARGUMENTS:
+        raise RuntimeError(
+            f"fastrl.integrations.verl knows policy losses of verl {', '.join(KNOWN)}, called with"
+            f" {', '.join(_ARGUMENTS)}; this verl calls them with {', '.join(found)}. Nothing was registered"
+        )
+    fields = {} if fields is None else fields
+    for preset, given in fields.items():
+        if preset not in PRESETS:
+            raise ValueError(f"fields must name presets ({', '.join(PRESETS)}), got {preset!r}")
+        for name in _FROM_VERL:
+            if name in given:
+                raise ValueError(f"fields[{preset!r}] must leave {name} to verl's loss_agg_mode, got {given[name]!r}")
+    for preset in PRESETS:
+        core.register_policy_loss(f"fastrl_{preset}")(_policy_loss_of(preset, dict(fields.get(preset, {}))))
+    return [f"fastrl_{preset}" for preset in PRESETS]
+
+
+def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
+    """The function that verl calls for a preset."""
+
+    def compute_policy_loss(
+        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+        loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+        if config is None:
+            raise ValueError("config must be verl's actor config, got None")
+        aggregation, denominator = _aggregation(preset, loss_agg_mode, config, response_mask)
+        objective = _objective(preset, config, fields, aggregation)
+        weights = rollout_is_weights
+        if weights is not None and isinstance(objective.gate, GeometricMean):
+            weights = _geometric_means(weights, response_mask)
+        inputs: dict[str, Any] = {
+            "advantages": advantages, "mask": response_mask, "old_logprobs": old_log_prob, "token_weights": weights,
+        }  # fmt: skip
+        found = policy_loss(log_prob, objective=objective, denominator=denominator, **inputs)
+        return found.loss, _metrics(objective, found.metrics, log_prob.detach(), inputs)
+
+    compute_policy_loss.__doc__ = f"fastrl's {preset} as a policy loss of verl."
+    return compute_policy_loss
+
+
+def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: dict[str, Any]) -> Objective:
+    """A preset with verl's numbers; its own KL is off where it needs a reference, for verl adds one itself."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    both, range_ = {"clip": low, "clip_high": high}, {"clip_low": low, "clip_high": high}
+    numbers: dict[str, dict[str, Any]] = {
+        "PPO": {**both, "dual_clip": getattr(config, "clip_ratio_c", 3.0)}, "GRPO": {**both, "kl_coef": 0.0},
+        "BNPO": both, "DAPO": range_, "GSPO": range_, "GSPOToken": range_, "LUSPO": range_, "GMPO": {"clip": high},
+        "CISPO": {"cap": 1 + high, "low": max(1 - low, 0.0)},
+    }  # fmt: skip
+    own = numbers.get(preset, {})
+    if preset in ("DrGRPO", "DeepSeekV32"):
+        own = {"gate": Clip(low, high)} | ({"kl_coef": 0.0} if preset == "DeepSeekV32" else {})
+    elif preset == "SAPO":
+        own = {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg}
+    elif preset == "PPOKL":
+        own = {"coef": config.policy_loss.ppo_kl_coef}
+    elif preset == "GMPO" and low != high and "clip" not in fields:
+        raise ValueError(f"clip_ratio_low and clip_ratio_high must be equal for fastrl_GMPO, got {low} and {high}")
+    if preset == "DeepSeekV32" and "off_policy_delta" not in fields:
+        raise ValueError(
+            "off_policy_delta is needed by fastrl_DeepSeekV32 and not in verl's config:"
+            " register({'DeepSeekV32': {'off_policy_delta': ...}})"
+        )
+    if preset == "DeepSeekV32" and getattr(config, "use_kl_loss", False):
+        _say_once("fastrl_DeepSeekV32: use_kl_loss adds verl's own KL, which is not multiplied by the ratio")
+    return PRESETS[preset](**(own | fields | aggregation))
+
+
+def _aggregation(preset: str, mode: str, config: Any, mask: Tensor) -> tuple[dict[str, Any], Tensor | float]:
+    """Fields of the objective and the denominator that give what verl's `agg_loss` gives."""
+    only = _ONLY_AGGREGATE.get(preset, mode)
+    if mode != only:
+        raise ValueError(f"loss_agg_mode must be {only!r} for fastrl_{preset}, which is defined by it, got {mode!r}")
+    mode = _OWN_AGGREGATE.get(preset, mode)
+    info = dict(config.global_batch_info)
+    ranks, tokens, responses = info.get("dp_size", 1), info.get("batch_num_tokens"), info.get("global_batch_size")
+    if mode == "token-sum":
+        return {"aggregate": "token-mean"}, 1 / ranks
+    by_tokens = mode == "token-mean"
+    count = tokens if by_tokens else responses
+    if count is None:
+        if ranks > 1:
+            name = "batch_num_tokens" if by_tokens else "global_batch_size"
+            raise ValueError(f"global_batch_info must hold {name} where dp_size is {ranks}")
+        counts = (mask != 0).sum(-1)
+        count = (counts if by_tokens else counts > 0).sum()  # a response without tokens does not count in verl
+    denominator = torch.as_tensor(count).clamp(min=1) / ranks
+    fields: dict[str, Any] = {"aggregate": mode}
+    if mode == "seq-mean-token-sum-norm":
+        length = info.get("loss_scale_factor")
+        fields["max_length"] = mask.shape[-1] if length is None else length
+    return fields, denominator
+
+
+@torch.no_grad()
+def _geometric_means(weights: Tensor, mask: Tensor) -> Tensor:
+    """GMPO's weights: the geometric mean of each response's, at all its tokens, as verl takes them."""
+    logs = (weights.float() + 1e-10).log().where(mask != 0, 0.0)
+    return (logs.sum(-1, keepdim=True) / (mask != 0).sum(-1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
+
+
+@torch.no_grad()
+def _metrics(
+    objective: Objective, found: dict[str, Tensor], log_prob: Tensor, inputs: dict[str, Any]
+) -> dict[str, float]:
+    """verl's three, as floats, in one synchronisation."""
+    clipped, lower = found["clip_frac"], torch.zeros_like(found["clip_frac"])
+    gate = objective.gate
+    if isinstance(gate, GeometricMean):
+        clipped, lower = found["clip_frac_high"], found["clip_frac_low"]
+    elif isinstance(gate, Clip) and gate.dual is not None:  # `lower` are those that the dual clip alone stopped
+        plain = objective.replace(gate=dataclasses.replace(gate, dual=None))
+        clipped = policy_loss(log_prob, objective=plain, **inputs).metrics["clip_frac"]
+        lower = found["clip_frac"] - clipped
+    bound, mask = objective.max_log_ratio, inputs["mask"] != 0
+    drift = (inputs["old_logprobs"].float() - log_prob.float()).clamp(-bound, bound).where(mask, 0.0)
+    kl = drift.sum() / mask.sum().clamp(min=1)
+    values = torch.stack([clipped, kl, lower]).tolist()
+    return dict(zip(("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"), values, strict=True))
+
+
+# --- log-probabilities and entropies ----------------------------------------------------------------------------------
+
+_memory_budget: int | None = None
+_replaced: list[tuple[str, Any, Any]] = []  # name, verl's, fastrl's
+
+
+class FusedLinearForPPO(torch.nn.Module):
+    """In the place of verl's module of this name: (log-probabilities, entropies) of hidden states and the head.
+
+    chunk_size and impl_backend have no effect. Both results are float32 and differentiable; verl's entropies have the
+    hidden states' dtype.
+    """
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        super().__init__()
+        self.chunk_size, self.impl_backend = chunk_size, impl_backend
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states (..., H), vocab_weights (V, H), input_ids (...): each (...)."""
+        return _scored(hidden_states, vocab_weights, input_ids, temperature)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """In the place of verl's kernel of this name: log-probabilities and entropies, flattened to (N,) as there.
+
+    A process group of more than one (tensor parallelism) or another reduction goes to verl's own kernel, with one line
+    in the log.
+    """
+    shards = 1 if dist_process_group is None else torch.distributed.get_world_size(dist_process_group)
+    if shards > 1 or reduction != "none":
+        what = f"reduction {reduction!r}" if shards == 1 else f"a head sharded over {shards} processes"
+        original = next((old for name, old, _ in _replaced if name == "linear_cross_entropy"), None)
+        if original is None:
+            raise NotImplementedError(f"linear_cross_entropy does not take {what}")
+        _say_once(f"verl's own kernel is used: fastrl does not take {what}")
+        found: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
+        return found
+    return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
+
+
+def _scored(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    found = linear_token_logprobs(
+        hidden, weight, labels.long(), temperature=float(temperature), entropy=True, memory_budget=_memory_budget
+    )
+    assert found.entropy is not None
+    return found.logprobs, found.entropy
+
+
+_PLACES: dict[str, tuple[str, Any]] = {
+    "FusedLinearForPPO": ("verl.utils.experimental.torch_functional", FusedLinearForPPO),
+    "linear_cross_entropy": ("verl.utils.kernel.linear_cross_entropy", linear_cross_entropy),
+}
+
+
+def enable(*, memory_budget: int | str | None = None) -> None:
+    """Let models with use_fused_kernels score tokens with fastrl, whichever fused_kernels_backend is set.
+
+    Args:
+        memory_budget: as in `fastrl.linear_token_logprobs`, for each call.
+
+    Raises:
+        ImportError: without verl. RuntimeError: before anything is changed, for a version that is not in `KNOWN`.
+    """
+    global _memory_budget
+    budget = parse_budget(memory_budget)
+    version = getattr(_imported("verl"), "__version__", "unknown")
+    if version not in KNOWN:
+        raise RuntimeError(
+            f"fastrl.integrations.verl knows the fused kernels of verl {', '.join(KNOWN)}, not of {version}."
+            " Nothing was changed"
+        )
+    modules = {name: _imported(path) for name, (path, _) in _PLACES.items()}
+    disable()
+    for name, module in modules.items():
+        _replaced.append((name, getattr(module, name), _PLACES[name][1]))
+    for name, old, new in _replaced:
+        _exchange(name, old, new)
+    _memory_budget = budget
+
+
+def disable() -> None:
+    """Put back what `enable()` replaced."""
+    global _memory_budget
+    for name, old, new in _replaced:
+        _exchange(name, new, old)
+    _replaced.clear()
+    _memory_budget = None
+
+
+def _exchange(name: str, old: Any, new: Any) -> None:
+    """`new` for `old` in every module of verl that holds it."""
+    for path, module in list(sys.modules.items()):
+        if module is not None and path.startswith("verl.") and vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+def _imported(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise ImportError(f"fastrl.integrations.verl needs verl ({error}): pip install 'verl==0.9.1'") from error
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        log.warning(line)
