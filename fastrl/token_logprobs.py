@@ -9,8 +9,10 @@ from torch import Tensor
 from . import checks
 from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, plan_call, vocabulary_arguments
 from .budget import parse_budget
+from .extras import checked_extras, extras_ahead, extras_of
 from .memory import ANY, Plan, choose
 from .ops.backend import forced
+from .ops.contract import Statistics
 from .ops.linear import linear_statistics
 from .ops.products import Head
 from .ops.rows import as_rows, row_statistics
@@ -25,6 +27,12 @@ class TokenStats(NamedTuple):
     """float32, the shape of targets: log-probability of each target, in nats; 0 where masked."""
     entropy: Tensor | None
     """float32, the shape of targets: entropy in nats; 0 where masked; None unless asked for."""
+    mean_logits: Tensor | None = None
+    """float32, the shape of targets: the mean of z over the vocabulary; 0 where masked; None unless in `extras`."""
+    is_top1: Tensor | None = None
+    """bool, the shape of targets: whether no entry has a larger z; False where masked; None unless in `extras`."""
+    log_sum_sq_probs: Tensor | None = None
+    """float32, the shape of targets: log of the sum of p^2; 0 where masked; None unless in `extras`."""
 
 
 def token_logprobs(
@@ -125,21 +133,27 @@ def linear_token_logprobs(
             quarter of the free memory.
         sampling_mask: as in `token_logprobs`; tokens with a set cost products with its entries alone, unless it is
             so wide (a good part of the vocabulary) that dense products are cheaper.
-        tp_group, extras: not built yet.
+        extras: names of more numbers per token, not differentiable: "mean_logits", of unrounded logits (costs U with a
+            softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
+            "log_sum_sq_probs" (costs U). See `TokenStats`.
+        tp_group: not built yet.
 
     Returns, raises: as `token_logprobs`; ValueError too for a budget that is too small for any plan, which names the
-    smallest possible.
+    smallest possible, and for an unknown extra; NotImplementedError for extras with a sampling_mask.
     """
     head, targets, copied = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(tp_group=tp_group, extras=extras)
+    checks.unsupported(tp_group=tp_group)
+    extras = checked_extras(extras, sampling_mask)
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     found = sampled_linear(head, args, sampling_mask, ANY, budget, copied)
-    if found is None:
-        call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)
-        found = linear_stats(head, args, choose(call, budget), call.slopes, -1, waits=True)
-    logprobs, entropies = found
-    return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+    if found is not None:
+        return TokenStats(found[0].view(targets.shape), found[1].view(targets.shape) if entropy else None)
+    ahead = extras_ahead(extras, head, args, budget, copied)
+    call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)
+    stats = _statistics(head, args, choose(call, budget), call.slopes, -1, waits=True)
+    more = extras_of(extras, ahead, stats, args.mask, targets.shape)
+    return TokenStats(stats[0].view(targets.shape), stats[1].view(targets.shape) if entropy else None, **more)
 
 
 def linear_stats(
@@ -149,10 +163,18 @@ def linear_stats(
 
     num_tokens is -1 where unknown; `waits` says whether the backward may ask the GPU which rows have turned out idle.
     """
+    logprobs, entropies, *_ = _statistics(head, args, plan, slopes, num_tokens, waits)
+    return logprobs, entropies
+
+
+def _statistics(
+    head: Head, args: VocabularyArguments, plan: Plan, slopes: int, num_tokens: int, waits: bool
+) -> Statistics:
+    """All of `linear_stats`' row statistics, of which the first two are differentiable."""
     transform = args.transform
-    logprobs, entropies, *_ = linear_statistics(
+    found: Any = linear_statistics(
         head.hidden, head.weight, head.bias, args.targets, args.mask, transform.temperatures, transform.temperature,
         transform.logit_scale, transform.softcap, forced(), num_tokens, waits, plan.name,
         plan.limits, slopes if plan.name == "frozen-head" else 0,
     )  # fmt: skip
-    return logprobs, entropies
+    return Statistics(*found[:4])

@@ -188,10 +188,10 @@ def test_a_masked_target_is_not_read() -> None:
     assert torch.equal(out.logprobs[:, 1:], torch.zeros(B, 2))
 
 
-def test_extras_are_not_built_yet() -> None:
+def test_tensor_parallelism_is_not_built_yet() -> None:
     hidden, weight, targets = torch.zeros(B, H), torch.zeros(V, H), torch.zeros(B, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="extras is not built yet"):
-        fastrl.linear_token_logprobs(hidden, weight, targets, extras=("is_top1",))
+    with pytest.raises(NotImplementedError, match="tp_group is not built yet"):
+        fastrl.linear_token_logprobs(hidden, weight, targets, tp_group=object())
 
 
 def test_an_index_error_leaves_the_logits_alone() -> None:

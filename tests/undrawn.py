@@ -1,4 +1,4 @@
-"""A fixture for runs in tests: no curves and no report, which take longer than the run, unless the test asks for them."""
+"""A fixture for runs in tests: no curves and no report, which take longer than the run, unless a test asks for them."""
 
 import pytest
 

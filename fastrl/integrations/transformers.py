@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import SamplingMask, checks, token_logprobs
-from .fused_head import TokenStatsOutput, compute_loss_func, fused_lm_head, remove_fused_lm_head
+from .fused_head import LMHead, TokenStatsOutput, compute_loss_func, fused_lm_head, remove_fused_lm_head
 
 try:
     import transformers
@@ -33,6 +33,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "LMHead",
     "SamplingMaskRecorder",
     "TokenStatsOutput",
     "compute_loss_func",

@@ -1,0 +1,299 @@
+"""GRPOTrainer whose whole loss is one fused call: hidden states and the head in, the loss and its gradients out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer import utils
+
+from .. import linear_policy_loss, linear_token_logprobs
+from ..budget import parse_budget
+from . import trl_objective
+from .grpo_options import LOSS_TYPES
+from .trl import FusedHead, check_layout, replaced_head, say_once, why_not_fused
+from .trl_metrics import Found, log_entropy_bonus, log_policy
+from .trl_objective import KNOWN_READS, MULTIMODAL, Batch, denominator_of, objective_of, reads, vespo_rollout
+
+_LOSS = "fastrl_loss"
+
+
+class FastGRPOTrainer(GRPOTrainer):
+    """TRL's GRPOTrainer with `fastrl.linear_policy_loss` in the place of its loss; same arguments, losses and metrics.
+
+    The policy's, the old and the reference policy's log-probabilities come from fastrl too. A configuration that it
+    cannot express, or has not been tested with (multimodal inputs, an auxiliary loss, `cast_lm_head_to_fp32`, Liger's
+    layers, FSDP, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), takes TRL's
+    own path, with one line in the log that says why. Exponents are clamped to +-20, where TRL does not.
+
+    Args:
+        memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
+        others: GRPOTrainer's.
+
+    Raises:
+        RuntimeError: for a TRL of another layout.
+    """
+
+    _why_not: str | None = None  # why TRL's own loss is computed
+
+    def __init__(self, *args: Any, memory_budget: int | str | None = None, **kwargs: Any) -> None:
+        self.memory_budget = parse_budget(memory_budget)
+        check_layout()
+        super().__init__(*args, **kwargs)
+        self._why_not = _why_not_here(self)
+        model: Any = self.model
+        _add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        if self._why_not is not None:
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        before = getattr(utils, "_ChunkedLogProbFunction")  # noqa: B009 (a private name)
+        original = before.original if isinstance(before, FusedHead) else before
+        with replaced_head(FusedHead(original, self.memory_budget)):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self._why_not is None:
+            self._why_not = _why_not_these(inputs)
+        if self._why_not is None:
+            try:
+                return self._fused_loss(model, inputs)
+            except _NotHere as error:
+                self._why_not = str(error)
+        say_once(f"FastGRPOTrainer computes TRL's own loss: {self._why_not}")
+        loss: Tensor = super()._compute_loss(model, inputs)
+        return loss
+
+    def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        batch = Batch.of(inputs, self)
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, : -batch.targets.shape[1]] = -100
+        step = _Step(self, inputs, batch, input_ids.shape[1])
+        with self.accelerator.autocast():
+            out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{_LOSS: step})
+        found = Found(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
+        if self._entropy_bonus_enabled:
+            with torch.no_grad():
+                on = step.entropy_tokens
+                mean = found.entropy.where(on, 0.0).sum() / on.sum().clamp(min=1)
+                whole = 1.0 if LOSS_TYPES[self.loss_type][1] == "items" else step.accumulation
+                policy_loss = (out["loss"].detach() + step.entropy_coef * mean / step.accumulation) * whole
+            log_entropy_bonus(self, policy_loss, found.entropy, on)
+        log_policy(self, batch, found, inputs)
+        loss: Tensor = out["loss"]
+        return loss
+
+
+class _NotHere(Exception):
+    """Why this head cannot be taken, which is known in the model's forward only."""
+
+
+class _Step:
+    """The loss of one micro-batch, as a function of what TRL's fused head is given."""
+
+    def __init__(self, trainer: Any, inputs: dict[str, Any], batch: Batch, length: int) -> None:
+        self.trainer, self.inputs, self.batch, self.length = trainer, inputs, batch, length
+        self.accumulation = float(trainer.current_gradient_accumulation_steps) if trainer.model.training else 1.0
+        self.high_entropy: Tensor | None = None
+        self.entropy_coef = 0.0
+        if trainer._entropy_bonus_enabled:
+            waits = trainer.use_adaptive_entropy and not trainer._last_world_entropy <= trainer.args.entropy_target
+            self.entropy_coef = 0.0 if waits else float(trainer.entropy_coef)
+
+    @property
+    def entropy_tokens(self) -> Tensor:
+        """(B, T) bool: where the entropy bonus acts."""
+        return self.batch.mask if self.high_entropy is None else self.batch.mask & self.high_entropy
+
+    def __call__(self, head: _Call) -> dict[str, Tensor]:
+        """loss, and detached logprobs and entropy (B, T)."""
+        reason = why_not_fused(head.hidden, head.weight, head.logit_scale)
+        if reason is not None:
+            raise _NotHere(reason)
+        rows = _Rows(self.batch, head.hidden, self.length)
+        hidden, weight = rows.hidden, head.weight.to(head.hidden.dtype)
+        options: dict[str, Any] = {
+            "bias": None if head.bias is None else head.bias.to(head.hidden.dtype), "temperature": head.temperature,
+            "softcap": head.softcap, "logit_scale": head.logit_scale, "memory_budget": self.trainer.memory_budget,
+            "mask": rows.of(self.batch.mask),
+        }  # fmt: skip
+        targets = rows.of(self.batch.targets)
+        off_policy = self.trainer.off_policy_mask_threshold
+        first = self.trainer.top_entropy_quantile < 1.0 or (off_policy is not None and self.batch.sampling is not None)
+        weights = self.batch.rho if self.trainer.loss_type != "vespo" else None
+        if first:
+            with torch.no_grad():
+                stats = linear_token_logprobs(hidden.detach(), weight, targets, entropy=True, **options)
+                weights = self._weights(weights, rows.back(stats.logprobs), rows.back(stats.entropy))
+        out = linear_policy_loss(
+            hidden, weight, targets, cu_seqlens=rows.cu_seqlens, **options,
+            **self._objective(None if self.batch.sampling is not None else off_policy),
+            **rows.inputs(self.batch, weights, self._entropy_weights(), self._rollout()),
+        )  # fmt: skip
+        return {"loss": out.loss, "logprobs": rows.back(out.logprobs), "entropy": rows.back(out.entropy)}
+
+    def _objective(self, off_policy_delta: float | None) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "objective": objective_of(
+                trainer, entropy_coef=self.entropy_coef, off_policy_delta=off_policy_delta
+            ).objective,
+            "denominator": denominator_of(trainer, self.inputs, self.batch, self.accumulation),
+        }
+
+    def _weights(self, weights: Tensor | None, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        """Token weights (B, T) with the masks that need a look at the whole batch first, by the trainer's own rules."""
+        trainer, batch = self.trainer, self.batch
+        weights = torch.ones_like(logprobs) if weights is None else weights.expand_as(logprobs)
+        if trainer.top_entropy_quantile < 1.0:
+            self.high_entropy = trainer.get_high_entropy_mask(entropy, batch.mask, 1 - trainer.top_entropy_quantile)
+            weights = weights * self.high_entropy
+        if trainer.off_policy_mask_threshold is not None and batch.sampling is not None:
+            weights = weights * trainer.get_off_policy_mask(
+                advantages=batch.advantages, per_token_logps=logprobs, sampling_per_token_logps=batch.sampling,
+                mask=batch.mask.to(logprobs.dtype), off_policy_threshold=trainer.off_policy_mask_threshold,
+            )  # fmt: skip
+        return weights
+
+    def _entropy_weights(self) -> Tensor | None:
+        """The bonus is a mean over the tokens that it acts on, of each micro-batch, whatever the loss type's own is."""
+        if self.entropy_coef == 0.0:
+            return None
+        on = self.entropy_tokens.float()
+        return on / (on.sum().clamp(min=1.0) * self.accumulation)
+
+    def _rollout(self) -> Tensor | None:
+        if self.trainer.loss_type != "vespo" or self.batch.rho is None:
+            return None
+        if self.batch.old is None:
+            raise _NotHere("importance ratios came without old log-probabilities")
+        return vespo_rollout(self.batch)
+
+
+class _Rows:
+    """The rows that TRL's head is given: all positions of a padded batch, or the completions' tokens packed."""
+
+    def __init__(self, batch: Batch, hidden: Tensor, length: int) -> None:
+        b, t = batch.targets.shape
+        self.batch, self.cu_seqlens = batch, None
+        if hidden.shape[0] == b * (length - 1):
+            self.hidden = hidden.view(b, length - 1, -1)[:, -t:]
+        else:
+            counts = batch.completion.sum(-1, dtype=torch.int32)
+            self.hidden = hidden
+            self.cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Numbers (B, T), as the rows lie."""
+        return x if self.cu_seqlens is None else x[self.batch.completion]
+
+    def back(self, x: Tensor | None) -> Tensor:
+        """The rows' numbers as (B, T), 0 where there is no row."""
+        assert x is not None
+        if self.cu_seqlens is None:
+            return x
+        return x.new_zeros(self.batch.completion.shape).masked_scatter(self.batch.completion, x)
+
+    def inputs(
+        self, batch: Batch, weights: Tensor | None, entropy_weights: Tensor | None, rollout: Tensor | None
+    ) -> dict[str, Any]:
+        """The arguments of `policy_loss` that are one a token, and the advantages."""
+        each = batch.advantages.shape[1] == 1
+        given = {
+            "old_logprobs": batch.old, "ref_logprobs": batch.ref, "rollout_logprobs": rollout,
+            "token_weights": None if weights is None else weights.expand_as(batch.targets),
+            "entropy_weights": entropy_weights,
+        }  # fmt: skip
+        found = {name: None if x is None else self.of(x) for name, x in given.items()}
+        advantages = batch.advantages[:, 0] if each else self.of(batch.advantages)
+        return {**found, "advantages": advantages}
+
+
+@dataclass
+class _Call:
+    """What TRL's fused forward hands to its head."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+class _LossHead:
+    """In the place of TRL's head for one forward: it computes the loss, and leaves nothing for TRL to add up."""
+
+    def __init__(self, loss: Callable[[_Call], dict[str, Tensor]]) -> None:
+        self.loss = loss
+        self.found: dict[str, Tensor] | None = None
+
+    def apply(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+        chunk_size: int, softcap: float | None, logit_scale: float, outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """As `FusedHead.apply`, with zeros for log-probabilities."""
+        self.found = self.loss(_Call(hidden, weight, bias, temperature, softcap, logit_scale))
+        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
+
+
+def _add_loss_forward(model: Any) -> None:
+    """Give the model's forward an argument `fastrl_loss`, with which it returns that loss's dictionary.
+
+    The loss is inside the forward, and is its output, because wrappers (DDP, accelerate's autocast) look at both.
+    """
+    fused_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = kwargs.pop(_LOSS, None)
+        if loss is None:
+            return fused_forward(*args, **kwargs)
+        head = _LossHead(loss)
+        with replaced_head(head):
+            fused_forward(*args, fused_lm_head=True, **kwargs)
+        return head.found
+
+    model.forward = MethodType(forward, model)
+
+
+def _why_not_here(trainer: Any) -> str | None:
+    """Why the trainer's own setting takes TRL's path, or None."""
+    try:
+        unknown = sorted(reads(GRPOTrainer._compute_loss) - KNOWN_READS)
+    except OSError:
+        return "the source of this TRL's loss is not there to be compared"
+    methods = ("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
+    replaced = [name for name in methods if getattr(type(trainer), name) is not getattr(GRPOTrainer, name)]
+    peft = trainer.model.peft_config.values() if is_peft_model(trainer.model) else ()
+    base = trainer.model.get_base_model() if peft else trainer.model
+    reasons = {
+        f"this TRL's loss reads {', '.join(unknown)}, which is not known": unknown,
+        f"{', '.join(replaced)} is not GRPOTrainer's own": replaced,
+        "it has an auxiliary loss (router_aux_loss_coef)": trainer.aux_loss_enabled,
+        "cast_lm_head_to_fp32 is set": trainer.args.cast_lm_head_to_fp32,
+        "use_liger_kernel is set": trainer.args.use_liger_kernel,
+        "torch_compile is set": trainer.args.torch_compile,
+        "FSDP shards the head": trainer.is_fsdp_enabled,
+        "DeepSpeed is used": trainer.is_deepspeed_enabled,
+        "a PEFT method that lengthens the prompt is used": any(c.is_prompt_learning for c in peft),
+        "the output head has a PEFT adapter": hasattr(base.get_output_embeddings(), "base_layer"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None) or trl_objective.why_not_configured(
+        trainer
+    )
+
+
+def _why_not_these(inputs: dict[str, Any]) -> str | None:
+    """Why this batch takes TRL's path, or None."""
+    given = [name for name in MULTIMODAL if inputs.get(name) is not None]
+    return f"the inputs are multimodal ({', '.join(given)})" if given else None

@@ -1,0 +1,108 @@
+"""The metrics that TRL's GRPOTrainer logs beside its loss, from the log-probabilities and entropies of a fused one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import nanmax, nanmin
+
+from .trl_objective import Batch
+
+
+class Found(NamedTuple):
+    """What a loss call found, detached, (B, T)."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    high_entropy: Tensor | None  # bool: the tokens that the policy term is about
+
+
+@torch.no_grad()
+def log_policy(trainer: Any, batch: Batch, found: Found, inputs: dict[str, Any]) -> None:
+    """kl, entropy and the loss type's own, appended to the trainer's metrics, reduced over processes as TRL does."""
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    means = _Means(trainer.accelerator, batch.mask)
+    log_ratio = (found.logprobs - (found.logprobs if batch.old is None else batch.old)).where(batch.mask, 0.0)
+    level = log_ratio
+    if trainer.importance_sampling_level == "sequence":
+        level = log_ratio.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = level.exp()
+    if batch.ref is not None:
+        d = (batch.ref - found.logprobs).where(batch.mask, 0.0)
+        kl = torch.expm1(d) - d
+        metrics["kl"].append(means.overall(kl * ratio if trainer.args.use_bias_correction_kl else kl))
+    metrics["entropy"].append(means.overall(found.entropy))
+    if trainer.loss_type == "cispo":
+        metrics["cispo_clip_ratio"].append(means.overall((ratio > trainer.epsilon_high) & (batch.advantages > 0)))
+    elif trainer.loss_type == "vespo":
+        args = trainer.args
+        phi = trainer.get_gamma_weights(
+            advantages=batch.advantages, log_ratio_per_token=log_ratio, mask=batch.mask.to(log_ratio.dtype),
+            importance_sampling_ratio=inputs.get("importance_sampling_ratio"), k_pos=args.vespo_k_pos,
+            lambda_pos=args.vespo_lambda_pos, k_neg=args.vespo_k_neg, lambda_neg=args.vespo_lambda_neg,
+        )  # fmt: skip
+        metrics["vespo/phi_seq_mean"].append(means.overall(phi))
+    elif trainer.loss_type != "sapo":
+        delta = trainer.args.delta
+        _log_clipping(trainer, metrics, means, ratio if delta is None else ratio.clamp(max=delta), batch.advantages)
+
+
+class _Means(NamedTuple):
+    """Means over tokens (B, T), or over responses where the numbers are one each, (B, 1)."""
+
+    accelerator: Any
+    mask: Tensor
+
+    def overall(self, x: Tensor) -> float:
+        """Over all processes."""
+        x = x.float()
+        if x.shape[1] == 1:
+            total, count = x.sum(), x.new_tensor(float(x.shape[0]))
+        else:
+            total, count = x.where(self.mask, 0.0).sum(), self.mask.sum().to(x.dtype)
+        both = self.accelerator.reduce(torch.stack([total, count]), reduction="sum")
+        return float((both[0] / both[1].clamp(min=1.0)).item())
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """One mean a response, of all processes; NaN for one without tokens."""
+        x = x.float()
+        each = x[:, 0] if x.shape[1] == 1 else x.where(self.mask, 0.0).sum(-1) / self.mask.sum(-1)
+        found: Tensor = self.accelerator.gather(each)
+        return found
+
+
+def _log_clipping(trainer: Any, metrics: Any, means: _Means, ratio: Tensor, advantages: Tensor) -> None:
+    low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
+    high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
+    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
+        metrics[f"clip_ratio/{name}_mean"].append(means.overall(clipped))
+    metrics["clip_ratio/low_min"].append(nanmin(means.gathered(low)).item())
+    metrics["clip_ratio/high_max"].append(nanmax(means.gathered(high)).item())
+
+
+def log_entropy_bonus(trainer: Any, policy_loss: Tensor, entropy: Tensor, on: Tensor) -> None:
+    """policy_loss and entropy_coef, and the adaptive controller's step; entropy (B, T), on the tokens `on`.
+
+    The controller measures the entropy of a whole optimizer step, over all processes, and moves the coefficient by a
+    constant towards the target; what it finds counts from the next step on.
+    """
+    accelerator, args = trainer.accelerator, trainer.args
+    training = trainer.model.training
+    metrics = trainer._metrics["train" if training else "eval"]
+    metrics["policy_loss"].append(accelerator.gather(policy_loss).nanmean().item())
+    if trainer.use_adaptive_entropy and training:
+        here = torch.stack([entropy.where(on, 0.0).sum(), on.sum().to(entropy.dtype)]).detach()
+        before = trainer._entropy_window_stats
+        trainer._entropy_window_stats = here if before is None else before + here
+        if accelerator.sync_gradients:
+            total, count = accelerator.reduce(trainer._entropy_window_stats, reduction="sum")
+            found = (total / count.clamp(min=1.0)).item()
+            if found <= args.entropy_target:
+                trainer.entropy_coef = min(trainer.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
+            else:
+                trainer.entropy_coef = max(trainer.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
+            trainer._last_world_entropy, trainer._entropy_window_stats = found, None
+    if training and accelerator.sync_gradients:
+        metrics["entropy_coef"].append(trainer.entropy_coef)

@@ -1,0 +1,141 @@
+"""TRL's GRPO configuration as a fastrl objective, its aggregation and its weights: no mathematics of its own."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .grpo_options import LOSS_TYPES, GRPOChoice, grpo_objective
+
+#: TRL's own floor of VESPO's exponents: log 1e-8.
+VESPO_FLOOR = math.log(1e-8)
+
+#: What `GRPOTrainer._compute_loss` of the versions known reads of the trainer ("self."), of its arguments ("args.") and
+#: of the batch. A version that reads something else computes something else, and is left to do so.
+KNOWN_READS = frozenset(
+    """
+    self._entropy_bonus_enabled self._entropy_window_stats self._get_per_token_logps_and_entropies
+    self._last_world_entropy self._metrics self.accelerator self.args self.aux_loss_enabled self.beta
+    self.current_gradient_accumulation_steps self.entropy_coef self.epsilon_high self.epsilon_low
+    self.get_gamma_weights self.get_high_entropy_mask self.get_off_policy_mask self.importance_sampling_level
+    self.loss_type self.max_completion_length self.model self.off_policy_mask_threshold self.router_aux_loss_coef
+    self.top_entropy_quantile self.use_adaptive_entropy self.use_vllm self.vllm_importance_sampling_correction
+    args.delta args.entropy_coef_delta args.entropy_coef_max args.entropy_coef_min args.entropy_target
+    args.sapo_temperature_neg args.sapo_temperature_pos args.steps_per_generation args.use_bias_correction_kl
+    args.vespo_k_neg args.vespo_k_pos args.vespo_lambda_neg args.vespo_lambda_pos
+    advantages completion_ids completion_mask image_grid_thw image_position_ids image_sizes importance_sampling_ratio
+    mm_token_type_ids num_images num_items_in_batch num_tiles old_per_token_logps pixel_attention_mask pixel_values
+    prompt_ids prompt_mask ref_per_token_logps sampling_per_token_logps spatial_shapes token_type_ids tool_mask
+    """.split()  # noqa: SIM905
+)
+#: The batch's entries without which it is text alone.
+MULTIMODAL = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+def reads(function: Callable[..., Any]) -> set[str]:
+    """What a method reads of self, self.args and a dictionary `inputs`, as in KNOWN_READS."""
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if owner in ("self", "self.args"):
+                found.add(f"{owner.removeprefix('self.')}.{node.attr}")
+        keys: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "inputs":
+            keys = [node.slice]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
+            keys = node.args[:1]
+        found |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    return found
+
+
+def why_not_configured(trainer: Any) -> str | None:
+    """Why the trainer's configuration has no fastrl objective, or None."""
+    try:
+        objective_of(trainer)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def objective_of(trainer: Any, **fields: Any) -> GRPOChoice:
+    """The trainer's loss type, level and KL; `fields` are the objective's that depend on the batch."""
+    args = trainer.args
+    return grpo_objective(
+        trainer.loss_type,
+        importance_sampling_level=trainer.importance_sampling_level,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        delta=args.delta,
+        beta=trainer.beta,
+        use_bias_correction_kl=args.use_bias_correction_kl,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        vespo_k_pos=args.vespo_k_pos,
+        vespo_lambda_pos=args.vespo_lambda_pos,
+        vespo_k_neg=args.vespo_k_neg,
+        vespo_lambda_neg=args.vespo_lambda_neg,
+        max_completion_length=trainer.max_completion_length,
+        **fields,
+    )
+
+
+class Batch(NamedTuple):
+    """A micro-batch of the trainer: per token (B, T), but for advantages (B, 1) or (B, T)."""
+
+    targets: Tensor
+    completion: Tensor  # bool: what was generated, tools' answers included
+    mask: Tensor  # bool: what is trained on
+    advantages: Tensor
+    old: Tensor | None
+    ref: Tensor | None
+    sampling: Tensor | None  # the inference engine's log-probabilities
+    rho: Tensor | None  # its importance ratios, (B, T) or (B, 1), where they correct the loss
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], trainer: Any) -> Batch:
+        """From what `GRPOTrainer` hands to its loss."""
+        completion = inputs["completion_mask"].bool()
+        mask = completion & inputs["tool_mask"].bool() if "tool_mask" in inputs else completion
+        advantages = inputs["advantages"]
+        corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+        given = inputs.get("importance_sampling_ratio")
+        return cls(
+            inputs["completion_ids"], completion, mask, advantages[:, None] if advantages.dim() == 1 else advantages,
+            inputs.get("old_per_token_logps"), inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None,
+            inputs.get("sampling_per_token_logps"), given if corrected or trainer.loss_type == "vespo" else None,
+        )  # fmt: skip
+
+
+def denominator_of(trainer: Any, inputs: dict[str, Any], batch: Batch, accumulation: float) -> Tensor | float:
+    """By what the sum over tokens (or of responses' means) is divided, accumulation included."""
+    kind = LOSS_TYPES[trainer.loss_type][1]
+    if kind == "items":
+        items = torch.as_tensor(inputs["num_items_in_batch"]).clamp(min=1.0) / trainer.accelerator.num_processes
+        if trainer.model.training:  # counted over a generation's batch, of which this step is a part
+            items = items * (trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation)
+        return items
+    if kind == "tokens":
+        return batch.mask.sum().clamp(min=1) * accumulation
+    return max(batch.targets.shape[0], 1) * accumulation
+
+
+def vespo_rollout(batch: Batch) -> Tensor | None:
+    """Rollout log-probabilities (B, T) whose log-ratios to the old ones sum to those that TRL adds to VESPO's log W.
+
+    TRL clamps and adds up the ratios' logarithms over all positions: the sum is spread over the unmasked tokens.
+    """
+    if batch.rho is None or batch.old is None:
+        return None
+    total = batch.rho.log().clamp(VESPO_FLOOR, 20.0).sum(-1, keepdim=True)
+    return batch.old - total / batch.mask.sum(-1, keepdim=True).clamp(min=1)

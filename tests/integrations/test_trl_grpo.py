@@ -1,0 +1,239 @@
+"""FastGRPOTrainer against TRL's GRPOTrainer: real generation, ten steps, every loss type and every metric."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trl
+from trl_cases import arguments, assert_same_history, load_model, prompts, reward, save_model, tokenizer
+
+from fastrl.integrations import trl as fast_trl
+from fastrl.integrations import trl_grpo, trl_objective
+from fastrl.integrations.trl_grpo import FastGRPOTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GRPOTrainer, GRPOConfig = trl.GRPOTrainer, trl.GRPOConfig
+Inject = Callable[[dict[str, Any]], dict[str, Any]]
+
+#: Four micro-batches a generation, two a step: every second step is off-policy. The clips are so narrow that they clip.
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.1, "epsilon": 0.01},
+    "grpo, two iterations, delta": {"loss_type": "grpo", "epsilon": 0.01, "delta": 1.02, "num_iterations": 2},
+    "grpo, sequence level, corrected KL": {
+        "loss_type": "grpo", "beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": True,
+        "epsilon": 0.005,
+    },
+    "bnpo, top entropies": {"loss_type": "bnpo", "beta": 0.1, "top_entropy_quantile": 0.5, "epsilon": 0.01},
+    "dr_grpo, off-policy mask": {
+        "loss_type": "dr_grpo", "off_policy_mask_threshold": 0.002, "epsilon": 0.01, "learning_rate": 3e-3,
+    },
+    "dapo, entropy bonus on top entropies": {
+        "loss_type": "dapo", "entropy_coef": 0.02, "top_entropy_quantile": 0.7, "beta": 0.05,
+    },
+    "dapo, corrected KL, on-policy": {
+        "loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True, "steps_per_generation": 2,
+    },
+    "cispo, adaptive entropy": {
+        "loss_type": "cispo", "epsilon_high": 1.01, "use_adaptive_entropy": True, "entropy_coef": 0.1,
+        "entropy_coef_delta": 0.03, "entropy_coef_max": 0.2, "entropy_target": 3.525,
+    },
+    "cispo, sequence level": {
+        "loss_type": "cispo", "epsilon_high": 1.001, "importance_sampling_level": "sequence", "beta": 0.1,
+        "use_bias_correction_kl": True,
+    },
+    "sapo": {"loss_type": "sapo", "beta": 0.1, "temperature": 0.8},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.005, "beta": 0.1},
+    "vespo": {"loss_type": "vespo", "beta": 0.1, "top_entropy_quantile": 0.8},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry a fused loss."""
+    found: list[int] = []
+    original = trl_grpo.linear_policy_loss
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(trl_grpo, "linear_policy_loss", counted)
+    return found
+
+
+def injecting(base: type, inject: Inject, vllm: bool) -> type:
+    """The trainer with more in its batches, and with vLLM's corrections in its loss, though not in its rollout."""
+
+    class Injecting(base):  # type: ignore[valid-type, misc]
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            self.use_vllm = vllm
+            try:
+                return super()._compute_loss(model, inputs | inject(inputs))
+            finally:
+                self.use_vllm = False
+
+    return Injecting
+
+
+def train(kind: type, path: str, inject: Inject | None = None, vllm: bool = False, **options: Any) -> Any:
+    """A trainer after its steps, with what it logged."""
+    more = {key: options.pop(key) for key in ("peft_config", "memory_budget", "eval_dataset") if key in options}
+    settings = {
+        "num_generations": 4, "steps_per_generation": 4, "max_completion_length": 6, "max_steps": 10, "beta": 0.0,
+    }  # fmt: skip
+    args = arguments(GRPOConfig, path, **(settings | options))
+    trainer = (kind if inject is None else injecting(kind, inject, vllm))(
+        model=load_model(path), reward_funcs=reward, args=args, train_dataset=prompts(),
+        processing_class=tokenizer(), **more,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def compare(path: str, calls: list[int], **options: Any) -> Any:
+    """Both trainers' histories are the same, and every micro-batch was one fused loss. Returns the fast one."""
+    expected = train(GRPOTrainer, path, **options)
+    assert not calls
+    fast = train(FastGRPOTrainer, path, **options)
+    assert len(calls) == 2 * options.get("max_steps", 10) and fast._why_not is None
+    assert_same_history(fast.state.log_history, expected.state.log_history)
+    return fast
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_metrics_are_the_same(path: str, calls: list[int], name: str) -> None:
+    history = compare(path, calls, **CASES[name]).state.log_history
+    assert history[0]["grad_norm"] > 1e-3
+    clipped = [line.get("clip_ratio/region_mean", line.get("cispo_clip_ratio")) for line in history[:-1]]
+    if "epsilon" in CASES[name] or CASES[name]["loss_type"] == "cispo":
+        assert any(c > 0 for c in clipped), "a comparison without clipped tokens says little"
+
+
+def tool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The third token of every completion is a tool's."""
+    mask = torch.ones_like(inputs["completion_mask"])
+    mask[:, 2:3] = 0
+    return {"tool_mask": mask}
+
+
+def ratios(inputs: dict[str, Any]) -> dict[str, Any]:
+    """An engine whose log-probabilities are a little off, one of them unknown."""
+    old = inputs["old_per_token_logps"]
+    sampling = old - 0.3 * torch.sin(torch.arange(old.numel(), dtype=torch.float32)).view_as(old)
+    rho = torch.exp((old - sampling) * inputs["completion_mask"]).clamp(max=1.2)
+    sampling[:, 1] = torch.nan
+    return {"importance_sampling_ratio": rho, "sampling_per_token_logps": sampling}
+
+
+def sequence_ratios(inputs: dict[str, Any]) -> dict[str, Any]:
+    found = ratios(inputs)
+    return {"importance_sampling_ratio": found["importance_sampling_ratio"].prod(-1, keepdim=True)}
+
+
+def token_advantages(inputs: dict[str, Any]) -> dict[str, Any]:
+    shape = inputs["completion_ids"].shape
+    return {"advantages": inputs["advantages"][:, None] * (1 + torch.arange(shape[1])).expand(shape).cos()}
+
+
+@pytest.mark.parametrize(
+    ("inject", "vllm", "options"),
+    [
+        (tool_mask, False, {"loss_type": "grpo", "beta": 0.1, "importance_sampling_level": "sequence"}),
+        (ratios, True, {"loss_type": "dapo", "off_policy_mask_threshold": 0.0, "beta": 0.1}),
+        (sequence_ratios, True, {"loss_type": "grpo"}),
+        (ratios, True, {"loss_type": "vespo", "off_policy_mask_threshold": 0.0}),
+        (sequence_ratios, True, {"loss_type": "vespo"}),
+        (token_advantages, False, {"loss_type": "bnpo", "epsilon": 0.01}),
+    ],
+    ids=["tool mask", "token ratios", "sequence ratios", "vespo token", "vespo sequence", "token advantages"],
+)
+def test_what_comes_in_the_batch(
+    path: str, calls: list[int], inject: Inject, vllm: bool, options: dict[str, Any]
+) -> None:
+    compare(path, calls, inject=inject, vllm=vllm, max_steps=4, **options)
+
+
+def test_evaluation_and_completions_of_one_token(path: str, calls: list[int]) -> None:
+    """Metrics of one number a response are told from those of one a token by their width, as TRL does."""
+    options: dict[str, Any] = {
+        "eval_dataset": prompts(), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4,
+        "max_steps": 2, "max_completion_length": 1, "loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.01,
+    }  # fmt: skip
+    expected = train(GRPOTrainer, path, **options)
+    fast = train(FastGRPOTrainer, path, **options)
+    assert len(calls) > 4
+    assert any("eval_loss" in line for line in fast.state.log_history)
+    assert_same_history(fast.state.log_history, expected.state.log_history)
+
+
+def test_an_adapter_is_trained(path: str, calls: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+    def options() -> dict[str, Any]:
+        torch.manual_seed(5)  # the adapter's own first weights
+        return {"peft_config": config, "loss_type": "grpo", "beta": 0.1, "max_steps": 4}
+
+    expected = train(GRPOTrainer, path, **options())
+    fast = train(FastGRPOTrainer, path, **options())
+    assert len(calls) == 8
+    assert_same_history(fast.state.log_history, expected.state.log_history)
+
+
+def test_packed_rows_as_on_a_gpu(path: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There TRL hands over the completions' tokens alone, without padding: here it is told that this is a GPU."""
+    options: dict[str, Any] = {
+        "loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.6, "inject": tool_mask, "max_steps": 4,
+        "importance_sampling_level": "sequence",
+    }  # fmt: skip
+    expected = train(GRPOTrainer, path, **options)
+    monkeypatch.setattr(fast_trl.utils, "_use_triton", lambda device: True)
+    packed: list[bool] = []
+    original = trl_grpo._Rows.inputs
+
+    def inputs(self: Any, *args: Any) -> Any:
+        packed.append(self.cu_seqlens is not None)
+        return original(self, *args)
+
+    monkeypatch.setattr(trl_grpo._Rows, "inputs", inputs)
+    fast = train(FastGRPOTrainer, path, memory_budget="64MiB", **options)
+    assert len(calls) == 8 and all(packed)
+    assert_same_history(fast.state.log_history, expected.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is set"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence", "use_bias_correction_kl": True, "beta": 0.1},
+         "use_bias_correction_kl with loss_type='vespo' needs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fused_is_trls_and_says_so_once(
+    path: str, calls: list[int], caplog: pytest.LogCaptureFixture, options: dict[str, Any], words: str
+) -> None:
+    fast_trl._said.clear()
+    expected = train(GRPOTrainer, path, max_steps=2, **options)
+    with caplog.at_level(logging.WARNING, "fastrl.trl"):
+        fast = train(FastGRPOTrainer, path, max_steps=2, **options)
+    lines = [r.getMessage() for r in caplog.records if r.name == "fastrl.trl"]
+    assert len(lines) == 1 and words in lines[0] and not calls
+    for a, b in zip(fast.state.log_history, expected.state.log_history, strict=True):
+        assert a.get("loss") == b.get("loss") and a.get("grad_norm") == b.get("grad_norm")  # the very same
+
+
+def test_a_loss_that_reads_something_new_is_not_ours(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer TRL's option may change its loss in a way that nobody here has heard of."""
+    monkeypatch.setattr(trl_grpo, "KNOWN_READS", trl_objective.KNOWN_READS - {"args.delta"})
+    fast = train(FastGRPOTrainer, path, max_steps=1)
+    assert "reads args.delta" in fast._why_not
+    assert trl_objective.reads(GRPOTrainer._compute_loss) <= trl_objective.KNOWN_READS
