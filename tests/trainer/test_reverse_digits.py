@@ -1,4 +1,6 @@
-"""The example learns, from reward alone, with every kind of gate and ratio."""
+"""The example and every recipe learn to reverse three digits from reward alone; none from one that tells nothing."""
+
+from pathlib import Path
 
 import pytest
 
@@ -6,14 +8,44 @@ from fastrl.runs.settings import load_settings
 from fastrl.trainer.config import Config
 from fastrl.trainer.train import train
 
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+
+
+@pytest.fixture
+def summary_of(tmp_path):
+    """The summary of a whole run of a config, with some tables overridden."""
+
+    def summary_of(path, **tables):
+        logging = {"output_dir": str(tmp_path / "run"), "tensorboard": False}
+        return train(load_settings(Config, path, {**tables, "logging": logging}))
+
+    return summary_of
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "sapo", "cispo", "ppo"])
-def test_reversing_three_digits_is_learnt(example, tmp_path, name):
-    overrides = {
-        "objective": {"name": name},
-        "logging": {"output_dir": str(tmp_path), "tensorboard": False},
-    }
-    summary = train(load_settings(Config, example / "config.toml", overrides))
+@pytest.mark.parametrize("name", ["grpo", "bnpo", "reinforce"])
+def test_the_example_learns(example, summary_of, name):
+    summary = summary_of(example / "config.toml", objective={"name": name})
     assert summary["eval/exact_match"] >= 0.95
     assert summary["truncated"] < 0.05  # it also learnt where to stop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.toml")))
+def test_a_recipe_learns(summary_of, name):
+    summary = summary_of(RECIPES / f"{name}.toml")
+    assert summary["eval/exact_match"] >= 0.95
+    if name == "ppo_ptx":
+        assert summary["pretraining_loss"] < 0.1  # it also learnt to count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["1.0", "-value"], ids=["constant", "negated"])
+def test_a_reward_that_does_not_tell_teaches_nothing(example, summary_of, tmp_path, reward):
+    (tmp_path / "control.py").write_text(
+        f"import runpy\nreal = runpy.run_path({str(example / 'reward.py')!r})['reward']\n"
+        f"def control(**arguments):\n    return [{reward} for value in real(**arguments)]\n"
+    )
+    summary = summary_of(example / "config.toml", reward={"function": f"{tmp_path / 'control.py'}:control"})
+    assert summary["eval/exact_match"] < 0.2
+    assert (summary["policy_loss"] == 0) == (reward == "1.0")

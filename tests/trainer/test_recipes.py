@@ -1,0 +1,451 @@
+"""Every file of examples/recipes runs, and its loss, gradient and advantages are the formula of its paper.
+
+The right-hand sides are written by hand: dense float64 log-probabilities, loops over completions, the papers' numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import set_seed
+
+import fastrl.trainer.train as module
+from fastrl.runs.rollout import Rollout, replaying
+from fastrl.runs.settings import load_settings
+from fastrl.runs.timing import Stopwatch
+from fastrl.trainer.config import Config
+from fastrl.trainer.run import Run, make_run
+from fastrl.trainer.update import accumulate_gradients
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+CHARACTERS = ["", "=", *"0123456789"]  # the example's vocabulary; 0 is EOS
+
+# --- what the papers write --------------------------------------------------------------------------------------------
+# Of a batch x: logp, old, ref, sampler (the rollout engine's), A, H, m (1 where a token counts), all (B, T); T = tokens
+# of each response. A recipe's loss is aggregate(policy term + beta KL - alpha H), plus a critic's and a text's.
+
+
+def token_mean(x, values):
+    return (x.m * values).sum() / x.m.sum()
+
+
+def mean_of_means(x, values):
+    return ((x.m * values).sum(1) / x.T.clamp(min=1)).mean()
+
+
+def mean_of_sums(x, values):
+    return (x.m * values).sum(1).mean()
+
+
+def mean_of_sums_over_4(x, values):
+    return (x.m * values).sum(1).mean() / 4
+
+
+def ratio(x):
+    return (x.logp - x.old).exp()
+
+
+def sequence_sum(x, values):
+    return (x.m * values).sum(1, keepdim=True).expand_as(values)
+
+
+def sequence_mean(x, values):
+    return sequence_sum(x, values) / x.T.clamp(min=1)[:, None]
+
+
+def clipped(r, x, low, high):
+    return -torch.minimum(r * x.A, r.clamp(1 - low, 1 + high) * x.A)
+
+
+def reinforce(x):
+    return -x.A * x.logp
+
+
+def surrogate(x):
+    return -ratio(x) * x.A
+
+
+def clip(low, high):
+    return lambda x: clipped(ratio(x), x, low, high)
+
+
+def sequence_clip(x):
+    return clipped(sequence_mean(x, x.logp - x.old).exp(), x, 3e-4, 4e-4)
+
+
+def token_of_sequence_clip(x):
+    s = sequence_mean(x, x.logp - x.old).exp().detach()
+    return clipped(s * (x.logp - x.logp.detach()).exp(), x, 3e-4, 4e-4)
+
+
+def product_clip(x):
+    return clipped(sequence_sum(x, x.logp - x.old).exp(), x, 0.2, 0.2)
+
+
+def soft(x):
+    tau = torch.where(x.A > 0, 1.0, 1.05)
+    return -4 / tau * torch.sigmoid(tau * (ratio(x) - 1)) * x.A
+
+
+def capped(x):
+    return -ratio(x).detach().clamp(max=5.0) * x.A * x.logp
+
+
+def geometric_mean(x):
+    d = x.logp - x.old
+    d = torch.where(x.A > 0, d.clamp(max=0.4), torch.where(x.A < 0, d.clamp(min=-0.4), d))
+    return -x.A * sequence_mean(x, d).exp()
+
+
+def gamma_weight(x):
+    w = sequence_sum(x, x.logp - x.sampler).detach().exp()  # prod pi / pi_old * pi_old / pi_sampler
+    phi = torch.where(x.A >= 0, math.exp(3) * w**2 * (-3 * w).exp(), math.exp(2) * w**3 * (-2 * w).exp())
+    return -phi * x.A * x.logp
+
+
+def masked_clip(x):
+    drift = sequence_mean(x, x.sampler - x.logp.detach())
+    return torch.where((x.A < 0) & (drift > 0.5), 0.0, clipped(ratio(x), x, 0.2, 0.2))
+
+
+def truncated_importance_clip(x):
+    return (x.old - x.sampler).exp().clamp(max=2.0) * clipped(ratio(x), x, 0.2, 0.28)
+
+
+def k3(x):
+    return (x.ref - x.logp).exp() - (x.ref - x.logp) - 1
+
+
+def unbiased_k3(x):
+    return ratio(x) * k3(x)
+
+
+def old_to_new(x):
+    return ratio(x) - 1 - (x.logp - x.old)
+
+
+# --- rewards and advantages, a completion at a time -------------------------------------------------------------------
+
+
+def fraction(text, answer):
+    right = sum(a == b for a, b in zip(text, answer, strict=False)) / max(len(text), len(answer))
+    return right + (right == 1)
+
+
+def priced_fraction(text, answer):
+    return fraction(text, answer) - 0.01 * len(text)
+
+
+def exact(text, answer):
+    return float(text == answer)
+
+
+def spread(values):
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+def on_all_tokens(values, x):
+    return [[value] * len(x.texts[0]) for value in values]
+
+
+def group(x, divide=True):
+    found = []
+    for number, reward in zip(x.groups, x.rewards, strict=True):
+        mean, deviation = spread([r for g, r in zip(x.groups, x.rewards, strict=True) if g == number])
+        found.append([(reward - mean) / (deviation + 1e-6 if divide else 1)] * len(x.m[0]))
+    return found
+
+
+def centred(x):
+    return group(x, divide=False)
+
+
+def token_rewards(x):
+    """-beta k1 on each token where the KL is in the reward, and the reward on the last one."""
+    rows = []
+    for i, reward in enumerate(x.rewards):
+        row = [-x.reward_beta * float(x.old[i, t] - x.ref[i, t]) for t in range(int(x.T[i]))]
+        rows.append([*row[:-1], row[-1] + reward])
+    return rows
+
+
+def leave_one_out(x):
+    scores = [sum(row) for row in token_rewards(x)]
+    found = []
+    for i, score in enumerate(scores):
+        others = [s for j, s in enumerate(scores) if x.groups[j] == x.groups[i] and j != i]
+        found.append([score - sum(others) / len(others)] * len(x.m[0]))
+    return found
+
+
+def whitened(rows, x):
+    mean, deviation = spread([value for row in rows for value in row])
+    return [[(value - mean) / deviation for value in row] + [0.0] * (len(x.m[0]) - len(row)) for row in rows]
+
+
+def rewards_to_go(x):
+    return whitened([[sum(row[t:]) for t in range(len(row))] for row in token_rewards(x)], x)
+
+
+def gae_rows(x, rewards):
+    rows = []
+    for i, row in enumerate(rewards):
+        values = [float(v) for v in x.old_values[i, : len(row)]] + [0.0]
+        deltas = [reward + values[t + 1] - values[t] for t, reward in enumerate(row)]
+        rows.append([sum(0.95 ** (s - t) * deltas[s] for s in range(t, len(row))) for t in range(len(row))])
+    return rows
+
+
+def generalised(x):
+    return whitened(gae_rows(x, token_rewards(x)), x)
+
+
+def process(x):
+    """One step a digit, which is one token here; normalised over all steps of the prompt."""
+    steps = [[float(t < len(a) and a[t] == c) for t, c in enumerate(text)]
+             for text, a in zip(x.texts, x.answers, strict=True)]  # fmt: skip
+    found = []
+    for i, own in enumerate(steps):
+        together = [r for j, row in enumerate(steps) if x.groups[j] == x.groups[i] for r in row]
+        mean, deviation = spread(together) if together else (0.0, 0.0)
+        scores = [(r - mean) / (deviation + 1e-6) for r in own]
+        found.append([sum(scores[t:]) for t in range(len(x.m[0]))])
+    return found
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Formula:
+    policy: Any
+    aggregate: Any
+    advantages: Any
+    kl: Any = None
+    beta: float | None = None  # in the loss, or without a kl in the reward; None: the run's adaptive one
+    reward: Any = fraction
+
+
+PPO = Formula(clip(0.2, 0.2), token_mean, generalised, reward=priced_fraction)
+GSPO = Formula(sequence_clip, mean_of_means, group)
+V32 = Formula(masked_clip, mean_of_means, centred, unbiased_k3, 0.001)
+FORMULAS = {
+    "ppo": PPO,
+    "ppo_shared_critic": PPO,
+    "ppo_ptx": PPO,
+    "ppo_kl": replace(PPO, policy=surrogate, kl=old_to_new),
+    "grpo": Formula(clip(0.2, 0.2), mean_of_means, group, k3, 0.04),
+    "grpo_process": Formula(clip(0.2, 0.2), mean_of_means, process, k3, 0.04),
+    "grpo_sequence_ratio": Formula(product_clip, mean_of_means, group, k3, 0.001),
+    "sparse": Formula(clip(0.2, 0.2), mean_of_means, group, reward=exact),
+    "dr_grpo": Formula(clip(0.2, 0.2), mean_of_sums_over_4, centred),
+    "gpg": Formula(reinforce, token_mean, centred),
+    "rloo": Formula(reinforce, mean_of_sums, leave_one_out, beta=0.03),
+    "reinforce_pp": Formula(clip(0.2, 0.2), token_mean, rewards_to_go, beta=0.01),
+    "dapo": Formula(clip(0.2, 0.28), token_mean, group),
+    "gspo": GSPO,
+    "gspo_token": replace(GSPO, policy=token_of_sequence_clip),
+    "luspo": replace(GSPO, aggregate=mean_of_sums),
+    "sapo": Formula(soft, mean_of_means, group),
+    "cispo": Formula(capped, token_mean, group),
+    "gmpo": Formula(geometric_mean, mean_of_means, group),
+    "vespo": Formula(gamma_weight, token_mean, group),
+    "deepseek_v32": V32,
+    "deepseek_v32_moe": V32,
+    "max_entropy": Formula(reinforce, token_mean, centred),
+    "tis": Formula(truncated_importance_clip, token_mean, group),
+}
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def test_every_recipe_has_its_formula():
+    assert sorted(FORMULAS) == NAMES
+
+
+# --- the run, and what its numbers should be --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe's config, shrunk: two steps of two updates, whose micro-batches do not divide the batch."""
+
+    def recipe(name: str) -> Config:
+        plain = load_settings(Config, RECIPES / f"{name}.toml")
+        assert plain.model.config is not None
+        model = json.loads(plain.model.config.read_text())
+        model |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        (tmp_path / "model.json").write_text(json.dumps(model | {"num_key_value_heads": 2}))
+        overrides: dict[str, dict[str, Any]] = {
+            "model": {"config": str(tmp_path / "model.json")},
+            "data": {"eval_path": None},
+            "evaluation": {"every": None, "metrics": []},
+            "rollout": {"prompts_per_step": 6, "num_generations": 4},
+            "training": {"steps": 2, "minibatches": 2, "epochs": 1, "micro_batch_size": 5, "device": "cpu"},
+            "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False, "overwrite": False},
+        }
+        if name == "sparse":  # a random policy is never exactly right, unless it is right to say nothing
+            (tmp_path / "silence.jsonl").write_text('{"prompt": "12=", "answer": ""}\n{"prompt": "3=", "answer": ""}\n')
+            overrides["data"]["path"] = str(tmp_path / "silence.jsonl")
+        return load_settings(Config, RECIPES / f"{name}.toml", overrides)
+
+    return recipe
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_runs_and_is_its_papers_formula(recipe, name, monkeypatch):
+    config, update, seen = recipe(name), module.update, []
+
+    def spy(run: Run, rollout: Rollout) -> dict[str, float]:
+        seen.append(run.step)
+        if run.step == 2:
+            check(run, rollout, FORMULAS[name])
+        return update(run, rollout)
+
+    monkeypatch.setattr(module, "update", spy)
+    set_seed(config.training.seed)
+    run = make_run(config)
+    for run.step in (1, 2):
+        numbers, _ = module.take_step(run)
+        assert numbers["skipped_updates"] == 0 and math.isfinite(numbers["loss"])
+    assert seen == [1, 2]
+
+
+def check(run: Run, rollout: Rollout, formula: Formula) -> None:
+    x = recorded(run, rollout, formula)
+    assert_close(rollout.rewards, [rewarded(x, formula, i, run) for i in range(len(x.texts))])
+    found = rollout.token_advantages if rollout.response_advantages is None else rollout.response_advantages[:, None]
+    assert_close(found * x.m, torch.tensor(formula.advantages(x), dtype=torch.float64) * x.m)
+    assert found.abs().max() > 0.1
+
+    # From here on the policy is another one than the one that sampled, and the sampler was not quite the old one.
+    if rollout.rollout_logprobs is not None:
+        noise = torch.randn_like(rollout.rollout_logprobs)
+        rollout = replace(rollout, rollout_logprobs=rollout.rollout_logprobs + noise)
+        x.sampler = rollout.rollout_logprobs.double()
+    perturbed = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
+    before = [copy.deepcopy(part.state_dict()) for part in perturbed]
+    with torch.no_grad():
+        for part in perturbed:
+            for parameter in part.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    position = 0 if run.text is None else run.text.position
+
+    parts = accumulate_gradients(run, rollout, torch.arange(len(x.m)), Stopwatch(run.policy.device))
+    expected, gradients = expected_loss(run, rollout, formula, x, position)
+    assert_close(sum(part["loss"].double() for part in parts), expected)
+    parameters = [p for part in perturbed for p in part.parameters()]
+    scale = max(float(g.abs().max()) for g in gradients if g is not None)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert_close(parameter.grad, gradient, atol=1e-5 * scale)
+    run.optimizer.zero_grad(set_to_none=True)
+    for part, state in zip(perturbed, before, strict=True):
+        part.load_state_dict(state)
+
+
+def assert_close(found, expected, atol=2e-5):
+    if found is None or expected is None:  # a parameter that takes no part
+        assert (found is None or not found.any()) and (expected is None or not expected.any())
+        return
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=atol, equal_nan=True)
+
+
+def dense(policy, rollout):
+    """Log-probabilities and entropies of the tokens, from a float64 copy of the model's logits; and the copy."""
+    model = copy.deepcopy(policy.model).double()
+    model.set_experts_implementation("eager")  # the grouped product takes no float64
+    with replaying(replace(policy, model=model), rollout, False):
+        logits = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask.long()).logits
+    logits = logits[:, rollout.prompt_length - 1 : -1]
+    if rollout.sampling_mask is not None:
+        kept = rollout.sampling_mask.to_dense(len(CHARACTERS)).view(logits.shape)
+        assert not kept.all()
+        logits = logits.masked_fill(~kept, -math.inf)
+    log_p = logits.log_softmax(-1)
+    logp = log_p.gather(-1, rollout.targets[..., None])[..., 0].where(rollout.mask, 0.0)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
+    return logp, entropy, model
+
+
+def values_of(critic, model, rollout):
+    decoder = model.get_decoder() if critic.decoder is None else critic.decoder
+    mask = rollout.attention_mask.long()
+    states = decoder(input_ids=rollout.input_ids, attention_mask=mask).last_hidden_state
+    return critic.head(states[:, rollout.prompt_length - 1 : -1])[..., 0]
+
+
+def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
+    """What a rollout should hold before the first update of its step, and does."""
+    x = SimpleNamespace(m=rollout.mask.double(), T=rollout.mask.sum(1).double(), old_values=None)
+    x.texts = ["".join(CHARACTERS[t] for t in row[m].tolist()) for row, m in
+               zip(rollout.targets, rollout.completion_mask, strict=True)]  # fmt: skip
+    prompts = rollout.input_ids[:, : rollout.prompt_length]
+    answers = {tuple(example.token_ids): example.columns["answer"] for example in run.sampler.examples}
+    x.answers = [answers[tuple(row[m].tolist())] for row, m in
+                 zip(prompts, rollout.attention_mask[:, : rollout.prompt_length], strict=True)]  # fmt: skip
+    x.groups, x.rewards = rollout.groups.tolist(), rollout.rewards.double().tolist()
+    x.beta = float(run.kl.coef) if formula.beta is None and run.kl is not None else formula.beta
+    x.reward_beta = x.beta if formula.kl is None else 0.0
+    with torch.no_grad():
+        x.old, _, model = dense(run.policy, rollout)
+        assert_close(rollout.old_logprobs, x.old)
+        if run.reference is not None:
+            x.ref, _, _ = dense(run.reference, rollout)
+            assert_close(rollout.ref_logprobs, x.ref)
+        else:
+            assert rollout.ref_logprobs is None
+            x.ref = torch.zeros_like(x.old)
+        if run.critic is not None:
+            x.old_values = values_of(copy.deepcopy(run.critic).double(), model, rollout)
+            assert_close(rollout.old_values * x.m, x.old_values * x.m)
+    x.sampler = None if rollout.rollout_logprobs is None else rollout.rollout_logprobs.double()
+    if x.sampler is not None:
+        assert_close(x.sampler * x.m, x.old)  # the sampler is the policy, up to rounding
+    return x
+
+
+def rewarded(x: SimpleNamespace, formula: Formula, i: int, run: Run) -> float:
+    """A completion's reward: the task's, and DAPO's price of length."""
+    price, ended = 0.0, len(x.texts[i]) < run.config.rollout.max_new_tokens
+    if run.config.reward.overlong_cache is not None:  # L_max = 6, L_cache = 2, the end counts
+        price = {5: -0.5, 6: -1.0}.get(len(x.texts[i]) + ended, 0.0)
+        assert bool(x.m[i].any()) == ended  # what was cut off is not trained on
+    return formula.reward(x.texts[i], x.answers[i]) + price
+
+
+def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespace, position: int):
+    """The whole loss in float64, and its gradient for each parameter of the policy (and the critic)."""
+    x.logp, x.H, model = dense(run.policy, rollout)
+    x.A = torch.tensor(formula.advantages(x), dtype=torch.float64)
+    assert 0.1 < ((x.logp - x.old).abs() * x.m).sum() / x.m.sum() < 2  # off-policy enough for every clip to act
+    terms = formula.policy(x) - float(run.objective.entropy_coef) * x.H
+    if formula.kl is not None:
+        terms = terms + x.beta * formula.kl(x)
+    loss = formula.aggregate(x, terms)
+    parameters = list(model.parameters())
+    if run.critic is not None:
+        critic = copy.deepcopy(run.critic).double()
+        parameters += critic.parameters()
+        values, old = values_of(critic, model, rollout), x.old_values
+        returns = torch.zeros_like(values)
+        for i, row in enumerate(gae_rows(x, token_rewards(x))):
+            returns[i, : len(row)] = torch.tensor(row, dtype=torch.float64) + old[i, : len(row)]
+        near = old + (values - old).clamp(-0.2, 0.2)
+        assert ((values - old).abs() * x.m).max() > 0.2
+        squares = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+        loss = loss + 0.5 * token_mean(x, 0.5 * squares)
+    if run.text is not None and run.config.pretraining is not None:
+        size, length = run.config.pretraining.batch_size, run.config.pretraining.length
+        ids = (run.text.tokens.repeat(9))[position : position + size * length].view(size, length)
+        log_p = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        loss = loss - run.config.pretraining.coef * log_p.gather(-1, ids[:, 1:, None]).mean()
+    return loss.detach(), torch.autograd.grad(loss, parameters, allow_unused=True)
