@@ -118,10 +118,11 @@ def tokenize_pair(
     if eos is None:
         raise UserError(f"{where}: a completion ends with EOS, but the tokenizer names no EOS token")
     if isinstance(prompt, str):
-        ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+        ids = _ids(completion, tokenizer, where, add_special_tokens=False)
     else:
-        text = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": completion}], tokenize=False)
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        ids = _ids(text, tokenizer, where, add_special_tokens=False)
         if ids[: len(prompt_ids)] != prompt_ids:
             raise UserError(
                 f"{where}: the chat template writes the prompt differently once an assistant's message follows, so the "
@@ -170,7 +171,8 @@ class TextStream:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot read the text: {error}") from error
-        self.tokens = torch.tensor(_ids(text, tokenizer, str(path)))
+        # The file's last line ends like any other; that is no part of the text.
+        self.tokens = torch.tensor(_ids(text.removesuffix("\n"), tokenizer, str(path)))
         self.length, self.position = length, 0
         if len(self.tokens) < length:
             raise UserError(f"{path}: expected at least one sequence of {length} tokens, got {len(self.tokens)}")

@@ -68,13 +68,10 @@ def generate(
 def _pad_prompts(policy: Policy, examples: list[Example]) -> tuple[Tensor, Tensor]:
     """The prompts' tokens (B, P) int64 and which of them count (B, P) bool, left-padded."""
     longest = max(len(example.token_ids) for example in examples)
-    prompts = torch.full((len(examples), longest), policy.pad_token_id, device=policy.device)
-    mask = torch.zeros_like(prompts, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        start = longest - len(example.token_ids)
-        prompts[row, start:] = torch.tensor(example.token_ids, device=policy.device)
-        mask[row, start:] = True
-    return prompts, mask
+    padding = [longest - len(example.token_ids) for example in examples]
+    rows = [[policy.pad_token_id] * more + example.token_ids for more, example in zip(padding, examples, strict=True)]
+    mask = torch.arange(longest) >= torch.tensor(padding)[:, None]
+    return torch.tensor(rows).to(policy.device), mask.to(policy.device)
 
 
 def _generate_batch(policy: Policy, prompts: Tensor, mask: Tensor, config: RolloutConfig, greedy: bool) -> Tensor:

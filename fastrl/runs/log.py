@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ class RunLog:
                 self._cut(path, step)
         values = config.model_dump(mode="json")
         (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        # Before there is a record: a directory without one is no run, so the same command may be tried again.
+        # Before there is a record: nothing is lost then if the same command is tried again.
         self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
         self.writer: SummaryWriter | None = None
@@ -88,8 +89,11 @@ class RunLog:
         ``samples`` go to ``samples.jsonl``, from which the report shows some.
         """
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.file.write(json.dumps({"step": step, **record}) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"step": step, **record}) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write step {step}: {error}; what is saved can be resumed") from error
         if samples:
             with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
@@ -120,9 +124,24 @@ class RunLog:
         write_report(self.directory)
 
 
+def flush(directory: Path) -> None:
+    """Wait until all files of a directory are on the disk: a machine that dies could leave names on empty files."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
 def check_output(directory: Path, overwrite: bool) -> None:
-    """Raise UserError if ``directory`` holds a run that may not be replaced."""
-    if (directory / "metrics.jsonl").exists() and not overwrite:
+    """Raise UserError if ``directory`` holds a run that may not be replaced, or what is not a run's."""
+    metrics = directory / "metrics.jsonl"
+    held = [name for name in (*FILES, *DIRECTORIES) if (directory / name).exists()]
+    if held and not metrics.exists():
+        raise UserError(
+            f"{directory}: holds {', '.join(held)}, but no metrics.jsonl, so it is no run that could be replaced; "
+            "choose another --logging.output_dir"
+        )
+    if metrics.exists() and metrics.stat().st_size and not overwrite:
         raise UserError(
             f"{directory}: holds a run already; choose another --logging.output_dir, or replace it with "
             "--logging.overwrite true"
@@ -138,6 +157,7 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         for name in DIRECTORIES:
             if (directory / name).exists():
                 shutil.rmtree(directory / name)
+        (directory / "metrics.jsonl").touch()  # an empty one: a run that has begun, and has nothing to lose yet
     except OSError as error:
         raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error
 

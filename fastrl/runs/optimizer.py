@@ -50,6 +50,11 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch built without CUDA
         raise UserError(f"training.device: cannot use {name!r}: {str(error).splitlines()[0]}") from error
+    if device.type == "meta":
+        raise UserError(f"training.device: cannot use {name!r}: it computes nothing")
+    if device.type == "cuda":  # kernels are launched on the current one
+        torch.cuda.set_device(device)
+    return device

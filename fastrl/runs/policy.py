@@ -57,13 +57,18 @@ class Policy:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def _layers(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 @contextmanager
 def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
     """The context of a forward and its backward: layers keep their input alone, if the model was told so.
 
-    Transformers ties that to the training mode, which also drops out; so only the layers' own flag is set.
+    Transformers ties that to the training mode, which also drops out; so only the layers' own flag is set, and a
+    layer's own dropout is 0 (``load_model``).
     """
-    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [layer for model in models for layer in _layers(model) if layer.gradient_checkpointing]
     for layer in layers:
         layer.training = True
     try:
@@ -125,17 +130,19 @@ def _head(model: PreTrainedModel, name: str) -> LMHead:
 
 def load_model(config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, **extra: Any) -> Any:
     """The model alone (of one of transformers' Auto classes), on its device, in evaluation mode."""
-    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code, **extra}
+    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+    if config.attention is not None:
+        options["attn_implementation"] = config.attention
     try:
         if config.config is not None:
             values = json.loads(config.config.read_text(encoding="utf-8"))
             if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
                 raise UserError(f'{config.config}: expected a JSON object with a "model_type"')
             model_config = AutoConfig.for_model(**values, **extra)
-            model = kind.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+            model = kind.from_config(model_config, **options)
         else:
-            model = kind.from_pretrained(str(config.path), **options)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers raises for a model it cannot load
+            model = kind.from_pretrained(str(config.path), **options, **extra)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises for one
         raise UserError(f"{_name(config)}: cannot load the model: {_first_line(error)}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         if config.lora_rank is not None:  # which would take their place, and a reference has no way to tell them apart
@@ -145,6 +152,10 @@ def load_model(config: ModelConfig, device: torch.device, kind: Any = AutoModelF
         # The older name, which later releases of transformers 5 warn of, is the only one that its first ones have.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+        for layer in _layers(model):  # some drop out by themselves, where they think that they are in training
+            for name in [name for name in vars(layer) if name.endswith("dropout")]:
+                if isinstance(getattr(layer, name), float):
+                    setattr(layer, name, 0.0)
     # Dropout would make the new log-probabilities differ from the old ones before the first update.
     return model.to(device).eval()
 

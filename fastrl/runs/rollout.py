@@ -118,8 +118,8 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
 def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch.nn.Module | None = None) -> Tensor:
     """The last hidden states that predict the completions' tokens: (B, T, H), or packed (N, H), N counted tokens.
 
-    ``decoder`` is the policy's own by default. Experts are those of the rollout, where it recorded them. A backward
-    through the states belongs inside ``replaying(policy, rollout, packed)``, for layers that are computed again.
+    ``decoder`` is the policy's own by default. Forward and backward belong inside ``replaying(policy, rollout,
+    packed)``, so that the policy's experts are those of the rollout, in layers that are computed again too.
     """
     module = policy.model.get_decoder() if decoder is None else decoder
     states = decoder_states(module, rollout.input_ids, rollout.attention_mask, packed)

@@ -3,12 +3,24 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from ..budget import parse_budget
 from .settings import Location, Section
 
 ModelLocation = Annotated[str | None, Location(hub=True)]
 FileLocation = Annotated[Path, Location()]
+
+
+def _budget(text: str | None) -> str | None:
+    try:
+        parse_budget(text)
+    except TypeError as error:  # which pydantic would not report
+        raise ValueError(str(error)) from error
+    return text
+
+
+Budget = Annotated[str | None, AfterValidator(_budget)]
 
 
 class ModelConfig(Section):
@@ -25,6 +37,8 @@ class ModelConfig(Section):
     rounded away in bfloat16."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
+    attention: str | None = None
+    """transformers' attn_implementation, such as "sdpa" or "flash_attention_2"; the default is transformers' own."""
     gradient_checkpointing: bool = False
     """Keep a layer's input only, and compute the layer again in the backward: less memory, a third more time."""
     lora_rank: int | None = Field(None, ge=1)
@@ -49,13 +63,13 @@ class OptimizerConfig(Section):
 
     lr: float = Field(1e-6, gt=0, allow_inf_nan=False)
     """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's moment decays."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
     """Gradients are scaled down to this global L2 norm; inf switches it off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up: constant, or a decay to 0 over the run."""
@@ -107,3 +121,10 @@ class LoggingConfig(Section):
     """Write TensorBoard event files too."""
     wandb: str | None = None
     """Log to this project of Weights & Biases too (needs wandb, and an account or WANDB_MODE=offline)."""
+
+
+def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:
+    """ValueError if what a run reads lies in its output directory, where it may be replaced."""
+    output = logging.output_dir.absolute()
+    if source is not None and Path(source).is_relative_to(output):  # a hub's name never is
+        raise ValueError(f"{field}: {source} lies in logging.output_dir, whose contents this run may replace")

@@ -25,7 +25,7 @@ from .errors import UserError
 class Section(BaseModel):
     """A table of the config file. Unknown fields are errors; the docstring under a field is its help text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 Settings = TypeVar("Settings", bound=Section)

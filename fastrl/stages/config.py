@@ -5,14 +5,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from ..runs.sections import FileLocation, LoggingConfig, ModelConfig, OptimizerConfig
+from ..runs.sections import Budget, FileLocation, LoggingConfig, ModelConfig, OptimizerConfig, check_input
 from ..runs.settings import Location, Section
 
 
 class MachineConfig(Section):
     """Where a stage runs, and its randomness."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seeds Python, NumPy and torch."""
     device: str = "auto"
     """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
@@ -39,7 +39,7 @@ class TokenTrainingConfig(TrainingConfig):
 
     packing: bool = False
     """Put a micro-batch's sequences behind one another without padding."""
-    memory_budget: str | None = None
+    memory_budget: Budget = None
     """The most temporary memory of the fused loss, such as "512MiB"; the default is a quarter of what is free."""
 
 
@@ -63,7 +63,5 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_its_input(self) -> "StageConfig":
-        source, output = self.model.path, self.logging.output_dir.absolute()
-        if source is not None and Path(source).is_relative_to(output):  # a hub's name never is
-            raise ValueError(f"model.path: {source} lies in logging.output_dir, whose model this run would replace")
+        check_input("model.path", self.model.path, self.logging)
         return self

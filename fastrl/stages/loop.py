@@ -1,7 +1,6 @@
 """The loop that the training stages share: shuffled batches, accumulated gradients, AdamW, a model at the end."""
 
 import math
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..runs.errors import UserError
-from ..runs.log import RunLog, check_output
+from ..runs.log import RunLog, check_output, flush
 from ..runs.optimizer import find_device, make_optimizer
 from ..runs.policy import Policy, checkpointing
 from .config import MachineConfig, StageConfig
@@ -163,10 +162,7 @@ def save_model(stage: Stage[Any], directory: Path) -> None:
     unfinished.mkdir(parents=True)
     try:
         stage.save(unfinished)
-        for path in unfinished.rglob("*"):  # or a machine that dies could leave the final name on empty files
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        flush(unfinished)
         unfinished.rename(directory)
     except BaseException:  # Ctrl-C too
         shutil.rmtree(unfinished, ignore_errors=True)

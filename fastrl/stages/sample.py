@@ -47,8 +47,8 @@ class OutputConfig(Section):
     overwrite: bool = False
     """Replace the file if it is there; without it that is an error."""
     best: int | None = Field(None, ge=1)
-    """Write only this many completions of each prompt, those with the highest rewards. A text counts once, one without
-    a reward never, and one that was cut off only for a prompt that has no other. The default is to write all."""
+    """Write only this many completions of each prompt, those with the highest rewards. A text counts once, and one that
+    has no reward or was cut off never: what trains on it would learn to stop there. The default is to write all."""
 
 
 class Config(Section):
@@ -126,10 +126,9 @@ class Tally:
 
 
 def best_of(group: list[Completion], count: int) -> list[Completion]:
-    """The ``count`` distinct texts of highest reward, the first of equals; cut-off ones if there is nothing else."""
-    rewarded = [completion for completion in group if completion.reward is not None]
-    whole = [completion for completion in rewarded if not completion.truncated]
-    ranked = sorted(whole or rewarded, key=lambda completion: -(completion.reward or 0.0))
+    """The ``count`` distinct texts of highest reward, the first of equals; none that was cut off."""
+    whole = [completion for completion in group if completion.reward is not None and not completion.truncated]
+    ranked = sorted(whole, key=lambda completion: -(completion.reward or 0.0))
     distinct: dict[str, Completion] = {}
     for completion in ranked:
         distinct.setdefault(completion.text, completion)

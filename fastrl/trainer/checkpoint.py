@@ -5,8 +5,8 @@ the moments of the optimizer and the generators, ``training_state.json`` plain n
 are, ``critic.safetensors`` and ``reference.safetensors`` their weights; nothing is ever unpickled.
 """
 
+import hashlib
 import json
-import os
 import random
 import shutil
 from collections import defaultdict
@@ -18,14 +18,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 
+from ..runs.data import PromptSampler
 from ..runs.errors import UserError
+from ..runs.log import flush
 from .config import Config
 from .run import Run
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 # Sections and fields that a resumed run may change. Other batches round and sample differently; all else would make it
 # another run.
-FREE = ("logging", "evaluation", "device", "threads", "batch_size", "micro_batch_size", "max_skipped_updates")
+FREE = (
+    "logging", "evaluation", "training.device", "training.threads", "training.micro_batch_size",
+    "training.memory_budget", "training.max_skipped_updates", "rollout.batch_size",
+)  # fmt: skip
 
 
 def save_checkpoint(run: Run) -> None:
@@ -65,6 +70,7 @@ def _write(run: Run, directory: Path) -> None:
         "step": run.step,
         "skipped": run.skipped,
         "prompts": len(run.sampler.examples),
+        "digest": _digest(run.sampler),
         "order": run.sampler.order,
         "text": run.text and run.text.position,
         "kl": run.kl and run.kl.state(),
@@ -81,9 +87,7 @@ def _write(run: Run, directory: Path) -> None:
         save_model(model, str(directory / name))
     save_file(tensors, directory / TENSORS)
     (directory / NUMBERS).write_text(json.dumps(numbers, default=np.ndarray.tolist) + "\n", encoding="utf-8")
-    for path in directory.iterdir():  # or a machine that dies could leave the final name on empty files
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    flush(directory)
 
 
 def newest_checkpoint(config: Config) -> Path:
@@ -92,9 +96,9 @@ def newest_checkpoint(config: Config) -> Path:
     found = _complete(directory)
     if not found:
         raise UserError(f"{directory}: holds no complete checkpoint to resume from; start the run without --resume")
-    before = json.loads((found[-1] / NUMBERS).read_text(encoding="utf-8"))["config"]
+    before = _numbers(found[-1])["config"]
     # A decay is spread over the whole run; a constant schedule does not care how long that is.
-    free = (*FREE, "steps") if config.optimizer.schedule == "constant" else FREE
+    free = (*FREE, "training.steps") if config.optimizer.schedule == "constant" else FREE
     changed = []
     for section, table in config.model_dump(mode="json").items():
         earlier = before.get(section)
@@ -106,7 +110,7 @@ def newest_checkpoint(config: Config) -> Path:
         changed += [
             f"{section}.{field} was {earlier[field]!r} and is now {value!r}"
             for field, value in table.items()
-            if field not in free and earlier.get(field, value) != value
+            if f"{section}.{field}" not in free and earlier.get(field, value) != value
         ]
     if changed:
         raise UserError(f"{found[-1]}: cannot be resumed with another config: {'; '.join(changed)}")
@@ -118,11 +122,28 @@ def load_checkpoint(directory: Path, run: Run) -> None:
 
     Raises UserError if the dataset has another length, where the position in it would mean nothing.
     """
-    numbers = json.loads((directory / NUMBERS).read_text(encoding="utf-8"))
-    sampler = run.sampler
+    numbers, sampler = _numbers(directory), run.sampler
     if len(sampler.examples) != numbers["prompts"]:
         lengths = f"data.path had {numbers['prompts']} prompts and now has {len(sampler.examples)}"
         raise UserError(f"{directory}: cannot be resumed with another dataset: {lengths}")
+    if _digest(sampler) != numbers["digest"]:
+        raise UserError(f"{directory}: cannot be resumed with another dataset: data.path has other prompts now")
+    try:
+        _load_tensors(directory, run, numbers)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(directory, error) from error
+    run.step, run.skipped, sampler.order = numbers["step"], numbers["skipped"], numbers["order"]
+    if run.text is not None:
+        run.text.position = numbers["text"]
+    for name, controller in (("kl", run.kl), ("entropy", run.entropy)):
+        if controller is not None:
+            controller.load(numbers[name])
+    random.setstate(tuple(tuple(part) if isinstance(part, list) else part for part in numbers["python"]))
+    np.random.set_state(tuple(numbers["numpy"]))
+
+
+def _load_tensors(directory: Path, run: Run, numbers: dict[str, Any]) -> None:
+    """Weights, generators and the optimizer."""
     _load_policy(directory, run)
     for name, model in _other_models(run).items():
         load_model(model, directory / name)
@@ -137,14 +158,25 @@ def load_checkpoint(directory: Path, run: Run) -> None:
             moments[int(index)][name] = tensor.clone()  # not a view of a file that will be pruned
     run.optimizer.load_state_dict({"state": moments, "param_groups": numbers["optimizer"]})
     run.scheduler.load_state_dict(numbers["scheduler"])
-    run.step, run.skipped, sampler.order = numbers["step"], numbers["skipped"], numbers["order"]
-    if run.text is not None:
-        run.text.position = numbers["text"]
-    for name, controller in (("kl", run.kl), ("entropy", run.entropy)):
-        if controller is not None:
-            controller.load(numbers[name])
-    random.setstate(tuple(tuple(part) if isinstance(part, list) else part for part in numbers["python"]))
-    np.random.set_state(tuple(numbers["numpy"]))
+
+
+def _numbers(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / NUMBERS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(directory, error) from error
+    return found
+
+
+def _damaged(directory: Path, error: Exception) -> UserError:
+    older = [path for path in _complete(directory.parent) if path < directory]
+    hint = f"move it away to go on from {older[-1]}" if older else "there is no earlier one"
+    return UserError(f"{directory}: the checkpoint cannot be read: {error}; {hint}")
+
+
+def _digest(sampler: PromptSampler) -> str:
+    """What the dataset's prompts are, in short."""
+    return hashlib.sha256(json.dumps([example.token_ids for example in sampler.examples]).encode()).hexdigest()
 
 
 def _load_policy(directory: Path, run: Run) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..runs.sections import FileLocation, ModelConfig, OptimizerConfig, RolloutConfig
+from ..runs.sections import Budget, FileLocation, ModelConfig, OptimizerConfig, RolloutConfig, check_input
 from ..runs.sections import LoggingConfig as CommonLogging
 from ..runs.settings import Location, Section
 from .objective_config import ObjectiveConfig
@@ -111,6 +111,8 @@ class KLConfig(Section):
     def _consistent(self) -> "KLConfig":
         if (self.adaptive is None) != (self.target is None):
             raise ValueError("adaptive and target go together")
+        if self.adaptive is not None and self.coef == 0:
+            raise ValueError("coef: an adaptive coefficient is multiplied, so it cannot start from 0")
         if self.place == "reward" and self.kind not in ("k1", "k2", "k3"):
             raise ValueError(f"kind: expected k1, k2 or k3 in the reward, got {self.kind!r}")
         return self
@@ -164,14 +166,14 @@ class TrainingConfig(Section):
     """Sequences in one forward and backward, gradients accumulate over a minibatch; the default is all of it."""
     packing: bool = False
     """Put a micro-batch's sequences behind one another without padding."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seeds Python, NumPy and torch."""
     device: str = "auto"
     """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
     machine that has other work; numbers repeat exactly only for the same number of threads."""
-    memory_budget: str | None = None
+    memory_budget: Budget = None
     """The most temporary memory of the fused losses, such as "512MiB"; the default is a quarter of what is free."""
     max_skipped_updates: int = Field(10, ge=1)
     """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
@@ -187,7 +189,7 @@ class EvaluationConfig(Section):
     """More functions like reward.function; each one's mean is reported as eval/<its name>."""
     samples: int = Field(0, ge=0)
     """Completions a prompt, sampled as in the rollout, for the two scores below; 0 = none."""
-    k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     """Report for each metric eval/<name>/pass@k (a prompt is solved if one of k samples gets 1) and eval/<name>/maj@k
     (the most frequent of k completions gets 1), for these k."""
 
@@ -233,6 +235,8 @@ class Config(Section):
         for problem, message in self._problems():
             if problem:
                 raise ValueError(message)
+        check_input("model.path", self.model.path, self.logging)
+        check_input("reward.model", self.reward.model, self.logging)
         return self
 
     def _problems(self) -> list[tuple[bool, str]]:
@@ -240,6 +244,8 @@ class Config(Section):
         evaluates = bool(self.evaluation.every or self.evaluation.metrics or self.evaluation.samples)
         estimator, objective, lora = self.advantages.estimator, self.objective.build(), self.model.lora_rank is not None
         alone = self.rollout.num_generations == 1
+        sequences = self.rollout.prompts_per_step * self.rollout.num_generations
+        updates = self.training.epochs * self.training.minibatches
         return [
             (
                 self.data.eval_path is None and evaluates,
@@ -258,7 +264,7 @@ class Config(Section):
                 'advantages.estimator = "process" and reward.steps go together',
             ),
             (
-                self.entropy is not None and not objective.has_entropy_term,
+                self.entropy is not None and not float(objective.entropy_coef) > 0,
                 "entropy: objective.entropy_coef must be the positive coefficient to start from",
             ),
             (
@@ -272,6 +278,24 @@ class Config(Section):
             (
                 self.critic is not None and self.critic.shared and lora,
                 "critic.shared: does not go with model.lora_rank; leave one of them out",
+            ),
+            (
+                estimator == "process" and self.reward.overlong_cache is not None,
+                'reward.overlong_cache: with advantages.estimator = "process" only reward.steps is learned from',
+            ),
+            (
+                self.kl is not None and self.kl.kind == "old-new" and updates == 1,
+                'kl.kind: "old-new" is always 0 with one update a rollout; set training.minibatches or training.epochs',
+            ),
+            (
+                self.training.minibatches > sequences,
+                f"training.minibatches: expected at most the rollout's {sequences} sequences, got "
+                f"{self.training.minibatches}",
+            ),
+            (
+                (self.reward.overlong_cache or 0) > self.rollout.max_new_tokens,
+                f"reward.overlong_cache: expected at most rollout.max_new_tokens = {self.rollout.max_new_tokens}, got "
+                f"{self.reward.overlong_cache}",
             ),
             (
                 objective.top_entropy_fraction is not None and self.training.micro_batch_size is not None,

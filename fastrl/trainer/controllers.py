@@ -46,7 +46,7 @@ class AdaptiveKL:
 
 
 class LearnedEntropy:
-    """The weight alpha of the entropy bonus, learned towards a target entropy by `L = alpha sg[H - H_target]`.
+    """The weight alpha of the entropy bonus, learned towards a target entropy by `L = log(alpha) sg[H - H_target]`.
 
     SAC's automatic temperature (Haarnoja et al., 2018, arXiv:1812.05905, section 5), for tokens. Adam moves log alpha,
     so alpha stays positive.
@@ -62,7 +62,9 @@ class LearnedEntropy:
         """One step from a step's mean entropy a token (nats)."""
         if not math.isfinite(entropy):
             return
-        self.logarithm.grad = self.coef * (entropy - self.config.target)
+        # The slope of L in log alpha is alpha times this. Adam would take that factor for the gradient's own size, and
+        # its memory of a larger alpha would keep a small one from coming back.
+        self.logarithm.grad = torch.full_like(self.logarithm, entropy - self.config.target)
         self.optimizer.step()
         self.coef.copy_(self.logarithm.detach().exp())
 

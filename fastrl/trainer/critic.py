@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runs.policy import Policy
-from ..runs.rollout import Rollout, hidden_states, in_batches, unpacked
+from ..runs.rollout import Rollout, hidden_states, in_batches, replaying, unpacked
 
 
 class Critic(nn.Module):
@@ -33,4 +33,9 @@ class Critic(nn.Module):
     @torch.no_grad()
     def rollout_values(self, policy: Policy, rollout: Rollout, batch_size: int | None, packed: bool) -> Tensor:
         """The values of a whole rollout, (B, T), a few sequences at a time."""
-        return in_batches(rollout, batch_size, lambda part: unpacked(self.values(policy, part, packed), part, packed))
+
+        def values(part: Rollout) -> Tensor:
+            with replaying(policy, part, packed):
+                return unpacked(self.values(policy, part, packed), part, packed)
+
+        return in_batches(rollout, batch_size, values)

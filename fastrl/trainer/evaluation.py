@@ -1,10 +1,14 @@
 """Scores on held-out prompts: greedy, pass@k and maj@k."""
 
 import math
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+from transformers import set_seed
 
 from ..runs.generation import completion_texts, generate
 from .experience import average
@@ -14,8 +18,27 @@ from .run import Run
 def evaluate(run: Run) -> dict[str, float]:
     """The mean of each function over greedy completions of every held-out prompt, as ``eval/<name>`` (without Nones).
 
-    With evaluation.samples also ``eval/<name>/pass@k`` and ``eval/<name>/maj@k`` of each metric.
+    With evaluation.samples also ``eval/<name>/pass@k`` and ``eval/<name>/maj@k`` of each metric. Random numbers, of
+    samples and of functions that draw some, are its own and the same each time.
     """
+    with _random_numbers_of_its_own(run):
+        return _scores(run)
+
+
+@contextmanager
+def _random_numbers_of_its_own(run: Run) -> Iterator[None]:
+    """How often a run is looked at must not decide what it learns."""
+    device, python, numbers = run.policy.device, random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        set_seed(run.config.training.seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+def _scores(run: Run) -> dict[str, float]:
     examples, settings = run.held_out, run.config.rollout
     completions = completion_texts(run.policy, generate(run.policy, examples, settings, greedy=True))
     numbers = {"eval/reward": average(run.rewards(examples, completions))}
@@ -25,11 +48,7 @@ def evaluate(run: Run) -> dict[str, float]:
     if not count:
         return numbers
     repeated = [example for example in examples for _ in range(count)]
-    device = run.policy.device
-    # Random numbers of its own, the same each time: how often a run is looked at must not decide what it learns.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(run.config.training.seed)
-        texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
+    texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
     for name, function in run.metrics.items():
         solved = [value is not None and value >= 1 for value in function(repeated, texts)]
         prompts = range(0, len(texts), count)

@@ -190,10 +190,11 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
     most = max([1, *map(len, steps)])
     ends_ = torch.full((len(steps), most), -1)
     values = torch.full((len(steps), most), math.nan)
-    rows = [tokens[mask] for tokens, mask in zip(rollout.targets, rollout.completion_mask, strict=True)]
+    targets, masks = rollout.targets.cpu(), rollout.completion_mask.cpu()
+    rows = [tokens[mask].tolist() for tokens, mask in zip(targets, masks, strict=True)]
     for row, (tokens, pairs) in enumerate(zip(rows, steps, strict=True)):
 
-        def characters(count: int, tokens: Tensor = tokens) -> int:
+        def characters(count: int, tokens: list[int] = tokens) -> int:
             # A character whose last byte is still to come is shown as U+FFFD.
             return len(str(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True)).rstrip("\ufffd"))
 

@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
     resume = {"resume": "go on from the newest checkpoint in logging.output_dir, to the same end"}
     config, given = parse_command_line(Config, "train", text, argv, resume)
     summary = train(config, resume=given["resume"])
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in summary.items() if name.startswith("eval/"))
+    found = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
     print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
     print(f"metrics, report and checkpoints: {config.logging.output_dir}")
     if summary["interrupted"] is None:

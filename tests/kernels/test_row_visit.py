@@ -59,13 +59,13 @@ def _assert_visit(
     truth = reference.row_visit(x, targets, mask, transform, objective, exact)
     x32 = logits.float().clone()
     float32 = reference.row_visit(x32, targets, mask, transform, objective, inputs)
-    loss_size, gradient_size = _sizes(logits, targets, mask, transform, objective, exact)
+    loss_size, gradient_size, kl_size = _sizes(logits, targets, mask, transform, objective, exact)
     # Ratios amplify the error of a log-probability, relative to themselves.
     allowed = 5 * cases.margin(transform)
     cases.assert_close(visit.logprobs, truth.logprobs, float32.logprobs, allowed, "logprobs")
     cases.assert_close(visit.entropy, truth.entropy, float32.entropy, allowed, "entropy")
     for name, *values in zip(TERMS, visit.terms, truth.terms, float32.terms, strict=True):
-        cases.assert_close(*values, allowed, name, loss_size if name == "loss" else None)
+        cases.assert_close(*values, allowed, name, {"loss": loss_size, "kl": kl_size}.get(name))
     # A ratio's relative error is its log-probability's absolute one, a few units in the last place of |logp|: up to 5
     # the margin has room for it.
     gradient_size = gradient_size * (truth.logprobs.abs() / 5).nan_to_num().clamp(1.0, 100.0).view(*logits.shape[:2], 1)
@@ -78,9 +78,9 @@ def _assert_visit(
 def _sizes(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
     inputs: RowInputs,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the loss (N,) and the gradient (A, B, V) sum up, each part's absolute value: they may cancel."""
-    losses, gradients = torch.zeros(()), torch.zeros(())
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """What loss (N,), gradient (A, B, V) and KL (N,) sum up, each part's absolute value: they may cancel."""
+    losses, gradients, kl = torch.zeros(()), torch.zeros(()), None
     zeros = torch.zeros_like(inputs.policy_weights)
     for part in ("policy_weights", "kl_weights", "entropy_weights"):
         without = {"policy_weights": zeros, "kl_weights": None, "entropy_weights": None}
@@ -88,7 +88,16 @@ def _sizes(
         x = logits.double()
         terms = reference.row_visit(x, targets, mask, transform, objective, inputs._replace(**without)).terms
         losses, gradients = losses + terms[0].abs(), gradients + x.abs()
-    return losses, gradients
+        # A difference of logarithms can be small and its error not: a term also has the size of its slope times a
+        # tenth of log p (k3 near the reference, times a ratio of e^20). The slope is read off the target's gradient.
+        logp = reference.row_statistics(logits.double(), targets, mask, transform).logprobs
+        valid = targets.clamp(0, logits.shape[-1] - 1)
+        slope = x.flatten(0, 1).gather(1, valid[:, None])[:, 0].abs() / (-torch.expm1(logp)).clamp_min(1e-30)
+        sensitivity = (slope * logp.abs() / 10).nan_to_num(posinf=0.0)
+        losses = losses + sensitivity
+        if part == "kl_weights" and inputs.kl_weights is not None:
+            kl = terms[TERMS.index("kl")].abs() + sensitivity / inputs.kl_weights.abs().clamp_min(1e-30)
+    return losses, gradients, kl
 
 
 def _pairs() -> set[tuple[str, str, str]]:

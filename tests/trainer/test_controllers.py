@@ -70,10 +70,10 @@ def test_alpha_moves_towards_the_target_entropy_and_stays_positive():
 
 
 def test_the_gradient_of_alpha_is_autograds():
-    """Of `alpha (H - target)` in log alpha, by the moments that Adam keeps of it."""
+    """Of `log(alpha) (H - target)` in log alpha, by the moments that Adam keeps of it."""
     controller = LearnedEntropy(EntropyConfig(target=1.0, lr=0.1), 0.3, CPU)
     logarithm = torch.tensor(math.log(0.3), requires_grad=True)
-    (expected,) = torch.autograd.grad(logarithm.exp() * (1.5 - 1.0), logarithm)
+    (expected,) = torch.autograd.grad(logarithm * (1.5 - 1.0), logarithm)
     controller.update(1.5)
     assert controller.state()["exp_avg"] == pytest.approx(0.1 * float(expected))
 
