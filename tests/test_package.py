@@ -156,6 +156,15 @@ def test_levels_are_as_designed():
     assert level("fastrl.cli") > level("fastrl.trainer.train")
 
 
+def test_the_trainer_stays_thin():
+    """It is to be read in one sitting, its update at a glance."""
+    files = list((ROOT / "fastrl" / "trainer").glob("*.py"))
+    assert sum(len(path.read_text().splitlines()) for path in files) < 1500
+    tree = ast.parse((ROOT / "fastrl" / "trainer" / "update.py").read_text())
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert lengths["update"] < 60 and max(lengths.values()) < 60
+
+
 # --- distribution -----------------------------------------------------------------------------------------------------
 
 

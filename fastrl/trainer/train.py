@@ -1,17 +1,14 @@
 """The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
 
 import math
-import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from ..runs.interruption import stop_signals
 from ..runs.log import RunLog, check_output
 from ..runs.optimizer import cpu_threads
 from ..runs.settings import parse_command_line
@@ -70,7 +67,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     with (
         cpu_threads(config.training.threads),
         RunLog(config, logging, config.objective.name, steps, SHOWN, run.step) as log,
-        _stop_signals() as signals,
+        stop_signals() as signals,
     ):
         for step in range(run.step + 1, steps + 1):
             run.step, last = step, step == steps
@@ -113,27 +110,3 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
 
 def _due(step: int, every: int | None, last: bool) -> bool:
     return last or (every is not None and step % every == 0)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[str]]:
-    """A list in which SIGTERM and Ctrl-C are noted by name, for the loop to stop in time; a second one ends at once."""
-    noted: list[str] = []
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, _: object) -> None:
-        restore()
-        noted.append(signal.Signals(number).name)
-        # Not print: a handler may run in the middle of another one.
-        os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
-
-    # Python allows handlers in the main thread alone; and a shell's background job is told to ignore Ctrl-C.
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-    try:
-        yield noted
-    finally:
-        restore()
