@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import linear_cross_entropy, linear_token_logprobs
+from .. import checks, linear_cross_entropy, linear_token_logprobs
+from ..budget import parse_budget
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -72,8 +73,14 @@ class LMHead:
         """ValueError unless the model's own logits, in products of a dtype, are those of this head."""
         count = min(8, self.weight.shape[0])
         input_ids = torch.arange(count, device=self.weight.device)[None]  # (1, 8), any tokens will do
-        theirs = model(input_ids=input_ids, use_cache=False).logits.float()
-        ours = self.logits(decoder_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state)
+        modes = {module: module.training for module in model.modules()}
+        model.eval()  # dropout would make two forwards differ
+        try:
+            theirs = model(input_ids=input_ids, use_cache=False).logits.float()
+            ours = self.logits(decoder_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state)
+        finally:
+            for module, training in modes.items():
+                module.training = training
         error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
         if not error <= TOLERANCE[dtype or self.weight.dtype]:
             raise ValueError(
@@ -122,18 +129,21 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
     Raises:
         TypeError, ValueError: for a head that the losses do not know; see the module.
     """
+    parse_budget(memory_budget)
+    checks.number("temperature", temperature, positive=True)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(base, "_fastrl_unfused"):
         remove_fused_lm_head(base)
     LMHead.of(base).check(base)
     original = base.forward
     base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
-    options = {"temperature": temperature, "memory_budget": memory_budget}
+    base._fastrl_options = options = {"temperature": temperature, "memory_budget": memory_budget}
 
     # The signature stays the model's own: `generate` and `Trainer` look into it.
     @functools.wraps(type(base).forward)
     def forward(self: Any, *args: Any, return_token_stats: bool = False, **kwargs: Any) -> Any:
-        deferred = self._fastrl_defer and self.training and kwargs.get("labels") is None
+        # `generate` may run in training mode too, but without gradients, and it wants logits.
+        deferred = self._fastrl_defer and self.training and torch.is_grad_enabled() and kwargs.get("labels") is None
         if not return_token_stats and not deferred:
             return original(*args, **kwargs)
         return _token_stats(self, args, kwargs, options, deferred and not return_token_stats)
@@ -150,7 +160,7 @@ def remove_fused_lm_head(model: Any) -> None:
     del base.forward
     if base._fastrl_unfused is not _NONE:
         base.forward = base._fastrl_unfused
-    del base._fastrl_unfused, base._fastrl_defer
+    del base._fastrl_unfused, base._fastrl_defer, base._fastrl_options
 
 
 def _token_stats(
@@ -172,7 +182,9 @@ def _token_stats(
         given["output_router_logits"] = routers = True
     found = decoder_of(model)(**given)
     if defer:
-        return CausalLMOutputWithPast(logits=None, hidden_states=(found.last_hidden_state,))
+        head = LMHead.of(model)  # among the outputs, where DistributedDataParallel looks for what was used
+        used = [x.view_as(x) for x in (head.weight, head.arguments["bias"]) if x is not None]
+        return CausalLMOutputWithPast(logits=None, hidden_states=(found.last_hidden_state, *used))
     hidden, targets = found.last_hidden_state, labels
     if shifted is None:
         hidden, targets = hidden[:, :-1], labels[:, 1:]
@@ -201,12 +213,14 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
     """For ``transformers.Trainer(model, compute_loss_func=compute_loss_func(model))``: its loss, without logits.
 
     The model needs `fused_lm_head` first. From now on, in training mode and called without labels, as Trainer does
-    where it has such a function, the model returns its last hidden states in the place of logits; in evaluation mode
-    logits, as ever.
+    where it has such a function, the model returns its last hidden states (and the head) in the place of logits; in
+    evaluation mode and without gradients logits, as ever. `remove_fused_lm_head` ends it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_fastrl_unfused"):
         raise ValueError("model has no fused head: call fused_lm_head(model) first")
+    if base._fastrl_options["temperature"] != 1.0:
+        raise ValueError(f"Trainer's loss has temperature 1, but the fused head {base._fastrl_options['temperature']}")
     if getattr(base.config.get_text_config(), "output_router_logits", False):
         raise ValueError("a mixture's load balancing loss (output_router_logits) is not part of this loss; turn it off")
     base._fastrl_defer = True
@@ -217,8 +231,11 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
             logits = outputs.logits[:, :-1].float().flatten(0, 1)
             total = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
             return total / (num_items_in_batch or (targets != IGNORED).sum().clamp(min=1))
-        head = LMHead.of(base)
-        hidden = outputs.hidden_states[-1][:, :-1]
-        return linear_cross_entropy(hidden, head.weight, targets, denominator=num_items_in_batch, **head.arguments)
+        hidden, weight, *bias = outputs.hidden_states
+        arguments = LMHead.of(base).arguments | {"bias": bias[0] if bias else None}
+        return linear_cross_entropy(
+            hidden[:, :-1], weight, targets, denominator=num_items_in_batch,
+            memory_budget=base._fastrl_options["memory_budget"], **arguments,
+        )  # fmt: skip
 
     return loss

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
+from ..budget import parse_budget
 from ..objectives import Clip, Objective, StopGradientClip
 from .grpo_options import CLIPPED, GRPOChoice, grpo_objective
 from .losses_from_logits import token_losses
@@ -88,8 +89,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         memory_budget: int | str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.beta, self.use_ref_model, self.temperature = beta, use_ref_model, temperature
-        self.memory_budget = memory_budget
+        self.beta, self.use_ref_model = beta, use_ref_model
+        self.temperature = checks.number("temperature", temperature, positive=True)
+        self.memory_budget = parse_budget(memory_budget)
         self.choice = _choice(
             loss_type, importance_sampling_level=importance_sampling_level, epsilon_low=epsilon_low,
             epsilon_high=epsilon_high, delta=delta, use_bias_correction_kl=use_bias_correction_kl,
@@ -202,7 +204,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
             raise NotImplementedError(f"loss_type must be 'sigmoid', which fastrl has, got {loss_type!r}")
         self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
         self.compute_nll_loss, self.use_ref_model = compute_nll_loss, use_ref_model
-        self.average_log_prob, self.memory_budget = average_log_prob, memory_budget
+        self.average_log_prob, self.memory_budget = average_log_prob, parse_budget(memory_budget)
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,

@@ -87,7 +87,7 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
     def loss(
         args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        _check_slime(args)
+        _check_slime(args, objective)
         targets, mask, index = _slime_targets(batch, logits)
         stats = token_logprobs(
             logits[0], targets, mask=mask, temperature=float(getattr(args, "rollout_temperature", 1.0)), entropy=True,
@@ -121,8 +121,10 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
     return loss
 
 
-def _check_slime(args: Any) -> None:
-    own = ("use_kl_loss", "use_tis", "use_opsm", "use_score_centering", "get_mismatch_metrics", "entropy_coef",
+def _check_slime(args: Any, objective: Objective) -> None:
+    if getattr(args, "use_kl_loss", None) and (objective.kl is None or getattr(args, "kl_loss_coef", 0.0)):
+        raise ValueError("args.use_kl_loss needs a KL in the fastrl objective, and args.kl_loss_coef 0")
+    own = ("use_tis", "use_opsm", "use_score_centering", "get_mismatch_metrics", "entropy_coef",
            "custom_pg_loss_reducer_function_path")  # fmt: skip
     for name in own:
         if getattr(args, name, None):

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl import GRPOTrainer
@@ -18,7 +19,7 @@ from .. import linear_policy_loss, linear_token_logprobs
 from ..budget import parse_budget
 from . import trl_objective
 from .grpo_options import LOSS_TYPES
-from .trl import FusedHead, check_layout, replaced_head, say_once, why_not_fused
+from .trl import TESTED, FusedHead, check_layout, replaced_head, say_once, why_not_fused
 from .trl_metrics import Found, log_entropy_bonus, log_policy
 from .trl_objective import KNOWN_READS, MULTIMODAL, Batch, denominator_of, objective_of, reads, vespo_rollout
 
@@ -48,6 +49,9 @@ class FastGRPOTrainer(GRPOTrainer):
         check_layout()
         super().__init__(*args, **kwargs)
         self._why_not = _why_not_here(self)
+        if self._why_not is None and trl.__version__ != TESTED:
+            what = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
+            say_once(f"TRL {trl.__version__} has not been tested: {what}")
         model: Any = self.model
         _add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
 
@@ -274,6 +278,9 @@ def _why_not_here(trainer: Any) -> str | None:
         return "the source of this TRL's loss is not there to be compared"
     methods = ("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
     replaced = [name for name in methods if getattr(type(trainer), name) is not getattr(GRPOTrainer, name)]
+    scoring = "_get_per_token_logps_and_entropies"  # the loss would score without it, the old policy with it
+    if getattr(type(trainer), scoring) is not getattr(FastGRPOTrainer, scoring):
+        replaced.append(scoring)
     peft = trainer.model.peft_config.values() if is_peft_model(trainer.model) else ()
     base = trainer.model.get_base_model() if peft else trainer.model
     reasons = {

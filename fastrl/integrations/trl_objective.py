@@ -109,7 +109,8 @@ class Batch(NamedTuple):
         mask = completion & inputs["tool_mask"].bool() if "tool_mask" in inputs else completion
         advantages = inputs["advantages"]
         corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-        given = inputs.get("importance_sampling_ratio")
+        needed = corrected and trainer.loss_type != "vespo"
+        given = inputs["importance_sampling_ratio"] if needed else inputs.get("importance_sampling_ratio")
         return cls(
             inputs["completion_ids"], completion, mask, advantages[:, None] if advantages.dim() == 1 else advantages,
             inputs.get("old_per_token_logps"), inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None,

@@ -178,6 +178,43 @@ def test_trainer_takes_the_same_steps_without_logits(tmp_path, monkeypatch, accu
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
 
 
+def test_the_loss_function_keeps_the_budget_and_leaves_generate_alone(batch, monkeypatch):
+    model = fused_lm_head(make("qwen2"), memory_budget="3MiB").train()
+    loss = compute_loss_func(model)
+    seen = []
+    own = module.linear_cross_entropy
+    monkeypatch.setattr(
+        module, "linear_cross_entropy", lambda *a, **kw: (seen.append(kw["memory_budget"]), own(*a, **kw))[1]
+    )
+    tokens = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    found = loss(model(**tokens), batch["labels"])
+    assert seen == ["3MiB"]
+    expected = model(**batch)  # with labels the forward is the model's own
+    torch.testing.assert_close(found, expected.loss)
+    assert model.generate(**tokens, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 11)
+    assert model.training
+    with pytest.raises(ValueError, match=r"temperature 1, but the fused head 0\.5"):
+        compute_loss_func(fused_lm_head(make("qwen2"), temperature=0.5))
+
+
+def test_the_head_is_among_the_outputs_for_distributed_data_parallel(batch):
+    model = fused_lm_head(make("phi")).train()  # a bias
+    compute_loss_func(model)
+    hidden, weight, bias = model(input_ids=batch["input_ids"]).hidden_states
+    assert hidden.shape == (2, 9, 16) and weight.shape == (VOCAB, 16) and bias.shape == (VOCAB,)
+    assert weight.grad_fn is not None and bias.grad_fn is not None
+
+
+def test_a_model_in_training_mode_is_no_other_model_and_wrong_options_are_named():
+    model = make("phi", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    model.lm_head.eval()
+    fused_lm_head(model)
+    assert model.training and not model.lm_head.training
+    for options, words in (({"temperature": 0.0}, "temperature"), ({"memory_budget": "much"}, "memory_budget")):
+        with pytest.raises(ValueError, match=words):
+            fused_lm_head(model, **options)
+
+
 def test_a_mixture_keeps_its_balance_or_says_so(batch):
     model = fused_lm_head(make("mixtral"))
     own = model(**batch)

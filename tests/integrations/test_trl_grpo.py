@@ -237,3 +237,25 @@ def test_a_loss_that_reads_something_new_is_not_ours(path: str, monkeypatch: pyt
     fast = train(FastGRPOTrainer, path, max_steps=1)
     assert "reads args.delta" in fast._why_not
     assert trl_objective.reads(GRPOTrainer._compute_loss) <= trl_objective.KNOWN_READS
+
+
+def test_a_subclass_that_scores_in_its_own_way_takes_trls_loss(path: str, calls: list[int]) -> None:
+    """Its old log-probabilities would come from its method and the new ones not."""
+
+    class Mine(FastGRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            logprobs, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return logprobs * 0.5, *rest
+
+    fast = train(Mine, path, max_steps=1)
+    assert "_get_per_token_logps_and_entropies is not GRPOTrainer's own" in fast._why_not and not calls
+
+
+def test_another_version_is_said_to_be_untested(
+    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl_grpo.trl, "__version__", "1.99.0")
+    fast_trl._said.clear()
+    with caplog.at_level(logging.WARNING, "fastrl.trl"):
+        train(FastGRPOTrainer, path, max_steps=1)
+    assert any("TRL 1.99.0 has not been tested" in record.getMessage() for record in caplog.records)
