@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from .locality import Given, scope, slopes
 from .memory import ANY, Call, Plan, applicable, choose, least_budget, possible_plans
 from .objectives import Objective
 from .ops.products import Needs
-from .presets import GRPO, PRESETS
+from .presets import GRPO, PRESETS, any_numbers
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INPUTS = ("hidden", "weight", "bias")
@@ -143,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         found = plan_memory(
             options.tokens, options.hidden, options.vocab, _DTYPES[options.dtype], options.budget,
-            objective=None if name == "logprobs" else _preset(name),
+            objective=None if name == "logprobs" else any_numbers(name),
             gradients=[x for x in options.gradients.split(",") if x not in ("", "none")],
             on_policy=options.on_policy, longest=options.longest, kept=options.kept, unrecorded=options.unrecorded,
             device=options.device,
@@ -153,14 +152,6 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(found)
     return 0
-
-
-def _preset(name: str) -> Objective:
-    """A preset with 1 for every number that it must be told: plans do not depend on them."""
-    function = PRESETS[name]
-    parameters = inspect.signature(function).parameters.values()
-    told = {p.name: 1 for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    return function(**told)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from .objectives import Gate, Objective
 from .policy_loss import policy_loss
-from .presets import PRESETS
+from .presets import PRESETS, any_numbers
 from .runs.errors import UserError
 
 # Suffix of the file -> what it says of itself: no date, so that the same figure is the same file.
@@ -95,18 +94,11 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
     return gradient[:, 0] / -advantage
 
 
-def build(name: str) -> Objective:
-    """The preset of that name, with 1 for each number that it must be told: none of them is in the gate."""
-    preset: Callable[..., Objective] = PRESETS[name]
-    parameters = inspect.signature(preset).parameters.values()
-    return preset(**{p.name: 1 for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD})
-
-
 def figure(names: Iterable[str]) -> Figure:
     """The figure: a panel for each gate that the presets have, with a curve for either sign of the advantage."""
     groups: dict[Gate, dict[str, Objective]] = {}
     for name in names:
-        objective = build(name)
+        objective = any_numbers(name)
         groups.setdefault(objective.gate, {})[name] = objective
     columns = min(2 if len(groups) == 4 else 3, len(groups))
     rows = -(-len(groups) // columns)

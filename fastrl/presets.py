@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,9 @@ PRESETS: dict[str, Callable[..., Objective]] = {
         DeepSeekV32,
     )
 }  # fmt: skip
+
+
+def any_numbers(name: str) -> Objective:
+    """A preset by its name in PRESETS, and 1 for every number that it must be told: for what depends on none."""
+    parameters = inspect.signature(PRESETS[name]).parameters.values()
+    return PRESETS[name](**{p.name: 1 for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD})

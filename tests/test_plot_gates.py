@@ -8,10 +8,11 @@ import torch
 import fastrl
 from fastrl import plot_gates
 from fastrl.cli import main
+from fastrl.presets import any_numbers
 
 
 def weight(name: str, ratio: float, advantage: float) -> float:
-    return plot_gates.weights(plot_gates.build(name), torch.tensor([ratio], dtype=torch.float64), advantage).item()
+    return plot_gates.weights(any_numbers(name), torch.tensor([ratio], dtype=torch.float64), advantage).item()
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -54,7 +55,7 @@ def test_every_preset_is_named_once_and_its_panel_shows_its_own_weights():
         assert (ratios == 1.0).any()
         for name in panel.texts[0].get_text().split(", "):
             for line, advantage in ((positive, 1.0), (negative, -1.0)):
-                expected = plot_gates.weights(plot_gates.build(name), ratios, advantage)
+                expected = plot_gates.weights(any_numbers(name), ratios, advantage)
                 torch.testing.assert_close(torch.as_tensor(line.get_ydata()), expected)
 
 

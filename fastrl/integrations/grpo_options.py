@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 from ..objectives import KL, Aggregation, Clip, GammaWeight, Gate, Objective, RatioLevel, SoftGate, StopGradientClip
@@ -23,6 +24,8 @@ LOSS_TYPES: dict[str, tuple[Aggregation, Denominator]] = {
 #: The loss types that have PPO's clip, and with it `delta`.
 CLIPPED = ("grpo", "dr_grpo", "luspo", "bnpo", "dapo")
 _SMALLEST_LAMBDA = 1e-4  # both packages' own floor of VESPO's rates
+#: Both packages' own bounds of the engine's log-ratios in VESPO.
+ENGINE_LOG_RATIOS = (math.log(1e-8), 20.0)
 
 
 class GRPOChoice(NamedTuple):

@@ -13,7 +13,6 @@ gives other numbers.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +21,10 @@ from torch import Tensor
 from .. import checks, dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
 from ..budget import parse_budget
 from ..objectives import Clip, Objective, StopGradientClip
-from .grpo_options import CLIPPED, GRPOChoice, grpo_objective
+from .grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, grpo_objective
 from .losses_from_logits import token_losses
 
 __all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
-
-_SMALLEST_RATIO = math.log(1e-8)  # VESPO's floor of the engine's log-ratios, in Liger as in TRL
 
 
 class _Batch(NamedTuple):
@@ -61,7 +58,7 @@ class _Batch(NamedTuple):
         if choice.objective.ratio != "sequence-product":
             return self._replace(weights=ratios.expand(rows, length))
         assert self.old is not None
-        logs = ratios.log().clamp(_SMALLEST_RATIO, 20.0)
+        logs = ratios.log().clamp(*ENGINE_LOG_RATIOS)
         if logs.shape[1] == 1:  # one a response counts once: spread over its tokens
             logs = logs / (self.mask != 0).sum(-1, keepdim=True).clamp(min=1)
         return self._replace(rollout=self.old.float() - logs)

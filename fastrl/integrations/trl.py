@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from .. import checks, linear_token_logprobs, token_logprobs
 from ..budget import parse_budget
+from .patching import exchange, say_once
 
 try:
     import trl
@@ -54,14 +54,6 @@ _FUNCTIONS = {
     "selective_log_softmax_and_entropy": ("logits", "index", "entropy_requires_grad", "temperature", "row_mask"),
     "entropy_from_logits": ("logits", "chunk_size"),
 }
-_said: set[str] = set()
-
-
-def say_once(line: str) -> None:
-    """A warning in the log, the first time that this line comes up."""
-    if line not in _said:
-        _said.add(line)
-        log.warning(line)
 
 
 class FusedHead:
@@ -81,7 +73,7 @@ class FusedHead:
         """
         reason = why_not_fused(hidden, weight, logit_scale)
         if reason is not None:
-            say_once(f"TRL's own head is used: {reason}")
+            say_once(log, f"TRL's own head is used: {reason}")
             found: tuple[Tensor | None, ...] = self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
@@ -163,7 +155,6 @@ class _Enabled:
     """What was put in place: TRL's own object -> fastrl's, for the three functions, and the head."""
 
     head: FusedHead
-    memory_budget: int | None
     functions: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # name -> (TRL's, fastrl's)
 
 
@@ -226,9 +217,10 @@ def enable(*, memory_budget: int | str | None = None) -> None:
         "selective_log_softmax_and_entropy": _fused_selective_log_softmax_and_entropy,
         "entropy_from_logits": _fused_entropy_from_logits,
     }
-    now = _Enabled(FusedHead(getattr(utils, _HEAD), budget), budget)
+    now = _Enabled(FusedHead(getattr(utils, _HEAD), budget))
     now.functions = {name: (getattr(utils, name), make(getattr(utils, name))) for name, make in made.items()}
-    _exchange(now.functions)
+    for name, (old, new) in now.functions.items():
+        exchange("trl", name, old, new)
     setattr(utils, _HEAD, now.head)
     _now = now
 
@@ -238,7 +230,8 @@ def disable() -> None:
     global _now
     if _now is None:
         return
-    _exchange({name: (new, old) for name, (old, new) in _now.functions.items()})
+    for name, (old, new) in _now.functions.items():
+        exchange("trl", name, new, old)
     setattr(utils, _HEAD, _now.head.original)
     _now = None
 
@@ -253,17 +246,7 @@ def enabled(*, memory_budget: int | str | None = None) -> Iterator[None]:
     finally:
         disable()
         if before is not None:
-            enable(memory_budget=before.memory_budget)
-
-
-def _exchange(pairs: dict[str, tuple[Any, Any]]) -> None:
-    """Give the second of each pair the name that the first has, in every module of TRL that is loaded."""
-    for path, module in list(sys.modules.items()):
-        if module is None or not (path == "trl" or path.startswith("trl.")):
-            continue
-        for name, (old, new) in pairs.items():
-            if vars(module).get(name) is old:
-                setattr(module, name, new)
+            enable(memory_budget=before.head.memory_budget)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from .. import linear_policy_loss, linear_token_logprobs
 from ..budget import parse_budget
 from . import trl_objective
 from .grpo_options import LOSS_TYPES
-from .trl import TESTED, FusedHead, check_layout, replaced_head, say_once, why_not_fused
+from .patching import say_once
+from .trl import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
 from .trl_metrics import Found, log_entropy_bonus, log_policy
 from .trl_objective import KNOWN_READS, MULTIMODAL, Batch, denominator_of, objective_of, reads, vespo_rollout
 
@@ -51,7 +52,7 @@ class FastGRPOTrainer(GRPOTrainer):
         self._why_not = _why_not_here(self)
         if self._why_not is None and trl.__version__ != TESTED:
             what = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
-            say_once(f"TRL {trl.__version__} has not been tested: {what}")
+            say_once(log, f"TRL {trl.__version__} has not been tested: {what}")
         model: Any = self.model
         _add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
 
@@ -71,7 +72,7 @@ class FastGRPOTrainer(GRPOTrainer):
                 return self._fused_loss(model, inputs)
             except _NotHere as error:
                 self._why_not = str(error)
-        say_once(f"FastGRPOTrainer computes TRL's own loss: {self._why_not}")
+        say_once(log, f"FastGRPOTrainer computes TRL's own loss: {self._why_not}")
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import nanmax, nanmin
 
+from ..formulas import kl_k3_value
 from .trl_objective import Batch
 
 
@@ -31,7 +32,7 @@ def log_policy(trainer: Any, batch: Batch, found: Found, inputs: dict[str, Any])
     ratio = level.exp()
     if batch.ref is not None:
         d = (batch.ref - found.logprobs).where(batch.mask, 0.0)
-        kl = torch.expm1(d) - d
+        kl = kl_k3_value(d, log_ratio)
         metrics["kl"].append(means.overall(kl * ratio if trainer.args.use_bias_correction_kl else kl))
     metrics["entropy"].append(means.overall(found.entropy))
     if trainer.loss_type == "cispo":

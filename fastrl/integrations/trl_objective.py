@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,10 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .grpo_options import LOSS_TYPES, GRPOChoice, grpo_objective
-
-#: TRL's own floor of VESPO's exponents: log 1e-8.
-VESPO_FLOOR = math.log(1e-8)
+from .grpo_options import ENGINE_LOG_RATIOS, LOSS_TYPES, GRPOChoice, grpo_objective
 
 #: What `GRPOTrainer._compute_loss` of the versions known reads of the trainer ("self."), of its arguments ("args.") and
 #: of the batch. A version that reads something else computes something else, and is left to do so.
@@ -138,5 +134,5 @@ def vespo_rollout(batch: Batch) -> Tensor | None:
     """
     if batch.rho is None or batch.old is None:
         return None
-    total = batch.rho.log().clamp(VESPO_FLOOR, 20.0).sum(-1, keepdim=True)
+    total = batch.rho.log().clamp(*ENGINE_LOG_RATIOS).sum(-1, keepdim=True)
     return batch.old - total / batch.mask.sum(-1, keepdim=True).clamp(min=1)

@@ -15,7 +15,6 @@ import dataclasses
 import importlib
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from .. import PRESETS, Objective, linear_token_logprobs, policy_loss
 from ..budget import parse_budget
 from ..objectives import Clip, GeometricMean
+from .patching import exchange, say_once
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
 
@@ -39,7 +39,6 @@ _ARGUMENTS = (
 _OWN_AGGREGATE = {"SAPO": "seq-mean-token-mean", "GMPO": "seq-mean-token-mean"}
 _ONLY_AGGREGATE = {"LUSPO": "seq-mean-token-sum", "DrGRPO": "seq-mean-token-sum-norm"}
 _FROM_VERL = ("aggregate", "max_length")  # fields of an objective that `register` does not take
-_said: set[str] = set()
 PolicyLossFunction = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
@@ -128,7 +127,7 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
             " register({'DeepSeekV32': {'off_policy_delta': ...}})"
         )
     if preset == "DeepSeekV32" and getattr(config, "use_kl_loss", False):
-        _say_once("fastrl_DeepSeekV32: use_kl_loss adds verl's own KL, which is not multiplied by the ratio")
+        say_once(log, "fastrl_DeepSeekV32: use_kl_loss adds verl's own KL, which is not multiplied by the ratio")
     return PRESETS[preset](**(own | fields | aggregation))
 
 
@@ -224,7 +223,7 @@ def linear_cross_entropy(
         original = next((old for name, old, _ in _replaced if name == "linear_cross_entropy"), None)
         if original is None:
             raise NotImplementedError(f"linear_cross_entropy does not take {what}")
-        _say_once(f"verl's own kernel is used: fastrl does not take {what}")
+        say_once(log, f"verl's own kernel is used: fastrl does not take {what}")
         found: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
         return found
     return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
@@ -266,7 +265,7 @@ def enable(*, memory_budget: int | str | None = None) -> None:
     for name, module in modules.items():
         _replaced.append((name, getattr(module, name), _PLACES[name][1]))
     for name, old, new in _replaced:
-        _exchange(name, old, new)
+        exchange("verl", name, old, new)
     _memory_budget = budget
 
 
@@ -274,16 +273,9 @@ def disable() -> None:
     """Put back what `enable()` replaced."""
     global _memory_budget
     for name, old, new in _replaced:
-        _exchange(name, new, old)
+        exchange("verl", name, new, old)
     _replaced.clear()
     _memory_budget = None
-
-
-def _exchange(name: str, old: Any, new: Any) -> None:
-    """`new` for `old` in every module of verl that holds it."""
-    for path, module in list(sys.modules.items()):
-        if module is not None and path.startswith("verl.") and vars(module).get(name) is old:
-            setattr(module, name, new)
 
 
 def _imported(path: str) -> Any:
@@ -291,9 +283,3 @@ def _imported(path: str) -> Any:
         return importlib.import_module(path)
     except ImportError as error:
         raise ImportError(f"fastrl.integrations.verl needs verl ({error}): pip install 'verl==0.9.1'") from error
-
-
-def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        log.warning(line)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import linear_cross_entropy, linear_policy_loss, value_loss
+from ..formulas import kl_k3_value
 from ..runs.errors import UserError
 from ..runs.policy import checkpointing, decoder_states
 from ..runs.rollout import Rollout, hidden_states, replaying
@@ -162,7 +163,7 @@ def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[st
     if mask is not None:
         difference = difference[mask]
     count = max(difference.numel(), 1)
-    k3 = torch.expm1(difference.clamp(max=20)) - difference
+    k3 = kl_k3_value(difference.clamp(max=20), difference)
     return {"mismatch/abs_log_ratio": difference.abs().sum() / count, "mismatch/k3": k3.sum() / count}
 
 

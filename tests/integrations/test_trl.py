@@ -15,6 +15,7 @@ import trl
 from trl.trainer import utils
 from trl_cases import PROMPTS, arguments, assert_same_history, load_model, prompts, reward, save_model, tokenizer
 
+from fastrl.integrations import patching
 from fastrl.integrations import trl as fast_trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -225,7 +226,7 @@ def test_another_layout_is_refused_before_anything_is_changed(monkeypatch: pytes
 
 
 def test_a_head_that_fastrl_cannot_take_is_trls(caplog: pytest.LogCaptureFixture) -> None:
-    fast_trl._said.clear()
+    patching._said.clear()
     hidden, weight = torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
     targets = torch.tensor([0, 3, 6])
     with caplog.at_level(logging.WARNING, "fastrl.trl"), fast_trl.enabled():

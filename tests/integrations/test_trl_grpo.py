@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import trl
+from trl.trainer import utils
 from trl_cases import arguments, assert_same_history, load_model, prompts, reward, save_model, tokenizer
 
-from fastrl.integrations import trl as fast_trl
-from fastrl.integrations import trl_grpo, trl_objective
+from fastrl.integrations import patching, trl_grpo, trl_objective
 from fastrl.integrations.trl_grpo import FastGRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -196,7 +196,7 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[int], monkeypatch: pytes
         "importance_sampling_level": "sequence",
     }  # fmt: skip
     expected = train(GRPOTrainer, path, **options)
-    monkeypatch.setattr(fast_trl.utils, "_use_triton", lambda device: True)
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
     packed: list[bool] = []
     original = trl_grpo._Rows.inputs
 
@@ -221,7 +221,7 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[int], monkeypatch: pytes
 def test_what_cannot_be_fused_is_trls_and_says_so_once(
     path: str, calls: list[int], caplog: pytest.LogCaptureFixture, options: dict[str, Any], words: str
 ) -> None:
-    fast_trl._said.clear()
+    patching._said.clear()
     expected = train(GRPOTrainer, path, max_steps=2, **options)
     with caplog.at_level(logging.WARNING, "fastrl.trl"):
         fast = train(FastGRPOTrainer, path, max_steps=2, **options)
@@ -255,7 +255,7 @@ def test_another_version_is_said_to_be_untested(
     path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trl_grpo.trl, "__version__", "1.99.0")
-    fast_trl._said.clear()
+    patching._said.clear()
     with caplog.at_level(logging.WARNING, "fastrl.trl"):
         train(FastGRPOTrainer, path, max_steps=1)
     assert any("TRL 1.99.0 has not been tested" in record.getMessage() for record in caplog.records)

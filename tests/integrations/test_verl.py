@@ -16,6 +16,7 @@ import torch
 
 import fastrl.integrations.verl as adapter
 from fastrl import PRESETS, linear_token_logprobs
+from fastrl.integrations import patching
 
 B, T = 4, 6
 OFF_POLICY_DELTA = 0.02  # nats: drops the fourth response, keeps the second
@@ -283,7 +284,7 @@ def test_verl_may_add_its_terms_in_place(registered):
 
 def test_use_kl_loss_with_deepseek_is_said(registered, caplog):
     batch, _ = make_batch()
-    adapter._said.clear()
+    patching._said.clear()
     run(registered["fastrl_DeepSeekV32"], batch, "token-mean", ActorConfig(use_kl_loss=True))
     run(registered["fastrl_DeepSeekV32"], batch, "token-mean", ActorConfig(use_kl_loss=True))
     assert len(caplog.records) == 1 and "use_kl_loss" in caplog.text
@@ -354,7 +355,7 @@ def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
     hidden, weight, labels, _ = head_inputs((5,))
     with pytest.raises(NotImplementedError, match="sharded"):
         adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
-    adapter._said.clear()
+    patching._said.clear()
     adapter.enable()
     try:
         kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)

@@ -1,0 +1,23 @@
+"""What adapters that stand in another package's place share: exchanging its objects, and saying a line once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+_said: set[tuple[str, str]] = set()
+
+
+def say_once(log: logging.Logger, line: str) -> None:
+    """A warning in this log, the first time that this line comes up in it."""
+    if (log.name, line) not in _said:
+        _said.add((log.name, line))
+        log.warning(line)
+
+
+def exchange(package: str, name: str, old: Any, new: Any) -> None:
+    """`new` for `old` in every loaded module of the package that holds it under this name."""
+    for path, module in list(sys.modules.items()):
+        if module is not None and (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is old:
+            setattr(module, name, new)
