@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -26,7 +25,9 @@ def parse_budget(value: object, name: str = "memory_budget") -> int | None:
                 f"{name} must be a number of bytes, alone or with a unit (B; KiB, MiB, GiB, TiB; KB, MB, GB, TB),"
                 f" such as '256MiB' or '1.5GB', got {value!r}"
             )
-        found = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()])
+        whole, _, decimals = match[1].partition(".")
+        unit = (1024 if match[3] else 1000) ** _UNITS[match[2].lower()]
+        found = int(whole + decimals) * unit // 10 ** len(decimals)
     assert isinstance(found, int)
     if found <= 0:
         raise ValueError(f"{name} must be greater than 0, got {value!r}")

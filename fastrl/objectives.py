@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
@@ -247,7 +247,7 @@ class Objective:
     is clamped to +- this; rollout_correction, off_policy_delta (nats) and top_entropy_fraction (0 to 1): omega.
     """
 
-    gate: Gate = Clip()
+    gate: Gate = field(default_factory=Clip)  # an instance as the default would keep torch.compile of 2.11 out
     ratio: RatioLevel = "token"
     kl: KL | None = None
     entropy_coef: float | Tensor = 0.0
