@@ -3,6 +3,7 @@
 import json
 import math
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +11,15 @@ import pytest
 from fastrl.cli import main
 from fastrl.runs import report
 from fastrl.runs.errors import UserError
-from fastrl.runs.report_curves import decimate, smooth
+from fastrl.runs.report_curves import UNITS, decimate, smooth
 from fastrl.runs.report_html import direction, duration
 
 NAMES = (
     "reward", "reward_std", "length", "truncated", "loss", "policy_loss", "kl", "entropy", "ratio_mean", "ratio_max",
     "clip_frac", "clip_frac_low", "clip_frac_high", "gate_mean", "approx_kl", "tokens", "grad_norm", "lr",
-    "eval/reward", "eval/exact_match", "eval/pass@4", "mismatch/abs_log_ratio", "mismatch/k3", "critic/value_loss",
-    "time/generate", "time/update", "time/loss_share", "time/step", "time/evaluation", "peak_memory_gib", "accuracy",
-    "margin", "never_heard_of", "in$odd$<i>",
+    "eval/reward", "eval/exact_match", "eval/pass@4", "mismatch/abs_log_ratio", "mismatch/k3", "value_loss",
+    "pretraining_loss", "critic_grad_norm", "time/generate", "time/update", "time/loss_share", "time/step",
+    "time/evaluation", "memory/peak_gib", "accuracy", "margin", "never_heard_of", "in$odd$<i>",
 )  # fmt: skip
 EVIL = '</td><script>alert("1")</script><img src="http://evil.example/x.png"> & \u2028 end'
 VOID = {"meta", "br", "img", "path", "use", "rect"}
@@ -141,9 +142,20 @@ def test_every_metric_is_in_one_panel():
     assert sorted(name for panel in panels for name in panel.lines) == sorted(NAMES)
     sections = {name: title for title, ps in report.sections(found).items() for panel in ps for name in panel.lines}
     assert sections["eval/pass@4"] == sections["eval/reward"] == "Reward and evaluation"
-    assert sections["never_heard_of"] == report.OTHERS
+    assert sections["value_loss"] == sections["pretraining_loss"] == "Loss, entropy and KL"
+    assert sections["critic_grad_norm"] == sections["memory/peak_gib"] == "Optimisation"
+    assert {name for name, title in sections.items() if title == report.OTHERS} == {"never_heard_of", "in$odd$<i>"}
     (alone,) = (panel for panel in panels if "never_heard_of" in panel.lines)
     assert list(alone.lines) == ["never_heard_of"]
+
+
+def test_every_metric_that_is_named_is_one_that_something_writes():
+    """In quotes somewhere else in the package; of a prefix, its beginning."""
+    panels = {name for groups in report.SECTIONS.values() for group in groups for name in group}
+    named = panels.union(report.BACKGROUND, UNITS, *report.PANELS.values())
+    files = [path for path in Path(report.__file__).parents[1].rglob("*.py") if not path.name.startswith("report")]
+    code = "".join(path.read_text() for path in files)
+    assert [name for name in named if (f'"{name}' if name.endswith("/") else f'"{name}"') not in code] == []
 
 
 def test_the_table_says_where_a_metric_was_best(tmp_path):
@@ -157,7 +169,7 @@ def test_the_table_says_where_a_metric_was_best(tmp_path):
 
 
 def test_a_policys_surrogate_has_no_best(text):
-    assert "<td>loss</td>" not in text and "<td>critic/value_loss</td>" in text
+    assert "<td>loss</td>" not in text and "<td>value_loss</td>" in text
     assert [direction(name) for name in ("eval/pass@4", "time/reward", "time/loss", "length", "loss")] == [
         1,
         0,

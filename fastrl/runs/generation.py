@@ -12,7 +12,7 @@ from .. import SamplingMask
 from ..integrations.routing import record_routing
 from ..integrations.transformers import record_sampling
 from .data import Example
-from .policy import Policy
+from .policy import Policy, left_pad
 from .rollout import Rollout
 from .sections import RolloutConfig
 
@@ -32,7 +32,7 @@ def generate(
     Unless it is greedy, or ``record`` is off, the rollout holds the sampler's log-probabilities, what each token was
     drawn from where sampling truncates the vocabulary, and with rollout.keep_routing its experts.
     """
-    prompts, prompt_mask = _pad_prompts(policy, examples)
+    prompts, prompt_mask = left_pad([e.token_ids for e in examples], policy.pad_token_id, policy.device)
     completions = torch.full((len(examples), config.max_new_tokens), policy.pad_token_id, device=policy.device)
     mask = torch.zeros_like(completions, dtype=torch.bool)
     sets: list[SamplingMask] = []
@@ -63,15 +63,6 @@ def generate(
         rollout_logprobs=torch.cat(logprobs) if logprobs else None,
         routing=torch.cat(routing) if routing else None,
     )
-
-
-def _pad_prompts(policy: Policy, examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """The prompts' tokens (B, P) int64 and which of them count (B, P) bool, left-padded."""
-    longest = max(len(example.token_ids) for example in examples)
-    padding = [longest - len(example.token_ids) for example in examples]
-    rows = [[policy.pad_token_id] * more + example.token_ids for more, example in zip(padding, examples, strict=True)]
-    mask = torch.arange(longest) >= torch.tensor(padding)[:, None]
-    return torch.tensor(rows).to(policy.device), mask.to(policy.device)
 
 
 def _generate_batch(policy: Policy, prompts: Tensor, mask: Tensor, config: RolloutConfig, greedy: bool) -> Tensor:
@@ -108,6 +99,12 @@ def _neutral_generation_config(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = shipped
+
+
+def ended_by_eos(policy: Policy, rollout: Rollout) -> Tensor:
+    """Which completions ended by themselves, and were not cut off at their longest: (B,) bool."""
+    eos = torch.tensor(policy.eos_token_ids, device=rollout.targets.device)
+    return (torch.isin(rollout.targets, eos) & rollout.completion_mask).any(1)
 
 
 def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:

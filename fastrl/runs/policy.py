@@ -8,7 +8,7 @@ The logits of the whole vocabulary are never formed in training: the decoder giv
 import copy
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,10 +51,10 @@ class Policy:
     def device(self) -> torch.device:
         return self.weight.device
 
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence the model takes, or None if its config does not say."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+def max_positions(model: Any) -> int | None:
+    """The longest sequence the model takes, or None if its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:
@@ -78,6 +78,15 @@ def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
             layer.training = False
 
 
+def left_pad(sequences: Sequence[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sequences of tokens that end together, (B, S) int64, and which of the tokens count, (B, S) bool."""
+    longest = max(map(len, sequences))
+    missing = [longest - len(tokens) for tokens in sequences]
+    rows = [[padding] * more + tokens for more, tokens in zip(missing, sequences, strict=True)]
+    mask = torch.arange(longest) >= torch.tensor(missing)[:, None]
+    return torch.tensor(rows).to(device), mask.to(device)
+
+
 def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
     """The last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S) bool, left-padded.
 
@@ -97,20 +106,18 @@ def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: 
     return states[0] if packed else states
 
 
-def load_policy(config: ModelConfig, device: torch.device) -> Policy:
-    """Load or initialise the model and its tokenizer. Raises UserError for one that the losses cannot train."""
+def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = False) -> Policy:
+    """Load or initialise the model and its tokenizer.
+
+    Raises UserError for one that the losses cannot train, and with ``packing`` for one that cannot be packed.
+    """
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
     head, dtype, adapters = _head(model, _name(config)), getattr(torch, config.dtype), config.lora_rank is not None
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
         raise UserError(f"{_name(config)}: neither the tokenizer nor the generation config names an EOS token")
-    largest = max([*tokenizer.get_vocab().values(), *eos_token_ids])
-    if largest >= head.weight.shape[0]:
-        raise UserError(
-            f"{_name(config)}: the tokenizer has a token id {largest}, but the model's vocabulary ends at "
-            f"{head.weight.shape[0] - 1}"
-        )
+    check_token_ids([*tokenizer.get_vocab().values(), *eos_token_ids], head.weight.shape[0], _name(config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
     policy = Policy(model, tokenizer, head.weight, head.arguments, eos_token_ids, pad, dtype, adapters)
     try:
@@ -118,7 +125,18 @@ def load_policy(config: ModelConfig, device: torch.device) -> Policy:
             head.check(model, dtype)
     except ValueError as error:
         raise UserError(f"{_name(config)}: {error}") from error
+    if packing:
+        check_packing(policy)
     return policy
+
+
+def check_token_ids(ids: Sequence[int], vocabulary: int, name: str) -> None:
+    """Raise UserError unless the model's vocabulary has all of the tokenizer's ids; ``name`` is the model's."""
+    largest = max(ids)
+    if largest >= vocabulary:
+        raise UserError(
+            f"{name}: the tokenizer has a token id {largest}, but the model's vocabulary ends at {vocabulary - 1}"
+        )
 
 
 def _head(model: PreTrainedModel, name: str) -> LMHead:
@@ -227,12 +245,10 @@ def check_packing(policy: Policy) -> None:
     State-space, linear-attention and convolutional layers read on across the sequences' borders, and so do attention
     masks that are not made from the positions.
     """
-    tokens = torch.arange(8, device=policy.device).clamp_max(policy.weight.shape[0] - 1)
-    second = tokens[:4]
+    tokens = [min(token, policy.weight.shape[0] - 1) for token in range(8)]
     states = []
-    for first in (tokens[3:], tokens[5:].flip(0)):  # other tokens, and more of them
-        rows = torch.stack([torch.nn.functional.pad(row, (5 - len(row), 0)) for row in (first, second)])
-        mask = torch.arange(5, device=policy.device) >= torch.tensor([[5 - len(first)], [1]], device=policy.device)
+    for first in (tokens[3:], tokens[5:][::-1]):  # other tokens, and more of them
+        rows, mask = left_pad([first, tokens[:4]], policy.pad_token_id, policy.device)
         states.append(decoder_states(policy.model.get_decoder(), rows, mask, packed=True)[-4:].float())
     error = float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
     if not error <= TOLERANCE[torch.float32]:

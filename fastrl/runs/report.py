@@ -28,21 +28,21 @@ PANELS = {
 SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Reward and evaluation": (("reward", "eval/reward"), ("reward_std",), ("without_reward",), ("eval/",)),
     "Loss, entropy and KL": (
-        ("loss", "policy_loss"), ("entropy",), ("kl",), ("kl_reference",), ("approx_kl",), ("kl_coef",),
-        ("entropy_coef",), ("accuracy",), ("margin",), ("critic/",),
+        ("loss", "policy_loss"), ("value_loss",), ("pretraining_loss",), ("entropy",), ("kl",), ("kl_reference",),
+        ("approx_kl",), ("kl_coef",), ("entropy_coef",), ("accuracy",), ("margin",),
     ),
     "Ratios and clipping": (
         ("ratio_mean",), ("ratio_max",), ("clip_frac", "clip_frac_low", "clip_frac_high"), ("gate_mean",),
         ("ratio_clamped",), ("masked_off_policy",),
     ),
     "Lengths": (("length",), ("truncated",), ("tokens",)),
-    "Optimisation": (("grad_norm",), ("lr",), ("skipped_updates",), ("peak_memory_gib",), ("memory/",)),
+    "Optimisation": (("grad_norm",), ("critic_grad_norm",), ("lr",), ("skipped_updates",), ("memory/",)),
     "Mismatch of rollout and training": (("mismatch/",),),
 }  # fmt: skip
 OTHERS = "Others"
 TIMES = "time/"
 # Never worth a panel of `curves.png`: they say how the run was made, not how it went.
-BACKGROUND = ("lr", "tokens", "peak_memory_gib", "memory/", "epoch", TIMES)
+BACKGROUND = ("lr", "tokens", "memory/", "epoch", TIMES)
 SAMPLED_STEPS = 6
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from .data import Example, tokenize_pair
 from .errors import UserError
-from .policy import decoder_states, load_model, load_tokenizer
+from .policy import check_token_ids, decoder_states, left_pad, load_model, load_tokenizer, max_positions
 from .reward import Rewards, load_rewards
 from .sections import ModelConfig
 
@@ -81,14 +81,8 @@ class RewardModel:
 
 def score_sequences(model: Any, sequences: Sequence[list[int]]) -> Tensor:
     """What the head makes of each sequence's last token: (B,) float32, differentiable, the mean not subtracted."""
-    longest = max(map(len, sequences))
-    input_ids = torch.zeros(len(sequences), longest, dtype=torch.long)  # padding is not attended to
-    mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, tokens in enumerate(sequences):
-        input_ids[row, longest - len(tokens) :] = torch.tensor(tokens)
-        mask[row, longest - len(tokens) :] = True
-    device = model.score.weight.device
-    states = decoder_states(model.base_model, input_ids.to(device), mask.to(device))[:, -1]
+    input_ids, mask = left_pad(sequences, 0, model.score.weight.device)  # any padding: it is not attended to
+    states = decoder_states(model.base_model, input_ids, mask)[:, -1]
     scores: Tensor = model.score(states)[:, 0].float()
     return scores
 
@@ -100,16 +94,7 @@ def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) 
         raise UserError(f'{name}: expected a linear head called "score", which {type(model).__name__} does not have')
     if head.out_features != 1:
         raise UserError(f"{name}: expected one score (num_labels = 1), got {head.out_features}")
-    largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
-    if largest >= rows:
-        raise UserError(
-            f"{name}: the tokenizer has a token id {largest}, but the model's vocabulary ends at {rows - 1}"
-        )
-
-
-def max_positions(model: Any) -> int | None:
-    """The longest sequence the model takes, or None if its config does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    check_token_ids([*tokenizer.get_vocab().values()], model.get_input_embeddings().weight.shape[0], name)
 
 
 def make_rewards(

@@ -1,4 +1,4 @@
-"""The tables that several commands' configs share: the model, its optimizer and what a run leaves behind."""
+"""The tables that several commands' configs share: model, machine, optimizer, sampling, what a run leaves behind."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -58,10 +58,22 @@ class ModelConfig(Section):
         return self
 
 
+class MachineConfig(Section):
+    """Where a command runs, and its randomness."""
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seeds Python, NumPy and torch."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
+    machine that has other work; numbers repeat exactly only for the same number of threads."""
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    lr: float = Field(1e-6, gt=0, allow_inf_nan=False)
+    lr: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's moment decays."""
@@ -86,7 +98,7 @@ class RolloutConfig(Section):
     """Completions a prompt (the group)."""
     max_new_tokens: int = Field(256, ge=1)
     """The longest completion, EOS included."""
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, gt=0)
     """Sampling temperature; training uses the same."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest entries with at least this probability together; 1 = off. Which entries top_p, top_k

@@ -5,19 +5,16 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from ..runs.sections import Budget, FileLocation, LoggingConfig, ModelConfig, OptimizerConfig, check_input
+from ..runs.sections import (
+    Budget,
+    FileLocation,
+    LoggingConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    check_input,
+)
 from ..runs.settings import Location, Section
-
-
-class MachineConfig(Section):
-    """Where a stage runs, and its randomness."""
-
-    seed: int = Field(0, ge=0, lt=2**32)
-    """Seeds Python, NumPy and torch."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of torch, whose default is the number of cores."""
 
 
 class TrainingConfig(MachineConfig):

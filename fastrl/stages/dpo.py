@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .. import linear_dpo_loss
 from ..runs.errors import UserError
 from ..runs.optimizer import cpu_threads
-from ..runs.policy import Policy, check_packing, load_policy, reference_of
+from ..runs.policy import Policy, load_policy, max_positions, reference_of
 from ..runs.rollout import hidden_states, rollout_logprobs
 from ..runs.settings import Section, parse_command_line
 from .config import StageConfig, TokenTrainingConfig
@@ -27,7 +27,7 @@ from .rows import Reader, Tokens, as_rollout, smallest
 class LossConfig(Section):
     """The loss."""
 
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    beta: float = Field(0.1, gt=0)
     """How strongly the policy is held to the reference."""
 
 
@@ -113,10 +113,8 @@ def train(config: Config) -> dict[str, Any]:
     """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
     training = config.training
     with cpu_threads(training.threads):
-        policy = load_policy(config.model, prepare(config))
-        if config.training.packing:
-            check_packing(policy)
-        reader = Reader(policy.tokenizer, smallest(training.max_length, policy.max_positions))
+        policy = load_policy(config.model, prepare(config), packing=training.packing)
+        reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
         stage, size = DPO(policy, training, config.loss.beta), training.micro_batch_size or training.batch_size

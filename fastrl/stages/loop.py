@@ -18,7 +18,8 @@ from ..runs.errors import UserError
 from ..runs.log import RunLog, check_output, flush
 from ..runs.optimizer import find_device, make_optimizer
 from ..runs.policy import Policy, checkpointing
-from .config import MachineConfig, StageConfig
+from ..runs.sections import MachineConfig
+from .config import StageConfig
 
 Row = TypeVar("Row")
 

@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 from .. import reward_model_loss
 from ..runs.errors import UserError
 from ..runs.optimizer import cpu_threads
-from ..runs.policy import load_model, load_tokenizer
-from ..runs.reward_model import MEAN, RewardModel, check_classifier, max_positions, score_sequences
+from ..runs.policy import load_model, load_tokenizer, max_positions
+from ..runs.reward_model import MEAN, RewardModel, check_classifier, score_sequences
 from ..runs.settings import Location, parse_command_line
 from . import config as shared
 from .loop import Stage, closing_line, fit, prepare

@@ -11,21 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-import torch
 from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from ..runs.data import Example, load_examples
 from ..runs.errors import UserError
-from ..runs.generation import completion_texts, generate
+from ..runs.generation import completion_texts, ended_by_eos, generate
 from ..runs.optimizer import cpu_threads
-from ..runs.policy import Policy, load_policy
+from ..runs.policy import Policy, load_policy, max_positions
 from ..runs.reward import Rewards
 from ..runs.reward_model import make_rewards
-from ..runs.sections import FileLocation, ModelConfig, RolloutConfig
+from ..runs.sections import FileLocation, MachineConfig, ModelConfig, RolloutConfig
 from ..runs.settings import Section, parse_command_line
 from ..trainer.config import RewardConfig
-from .config import MachineConfig
 from .loop import start
 
 # What a line holds beside the prompt row's own fields.
@@ -147,7 +145,8 @@ def sample(config: Config) -> Tally:
             reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
         )
         policy = load_policy(config.model, device)
-        room = None if policy.max_positions is None else policy.max_positions - config.rollout.max_new_tokens
+        limit = max_positions(policy.model)
+        room = None if limit is None else limit - config.rollout.max_new_tokens
         examples = load_examples(config.data.path, policy.tokenizer, room)
         for name in WRITTEN:
             if name in examples[0].columns:
@@ -173,8 +172,7 @@ def _groups(policy: Policy, rewards: Rewards, examples: list[Example], config: C
         rollout = generate(policy, repeated, settings, record=False)
         texts = completion_texts(policy, rollout)
         totals, parts = rewards.parts(repeated, texts)
-        eos = torch.tensor(policy.eos_token_ids, device=policy.device)
-        ended = (torch.isin(rollout.targets, eos) & rollout.completion_mask).any(1).tolist()
+        ended = ended_by_eos(policy, rollout).tolist()
         found = [
             Completion(text, totals[i], {name: values[i] for name, values in parts.items()}, not ended[i])
             for i, text in enumerate(texts)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import linear_cross_entropy
 from ..runs.optimizer import cpu_threads
-from ..runs.policy import Policy, check_packing, load_policy
+from ..runs.policy import Policy, load_policy, max_positions
 from ..runs.rollout import hidden_states
 from ..runs.settings import parse_command_line
 from .config import StageConfig, TokenTrainingConfig
@@ -64,10 +64,8 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
 def train(config: Config) -> dict[str, Any]:
     """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
     with cpu_threads(config.training.threads):
-        policy = load_policy(config.model, prepare(config))
-        if config.training.packing:
-            check_packing(policy)
-        reader = Reader(policy.tokenizer, smallest(config.training.max_length, policy.max_positions))
+        policy = load_policy(config.model, prepare(config), packing=config.training.packing)
+        reader = Reader(policy.tokenizer, smallest(config.training.max_length, max_positions(policy.model)))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
         return fit(SFT(policy, config.training), rows, held_out, config, "sft")

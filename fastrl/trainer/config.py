@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..runs.sections import Budget, FileLocation, ModelConfig, OptimizerConfig, RolloutConfig, check_input
+from ..runs.sections import (
+    Budget,
+    FileLocation,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    check_input,
+)
 from ..runs.sections import LoggingConfig as CommonLogging
 from ..runs.settings import Location, Section
 from .objective_config import ObjectiveConfig
@@ -153,7 +161,7 @@ class PretrainingConfig(Section):
     """Tokens a sequence."""
 
 
-class TrainingConfig(Section):
+class TrainingConfig(MachineConfig):
     """The loop."""
 
     steps: int = Field(100, ge=1)
@@ -166,13 +174,6 @@ class TrainingConfig(Section):
     """Sequences in one forward and backward, gradients accumulate over a minibatch; the default is all of it."""
     packing: bool = False
     """Put a micro-batch's sequences behind one another without padding."""
-    seed: int = Field(0, ge=0, lt=2**32)
-    """Seeds Python, NumPy and torch."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
-    machine that has other work; numbers repeat exactly only for the same number of threads."""
     memory_budget: Budget = None
     """The most temporary memory of the fused losses, such as "512MiB"; the default is a quarter of what is free."""
     max_skipped_updates: int = Field(10, ge=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
 from ..runs.data import Example
-from ..runs.generation import completion_texts, generate
+from ..runs.generation import completion_texts, ended_by_eos, generate
 from ..runs.policy import Policy
 from ..runs.rollout import Rollout, join, rollout_logprobs
 from ..runs.timing import timed
@@ -79,7 +79,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
 
     rollout = join(rollouts)
-    ended = ends(run.policy, rollout)
+    ended = ended_by_eos(run.policy, rollout)
     numbers |= describe(rollout, ended, values, by_scorer)
     rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
     rollout = replace(
@@ -116,13 +116,6 @@ def _shown(examples: list[Example], texts: list[str], values: list[float | None]
     ]
 
 
-def ends(policy: Policy, rollout: Rollout) -> Tensor:
-    """Which completions ended by themselves, with an EOS: (B,) bool."""
-    lengths = rollout.completion_mask.sum(1)
-    last = rollout.targets.gather(1, lengths[:, None] - 1)[:, 0]
-    return torch.isin(last, torch.tensor(policy.eos_token_ids, device=last.device))
-
-
 def describe(
     rollout: Rollout, ended: Tensor, rewards: Sequence[float | None], by_scorer: dict[str, list[float | None]]
 ) -> dict[str, float]:
@@ -152,28 +145,33 @@ def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
     assert rewards is not None and groups is not None  # _sample's
     estimator, scale, ddof = settings.estimator, settings.scale, settings.ddof
     if estimator == "process":
-        ends_, values = _step_tensors(run.policy, rollout, steps)
+        ends, values = _step_tensors(run.policy, rollout, steps)
         lengths = rollout.completion_mask.sum(1)
-        found = process_advantages(values, ends_, groups, lengths, scale=scale, ddof=ddof)
+        found = process_advantages(values, ends, groups, lengths, scale=scale, ddof=ddof)
         return replace(rollout, token_advantages=torch.nn.functional.pad(found, (0, mask.shape[1] - found.shape[1])))
-    old, ref = rollout.old_logprobs, rollout.ref_logprobs
-    if run.kl_in_reward and run.kl and old is not None and ref is not None:
-        tokens = kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef, kind=run.kl.config.kind)
-    else:
-        nothing = torch.zeros(mask.shape, device=mask.device)
-        tokens = kl_penalized_rewards(rewards, nothing, nothing, mask, beta=0.0)
     if estimator in ("group", "rloo"):
         # A response that does not count has no token to carry its score, but its group's baseline has it all the same.
-        scores = tokens.sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
+        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
         if estimator == "rloo":
             return replace(rollout, response_advantages=rloo_advantages(scores, groups))
         return replace(rollout, response_advantages=group_advantages(scores, groups, scale=scale, ddof=ddof))
+    tokens = _token_rewards(run, rollout)
     values = torch.zeros_like(tokens) if rollout.old_values is None else rollout.old_values
     lam = settings.lam if estimator == "gae" else 1.0
     found, returns = gae(tokens, values, mask, gamma=settings.gamma, lam=lam)
     if settings.whiten or estimator == "batch":
         found = whitened(found, mask)
     return replace(rollout, token_advantages=found, returns=returns)
+
+
+def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
+    """Each response's reward at its last token, less the KL's price at each where it is in the reward: (B, T)."""
+    rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
+    assert rewards is not None  # _sample's
+    if run.kl_in_reward and run.kl and old is not None and ref is not None:
+        return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef, kind=run.kl.config.kind)
+    nothing = torch.zeros(mask.shape, device=mask.device)
+    return kl_penalized_rewards(rewards, nothing, nothing, mask, beta=0.0)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
@@ -188,7 +186,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple[Tensor, Tensor]:
     """Steps as (B, S): the index of each one's last token, -1 where there is none, and its reward."""
     most = max([1, *map(len, steps)])
-    ends_ = torch.full((len(steps), most), -1)
+    ends = torch.full((len(steps), most), -1)
     values = torch.full((len(steps), most), math.nan)
     targets, masks = rollout.targets.cpu(), rollout.completion_mask.cpu()
     rows = [tokens[mask].tolist() for tokens, mask in zip(targets, masks, strict=True)]
@@ -199,6 +197,6 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
             return len(str(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True)).rstrip("\ufffd"))
 
         for step, (end, reward) in enumerate(pairs):
-            ends_[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)
+            ends[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)
             values[row, step] = reward
-    return ends_.to(policy.device), values.to(policy.device)
+    return ends.to(policy.device), values.to(policy.device)

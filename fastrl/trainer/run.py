@@ -9,7 +9,7 @@ from ..integrations.routing import has_routers
 from ..runs.data import Example, PromptSampler, TextStream, load_examples
 from ..runs.errors import UserError
 from ..runs.optimizer import find_device, make_optimizer
-from ..runs.policy import Policy, check_packing, load_policy, reference_of
+from ..runs.policy import Policy, load_policy, max_positions, reference_of
 from ..runs.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
 from ..runs.reward_model import make_rewards
 from .config import Config
@@ -69,13 +69,12 @@ def make_run(config: Config) -> Run:
     metrics = {scorer.name: scorer for scorer, _ in load_rewards(config.evaluation.metrics, None)}
     if "reward" in metrics:
         raise UserError('evaluation.metrics: the name "reward" is that of the reward itself')
-    policy = load_policy(config.model, device)
-    if config.training.packing:
-        check_packing(policy)
+    policy = load_policy(config.model, device, packing=config.training.packing)
     objective, kl, entropy = _objective(config, device)
     reads_reference = objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
-    room = None if policy.max_positions is None else policy.max_positions - config.rollout.max_new_tokens
+    limit = max_positions(policy.model)
+    room = None if limit is None else limit - config.rollout.max_new_tokens
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
     sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), config.training.seed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from undrawn import undrawn  # noqa: F401
 
+import fastrl.trainer.train as module
 from fastrl import Objective
 from fastrl.runs.policy import Policy, load_policy
 from fastrl.runs.sections import ModelConfig, RolloutConfig
@@ -57,7 +58,7 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def make_run() -> Callable[..., Run]:
+def bare_run() -> Callable[..., Run]:
     return _bare_run
 
 
@@ -70,6 +71,26 @@ def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **
     nothing: Any = None
     return Run(config, policy, objective, nothing, None, nothing, [], {}, None, None, None, None, None, nothing,
                nothing, generator)  # fmt: skip
+
+
+@pytest.fixture
+def fail_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, int], None]:
+    """Train up to a step (1, 2, ...), which fails."""
+
+    def fail(config: Config, step: int) -> None:
+        take_step = module.take_step
+
+        def failing(run: Run) -> Any:
+            if run.step == step:
+                raise RuntimeError("mine")
+            return take_step(run)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "take_step", failing)
+            with pytest.raises(RuntimeError, match="mine"):
+                module.train(config)
+
+    return fail
 
 
 @pytest.fixture

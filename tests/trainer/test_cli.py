@@ -29,6 +29,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("training.memory_budget", "foo", "training.memory_budget"),
+        ("training.seed", "99999999999", "training.seed"),
+        ("training.minibatches", "9999", "training.minibatches: expected at most the rollout's 1024 sequences"),
+        ("optimizer.weight_decay", "inf", "optimizer.weight_decay"),
+        ("reward.overlong_cache", "9", "reward.overlong_cache: expected at most rollout.max_new_tokens = 4"),
+        ("training.device", "meta", "training.device: cannot use 'meta'"),
+        ("evaluation.k", "[]", "evaluation.k"),
+    ],
+)
+def test_a_wrong_value_is_one_line(example, tmp_path, capsys, option, value, expected):
+    arguments = ["train", str(example / "config.toml"), "--logging.output_dir", str(tmp_path / "run")]
+    assert main([*arguments, f"--{option}", value]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", "x.toml", "--rollout.temperatur", "1"]])
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:

@@ -128,3 +128,22 @@ def test_every_mistake_is_told_at_once(write):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.toml: cannot read"):
         load_settings(Config, Path(tmp_path / "nowhere.toml"))
+
+
+def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
+    source = tmp_path / "run" / "checkpoints" / "step-000001"
+    with pytest.raises(UserError, match=r"model\.path: .* lies in logging\.output_dir"):
+        make_config(model={"config": None, "tokenizer": None, "path": str(source)})
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"kl": {"kind": "old-new"}, "training": {"minibatches": 1}}, "always 0 with one update a rollout"),
+        ({"kl": {"coef": 0.0, "adaptive": "schulman", "target": 1.0}}, "cannot start from 0"),
+        ({"entropy": {"target": 1.0}, "objective": {"entropy_coef": -1.0}}, "must be the positive coefficient"),
+    ],
+)
+def test_coefficients_that_could_never_move_are_refused(make_config, tables, expected):
+    with pytest.raises(UserError, match=expected):
+        make_config(**tables)

@@ -10,8 +10,6 @@ from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 from test_update import MODEL
 
 import fastrl
-import fastrl.trainer.train as module
-from fastrl.runs.errors import UserError
 from fastrl.trainer.config import EntropyConfig, KLConfig
 from fastrl.trainer.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.trainer.train import train
@@ -99,14 +97,14 @@ def test_a_controllers_state_goes_through_json_bit_for_bit(updates):
 # --- in the loss ----------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_reads_the_tensors_as_they_are(make_policy, make_run):
+def test_the_loss_reads_the_tensors_as_they_are(make_policy, bare_run):
     policy = make_policy(**MODEL, initializer_range=0.5)
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
     kl, entropy = AdaptiveKL(SCHULMAN, CPU), LearnedEntropy(EntropyConfig(target=1.0), 0.3, CPU)
-    run = make_run(policy, fastrl.GRPO(kl=fastrl.KL("k3", kl.coef), entropy_coef=entropy.coef))
+    run = bare_run(policy, fastrl.GRPO(kl=fastrl.KL("k3", kl.coef), entropy_coef=entropy.coef))
     for _ in range(2):
         fixed = fastrl.GRPO(kl_coef=float(kl.coef), entropy_coef=float(entropy.coef))
-        found, expected = gradients(run, rollout), gradients(make_run(policy, fixed), rollout)
+        found, expected = gradients(run, rollout), gradients(bare_run(policy, fixed), rollout)
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-7)
         assert float(found[1]["loss"]) == pytest.approx(float(expected[1]["loss"]), rel=1e-5)
         kl.update(1.0, 10, 2), entropy.update(9.0)
@@ -183,7 +181,7 @@ LORA = {
 
 
 @pytest.mark.parametrize("tables", [PPO, LORA], ids=["ppo", "lora"])
-def test_an_adaptive_run_resumes_bit_for_bit(make_config, tmp_path, example, monkeypatch, tables):
+def test_an_adaptive_run_resumes_bit_for_bit(make_config, tmp_path, example, fail_in_step, tables):
     """Interrupted after step 3, between two syncs of the reference and in the middle of the text."""
     (tmp_path / "text.txt").write_text("0123456789=" * 3)
     (tmp_path / "eval.jsonl").write_text("".join((example / "eval.jsonl").open().readlines()[:3]))
@@ -194,17 +192,7 @@ def test_an_adaptive_run_resumes_bit_for_bit(make_config, tmp_path, example, mon
         name: make_config(**tables, **extra, logging={"output_dir": str(tmp_path / name)}) for name in ("whole", "cut")
     }
     train(configs["whole"])
-    take_step = module.take_step
-
-    def stopping(run):
-        if run.step == 4:
-            raise UserError("stop")
-        return take_step(run)
-
-    monkeypatch.setattr(module, "take_step", stopping)
-    with pytest.raises(UserError, match="stop"):
-        train(replace_logging(configs["cut"], checkpoint_every=3))
-    monkeypatch.setattr(module, "take_step", take_step)
+    fail_in_step(replace_logging(configs["cut"], checkpoint_every=3), 4)
     train(configs["cut"], resume=True)
 
     def outcome(config):

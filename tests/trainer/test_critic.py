@@ -12,7 +12,9 @@ import fastrl
 import fastrl.trainer.run as running
 import fastrl.trainer.train as module
 import fastrl.trainer.update as updating
-from fastrl.runs.data import TextStream
+from fastrl.runs.data import Example, TextStream
+from fastrl.runs.generation import generate
+from fastrl.runs.sections import RolloutConfig
 from fastrl.trainer.config import AdvantagesConfig, KLConfig, PretrainingConfig
 from fastrl.trainer.controllers import AdaptiveKL
 from fastrl.trainer.critic import Critic
@@ -20,6 +22,9 @@ from fastrl.trainer.experience import add_advantages, whitened
 
 PPO = {"advantages": {"estimator": "gae"}, "objective": {"name": "ppo", "entropy_coef": 0.0}}
 COUNTED = [True] * 6 + [False, True]
+MOE = {"model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 16, "num_experts": 4,
+       "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+       "head_dim": 8, "max_position_embeddings": 32, "initializer_range": 0.5}  # fmt: skip
 
 
 @pytest.fixture
@@ -33,9 +38,9 @@ def rollout(policy):
 
 
 @pytest.fixture
-def critic_run(policy, make_run):
+def critic_run(policy, bare_run):
     def run(kind, kl=None, packing=False, micro_batch_size=None, clip=0.2, **advantages):
-        made = make_run(policy, fastrl.PPO(), packing=packing, micro_batch_size=micro_batch_size)
+        made = bare_run(policy, fastrl.PPO(), packing=packing, micro_batch_size=micro_batch_size)
         with_critic(made, kind, clip=clip)
         made.config.advantages = AdvantagesConfig(estimator="gae", **advantages)
         made.config.kl = kl
@@ -102,6 +107,19 @@ def test_a_kl_in_the_reward_is_paid_at_each_token_and_the_score_at_the_last(crit
             later_value = value
             assert float(found.token_advantages[row, t]) == pytest.approx(later, abs=1e-5)
             assert float(found.returns[row, t]) == pytest.approx(later + value, abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_shared_critic_takes_the_rollouts_experts_before_the_update_too(make_policy):
+    policy = make_policy(**MOE)
+    examples = [Example("", {}, list(range(2, 4 + row))) for row in range(3)]
+    rollout = generate(policy, examples, RolloutConfig(max_new_tokens=4, keep_routing=True))
+    critic = Critic(policy, shared=True)
+    critic.head.weight.normal_()
+    first = critic.rollout_values(policy, rollout, None, False)
+    others = ((rollout.routing + 1) % 4).where(rollout.routing >= 0, rollout.routing)
+    second = critic.rollout_values(policy, replace(rollout, routing=others), None, False)
+    assert (first - second).abs().max() > 1e-3
 
 
 def test_whitening_sees_counted_tokens_only(critic_run, rollout):
@@ -237,11 +255,11 @@ def test_gae_without_a_kl_reads_no_reference(critic_run, rollout):
 # --- PPO-ptx --------------------------------------------------------------------------------------------------------
 
 
-def test_pretraining_text_adds_its_cross_entropy_and_begins_again(policy, make_run, tmp_path):
+def test_pretraining_text_adds_its_cross_entropy_and_begins_again(policy, bare_run, tmp_path):
     """In float64 by torch's own cross-entropy; 10 tokens hold one and a quarter of two sequences of 4."""
     (tmp_path / "text.txt").write_text("0123456789")
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
-    run = make_run(policy, fastrl.PPO(), micro_batch_size=3)
+    run = bare_run(policy, fastrl.PPO(), micro_batch_size=3)
     plain, before = gradients(run, rollout)
     run.text = TextStream(tmp_path / "text.txt", policy.tokenizer, 4)
     run.config.pretraining = PretrainingConfig(path=tmp_path / "text.txt", coef=0.7, batch_size=2, length=4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fastrl.trainer.evaluation as module
+from fastrl.cli import main
 from fastrl.runs.data import Example
 from fastrl.runs.errors import UserError
 from fastrl.runs.reward import RewardFunction, Rewards
@@ -152,3 +153,33 @@ def test_looking_does_not_change_what_is_learnt(make_config, tmp_path, example, 
     sampled = [texts for texts in seen if len(texts) == 3 * 8]
     assert len(sampled) == 3 and sampled[0] == sampled[1] == sampled[2] and len(set(sampled[0])) > 1
     assert all({"eval/exact_match/pass@8", "eval/exact_match/maj@1"} <= set(record) for record in often)
+
+
+def test_nor_does_a_reward_that_draws_random_numbers_in_an_evaluation(make_config, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import random, numpy, torch\n"
+        "def reward(prompts, completions, answer):\n"
+        "    return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in prompts]\n"
+    )
+
+    def rewards(every):
+        config = make_config(
+            reward={"function": f"{tmp_path / 'mine.py'}:reward"},
+            training={"steps": 3},
+            evaluation={"every": every, "metrics": []},
+            logging={"output_dir": str(tmp_path / f"every-{every}")},
+        )
+        train(config)
+        lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["reward"] for line in lines]
+
+    assert rewards(1) == rewards(3)
+
+
+def test_a_run_whose_evaluation_scores_nothing_still_ends_well(example, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def nothing(prompts, completions, answer):\n    return [None] * len(prompts)\n")
+    arguments = ["train", str(example / "config.toml"), "--training.steps", "1", "--rollout.prompts_per_step", "2",
+                 "--evaluation.metrics", json.dumps([f"{tmp_path / 'mine.py'}:nothing"]),
+                 "--logging.output_dir", str(tmp_path / "run"), "--logging.tensorboard", "false"]  # fmt: skip
+    assert main(arguments) == 0
+    assert "eval/nothing" not in capsys.readouterr().out.splitlines()[-2]

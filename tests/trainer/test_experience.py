@@ -11,11 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
 import fastrl
-import fastrl.trainer.experience as module
 import fastrl.trainer.run as running
 from fastrl.runs.data import Example
 from fastrl.runs.errors import UserError
-from fastrl.runs.generation import generate
+from fastrl.runs.generation import ended_by_eos, generate
 from fastrl.runs.rollout import join, rollout_logprobs
 from fastrl.runs.sections import RolloutConfig
 from fastrl.trainer.config import AdvantagesConfig, KLConfig
@@ -110,7 +109,7 @@ def test_completions_that_were_cut_off_do_not_count_but_their_rewards_do(collect
     """With a KL in the reward too: a filtered row has no token that could carry its score, but a baseline has it."""
     tables = {"kl": {"place": place, "kind": "k1", "coef": 0.0}, "advantages": {"estimator": "rloo"}}
     rollout, numbers, run = collected("first", reward={"overlong_filter": True}, **tables)
-    ended = module.ends(run.policy, rollout)
+    ended = ended_by_eos(run.policy, rollout)
     assert torch.equal(rollout.counted, ended) and 0 < int(ended.sum()) < len(ended)
     assert (rollout.mask.any(1) == ended).all() and numbers["truncated"] > 0
     naive = [
@@ -184,9 +183,9 @@ def test_joined_rollouts_keep_each_tokens_numbers(make_policy, routed):
 
 
 @pytest.fixture
-def advantages(policy, make_run):
+def advantages(policy, bare_run):
     def advantages(rollout, kl=None, steps=(), policy=policy, **settings):
-        run = make_run(policy, fastrl.GRPO())
+        run = bare_run(policy, fastrl.GRPO())
         run.config.advantages = AdvantagesConfig(**settings)
         run.config.kl, run.kl = kl, kl and AdaptiveKL(kl, policy.device)
         return add_advantages(run, rollout, list(steps))

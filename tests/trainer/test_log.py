@@ -142,21 +142,9 @@ def test_after_a_resume_no_step_and_no_sample_is_there_twice(open_log):
     assert not list(log.directory.glob("*.unfinished"))
 
 
-def test_a_resumed_run_has_each_steps_samples_once(make_config, monkeypatch):
-    import fastrl.trainer.train as module
-
+def test_a_resumed_run_has_each_steps_samples_once(make_config, fail_in_step):
     config = make_config(training={"steps": 3}, logging={"checkpoint_every": 1}, evaluation={"every": None})
-    take_step = module.take_step
-
-    def failing(run):
-        if run.step == 3:
-            raise RuntimeError("mine")
-        return take_step(run)
-
-    monkeypatch.setattr(module, "take_step", failing)
-    with pytest.raises(RuntimeError, match="mine"):
-        train(config)
-    monkeypatch.setattr(module, "take_step", take_step)
+    fail_in_step(config, 3)
     train(config, resume=True)
     assert [row["step"] for row in rows(config)] == [1] * 4 + [2] * 4 + [3] * 4
 

@@ -122,12 +122,12 @@ def test_a_checkpoint_of_adapters_loads_again(make_config, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("table", [{}, {"lora_rank": 2}], ids=["whole", "lora"])
 @pytest.mark.parametrize("packing", [False, True])
-def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, make_run, table, packing):
+def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, bare_run, table, packing):
     counts, found = [], []
     for checkpointed in (False, True):
         policy = load(gradient_checkpointing=checkpointed, **table)
         rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
-        run = make_run(policy, fastrl.GRPO(kl_coef=0.1), micro_batch_size=4, packing=packing)
+        run = bare_run(policy, fastrl.GRPO(kl_coef=0.1), micro_batch_size=4, packing=packing)
         run = with_critic(run, None if table else "own")
         models = [policy.model, *([run.critic] if run.critic else [])]
         mlps = [m for model in models for name, m in model.named_modules() if name.endswith("mlp")]
@@ -142,7 +142,7 @@ def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, make_ru
     assert counts[1] == 2 * counts[0] == 2 * 2 * len(mlps)  # two micro-batches
 
 
-def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load, make_run):
+def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load, bare_run):
     policy = load(gradient_checkpointing=True)
     layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert len(layers) == 2
@@ -155,11 +155,23 @@ def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load
     with pytest.raises(RuntimeError, match="mine"):
         fail()
     assert not any(layer.training for layer in layers)
-    gradients(make_run(policy, fastrl.GRPO()), own_logprobs(policy, make_rollout(PROMPTS, LENGTHS)))
+    gradients(bare_run(policy, fastrl.GRPO()), own_logprobs(policy, make_rollout(PROMPTS, LENGTHS)))
     widths = []
     layers[0].mlp.register_forward_hook(lambda _, arguments, __: widths.append(arguments[0].shape[1]))
     rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=5))
     assert widths == [rollout.prompt_length] + [1] * (len(widths) - 1) and len(widths) > 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_of_their_own_dropout_do_not_drop_out(make_config, tmp_path, checkpointing):
+    """OPT's drop out by themselves, where they think that they are in training."""
+    model = {"model_type": "opt", "vocab_size": 12, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "max_position_embeddings": 32, "dropout": 0.5, "eos_token_id": 0,
+             "bos_token_id": 0, "pad_token_id": 0}  # fmt: skip
+    (tmp_path / "opt.json").write_text(json.dumps(model))
+    table = {"config": str(tmp_path / "opt.json"), "gradient_checkpointing": checkpointing}
+    _, (numbers,) = play(make_config(model=table, training={"steps": 1, "minibatches": 1}))
+    assert numbers["mismatch/abs_log_ratio"] < 1e-6
 
 
 # --- narrow products ------------------------------------------------------------------------------------------------
@@ -211,13 +223,13 @@ def test_a_sampler_that_is_the_training_path_has_no_mismatch(make_config, pertur
     assert numbers["mismatch/abs_log_ratio"] > 0.05 and numbers["mismatch/k3"] > 0.005
 
 
-def test_the_mismatch_is_the_mean_over_counted_tokens(load, make_run):
+def test_the_mismatch_is_the_mean_over_counted_tokens(load, bare_run):
     policy = load()
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 7 + [False]))
     own = rollout_logprobs(policy, rollout, 1.0, None)
     difference = (own - rollout.rollout_logprobs)[rollout.mask].double()
     for packing in (False, True):
-        _, metrics = gradients(make_run(policy, fastrl.GRPO(), micro_batch_size=3, packing=packing), rollout)
+        _, metrics = gradients(bare_run(policy, fastrl.GRPO(), micro_batch_size=3, packing=packing), rollout)
         assert float(metrics["mismatch/abs_log_ratio"]) == pytest.approx(float(difference.abs().mean()), rel=1e-4)
         k3 = float((difference.exp() - 1 - difference).mean())  # of KL(sampler || training), from the sampler's tokens
         assert float(metrics["mismatch/k3"]) == pytest.approx(k3, rel=1e-3)
@@ -225,7 +237,7 @@ def test_the_mismatch_is_the_mean_over_counted_tokens(load, make_run):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_a_correction_weighs_by_the_samplers_own_logprobs(load, make_run, level, mode):
+def test_a_correction_weighs_by_the_samplers_own_logprobs(load, bare_run, level, mode):
     """The gradient of advantages that were multiplied by naive weights; and without one the sampler is not read."""
     policy = load()
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS), noise=0.3)
@@ -243,10 +255,10 @@ def test_a_correction_weighs_by_the_samplers_own_logprobs(load, make_run, level,
     plain, other = fastrl.DAPO(), replace(rollout, rollout_logprobs=rollout.rollout_logprobs + 1)
     for packing in (False, True):
         options = {"packing": packing, "micro_batch_size": 3}
-        found, _ = gradients(make_run(policy, plain.replace(rollout_correction=correction), **options), rollout)
-        expected, _ = gradients(make_run(policy, plain, **options), weighted)
+        found, _ = gradients(bare_run(policy, plain.replace(rollout_correction=correction), **options), rollout)
+        expected, _ = gradients(bare_run(policy, plain, **options), weighted)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-6 * float(expected.abs().max()))
-        unread = [gradients(make_run(policy, plain, **options), batch)[0] for batch in (rollout, other)]
+        unread = [gradients(bare_run(policy, plain, **options), batch)[0] for batch in (rollout, other)]
         assert torch.equal(*unread) and not torch.allclose(unread[0], found)
 
 

@@ -126,13 +126,13 @@ def policy(make_policy):
 
 @pytest.mark.parametrize("critic", [None, "own", "shared"])
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-def test_micro_batches_and_packing_change_no_gradient(policy, make_run, objective, critic):
+def test_micro_batches_and_packing_change_no_gradient(policy, bare_run, objective, critic):
     counted = [True, True, False, True, True, True, False, True]
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, counted))
     expected = None
     for packing in (False, True):
         for size in (None, 4, 2, 1):  # with 1 some micro-batches count nothing
-            run = with_critic(make_run(policy, objective, packing=packing, micro_batch_size=size), critic)
+            run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_size=size), critic)
             found = gradients(run, rollout)
             expected = expected or found
             assert_same(found, expected, f"packing {packing}, micro_batch_size {size}")
@@ -140,10 +140,10 @@ def test_micro_batches_and_packing_change_no_gradient(policy, make_run, objectiv
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-def test_a_row_that_does_not_count_is_still_a_sequence(policy, make_run, objective):
+def test_a_row_that_does_not_count_is_still_a_sequence(policy, bare_run, objective):
     """The mean over sequences has it in its denominator, the mean over tokens has not."""
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 6 + [False] * 2))
-    run = make_run(policy, objective)
+    run = bare_run(policy, objective)
     all_rows, _ = gradients(run, rollout)
     without, _ = gradients(run, rollout, torch.arange(6))
     share = 1 if objective.aggregate == "token-mean" else 6 / 8
@@ -155,19 +155,19 @@ lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.booleans()
 
 @given(rows=lengths, size=st.integers(1, 6), name=st.sampled_from(sorted(OBJECTIVES)), sets=st.booleans())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_lengths_in_any_micro_batches(policy, make_run, rows, size, name, sets):
+def test_any_lengths_in_any_micro_batches(policy, bare_run, rows, size, name, sets):
     prompts, completions, counted = map(list, zip(*rows, strict=True))
     rollout = own_logprobs(policy, make_rollout(prompts, completions, [*counted[:-1], True], sets))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(size))
-    whole = gradients(make_run(policy, OBJECTIVES[name]), rollout)
-    packed = gradients(make_run(policy, OBJECTIVES[name], packing=True, micro_batch_size=size), rollout, order)
+    whole = gradients(bare_run(policy, OBJECTIVES[name]), rollout)
+    packed = gradients(bare_run(policy, OBJECTIVES[name], packing=True, micro_batch_size=size), rollout, order)
     assert_same(packed, whole, f"{rows} by {size}")
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_nothing_that_counts_is_a_zero_gradient(policy, make_run, packing):
+def test_nothing_that_counts_is_a_zero_gradient(policy, bare_run, packing):
     rollout = own_logprobs(policy, make_rollout([2, 3], [4, 1], [False, False]))
-    run = with_critic(make_run(policy, fastrl.GRPO(kl_coef=0.1), packing=packing), "shared")
+    run = with_critic(bare_run(policy, fastrl.GRPO(kl_coef=0.1), packing=packing), "shared")
     gradient, metrics = gradients(run, rollout)
     assert (gradient == 0).all() and metrics["tokens"] == metrics["loss"] == 0
     assert all(value.isfinite() for value in metrics.values())
@@ -263,10 +263,10 @@ def dense_gradient(run, rollout):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_gradient_is_dense_float64_autograds(policy, make_run, packing):
+def test_the_gradient_is_dense_float64_autograds(policy, bare_run, packing):
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 7 + [False]), noise=0.2)
     objective = fastrl.DAPO(clip_low=0.1, clip_high=0.1, kl=fastrl.KL("k3", 0.3), entropy_coef=0.1)
-    run = with_critic(make_run(policy, objective, packing=packing, micro_batch_size=3), "shared", clip=None)
+    run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_size=3), "shared", clip=None)
     gradient, metrics = gradients(run, rollout)
     expected, loss = dense_gradient(run, rollout)
     assert 0 < metrics["clip_frac"] < 1

@@ -1,8 +1,6 @@
 """Runs that are interrupted and resumed: the same numbers, weights and state, bit for bit, as one without a stop."""
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,9 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import fastrl.trainer.checkpoint as module
 from fastrl.cli import main
-from fastrl.runs.errors import UserError
 from fastrl.trainer.checkpoint import NUMBERS, TENSORS
 from fastrl.trainer.train import train
 
@@ -184,6 +180,13 @@ def test_a_complete_run_has_nothing_left_to_do_but_more_steps(prepare):
     assert lines(more)[:3] == before and len(lines(more)) == 4
 
 
+def test_what_decides_no_number_may_change(prepare, interrupted):
+    interrupted(prepare("resumed"), step=5)
+    tables = {"training": PLAIN["training"] | {"micro_batch_size": 3}, "evaluation": {"every": 4}}
+    other = prepare("resumed", {**PLAIN, **tables}, checkpoint_every=2, keep_checkpoints=3)
+    assert train(other, resume=True)["steps"] == STEPS
+
+
 def test_nothing_is_unpickled(prepare, interrupted, monkeypatch):
     config = prepare("resumed")
     interrupted(config)
@@ -248,85 +251,3 @@ def test_a_signal_that_is_ignored_stays_ignored(prepare, interrupted):
 def test_a_run_in_a_thread_takes_no_signals(prepare):
     with ThreadPoolExecutor() as pool:
         assert pool.submit(train, prepare("threaded")).result()["steps"] == STEPS
-
-
-# --- which checkpoint -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_old_checkpoints_are_pruned(prepare, keep, left):
-    config = prepare("pruned", {"training": {"steps": 4}}, checkpoint_every=1, keep_checkpoints=keep)
-    train(config)
-    assert checkpoints(config) == [f"step-{step:06d}" for step in left]
-
-
-def test_a_full_disk_costs_no_checkpoint(prepare, monkeypatch):
-    """What cannot be written does not take the place of what was, and nothing is pruned for it."""
-    config = prepare("full", checkpoint_every=1, keep_checkpoints=1)
-
-    def save(tensors, path, save=module.save_file, calls=[]):  # noqa: B006
-        calls.append(path)
-        if len(calls) == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(tensors, path)
-
-    monkeypatch.setattr(module, "save_file", save)
-    with pytest.raises(UserError) as error:
-        train(config)
-    folder = config.logging.output_dir / "checkpoints"
-    assert str(error.value) == (
-        f"step 3: cannot save a checkpoint in {folder}: [Errno 28] No space left on device; the last good checkpoint "
-        f"is {folder / 'step-000002'}"
-    )
-    assert checkpoints(config) == ["step-000002"]
-    assert train(config, resume=True)["steps"] == STEPS
-    assert checkpoints(config) == ["step-000006"]
-
-
-def test_resuming_without_a_checkpoint_says_so(prepare):
-    config = prepare("nothing")
-    with pytest.raises(UserError) as error:
-        train(config, resume=True)
-    folder = config.logging.output_dir / "checkpoints"
-    assert str(error.value) == (
-        f"{folder}: holds no complete checkpoint to resume from; start the run without --resume"
-    )
-    assert not config.logging.output_dir.exists()
-
-
-@pytest.mark.parametrize(
-    ("tables", "expected"),
-    [
-        ({"training": {"seed": 3}}, ["training.seed was 0 and is now 3"]),
-        ({"training": {"steps": 9}}, ["training.steps was 6 and is now 9"]),  # the example's schedule is linear
-        ({"optimizer": {"lr": 1.0}, "rollout": {"top_p": 0.5}},
-         ["optimizer.lr was 0.002 and is now 1.0", "; ", "rollout.top_p was 1.0 and is now 0.5"]),
-        ({"objective": {"name": "dapo"}}, ["objective.name was 'grpo' and is now 'dapo'"]),
-        ({"model": {"dtype": "bfloat16"}}, ["model.dtype was 'float32' and is now 'bfloat16'"]),
-    ],
-)  # fmt: skip
-def test_another_config_is_refused_field_by_field(prepare, interrupted, tables, expected):
-    interrupted(prepare("resumed"), step=1)
-    other = prepare("resumed", {**PLAIN, **tables, "training": PLAIN["training"] | tables.get("training", {})})
-    with pytest.raises(UserError) as error:
-        train(other, resume=True)
-    assert "step-000001: cannot be resumed with another config: " in str(error.value)
-    for part in expected:
-        assert part in str(error.value)
-    assert str(error.value).count(" was ") == len(tables.keys())
-
-
-def test_what_decides_no_number_may_change(prepare, interrupted):
-    interrupted(prepare("resumed"), step=5)
-    tables = {"training": PLAIN["training"] | {"micro_batch_size": 3}, "evaluation": {"every": 4}}
-    other = prepare("resumed", {**PLAIN, **tables}, checkpoint_every=2, keep_checkpoints=3)
-    assert train(other, resume=True)["steps"] == STEPS
-
-
-def test_another_dataset_is_refused(prepare, interrupted, tmp_path):
-    config = prepare("resumed")
-    interrupted(config)
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:9]))
-    with pytest.raises(UserError, match=r"step-000003: .*data\.path had 10 prompts and now has 9"):
-        train(config, resume=True)

@@ -87,13 +87,13 @@ def test_padding_is_not_recorded(policy):
     assert torch.equal(rollout.sampling_mask.lengths, torch.where(rollout.mask, 3, 0).view(-1))
 
 
-def test_ratios_of_the_first_update_are_1_and_the_kl_is_0(policy, make_run):
+def test_ratios_of_the_first_update_are_1_and_the_kl_is_0(policy, bare_run):
     rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=6, top_p=0.8))
     objective, advantages = fastrl.GRPO(kl_coef=0.1), torch.randn(11)
 
     def metrics(old):
         batch = replace(rollout, response_advantages=advantages, old_logprobs=old, ref_logprobs=old)
-        run = make_run(policy, objective, micro_batch_size=3)
+        run = bare_run(policy, objective, micro_batch_size=3)
         return accumulate_gradients(run, batch, torch.randperm(11), Stopwatch(policy.device))
 
     for found in metrics(rollout_logprobs(policy, rollout, 1.0, 4)):

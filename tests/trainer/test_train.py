@@ -143,6 +143,17 @@ def test_a_run_is_not_overwritten_unless_told_to(make_config):
     assert (config.logging.output_dir / "notes.txt").exists()
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_that_is_no_run_is_left_alone(make_config, overwrite):
+    config = make_config(logging={"overwrite": overwrite})
+    mine = config.logging.output_dir / "model" / "weights.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(UserError, match=r"holds model, but no metrics\.jsonl, so it is no run"):
+        train(config)
+    assert mine.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [

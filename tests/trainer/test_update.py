@@ -39,9 +39,9 @@ def sampled(make_policy):
 
 
 @pytest.fixture
-def gradients(make_run):
+def gradients(bare_run):
     def gradients(policy, objective, rollout, micro_batch_size, **training):
-        run = make_run(policy, objective, micro_batch_size=micro_batch_size, **training)
+        run = bare_run(policy, objective, micro_batch_size=micro_batch_size, **training)
         return _gradients(run, rollout)
 
     return gradients

@@ -1,0 +1,106 @@
+"""Which checkpoint a run goes on from: those that are kept, and what is refused in one line."""
+
+import errno
+import os
+
+import pytest
+from test_resume import checkpoints
+
+import fastrl.trainer.checkpoint as module
+from fastrl.runs.errors import UserError
+from fastrl.trainer.checkpoint import NUMBERS
+from fastrl.trainer.train import train
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_old_checkpoints_are_pruned(make_config, keep, left):
+    config = make_config(training={"steps": 4}, logging={"checkpoint_every": 1, "keep_checkpoints": keep})
+    train(config)
+    assert checkpoints(config) == [f"step-{step:06d}" for step in left]
+
+
+def test_a_full_disk_costs_no_checkpoint(make_config, monkeypatch):
+    """What cannot be written does not take the place of what was, and nothing is pruned for it."""
+    config = make_config(training={"steps": 4}, logging={"checkpoint_every": 1, "keep_checkpoints": 1})
+
+    def save(tensors, path, save=module.save_file, calls=[]):  # noqa: B006
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(tensors, path)
+
+    monkeypatch.setattr(module, "save_file", save)
+    with pytest.raises(UserError) as error:
+        train(config)
+    folder = config.logging.output_dir / "checkpoints"
+    assert str(error.value) == (
+        f"step 3: cannot save a checkpoint in {folder}: [Errno 28] No space left on device; the last good checkpoint "
+        f"is {folder / 'step-000002'}"
+    )
+    assert checkpoints(config) == ["step-000002"]
+    assert train(config, resume=True)["steps"] == 4
+    assert checkpoints(config) == ["step-000004"]
+
+
+def test_resuming_without_a_checkpoint_says_so(make_config):
+    config = make_config()
+    with pytest.raises(UserError) as error:
+        train(config, resume=True)
+    folder = config.logging.output_dir / "checkpoints"
+    assert str(error.value) == (
+        f"{folder}: holds no complete checkpoint to resume from; start the run without --resume"
+    )
+    assert not config.logging.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"training": {"seed": 3}}, ["training.seed was 0 and is now 3"]),
+        ({"training": {"steps": 9}}, ["training.steps was 1 and is now 9"]),  # the example's schedule is linear
+        ({"optimizer": {"lr": 1.0}, "rollout": {"top_p": 0.5}},
+         ["optimizer.lr was 0.002 and is now 1.0", "; ", "rollout.top_p was 1.0 and is now 0.5"]),
+        ({"objective": {"name": "dapo"}}, ["objective.name was 'grpo' and is now 'dapo'"]),
+        ({"model": {"dtype": "bfloat16"}}, ["model.dtype was 'float32' and is now 'bfloat16'"]),
+        ({"reward": {"function": "reward.py:exact_match"}}, ["reward.function was"]),
+        ({"kl": {"coef": 0.2}}, ["kl was None and is now"]),
+        ({"advantages": {"ddof": 1}}, ["advantages.ddof was 0 and is now 1"]),
+    ],
+)  # fmt: skip
+def test_another_config_is_refused_field_by_field(make_config, tables, expected):
+    train(make_config(training={"steps": 1}))
+    other = make_config(**tables | {"training": {"steps": 1} | tables.get("training", {})})
+    with pytest.raises(UserError) as error:
+        train(other, resume=True)
+    assert "step-000001: cannot be resumed with another config: " in str(error.value)
+    for part in expected:
+        assert part in str(error.value)
+    assert str(error.value).count(" was ") == len(tables)
+
+
+def test_another_dataset_is_refused(make_config, example, tmp_path):
+    """Of another length, or of as many other prompts."""
+    lines = (example / "train.jsonl").read_text().splitlines(keepends=True)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(lines[:10]))
+    config = make_config(data={"path": str(file)})
+    train(config)
+    file.write_text("".join(lines[:9]))
+    with pytest.raises(UserError, match=r"step-000002: .*data\.path had 10 prompts and now has 9"):
+        train(config, resume=True)
+    file.write_text("".join(lines[10:20]))
+    with pytest.raises(UserError, match=r"data\.path has other prompts now"):
+        train(config, resume=True)
+
+
+def test_a_damaged_checkpoint_is_named(make_config):
+    config = make_config(logging={"checkpoint_every": 1})
+    train(config)
+    folder = config.logging.output_dir / "checkpoints"
+    weights = folder / "step-000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"step-000002: the checkpoint cannot be read: .*move it away.*step-000001"):
+        train(config, resume=True)
+    (folder / "step-000002" / NUMBERS).write_text("")
+    with pytest.raises(UserError, match="step-000002: the checkpoint cannot be read"):
+        train(config, resume=True)
