@@ -17,12 +17,15 @@ OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 @triton.jit(
     do_not_specialize=["rows", "vocab", "splits"],
-    do_not_specialize_on_alignment=["partials_ptr", "target_logits_ptr", "targets_ptr", "temperatures_ptr", "out_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "partials_ptr", "target_logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "out_ptr",
+    ],
+)  # fmt: skip
 def combine_splits_kernel(
     partials_ptr,  # (3, S, N) float32
     target_logits_ptr,  # (N,) float32
     targets_ptr,  # (N,) int64
+    mask_ptr,  # (N,) uint8, or None; a masked row's numbers are not read
     temperatures_ptr,  # (N,) float32, or None
     out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
     rows: tl.int32,  # N
@@ -65,6 +68,12 @@ def combine_splits_kernel(
 
     # Epilogue.
     logprob, entropy, maximum, log_sum = finish(m, s, w, at_target, valid, outer)
+    if mask_ptr is not None:
+        counts = tl.load(mask_ptr + row) != 0
+        logprob = tl.where(counts, logprob, 0.0)
+        entropy = tl.where(counts, entropy, 0.0)
+        maximum = tl.where(counts, maximum, 0.0)
+        log_sum = tl.where(counts, log_sum, 0.0)
 
     # Store.
     row = first_row + tl.arange(0, ROWS)
@@ -79,6 +88,7 @@ def combine_splits(
     partials: Tensor,  # (3, S, N) float32
     target_logits: Tensor,  # (N,) float32
     targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool; what is not counted gives 0
     vocab: int,
     temperature: float,
     temperatures: Tensor | None,  # (N,) float32
@@ -93,6 +103,7 @@ def combine_splits(
             partials,
             target_logits,
             targets,
+            None if mask is None else mask.view(torch.uint8),
             temperatures,
             out,
             rows,

@@ -239,7 +239,9 @@ def launch(
             **constants(sizes),
             **tile_launch_options(sizes),
         )
-    return combine_splits(partials, target_logits, targets, vocab, temperature, temperatures, logit_scale, softcap)
+    return combine_splits(
+        partials, target_logits, targets, None, vocab, temperature, temperatures, logit_scale, softcap
+    )
 
 
 def linear_statistics(

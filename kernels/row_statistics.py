@@ -3,6 +3,9 @@
 A program owns a row. It walks the row in blocks of R vectors, one running (maximum, sum, entropy sum) a vector and
 thread, so that the loop has no reduction across threads, no shuffle and no barrier; these are folded once a segment.
 The target is left out of the sums: what a confident token's log-probability needs is the sum over the others.
+
+Where too few rows are at hand to fill the GPU, a program takes one segment of a row and leaves what it has folded for
+`combine_splits`: a fold is exact, so that the result is bitwise the same.
 """
 
 from __future__ import annotations
@@ -12,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
+from fastrl.kernels.combine_splits import combine_splits
+from fastrl.kernels.configuration import (
+    configuration,
+    is_aligned,
+    launch_options,
+    multiprocessors,
+    on_device,
+    row_strides,
+)
 from fastrl.kernels.device_functions import (
     LOG2E,
     LOWEST,
@@ -28,17 +39,23 @@ from fastrl.kernels.device_functions import (
     update,
 )
 
+#: Programs of 8 warps that a multiprocessor holds: with fewer rows, their segments are taken apart.
+_PROGRAMS = 8
+
 
 @triton.jit(
     do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
-    do_not_specialize_on_alignment=["logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "out_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "out_ptr", "target_logits_ptr",
+    ],
+)  # fmt: skip
 def row_statistics_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     targets_ptr,  # (N,) int64, N = A * B
     mask_ptr,  # (N,) uint8, or None
     temperatures_ptr,  # (N,) float32, or None
-    out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
+    out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum; with SPLIT (3, SEGMENTS, N): m, s, w
+    target_logits_ptr,  # (N,) float32, with SPLIT: the targets' z / outer; else None
     rows: tl.int32,  # N
     columns_b: tl.int32,  # B
     vocab: tl.int32,  # V
@@ -52,8 +69,9 @@ def row_statistics_kernel(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Program (row,)."""
+    """Program (row,), with SPLIT (row, segment)."""
     R: tl.constexpr = BLOCK // VEC
     STEP: tl.constexpr = BLOCK * SEGMENTS
     row = tl.program_id(0)
@@ -61,8 +79,9 @@ def row_statistics_kernel(
 
     if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
-            for i in tl.static_range(4):
-                tl.store(out_ptr + i * rows.to(tl.int64), 0.0)
+            if not SPLIT:
+                for i in tl.static_range(4):
+                    tl.store(out_ptr + i * rows.to(tl.int64), 0.0)
             return
 
     # Load: the row's scalars.
@@ -71,13 +90,17 @@ def row_statistics_kernel(
     outer2 = outer * LOG2E
     column = load_target(targets_ptr + row, vocab)
 
-    # Loop: the segments, one after the other.
+    # Loop: the segments, one after the other, or this program's.
+    first, last = 0, SEGMENTS
+    if SPLIT:
+        first = tl.program_id(1)
+        last = first + 1
     segment_index = tl.arange(0, SEGMENTS)
     segments_m = tl.full([SEGMENTS], LOWEST, tl.float32)
     segments_s = tl.zeros([SEGMENTS], tl.float32)
     segments_w = tl.zeros([SEGMENTS], tl.float32)
     whole = (vocab // BLOCK) * BLOCK
-    for segment in range(SEGMENTS):
+    for segment in range(first, last):
         m = tl.full([R], LOWEST, tl.float32)
         s = tl.zeros([R], tl.float32)
         w = tl.zeros([R], tl.float32)
@@ -99,14 +122,23 @@ def row_statistics_kernel(
 
     # Epilogue. The target's logit is read only now: held through the loop it would cost a register, or a spill.
     at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
-    m_all, s_all, w_all = fold(segments_m, segments_s, segments_w, outer2, 0)
-    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
 
-    # Store.
-    tl.store(out_ptr, logprob)
-    tl.store(out_ptr + rows.to(tl.int64), entropy)
-    tl.store(out_ptr + 2 * rows.to(tl.int64), maximum)
-    tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
+    # Store: what this program has folded, or the row's statistics.
+    if SPLIT:
+        mine = segment_index == first
+        out_ptr += segment_index.to(tl.int64) * rows
+        tl.store(out_ptr, segments_m, mask=mine)
+        tl.store(out_ptr + SEGMENTS * rows.to(tl.int64), segments_s, mask=mine)
+        tl.store(out_ptr + 2 * SEGMENTS * rows.to(tl.int64), segments_w, mask=mine)
+        if first == 0:
+            tl.store(target_logits_ptr + row, at_target)
+    else:
+        m_all, s_all, w_all = fold(segments_m, segments_s, segments_w, outer2, 0)
+        logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
+        tl.store(out_ptr, logprob)
+        tl.store(out_ptr + rows.to(tl.int64), entropy)
+        tl.store(out_ptr + 2 * rows.to(tl.int64), maximum)
+        tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
 
 
 def row_statistics(
@@ -120,19 +152,23 @@ def row_statistics(
 ) -> Tensor:
     """Logprobs, entropy, maximum and log_sum of the N = A * B rows, (4, N) float32."""
     rows, vocab = targets.numel(), logits.shape[-1]
-    out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
-        return out
+        return torch.empty(4, 0, dtype=torch.float32, device=logits.device)
     columns_b, stride_a, stride_b = row_strides(logits)
     sizes = configuration(vocab, logits.element_size())
     aligned = is_aligned(logits, sizes.vector)
+    split = sizes.segments > 1 and rows < _PROGRAMS * multiprocessors(logits)
+    shape = (3, sizes.segments, rows) if split else (4, rows)
+    out = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    target_logits = torch.empty(rows, dtype=torch.float32, device=logits.device) if split else None
     with on_device(logits):
-        row_statistics_kernel[(rows,)](
+        row_statistics_kernel[(rows, sizes.segments if split else 1)](
             logits,
             targets,
             None if mask is None else mask.view(torch.uint8),
             temperatures,
             out,
+            target_logits,
             rows,
             columns_b,
             vocab,
@@ -146,6 +182,9 @@ def row_statistics(
             VEC=sizes.vector,
             BLOCK=sizes.block,
             SEGMENTS=sizes.segments,
+            SPLIT=split,
             **launch_options(sizes.warps, aligned and not softcap),
         )
-    return out
+    if target_logits is None:
+        return out
+    return combine_splits(out, target_logits, targets, mask, vocab, temperature, temperatures, logit_scale, softcap)

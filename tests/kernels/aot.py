@@ -18,7 +18,7 @@ from machine_code import GPUS, Code, Recorder, amd_resources, compile_kernel, di
 class Case:
     """One kernel in one variant for one GPU."""
 
-    kernel: str  # statistics, gradient, visit, scale
+    kernel: str  # statistics, split (the same by segments), gradient, visit, scale
     gpu: str
     dtype: str = "bf16"
     aligned: bool = True
@@ -44,7 +44,7 @@ def fast_cases() -> list[Case]:
         for gpu in GPUS
         for dtype in ("bf16", "fp32")
     ]
-    found += [Case("scale", gpu) for gpu in GPUS]
+    found += [Case(kernel, gpu) for kernel in ("scale", "split") for gpu in GPUS]
     for gpu in ("sm_90", "gfx942"):
         found += [Case(kernel, gpu, softcap=True) for kernel in ("statistics", "gradient", "visit")]
     found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "visit")]
@@ -56,9 +56,14 @@ def fast_cases() -> list[Case]:
 def slow_cases() -> list[Case]:
     """The rest: all variants everywhere, all gates, short rows."""
     variants = itertools.product(
-        ("statistics", "gradient", "visit"), GPUS, ("bf16", "fp16", "fp32"), (True, False), (False, True), (False, True)
+        ("statistics", "split", "gradient", "visit"),
+        GPUS,
+        ("bf16", "fp16", "fp32"),
+        (True, False),
+        (False, True),
+        (False, True),
     )
-    found = [Case(*v) for v in variants if not (v[0] == "statistics" and v[5])]
+    found = [Case(*v) for v in variants if not (v[0] in ("statistics", "split") and v[5])]
     found += [Case("visit", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)]
     found += [Case("visit", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
     found += [
@@ -127,10 +132,12 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
         return scale_kernel, {"BLOCK": 4096, "BLOCKS": 16}, 8
     constants = {"SOFTCAP": case.softcap, "ALIGNED": case.aligned, "VEC": sizes.vector, "BLOCK": sizes.block}
     constants["temperatures_ptr"] = None
-    if case.kernel == "statistics":
+    if case.kernel in ("statistics", "split"):
         from fastrl.kernels.row_statistics import row_statistics_kernel
 
-        return row_statistics_kernel, constants | {"SEGMENTS": sizes.segments}, sizes.warps
+        split = case.kernel == "split"
+        constants |= {"SEGMENTS": sizes.segments, "SPLIT": split} | ({} if split else {"target_logits_ptr": None})
+        return row_statistics_kernel, constants, sizes.warps
     if case.kernel == "gradient":
         from fastrl.kernels.row_gradient import row_gradient_kernel
 
@@ -177,12 +184,12 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.kernels import row_gradient, row_statistics, row_visit
+    from fastrl.kernels import combine_splits, row_gradient, row_statistics, row_visit
     from fastrl.ops import triton_backend
     from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 
     keys: dict[str, list[str]] = {}
-    for module in (row_statistics, row_gradient, row_visit):
+    for module in (row_statistics, combine_splits, row_gradient, row_visit):
         name = module.__name__.split(".")[-1] + "_kernel"
         setattr(module, name, Recorder(getattr(module, name), keys))
 
@@ -201,7 +208,9 @@ def launch_keys() -> dict[str, list[str]]:
         targets, mask = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
         transform = Transform(temperature, None, scale)
         objective = RowObjective("clip", (epsilon, epsilon, number, number), "k3", "none", epsilon, number, number)
-        triton_backend.row_statistics(logits, targets, mask, transform)
+        for programs in (0, 1 << 20):  # whole rows, then their segments apart
+            row_statistics._PROGRAMS = programs
+            triton_backend.row_statistics(logits, targets, mask, transform)
         triton_backend.row_gradient(logits, targets, mask, transform, Statistics(*numbers[:4]), *numbers[4:6], logits)
         triton_backend.row_visit(logits, targets, mask, transform, objective, RowInputs(*numbers[:4]))
     return keys

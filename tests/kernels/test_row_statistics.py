@@ -9,6 +9,10 @@ from fastrl.ops.contract import Statistics, Transform
 from fastrl.reference import rows as reference
 
 backend = pytest.importorskip("fastrl.ops.triton_backend")
+
+from fastrl.kernels import row_statistics  # noqa: E402
+from fastrl.kernels.configuration import configuration  # noqa: E402
+
 # The interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 IDENTITY = Transform()
@@ -177,6 +181,36 @@ def test_a_row_is_bitwise_the_same_anywhere(vocab: int, dtype: torch.dtype, devi
     gapped.copy_(row)
     for other in (statistics(batch, 2), statistics(shifted[None, None], 0), statistics(gapped, 3)):
         assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [40_000, 40_001, 70_000])  # two or four segments, aligned or not
+def test_segments_apart_give_the_same_bits(
+    vocab: int, dtype: torch.dtype, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, targets = cases.random_rows(vocab, dtype, device)
+    mask = torch.tensor([True, True, False, True], device=device)
+    logits[0, 1, 30_000] = torch.nan
+    logits[1, 1, : vocab // 2] = -torch.inf
+    transform = cases.transform(name, device)
+    found, grids = [], []
+    kernel = row_statistics.row_statistics_kernel
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(row_statistics, "row_statistics_kernel", Spy())
+    for programs in (0, 8):
+        monkeypatch.setattr(row_statistics, "_PROGRAMS", programs)
+        found.append(backend.row_statistics(logits, targets, mask, transform))
+    whole, apart = grids
+    assert whole == (4, 1) and apart == (4, configuration(vocab, dtype.itemsize).segments) != whole
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.view(torch.int32)[[0, 2, 3]], b.view(torch.int32)[[0, 2, 3]])  # the bits, of zeros too
+    assert found[1].logprobs[1].isnan()
 
 
 def test_no_rows(device: str) -> None:

@@ -89,7 +89,8 @@ def _sizes(
         terms = reference.row_visit(x, targets, mask, transform, objective, inputs._replace(**without)).terms
         losses, gradients = losses + terms[0].abs(), gradients + x.abs()
         # A difference of logarithms can be small and its error not: a term also has the size of its slope times a
-        # tenth of log p (k3 near the reference, times a ratio of e^20). The slope is read off the target's gradient.
+        # tenth of log p (k3 near the reference, times a ratio of e^20). The 5e-6 allowed of it is 5e-7 of log p, four
+        # to eight units in the last place. The slope is read off the target's gradient.
         logp = reference.row_statistics(logits.double(), targets, mask, transform).logprobs
         valid = targets.clamp(0, logits.shape[-1] - 1)
         slope = x.flatten(0, 1).gather(1, valid[:, None])[:, 0].abs() / (-torch.expm1(logp)).clamp_min(1e-30)

@@ -1,0 +1,62 @@
+"""The losses captured in a CUDA graph: replayed on new numbers, they give what eager calls give on them.
+
+Nothing in forward or backward waits for the host, given the number of tokens and the denominator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_entry_points import CLOSE, OBJECTIVES, B, Problem, T, V
+from torch import Tensor
+
+import fastrl
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+TOKENS = 7  # of Problem's mask
+
+
+def _captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of one run, after three on a stream of their own, as torch.cuda.graph wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+def _losses(name: str, arguments: dict[str, Any], targets: Tensor, head: tuple[Tensor, ...], logits: Tensor) -> Any:
+    """One loss from hidden states and one from logits, with all their gradients."""
+    common = {"objective": OBJECTIVES[name], "denominator": 3.0, **arguments}
+    out = fastrl.linear_policy_loss(*head[:2], targets, bias=head[2], num_tokens=TOKENS, **common)
+    gradients = torch.autograd.grad(out.loss, head)
+    second = fastrl.logits_policy_loss(logits * 1, targets, inplace=True, **common)
+    (d_logits,) = torch.autograd.grad(second.loss, logits)
+    return out.loss.detach(), out.logprobs, *gradients, second.loss.detach(), d_logits, *out.metrics.values()
+
+
+@pytest.mark.parametrize("name", ["GRPO", "DAPO", "GSPO", "SAPO", "GMPO", "CISPO"])
+def test_replays_give_what_eager_calls_give(name: str) -> None:
+    problem, other = (Problem("cuda", on_policy=False, seed=seed) for seed in (0, 1))
+    head = tuple(problem.leaves())
+    logits = torch.randn(B, T, V, device="cuda", requires_grad=True)
+    graph, results = _captured(lambda: _losses(name, problem.arguments, problem.targets, head, logits))
+    with torch.no_grad():  # the captured inputs' places, with other numbers
+        for mine, theirs in zip(head, other.leaves(), strict=True):
+            mine.copy_(theirs)
+        logits.copy_(torch.randn_like(logits))
+        problem.targets.copy_(other.targets)
+        for key, value in problem.arguments.items():
+            value.copy_(other.arguments[key])
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = _losses(name, problem.arguments, problem.targets, head, logits)
+    for actual, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, equal_nan=True, **CLOSE)
