@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, linear_cross_entropy, linear_token_logprobs
+from .. import checks, linear_cross_entropy, linear_token_logprobs, token_logprobs
 from ..budget import parse_budget
 
 try:
@@ -197,7 +197,7 @@ def _token_stats(
     logprobs, entropy = (
         torch.nn.functional.pad(values, aligned) for values in (stats.logprobs, stats.entropy) if values is not None
     )
-    loss = -stats.logprobs.sum() / (mask.sum().clamp(min=1) if count is None else count)
+    loss = _mean_loss(stats.logprobs, mask, count)
     aux: Any = None
     if routers:
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # what all mixtures use
@@ -207,6 +207,11 @@ def _token_stats(
         )
         loss = loss + config.router_aux_loss_coef * aux
     return TokenStatsOutput(loss=loss, logprobs=logprobs, entropy=entropy, aux_loss=aux)
+
+
+def _mean_loss(logprobs: Tensor, mask: Tensor, count: Tensor | int | None) -> Tensor:
+    """Cross-entropy summed over the tokens and divided by their number, or by `count`, as transformers does."""
+    return -logprobs.sum() / (mask.sum().clamp(min=1) if count is None else count)
 
 
 def compute_loss_func(model: Any) -> Callable[..., Tensor]:
@@ -228,9 +233,9 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         targets = labels[:, 1:]
         if outputs.logits is not None:  # evaluation
-            logits = outputs.logits[:, :-1].float().flatten(0, 1)
-            total = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
-            return total / (num_items_in_batch or (targets != IGNORED).sum().clamp(min=1))
+            mask = targets != IGNORED
+            stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
+            return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
         hidden, weight, *bias = outputs.hidden_states
         arguments = LMHead.of(base).arguments | {"bias": bias[0] if bias else None}
         return linear_cross_entropy(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,10 +17,9 @@ from . import trl_objective
 from .grpo_options import LOSS_TYPES
 from .patching import say_once
 from .trl import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
+from .trl_forward import LOSS, HeadCall, add_loss_forward
 from .trl_metrics import Found, log_entropy_bonus, log_policy
 from .trl_objective import KNOWN_READS, MULTIMODAL, Batch, denominator_of, objective_of, reads, vespo_rollout
-
-_LOSS = "fastrl_loss"
 
 
 class FastGRPOTrainer(GRPOTrainer):
@@ -54,7 +49,7 @@ class FastGRPOTrainer(GRPOTrainer):
             what = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
             say_once(log, f"TRL {trl.__version__} has not been tested: {what}")
         model: Any = self.model
-        _add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
+        add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         if self._why_not is not None:
@@ -84,7 +79,7 @@ class FastGRPOTrainer(GRPOTrainer):
         labels[:, : -batch.targets.shape[1]] = -100
         step = _Step(self, inputs, batch, input_ids.shape[1])
         with self.accelerator.autocast():
-            out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{_LOSS: step})
+            out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{LOSS: step})
         found = Found(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
         if self._entropy_bonus_enabled:
             with torch.no_grad():
@@ -119,7 +114,7 @@ class _Step:
         """(B, T) bool: where the entropy bonus acts."""
         return self.batch.mask if self.high_entropy is None else self.batch.mask & self.high_entropy
 
-    def __call__(self, head: _Call) -> dict[str, Tensor]:
+    def __call__(self, head: HeadCall) -> dict[str, Tensor]:
         """loss, and detached logprobs and entropy (B, T)."""
         reason = why_not_fused(head.hidden, head.weight, head.logit_scale)
         if reason is not None:
@@ -221,54 +216,6 @@ class _Rows:
         found = {name: None if x is None else self.of(x) for name, x in given.items()}
         advantages = batch.advantages[:, 0] if each else self.of(batch.advantages)
         return {**found, "advantages": advantages}
-
-
-@dataclass
-class _Call:
-    """What TRL's fused forward hands to its head."""
-
-    hidden: Tensor  # (N, H)
-    weight: Tensor
-    bias: Tensor | None
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-
-
-class _LossHead:
-    """In the place of TRL's head for one forward: it computes the loss, and leaves nothing for TRL to add up."""
-
-    def __init__(self, loss: Callable[[_Call], dict[str, Tensor]]) -> None:
-        self.loss = loss
-        self.found: dict[str, Tensor] | None = None
-
-    def apply(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-        chunk_size: int, softcap: float | None, logit_scale: float, outputs: tuple[str, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """As `FusedHead.apply`, with zeros for log-probabilities."""
-        self.found = self.loss(_Call(hidden, weight, bias, temperature, softcap, logit_scale))
-        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
-
-
-def _add_loss_forward(model: Any) -> None:
-    """Give the model's forward an argument `fastrl_loss`, with which it returns that loss's dictionary.
-
-    The loss is inside the forward, and is its output, because wrappers (DDP, accelerate's autocast) look at both.
-    """
-    fused_forward = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = kwargs.pop(_LOSS, None)
-        if loss is None:
-            return fused_forward(*args, **kwargs)
-        head = _LossHead(loss)
-        with replaced_head(head):
-            fused_forward(*args, fused_lm_head=True, **kwargs)
-        return head.found
-
-    model.forward = MethodType(forward, model)
 
 
 def _why_not_here(trainer: Any) -> str | None:

@@ -4,6 +4,7 @@ import copy
 import runpy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import fastrl.integrations.fused_head as module
+from fastrl.bench.measure import Outcome, Run, peak_temporary_bytes
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head, remove_fused_lm_head
 
 VOCAB = 50
@@ -151,7 +153,7 @@ def test_a_head_that_computes_something_else_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_trainer_takes_the_same_steps_without_logits(tmp_path, monkeypatch, accumulation):
+def test_trainer_takes_the_same_steps_without_logits(tmp_path, watch, accumulation):
     rows = [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in torch.randint(VOCAB, (12, 8)).tolist()]
 
     def run(model, **options):
@@ -168,9 +170,7 @@ def test_trainer_takes_the_same_steps_without_logits(tmp_path, monkeypatch, accu
 
     model = make("qwen2")
     other = fused_lm_head(copy.deepcopy(model))
-    calls = []
-    loss = module.linear_cross_entropy
-    monkeypatch.setattr(module, "linear_cross_entropy", lambda *args, **kw: (calls.append(1), loss(*args, **kw))[1])
+    calls = watch(module, "linear_cross_entropy")
     expected = run(model)
     found = run(other, compute_loss_func=compute_loss_func(other))
     assert len(calls) == 5 * accumulation
@@ -178,23 +178,41 @@ def test_trainer_takes_the_same_steps_without_logits(tmp_path, monkeypatch, accu
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
 
 
-def test_the_loss_function_keeps_the_budget_and_leaves_generate_alone(batch, monkeypatch):
+def test_the_loss_function_keeps_the_budget_and_leaves_generate_alone(batch, watch):
     model = fused_lm_head(make("qwen2"), memory_budget="3MiB").train()
     loss = compute_loss_func(model)
-    seen = []
-    own = module.linear_cross_entropy
-    monkeypatch.setattr(
-        module, "linear_cross_entropy", lambda *a, **kw: (seen.append(kw["memory_budget"]), own(*a, **kw))[1]
-    )
+    calls = watch(module, "linear_cross_entropy")
     tokens = {name: batch[name] for name in ("input_ids", "attention_mask")}
     found = loss(model(**tokens), batch["labels"])
-    assert seen == ["3MiB"]
+    assert [given["memory_budget"] for given in calls] == ["3MiB"]
     expected = model(**batch)  # with labels the forward is the model's own
     torch.testing.assert_close(found, expected.loss)
     assert model.generate(**tokens, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 11)
     assert model.training
     with pytest.raises(ValueError, match=r"temperature 1, but the fused head 0\.5"):
         compute_loss_func(fused_lm_head(make("qwen2"), temperature=0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_of_evaluation_reads_logits_as_they_are(dtype):
+    """The value of float64, and no float32 copy of the logits on the way to it."""
+    loss = compute_loss_func(fused_lm_head(make("qwen2")))
+    vocab = 1 << 16
+    logits, labels = torch.randn(2, 65, vocab).to(dtype), torch.randint(vocab, (2, 65))
+    labels[0, :9] = labels[1, 30:] = -100
+    targets = labels[:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets)
+    given = SimpleNamespace(logits=logits)
+    for count in (None, 7, torch.tensor(7)):
+        scale = 1 if count is None else (targets != -100).sum() / 7
+        # Float32 sums: a log-probability is rounded to 1e-7 of it, and some 80 are added up.
+        torch.testing.assert_close(loss(given, labels, count).double(), expected * scale, rtol=1e-6, atol=0)
+    assert not loss(given, torch.full_like(labels, -100))
+
+    peak = peak_temporary_bytes(Run(lambda: Outcome(loss(given, labels), None, None, {})), "cpu")
+    if peak is None:
+        pytest.skip("this system does not tell a process' peak memory")
+    assert peak < targets.numel() * vocab  # a quarter of a float32 copy's bytes
 
 
 def test_the_head_is_among_the_outputs_for_distributed_data_parallel(batch):

@@ -57,17 +57,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls(watch: Callable[..., list[Any]]) -> list[Any]:
     """One entry a fused loss."""
-    found: list[int] = []
-    original = trl_grpo.linear_policy_loss
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        found.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(trl_grpo, "linear_policy_loss", counted)
-    return found
+    return watch(trl_grpo, "linear_policy_loss")
 
 
 def injecting(base: type, inject: Inject, vllm: bool) -> type:
@@ -99,7 +91,7 @@ def train(kind: type, path: str, inject: Inject | None = None, vllm: bool = Fals
     return trainer
 
 
-def compare(path: str, calls: list[int], **options: Any) -> Any:
+def compare(path: str, calls: list[Any], **options: Any) -> Any:
     """Both trainers' histories are the same, and every micro-batch was one fused loss. Returns the fast one."""
     expected = train(GRPOTrainer, path, **options)
     assert not calls
@@ -110,7 +102,7 @@ def compare(path: str, calls: list[int], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_gradients_and_metrics_are_the_same(path: str, calls: list[int], name: str) -> None:
+def test_losses_gradients_and_metrics_are_the_same(path: str, calls: list[Any], name: str) -> None:
     history = compare(path, calls, **CASES[name]).state.log_history
     assert history[0]["grad_norm"] > 1e-3
     clipped = [line.get("clip_ratio/region_mean", line.get("cispo_clip_ratio")) for line in history[:-1]]
@@ -157,12 +149,12 @@ def token_advantages(inputs: dict[str, Any]) -> dict[str, Any]:
     ids=["tool mask", "token ratios", "sequence ratios", "vespo token", "vespo sequence", "token advantages"],
 )
 def test_what_comes_in_the_batch(
-    path: str, calls: list[int], inject: Inject, vllm: bool, options: dict[str, Any]
+    path: str, calls: list[Any], inject: Inject, vllm: bool, options: dict[str, Any]
 ) -> None:
     compare(path, calls, inject=inject, vllm=vllm, max_steps=4, **options)
 
 
-def test_evaluation_and_completions_of_one_token(path: str, calls: list[int]) -> None:
+def test_evaluation_and_completions_of_one_token(path: str, calls: list[Any]) -> None:
     """Metrics of one number a response are told from those of one a token by their width, as TRL does."""
     options: dict[str, Any] = {
         "eval_dataset": prompts(), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4,
@@ -175,7 +167,7 @@ def test_evaluation_and_completions_of_one_token(path: str, calls: list[int]) ->
     assert_same_history(fast.state.log_history, expected.state.log_history)
 
 
-def test_an_adapter_is_trained(path: str, calls: list[int]) -> None:
+def test_an_adapter_is_trained(path: str, calls: list[Any]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
@@ -189,7 +181,7 @@ def test_an_adapter_is_trained(path: str, calls: list[int]) -> None:
     assert_same_history(fast.state.log_history, expected.state.log_history)
 
 
-def test_packed_rows_as_on_a_gpu(path: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """There TRL hands over the completions' tokens alone, without padding: here it is told that this is a GPU."""
     options: dict[str, Any] = {
         "loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.6, "inject": tool_mask, "max_steps": 4,
@@ -219,7 +211,7 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[int], monkeypatch: pytes
     ],
 )  # fmt: skip
 def test_what_cannot_be_fused_is_trls_and_says_so_once(
-    path: str, calls: list[int], caplog: pytest.LogCaptureFixture, options: dict[str, Any], words: str
+    path: str, calls: list[Any], caplog: pytest.LogCaptureFixture, options: dict[str, Any], words: str
 ) -> None:
     patching._said.clear()
     expected = train(GRPOTrainer, path, max_steps=2, **options)
@@ -239,7 +231,7 @@ def test_a_loss_that_reads_something_new_is_not_ours(path: str, monkeypatch: pyt
     assert trl_objective.reads(GRPOTrainer._compute_loss) <= trl_objective.KNOWN_READS
 
 
-def test_a_subclass_that_scores_in_its_own_way_takes_trls_loss(path: str, calls: list[int]) -> None:
+def test_a_subclass_that_scores_in_its_own_way_takes_trls_loss(path: str, calls: list[Any]) -> None:
     """Its old log-probabilities would come from its method and the new ones not."""
 
     class Mine(FastGRPOTrainer):

@@ -1,92 +1,30 @@
-"""verl's policy losses and its fused head against verl's own files, which are loaded without what verl imports.
+"""verl's policy losses on fastrl against verl's own, for every preset, aggregation and global batch."""
 
-`make test` puts verl's files, without its dependencies, into .venv/share/fastrl-peers; the modules under test import
-little of it, and stand-ins take the place of the rest.
-"""
-
-import importlib.util
-import site
 import sys
-import types
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
+from verl_cases import CLOSE, ActorConfig, loaded
 
 import fastrl.integrations.verl as adapter
-from fastrl import PRESETS, linear_token_logprobs
+from fastrl import PRESETS
 from fastrl.integrations import patching
 
 B, T = 4, 6
 OFF_POLICY_DELTA = 0.02  # nats: drops the fourth response, keeps the second
-CLOSE = {"rtol": 2e-5, "atol": 5e-6}
-
-
-def folder_of(package):
-    """Where a package's files are, or a skip."""
-    for root in (Path(sys.prefix) / "share" / "fastrl-peers", *map(Path, site.getsitepackages())):
-        if (root / package).is_dir():
-            return root / package
-    pytest.skip(f"{package} is not installed beside the tests (make test does it)")
-
-
-@dataclass
-class ActorConfig:
-    """The fields of verl's class that its policy losses read."""
-
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = 0.1
-    clip_ratio_high: float | None = 0.15
-    clip_ratio_c: float = 1.4
-    tau_pos: float = 0.9
-    tau_neg: float = 1.3
-    use_kl_loss: bool = False
-    policy_loss: types.SimpleNamespace = field(default_factory=lambda: types.SimpleNamespace(ppo_kl_coef=0.3))
-    global_batch_info: dict = field(default_factory=dict)
-
-    def get(self, name, default=None):
-        return getattr(self, name, default)
-
-
-def stand_ins(version):
-    """Modules that verl's files import and these tests do not need."""
-    contents = {
-        "omegaconf": {"DictConfig": dict}, "tensordict": {"TensorDict": dict}, "verl": {"__version__": version},
-        "verl.trainer": {}, "verl.trainer.ppo": {}, "verl.trainer.config": {"AlgoConfig": type("AlgoConfig", (), {})},
-        "verl.utils": {"as_torch_index": None, "group_mean_std": None}, "verl.utils.experimental": {},
-        "verl.utils.kernel": {}, "verl.workers": {}, "verl.workers.config": {"ActorConfig": ActorConfig},
-        "verl.utils.device": {"get_device_name": None, "get_torch_device": None},
-    }  # fmt: skip
-    for name, values in contents.items():
-        module = types.ModuleType(name)
-        module.__path__ = []
-        module.__dict__.update(values)
-        yield name, module
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+GLOBAL = ({}, {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 8, "loss_scale_factor": 11},
+          {"batch_num_tokens": torch.tensor(40), "global_batch_size": torch.tensor(8)})  # fmt: skip
+# preset -> verl's name for it; what has no dual clip is verl's with one that never binds
+PAIRS = {"PPO": "vanilla", "GRPO": "vanilla", "BNPO": "vanilla", "DAPO": "vanilla", "CISPO": "cispo",
+         "GSPOToken": "gspo", "SAPO": "sapo", "GPG": "gpg", "REINFORCE": "gpg"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def core():
-    """verl.trainer.ppo.core_algos, and the two modules with its fused kernels, in sys.modules."""
-    folder = folder_of("verl")
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
-    version = (folder / "version" / "version").read_text().strip()
-    fresh = dict(stand_ins(version))
-    fresh = {name: module for name, module in fresh.items() if name.startswith("verl") or name not in sys.modules}
-    sys.modules.update(fresh)
-    real = ("utils.import_utils", "utils.torch_functional", "trainer.ppo.core_algos",
-            "utils.experimental.torch_functional", "utils.kernel.linear_cross_entropy")  # fmt: skip
-    for name in real:
-        spec = importlib.util.spec_from_file_location(f"verl.{name}", folder / f"{name.replace('.', '/')}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[f"verl.{name}"] = fresh[f"verl.{name}"] = module
-        parent, _, leaf = f"verl.{name}".rpartition(".")
-        setattr(sys.modules[parent], leaf, module)
-        spec.loader.exec_module(module)
-    yield sys.modules["verl.trainer.ppo.core_algos"]
-    for name in fresh:
-        del sys.modules[name]
-    sys.modules.update(before)
+    """verl.trainer.ppo.core_algos."""
+    with loaded() as module:
+        yield module
 
 
 @pytest.fixture
@@ -122,14 +60,6 @@ def run(function, batch, mode, config, weights=None):
     )
     loss = loss * 1.0  # verl's may be an in-place result
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0], metrics
-
-
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-GLOBAL = ({}, {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 8, "loss_scale_factor": 11},
-          {"batch_num_tokens": torch.tensor(40), "global_batch_size": torch.tensor(8)})  # fmt: skip
-# preset -> verl's name for it; what has no dual clip is verl's with one that never binds
-PAIRS = {"PPO": "vanilla", "GRPO": "vanilla", "BNPO": "vanilla", "DAPO": "vanilla", "CISPO": "cispo",
-         "GSPOToken": "gspo", "SAPO": "sapo", "GPG": "gpg", "REINFORCE": "gpg"}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", PAIRS)
@@ -288,92 +218,6 @@ def test_use_kl_loss_with_deepseek_is_said(registered, caplog):
     run(registered["fastrl_DeepSeekV32"], batch, "token-mean", ActorConfig(use_kl_loss=True))
     run(registered["fastrl_DeepSeekV32"], batch, "token-mean", ActorConfig(use_kl_loss=True))
     assert len(caplog.records) == 1 and "use_kl_loss" in caplog.text
-
-
-# --- log-probabilities and entropies ----------------------------------------------------------------------------------
-
-
-def head_inputs(shape):
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(*shape, 8, generator=generator).requires_grad_()
-    weight = torch.randn(23, 8, generator=generator).requires_grad_()
-    upstream = [torch.randn(shape, generator=generator) for _ in range(2)]
-    return hidden, weight, torch.randint(23, shape, generator=generator), upstream
-
-
-def scored(module, shape, ids=torch.int64):
-    hidden, weight, labels, upstream = head_inputs(shape)
-    logprobs, entropy = module(hidden, weight, labels.to(ids), 0.7)
-    gradients = torch.autograd.grad([logprobs, entropy], [hidden, weight], [u.view_as(logprobs) for u in upstream])
-    return logprobs.detach(), entropy.detach(), *gradients
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 5)])
-@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
-def test_fused_linear_is_verls(core, shape, ids):
-    theirs = sys.modules["verl.utils.experimental.torch_functional"].FusedLinearForPPO(chunk_size=3)
-    ours = adapter.FusedLinearForPPO(chunk_size=3)
-    expected = scored(theirs.forward, shape, ids)
-    torch.testing.assert_close(scored(ours.forward, shape, ids), expected, **CLOSE)
-    flat = scored(adapter.linear_cross_entropy, shape, ids)
-    torch.testing.assert_close(flat[0], expected[0].flatten(), **CLOSE)
-    torch.testing.assert_close(flat[1], expected[1].flatten(), **CLOSE)
-    torch.testing.assert_close(flat[2:], expected[2:], **CLOSE)
-
-
-def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch):
-    functional = sys.modules["verl.utils.experimental.torch_functional"]
-    kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
-    before = functional.FusedLinearForPPO, kernel.linear_cross_entropy
-    importer = types.ModuleType("verl.models.mcore.model_forward_fused")  # imports the kernel by name
-    importer.linear_cross_entropy = kernel.linear_cross_entropy
-    monkeypatch.setitem(sys.modules, importer.__name__, importer)
-    budgets = []
-    monkeypatch.setattr(
-        adapter, "linear_token_logprobs",
-        lambda *args, memory_budget, **named: budgets.append(memory_budget) or linear_token_logprobs(*args, **named),
-    )  # fmt: skip
-    adapter.enable(memory_budget="64MiB")
-    adapter.enable(memory_budget="32MiB")
-    try:
-        assert functional.FusedLinearForPPO is adapter.FusedLinearForPPO
-        assert kernel.linear_cross_entropy is importer.linear_cross_entropy is adapter.linear_cross_entropy
-        scored(functional.FusedLinearForPPO(impl_backend="liger").forward, (4,))
-        assert budgets == [32 << 20]
-    finally:
-        adapter.disable()
-    adapter.disable()
-    assert (functional.FusedLinearForPPO, kernel.linear_cross_entropy) == before
-    assert importer.linear_cross_entropy is before[1]
-
-
-def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
-    kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
-    calls = []
-    monkeypatch.setattr(kernel, "linear_cross_entropy", lambda *args: calls.append(args) or (None, None))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-    hidden, weight, labels, _ = head_inputs((5,))
-    with pytest.raises(NotImplementedError, match="sharded"):
-        adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
-    patching._said.clear()
-    adapter.enable()
-    try:
-        kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
-        kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "mean", None)
-        assert len(calls) == 2 and len(caplog.records) == 2
-        assert kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 1)[0].shape == (5,)
-        assert len(calls) == 2
-    finally:
-        adapter.disable()
-
-
-def test_an_unknown_version_changes_nothing(core, monkeypatch):
-    functional = sys.modules["verl.utils.experimental.torch_functional"]
-    before = functional.FusedLinearForPPO
-    monkeypatch.setattr(sys.modules["verl"], "__version__", "0.10.0")
-    with pytest.raises(RuntimeError, match=r"0\.9\.1.*0\.10\.0"):
-        adapter.enable()
-    assert functional.FusedLinearForPPO is before
 
 
 def test_without_verl_the_error_says_what_to_install(monkeypatch):

@@ -1,6 +1,6 @@
 """verl's fused head and OpenRLHF's log-probabilities beside ours, and a slime-style loss beside eager torch.
 
-    OMP_NUM_THREADS=1 python benchmarks/integrations/from_wheels.py       # 1024 tokens, H 256, V 32768, float32
+    OMP_NUM_THREADS=1 python benchmarks/integrations/verl_openrlhf_slime.py  # 1024 tokens, H 256, V 32768, float32
 
 The packages' own files are read from where `make test` puts them (.venv/share/fastrl-peers), with stand-ins for what
 they import. Processor time, median of 5; memory is what a call and its backward hold beyond inputs, outputs and

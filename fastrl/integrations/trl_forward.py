@@ -1,0 +1,65 @@
+"""A loss inside TRL's own forward: it takes what TRL hands to its fused head, and the forward returns its result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .trl import replaced_head
+
+#: The argument of the forward that `add_loss_forward` adds.
+LOSS = "fastrl_loss"
+
+
+@dataclass
+class HeadCall:
+    """What TRL's fused forward hands to its head."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+class _LossHead:
+    """In the place of TRL's head for one forward: it computes the loss, and leaves nothing for TRL to add up."""
+
+    def __init__(self, loss: Callable[[HeadCall], dict[str, Tensor]]) -> None:
+        self.loss = loss
+        self.found: dict[str, Tensor] | None = None
+
+    def apply(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+        chunk_size: int, softcap: float | None, logit_scale: float, outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """As `FusedHead.apply`, with zeros for log-probabilities."""
+        self.found = self.loss(HeadCall(hidden, weight, bias, temperature, softcap, logit_scale))
+        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
+
+
+def add_loss_forward(model: Any) -> None:
+    """Give the model's forward an argument `fastrl_loss`, with which it returns that loss's dictionary.
+
+    The loss is inside the forward, and is its output, because wrappers (DDP, accelerate's autocast) look at both.
+    """
+    fused_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = kwargs.pop(LOSS, None)
+        if loss is None:
+            return fused_forward(*args, **kwargs)
+        head = _LossHead(loss)
+        with replaced_head(head):
+            fused_forward(*args, fused_lm_head=True, **kwargs)
+        return head.found
+
+    model.forward = MethodType(forward, model)

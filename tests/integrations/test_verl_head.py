@@ -1,0 +1,97 @@
+"""verl's fused log-probabilities and entropies on fastrl against verl's own, and verl put back as it was."""
+
+import sys
+import types
+
+import pytest
+import torch
+from verl_cases import CLOSE, loaded
+
+import fastrl.integrations.verl as adapter
+from fastrl.integrations import patching
+
+
+@pytest.fixture(scope="module")
+def core():
+    """verl.trainer.ppo.core_algos."""
+    with loaded() as module:
+        yield module
+
+
+def head_inputs(shape):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(*shape, 8, generator=generator).requires_grad_()
+    weight = torch.randn(23, 8, generator=generator).requires_grad_()
+    upstream = [torch.randn(shape, generator=generator) for _ in range(2)]
+    return hidden, weight, torch.randint(23, shape, generator=generator), upstream
+
+
+def scored(module, shape, ids=torch.int64):
+    hidden, weight, labels, upstream = head_inputs(shape)
+    logprobs, entropy = module(hidden, weight, labels.to(ids), 0.7)
+    gradients = torch.autograd.grad([logprobs, entropy], [hidden, weight], [u.view_as(logprobs) for u in upstream])
+    return logprobs.detach(), entropy.detach(), *gradients
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5)])
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
+def test_fused_linear_is_verls(core, shape, ids):
+    theirs = sys.modules["verl.utils.experimental.torch_functional"].FusedLinearForPPO(chunk_size=3)
+    ours = adapter.FusedLinearForPPO(chunk_size=3)
+    expected = scored(theirs.forward, shape, ids)
+    torch.testing.assert_close(scored(ours.forward, shape, ids), expected, **CLOSE)
+    flat = scored(adapter.linear_cross_entropy, shape, ids)
+    torch.testing.assert_close(flat[0], expected[0].flatten(), **CLOSE)
+    torch.testing.assert_close(flat[1], expected[1].flatten(), **CLOSE)
+    torch.testing.assert_close(flat[2:], expected[2:], **CLOSE)
+
+
+def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch, watch):
+    functional = sys.modules["verl.utils.experimental.torch_functional"]
+    kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
+    before = functional.FusedLinearForPPO, kernel.linear_cross_entropy
+    importer = types.ModuleType("verl.models.mcore.model_forward_fused")  # imports the kernel by name
+    importer.linear_cross_entropy = kernel.linear_cross_entropy
+    monkeypatch.setitem(sys.modules, importer.__name__, importer)
+    calls = watch(adapter, "linear_token_logprobs")
+    adapter.enable(memory_budget="64MiB")
+    adapter.enable(memory_budget="32MiB")
+    try:
+        assert functional.FusedLinearForPPO is adapter.FusedLinearForPPO
+        assert kernel.linear_cross_entropy is importer.linear_cross_entropy is adapter.linear_cross_entropy
+        scored(functional.FusedLinearForPPO(impl_backend="liger").forward, (4,))
+        assert [given["memory_budget"] for given in calls] == [32 << 20]
+    finally:
+        adapter.disable()
+    adapter.disable()
+    assert (functional.FusedLinearForPPO, kernel.linear_cross_entropy) == before
+    assert importer.linear_cross_entropy is before[1]
+
+
+def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
+    kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
+    calls = []
+    monkeypatch.setattr(kernel, "linear_cross_entropy", lambda *args: calls.append(args) or (None, None))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
+    hidden, weight, labels, _ = head_inputs((5,))
+    with pytest.raises(NotImplementedError, match="sharded"):
+        adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
+    patching._said.clear()
+    adapter.enable()
+    try:
+        kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
+        kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "mean", None)
+        assert len(calls) == 2 and len(caplog.records) == 2
+        assert kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 1)[0].shape == (5,)
+        assert len(calls) == 2
+    finally:
+        adapter.disable()
+
+
+def test_an_unknown_version_changes_nothing(core, monkeypatch):
+    functional = sys.modules["verl.utils.experimental.torch_functional"]
+    before = functional.FusedLinearForPPO
+    monkeypatch.setattr(sys.modules["verl"], "__version__", "0.10.0")
+    with pytest.raises(RuntimeError, match=r"0\.9\.1.*0\.10\.0"):
+        adapter.enable()
+    assert functional.FusedLinearForPPO is before

@@ -1,0 +1,137 @@
+"""Which routers are known: each adapter has its model's rule, one's own may be given, and others are named."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from routing_cases import EXPERTS, MODELS, SIZES, TOP_K, generate, inputs, mixtral, qwen, routers, seeded
+from torch import Tensor, nn
+
+from fastrl.integrations.routing import ADAPTERS, RouterAdapter, all_gates, has_routers, record_routing, replay_routing
+
+
+@pytest.fixture
+def one_model() -> Any:
+    return seeded(MODELS["qwen normalised"])
+
+
+def test_a_model_without_known_routers_is_named() -> None:
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    routing = torch.zeros(1, 1, 1, 2, dtype=torch.long)
+    assert not has_routers(dense) and not has_routers(object())
+    for block in (lambda: record_routing(dense), lambda: replay_routing(dense, routing)):
+        with (
+            pytest.raises(TypeError, match=r"MixtralTopKRouter.*Qwen3MoeTopKRouter.*LlamaForCausalLM.*adapters=\{"),
+            block(),
+        ):
+            pytest.fail("the block ran")
+    with pytest.raises(TypeError, match="_get_logits_processor, got MixtralModel"), record_routing(mixtral().model):
+        pytest.fail("the block ran")
+
+
+def test_an_adapter_of_ones_own(one_model: Any) -> None:
+    """A router with its sizes elsewhere, another rule for its gates, and one more output."""
+
+    class OddRouter(nn.Module):
+        def __init__(self, like: Any) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, EXPERTS, bias=False)
+            self.inner.weight = like.weight
+
+        def forward(self, hidden: Tensor) -> Any:
+            logits = self.inner(hidden)
+            values, experts = logits.topk(TOP_K)
+            return logits, values.tanh(), experts
+
+    for layer in one_model.model.layers:
+        layer.mlp.gate = OddRouter(layer.mlp.gate)
+    adapters = {
+        "OddRouter": RouterAdapter(
+            lambda router, logits, experts: logits.gather(-1, experts).tanh(), lambda router: (EXPERTS, TOP_K)
+        )
+    }
+    assert not has_routers(one_model) and has_routers(one_model, adapters)
+    sequences = generate(one_model, (3, 2)).sequences
+    batch = inputs(sequences, (3, 2))
+    with record_routing(one_model, adapters) as recorder:
+        one_model.generate(**batch, max_new_tokens=1)
+    routing = recorder.routing(10)
+    plain = one_model(**batch).logits
+    with replay_routing(one_model, routing, adapters):
+        assert torch.equal(one_model(**batch).logits, plain)
+    with replay_routing(one_model, routing.roll(1, 0), adapters):
+        assert not torch.equal(one_model(**batch).logits, plain)
+
+
+def router_class(name: str) -> Any:
+    folder = Path(transformers.__file__).parent / "models"
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        if f"class {name}(" in path.read_text():
+            return getattr(importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name)
+    return None
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_adapter_has_its_models_rule(name: str) -> None:
+    """Gate weights at the router's own choice are those that the router returns, in float32 and bfloat16."""
+    cls = router_class(name)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    for normalised in (True, False):
+        config = SimpleNamespace(
+            hidden_size=16, num_experts=8, num_local_experts=8, n_routed_experts=8, moe_num_experts=8, moe_topk=3,
+            num_experts_per_tok=3, norm_topk_prob=normalised, routed_scaling_factor=2.5, n_group=2, topk_group=1,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        router = cls(config)
+        for parameter in router.parameters():
+            nn.init.normal_(parameter)
+        for dtype in (torch.float32, torch.bfloat16):
+            router.to(dtype)
+            logits, gates, experts = router(torch.randn(20, 16, dtype=dtype))
+            adapter = ADAPTERS[name]
+            assert adapter.sizes(router) == (8, 3) == (logits.shape[1], experts.shape[1])
+            assert torch.equal(adapter.gate_weights(router, logits, experts).to(gates.dtype), gates)
+
+
+def test_experts_that_the_router_has_left_have_finite_gates() -> None:
+    logits = torch.tensor([[300.0, 0.0, -50.0, 1.0]], requires_grad=True)
+    gates = all_gates(SimpleNamespace(), logits, torch.tensor([[1, 2]]))
+    gates.sum().backward()
+    assert gates.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()
+
+
+def test_routers_that_choose_different_numbers_are_refused(one_model: Any) -> None:
+    routers(one_model)[1].top_k = 3
+    with pytest.raises(ValueError, match=re.escape("same number of experts, got [2, 3]")), record_routing(one_model):
+        pytest.fail("the block ran")
+
+
+def test_many_experts_need_int32() -> None:
+    """16-bit indices would come back negative."""
+
+    class Router(nn.Module):
+        top_k, weight = 2, torch.empty(40_000, 1)
+
+    model = qwen().eval()
+    model.model.extra = Router()
+    with record_routing(model, {"Router": RouterAdapter(all_gates)}) as recorder:
+        generate(model, (2,))
+    routing = recorder.routing(9)
+    assert routing.dtype == torch.int32 and (routing[:, :, 3] == -1).all()  # the one that never ran
+    assert (routing[:, :8, :3] >= 0).all()
+
+
+def test_without_transformers_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.routing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "pip install 'fastrl[train]'" in done.stderr

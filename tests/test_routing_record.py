@@ -1,0 +1,197 @@
+"""Recorded routing: every expert of every forward of generate, in whatever way it generates; what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from routing_cases import MODELS, PAD, STEPS, TOP_K, generate, inputs, prompts, qwen, routers, seeded
+from torch import Tensor, nn
+
+from fastrl.integrations.routing import RoutingRecorder, has_routers, record_routing, replay_routing
+from fastrl.integrations.transformers import record_sampling
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
+def model(request: pytest.FixtureRequest) -> Any:
+    return seeded(request.param)
+
+
+@pytest.fixture
+def one_model() -> Any:
+    return seeded(MODELS["qwen normalised"])
+
+
+def test_what_is_recorded_is_what_the_routers_chose(model: Any) -> None:
+    """Every position's experts, but the last's: the model never saw that token."""
+    with record_routing(model) as recorder:
+        sequences = generate(model).sequences
+    chosen = []
+    handles = [r.register_forward_hook(lambda m, a, o: chosen.append(o[2].view(4, -1, TOP_K))) for r in routers(model)]
+    model(**inputs(sequences))
+    for handle in handles:
+        handle.remove()
+    expected = torch.stack(chosen, 2).to(torch.int16)
+    routing = recorder.routing(sequences.shape[1] + 2)
+    mask = inputs(sequences)["attention_mask"][:, :-1].bool()
+    assert torch.equal(routing[:, :-3][mask], expected[:, :-1][mask])
+    assert (routing[:, -3:] == -1).all()
+    assert torch.equal(recorder.routing(4), routing[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((1, 1), {}),
+        ((1,), {"num_return_sequences": 3}),
+        ((4, 2), {"num_return_sequences": 2}),
+        ((4, 2), {"do_sample": False}),
+        ((4, 2), {"use_cache": False}),
+        ((1, 1), {"use_cache": False}),
+        ((5, 2), {"prefill_chunk_size": 2}),
+        ((5, 2), {"cache_implementation": "static"}),
+        ((3, 2), {"max_new_tokens": 1}),
+    ],
+)
+def test_ways_to_generate(one_model: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> None:
+    with record_routing(one_model) as recorder:
+        sequences = generate(one_model, lengths, **options).sequences
+    rows = tuple(length for length in lengths for _ in range(options.get("num_return_sequences", 1)))
+    batch = inputs(sequences, lengths=rows) if rows == lengths else expanded(sequences, lengths)
+    with record_routing(one_model) as whole:
+        one_model.generate(**batch, max_new_tokens=1)
+    mask = batch["attention_mask"].bool()
+    mask[:, -1] = False
+    length = sequences.shape[1]
+    assert torch.equal(recorder.routing(length)[mask], whole.routing(length)[mask])
+    assert (recorder.routing(length)[:, -1] == -1).all()
+
+
+def expanded(sequences: Tensor, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    copies = len(sequences) // len(lengths)
+    mask = nn.functional.pad(prompts(*lengths)[1], (0, sequences.shape[1] - max(lengths)), value=True)
+    mask = mask.repeat_interleave(copies, 0)
+    return {"input_ids": sequences, "attention_mask": mask.long(), "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def test_embeddings_for_a_prompt(one_model: Any) -> None:
+    ids, mask = prompts(4, 2)
+    options = {"attention_mask": mask.long(), "max_new_tokens": 3}
+    with record_routing(one_model) as recorder:
+        one_model.generate(ids, **options)
+        expected = recorder.routing(7)
+        one_model.generate(inputs_embeds=one_model.get_input_embeddings()(ids), **options)
+    assert torch.equal(recorder.routing(7), expected) and (expected[:, :6] >= 0).all()
+
+
+def test_each_generate_begins_anew_and_blocks_nest(one_model: Any) -> None:
+    with record_routing(one_model) as outer:
+        generate(one_model)
+        first = outer.routing(12)
+        one_model(**inputs(torch.ones(4, 9, dtype=torch.long)))  # not of a generate
+        assert torch.equal(outer.routing(12), first)
+        with record_routing(one_model) as inner:
+            generate(one_model, (1, 1))
+        assert torch.equal(inner.routing(8), outer.routing(8)) and inner.routing(8).shape[0] == 2
+        assert not torch.equal(outer.routing(8), first[:2, :8])
+        generate(one_model)
+    assert torch.equal(outer.routing(12), first) and inner.routing(8).shape[0] == 2
+
+
+def test_the_model_is_left_as_it_was(one_model: Any) -> None:
+    def state() -> list[Any]:
+        hooks = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in one_model.modules()]
+        return [*hooks, *([*vars(m)] for m in one_model.modules())]
+
+    generate(one_model)
+    before = state()
+    with pytest.raises(ValueError, match="got beam_search"), record_routing(one_model) as recorder:
+        one_model.generate(prompts(2)[0], num_beams=2, max_new_tokens=2)
+    assert state() == before
+    with record_routing(one_model) as recorder:
+        assert state() != before
+        generate(one_model, (3,))
+    assert state() == before
+    routing = recorder.routing(3 + STEPS)
+    with replay_routing(one_model, routing):
+        assert state() != before
+    assert state() == before
+    with pytest.raises(ValueError, match="must have a row"), replay_routing(one_model, routing):
+        one_model(prompts(4)[0])
+    assert state() == before
+    plain = one_model(**inputs(generate(one_model, (3,)).sequences, (3,))).logits
+    assert torch.equal(recorder.routing(3 + STEPS), routing) and plain.shape[1] == 3 + STEPS
+
+
+def test_a_wrapper_that_passes_attributes_on(one_model: Any) -> None:
+    class Wrapper:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(one_model, name)
+
+    assert has_routers(Wrapper())
+    with (
+        record_routing(Wrapper()) as recorder,
+        record_sampling(Wrapper()) as sampling,
+        record_routing(Wrapper()) as inner,
+    ):
+        out = generate(Wrapper(), (3,), top_k=4)
+    assert torch.equal(inner.routing(3 + STEPS), recorder.routing(3 + STEPS))
+    assert len(sampling.sampling_mask()) == STEPS
+    with replay_routing(Wrapper(), recorder.routing(3 + STEPS)):
+        one_model(out.sequences)
+        with pytest.raises(ValueError, match="must have a row"):
+            one_model(out.sequences[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2, "do_sample": False}, "got beam_search"),
+        ({"num_beams": 2}, "got beam_sample"),
+        ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
+        ({"guidance_scale": 1.5}, "guidance can be recorded"),
+    ],
+)
+def test_only_sampling_is_recorded(one_model: Any, options: dict[str, Any], reason: str) -> None:
+    with record_routing(one_model), pytest.raises(ValueError, match=reason):
+        generate(one_model, (3,), **options)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_assistant_is_refused(one_model: Any, own: bool) -> None:
+    assistant = one_model if own else qwen().eval()
+    with record_routing(one_model), pytest.raises(ValueError, match="without an assistant"):
+        generate(one_model, (3,), assistant_model=assistant)
+
+
+@pytest.mark.parametrize("tokens", [2, STEPS])  # two: a single forward, of prompt and draft
+def test_forwards_of_several_new_tokens_are_refused(one_model: Any, tokens: int) -> None:
+    """Where an assistant comes unseen: by its position."""
+    ids, assistant = prompts(3)[0], qwen().eval()
+    config = transformers.GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD)
+    with record_routing(one_model), pytest.raises(ValueError, match=r"a token a step, .* got \d tokens a sequence"):
+        one_model.generate(ids, config, None, None, None, None, assistant)
+
+
+def test_a_cache_with_tokens_is_refused(one_model: Any) -> None:
+    ids = prompts(5)[0]
+    past = one_model(ids[:, :3], use_cache=True).past_key_values
+    with record_routing(one_model), pytest.raises(ValueError, match="past_key_values must be empty"):
+        one_model.generate(ids, past_key_values=past, max_new_tokens=2)
+
+
+def test_nothing_recorded_and_bad_lengths(one_model: Any) -> None:
+    with record_routing(one_model) as recorder:
+        one_model(prompts(4)[0])
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        recorder.routing(4)
+    for length in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"length must be a positive integer, got {length}"):
+            recorder.routing(length)  # type: ignore[arg-type]
+
+
+def test_a_recorder_is_nothing_before_a_generate() -> None:
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        RoutingRecorder(1, torch.int16).routing(1)
