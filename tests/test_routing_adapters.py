@@ -135,3 +135,16 @@ def test_without_transformers_the_extra_is_named() -> None:
     code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.routing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "pip install 'fastrl[train]'" in done.stderr
+
+
+def test_a_router_that_returns_another_order_is_named(one_model: Any) -> None:
+    """As GraniteMoe's did in transformers 5.17."""
+    for layer in one_model.model.layers:
+        forward = layer.mlp.gate.forward
+        layer.mlp.gate.forward = lambda hidden, forward=forward: tuple(reversed(forward(hidden)))
+    words = rf"Qwen3MoeTopKRouter must return logits \(\.\.\., {EXPERTS}\).*got int64 \(\.\.\., {TOP_K}\).*transformers"
+    with pytest.raises(TypeError, match=words), record_routing(one_model):
+        generate(one_model)
+    routing = torch.full((4, 5, SIZES["num_hidden_layers"], TOP_K), -1)
+    with pytest.raises(TypeError, match=words), replay_routing(one_model, routing):
+        one_model(torch.ones(4, 5, dtype=torch.long))

@@ -98,18 +98,19 @@ class RoutingRecorder:
         self._steps: list[list[Tensor]] = [[] for _ in range(self._layers)]  # a layer's forwards: (B, new tokens, K)
         self._positions = [0] * self._layers
 
-    def _record(self, layer: int, router: Any, args: Any, output: Any) -> None:
+    def _record(self, layer: int, adapter: RouterAdapter, router: Any, args: Any, output: Any) -> None:
         """A forward hook: (B T, K) experts of the prompt, at once or in chunks, or of one more token; we count them."""
         if not self._recording:
             return
-        position, tokens = self._positions[layer], output[2].shape[:-1].numel() / self._batch
+        chosen = _checked(router, adapter, output)[2]
+        position, tokens = self._positions[layer], chosen.shape[:-1].numel() / self._batch
         prefill = position < self._prompt
         new = tokens if prefill else 1
         expected = new if prefill or self._cached else position + 1
         if tokens != expected or not tokens.is_integer() or (prefill and position + new > self._prompt):
             got = f"{tokens:g} tokens a sequence in router {layer}, after {position} with a prompt of {self._prompt}"
             raise ValueError(f"only sampling a token a step, without an assistant, can be recorded, got {got}")
-        chosen = output[2].detach().view(self._batch, int(tokens), -1)
+        chosen = chosen.detach().view(self._batch, int(tokens), -1)
         self._steps[layer].append(chosen[:, -int(new) :].to(self._dtype))
         self._positions[layer] += int(new)
 
@@ -165,8 +166,8 @@ def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRe
     with ExitStack() as stack:
         _replace(stack, owner, "generate", MethodType(generate_recorded, owner))
         _replace(stack, owner, "_get_logits_processor", MethodType(build_and_begin, owner))
-        for layer, (router, _) in enumerate(routers):
-            stack.callback(router.register_forward_hook(partial(recorder._record, layer)).remove)
+        for layer, (router, adapter) in enumerate(routers):
+            stack.callback(router.register_forward_hook(partial(recorder._record, layer, adapter)).remove)
         yield recorder
 
 
@@ -197,7 +198,7 @@ def _imposing(router: Any, adapter: RouterAdapter, imposed: Tensor) -> Callable[
 
     @wraps(forward)
     def forward_imposed(*args: Any, **kwargs: Any) -> Any:
-        logits, weights, chosen, *rest = forward(*args, **kwargs)
+        logits, weights, chosen, *rest = _checked(router, adapter, forward(*args, **kwargs))
         tokens = chosen.shape[:-1].numel()
         if tokens != len(imposed):
             raise ValueError(f"routing must have a row for each of the forward's {tokens} tokens, got {len(imposed)}")
@@ -206,6 +207,18 @@ def _imposing(router: Any, adapter: RouterAdapter, imposed: Tensor) -> Callable[
         return (logits, adapter.gate_weights(router, logits, experts).to(weights.dtype), experts, *rest)
 
     return forward_imposed
+
+
+def _checked(router: Any, adapter: RouterAdapter, output: Any) -> Any:
+    """What a router's forward returned, unless in an order that is not read here: versions of transformers differ."""
+    (experts, chosen), (logits, _, choice, *_) = adapter.sizes(router), output
+    if choice.is_floating_point() or (logits.shape[-1], choice.shape[-1]) != (experts, chosen):
+        got = ", ".join(f"{str(x.dtype).removeprefix('torch.')} (..., {x.shape[-1]})" for x in output[:3])
+        raise TypeError(
+            f"{type(router).__name__} must return logits (..., {experts}), gate weights and the choice (..., {chosen}),"
+            f" got {got} with transformers {transformers.__version__}"
+        )
+    return output
 
 
 def _check_routing(routing: Tensor, routers: list[tuple[Any, RouterAdapter]]) -> None:
