@@ -1,0 +1,194 @@
+"""The sizes that row kernels and store-free head could have, each timed at each shape: what a default is chosen by.
+
+    python benchmarks/tune.py --out DIR                         # all kernels, at the logits suite's GPU shapes
+    python benchmarks/tune.py --out DIR --kernel visit --shape 8192x151936
+    python benchmarks/tune.py --out DIR --kernel head --shape 8192x4096x151936
+
+Prints the fastest first, the default marked, and writes tune.json. Statistics and visit must keep the same `vector`,
+`block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A choice takes
+2 to 5 s, most of it to compile: some 20 of statistics and gradient, 50 of the visit, 20 of the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton import TritonError
+
+from fastrl.bench import machine
+from fastrl.bench.clock import time_runs
+from fastrl.bench.measure import default_device
+from fastrl.bench.subjects import Outcome, Run
+from fastrl.bench.suites import SUITES
+from fastrl.kernels import linear_statistics, row_gradient, row_statistics, row_visit
+from fastrl.kernels.configuration import (
+    Configuration,
+    TileConfiguration,
+    configuration,
+    launch_options,
+    multiprocessors,
+    tile_configuration,
+)
+from fastrl.ops import triton_backend
+from fastrl.ops.contract import RowInputs, RowObjective, Transform
+
+ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "visit": row_visit}
+CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
+_REPEATS, _SECONDS = 20, 0.5
+
+Choice = dict[str, Any]
+
+
+def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
+    """Block, warps, registers a thread (None: the compiler's choice) and the visit's segments. The default first."""
+    base = configuration(vocab, itemsize)
+    warps = base.visit_warps if kernel == "visit" else base.warps
+    default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64}
+    found = [default]
+    for block, segments, warps, registers in itertools.product(
+        (1024, 2048, 4096, 8192), (1, 2, 4) if kernel == "visit" else (base.segments,), (4, 8, 16, 32), (64, None)
+    ):
+        entries = block * (segments if kernel == "visit" else 1) // (32 * warps)  # of a thread, in a step
+        choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers}
+        if choice != default and 8 <= entries <= 32 and (registers or 0) * 32 * warps <= 65536:
+            found.append(choice)
+    return found
+
+
+@contextmanager
+def chosen(kernel: str, choice: Choice) -> Iterator[None]:
+    """The kernel's launcher with these sizes."""
+    module = ROW_KERNELS[kernel]
+
+    def sizes(vocab: int, itemsize: int) -> Configuration:
+        return Configuration(16 // itemsize, choice["block"], choice["segments"], choice["warps"], choice["warps"])
+
+    def options(warps: int, light: bool) -> dict[str, Any]:
+        found = {k: v for k, v in launch_options(warps, light).items() if k != "maxnreg"}
+        return found if choice["maxnreg"] is None else found | {"maxnreg": choice["maxnreg"]}
+
+    with patch.object(module, "configuration", sizes), patch.object(module, "launch_options", options):
+        yield
+
+
+def row_call(kernel: str, n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Callable[[], Any], int]:
+    """The kernel on N rows of random logits, and the bytes that it has to move."""
+    logits = torch.randn(1, n, vocab, dtype=dtype, device=device)
+    targets, c = torch.randint(vocab, (n,), device=device), torch.randn(n, device=device)
+    once, identity = logits.numel() * logits.element_size(), Transform()
+    if kernel == "statistics":
+        return lambda: triton_backend.row_statistics(logits, targets, None, identity), once
+    if kernel == "gradient":
+        found, out = triton_backend.row_statistics(logits, targets, None, identity), torch.empty_like(logits)
+        return lambda: triton_backend.row_gradient(logits, targets, None, identity, found, c, None, out), 2 * once
+    inputs = RowInputs(c, c.abs())
+    # In place: the second call visits a gradient, whose rows take as long.
+    return lambda: triton_backend.row_visit(logits, targets, None, identity, CLIP, inputs), 2 * once
+
+
+def head_choices(hidden: torch.Tensor, weight: torch.Tensor) -> list[Choice]:
+    """Tiles of the store-free head; the default first."""
+    base = tile_configuration(hidden, weight, False)
+    tiles = [(128, 256, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (256, 128, 8)]
+    found = [base]
+    for (rows, columns, warps), stages, split in itertools.product(tiles, (3, 4), (2048, 4096)):
+        sizes = base._replace(rows=rows, columns=columns, warps=warps, stages=stages, split=split)
+        if sizes != base:
+            found.append(sizes)
+    return [sizes._asdict() for sizes in found]
+
+
+def head_call(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, choice: Choice) -> Any:
+    """The store-free head with these sizes."""
+    programs = multiprocessors(hidden)
+    return linear_statistics.launch(
+        TileConfiguration(**choice), programs, hidden, weight, None, targets, 1.0, None, 1.0, 0.0
+    )
+
+
+def timed(call: Callable[[], Any], device: str) -> float:
+    """Milliseconds, the median, with a cold cache."""
+
+    def once() -> Outcome:
+        call()
+        return Outcome(None, None, None, {})
+
+    once()  # compiles
+    return 1e3 * statistics.median(time_runs(Run(once), device, _REPEATS, _SECONDS))
+
+
+def sweep(choices: list[Choice], call: Callable[[Choice], Any], device: str) -> list[Choice]:
+    """Each choice with its milliseconds, or with why it does not run; the fastest first."""
+    rows = []
+    for place, choice in enumerate(choices):
+        row = {**choice, "default": place == 0, "milliseconds": None, "error": None}
+        try:
+            row["milliseconds"] = timed(partial(call, choice), device)
+        except (TritonError, RuntimeError) as error:  # more registers or shared memory than there are
+            row["error"] = str(error).splitlines()[0]
+        rows.append(row)
+    return sorted(rows, key=lambda row: float("inf") if row["milliseconds"] is None else row["milliseconds"])
+
+
+def run_rows(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Choice]:
+    """The sweep of a row kernel at N x V."""
+    call, moved = row_call(kernel, *shape, dtype, device)
+
+    def with_sizes(choice: Choice) -> None:
+        with chosen(kernel, choice):
+            call()
+
+    rows = sweep(row_choices(kernel, shape[1], dtype.itemsize), with_sizes, device)
+    for row in rows:
+        row["bytes_per_second"] = None if row["milliseconds"] is None else 1e3 * moved / row["milliseconds"]
+    return rows
+
+
+def run_head(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Choice]:
+    """The sweep of the store-free head at N x H x V."""
+    n, width, vocab = shape
+    hidden, weight = (torch.randn(m, width, device=device).to(dtype) for m in (n, vocab))
+    targets = torch.randint(vocab, (n,), device=device)
+    return sweep(head_choices(hidden, weight), partial(head_call, hidden, weight, targets), device)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=[*ROW_KERNELS, "head"], action="append")
+    parser.add_argument("--shape", action="append", metavar="NxV|NxHxV", help="head: NxHxV; the others: NxV")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    options = parser.parse_args(argv)
+    dtype, device = getattr(torch, options.dtype), default_device()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or []]
+    shapes = shapes or [*SUITES["logits"].defaults["cuda"], SUITES["linear"].defaults["cuda"][0]]
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv]), "sweeps": []}
+    for kernel, shape in itertools.product(options.kernel or [*ROW_KERNELS, "head"], shapes):
+        if len(shape) != (3 if kernel == "head" else 2):
+            continue
+        torch.manual_seed(0)
+        rows = run_head(shape, dtype, device) if kernel == "head" else run_rows(kernel, shape, dtype, device)
+        found["sweeps"].append({"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": rows})
+        (options.out / "tune.json").write_text(json.dumps(found, indent=2) + "\n")
+        print(f"\n{kernel} {'x'.join(map(str, shape))} {options.dtype}")
+        for row in rows[:8] + [row for row in rows[8:] if row["default"]]:
+            sizes = {k: v for k, v in row.items() if k not in ("default", "milliseconds", "error", "bytes_per_second")}
+            speed = f"{row['bytes_per_second'] / 1e12:7.3f} TB/s" if row.get("bytes_per_second") else ""
+            time = row["error"] or f"{row['milliseconds']:9.4f} ms"
+            print(time, speed, "default" if row["default"] else "       ", sizes, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
