@@ -53,6 +53,7 @@ struct Visit {
   const float *advantages, *policy_weights;
   const float *old, *ref, *rollout, *kl_weights, *entropy_weights;  // or null
   float *logprobs, *entropy, *terms;
+  void* out;  // (a, b, vocab) contiguous; or null: the logits
   int32_t gate, kl, rollout_mode, padding;
 };
 
@@ -172,11 +173,13 @@ int32_t fastrl_row_visit(const Rows* arguments, const Visit* visit) {
   const Visit& v = *visit;
   return dispatch(rows, [&](auto element, auto softcap) {
     using T = decltype(element);
+    if (v.out != nullptr) ask_for_huge_pages(v.out, rows.count() * rows.vocab * int64_t(sizeof(T)));
     return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
       constexpr int TERMS = formulas::TOKEN_TERMS - 2;  // the last two are c and h
       thread_local std::vector<float> kept;
       kept.resize(kept_size(rows.vocab));
       T* x = rows.at<T>(row);
+      T* out = v.out == nullptr ? x : (T*)v.out + row * rows.vocab;
       RowStatistics found{};
       std::array<double, formulas::TOKEN_TERMS> terms{};
       if (rows.counts(row)) {
@@ -193,9 +196,9 @@ int32_t fastrl_row_visit(const Rows* arguments, const Visit* visit) {
             v.gate_parameters[0], v.gate_parameters[1], v.gate_parameters[2], v.gate_parameters[3], v.rollout_low,
             v.rollout_high, v.max_log_ratio);
         row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[TERMS]), float(terms[TERMS + 1]),
-                     x, kept.data());
+                     out, kept.data());
       } else {
-        std::fill(x, x + rows.vocab, T{});
+        std::fill(out, out + rows.vocab, T{});
       }
       v.logprobs[row] = found.logprob;
       v.entropy[row] = found.entropy;

@@ -107,10 +107,10 @@ def logits_policy_loss(
     """`policy_loss` from logits (..., V): no other (N, V) tensor is held than they and their gradient.
 
     Same loss and gradient as `policy_loss(token_logprobs(logits, targets))`. With `inplace=True` the logits are
-    consumed if they need a gradient: for a row-local objective (each token's loss depends on that token only) the
-    forward visits every row once and leaves the gradient in its place; otherwise, and for float16, the backward writes
-    it there. A second backward then raises RuntimeError. Without it the gradient gets its own buffer in the backward,
-    and `retain_graph=True` works.
+    consumed if they need a gradient, which takes their place: a second backward raises RuntimeError. Without it the
+    gradient gets its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on
+    that token only) the forward visits every row once and leaves the gradient; otherwise, for float16 and with a
+    sampling mask, the backward writes it.
 
     Args: those of `policy_loss` but `entropy`, which is computed here (targets in place of logprobs), and those of
         `token_logprobs`.
@@ -128,31 +128,37 @@ def logits_policy_loss(
     sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
     backend = forced()
     consume = consumes(logits, inplace)
-    rows = row_ops.as_rows(logits, consume)
-    visited = sampled is None and consume and logits.numel() > 0 and logits.dtype != torch.float16
+    graph = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    visited = sampled is None and graph and logits.numel() > 0 and logits.dtype != torch.float16
     if visited and isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None:
-        return _visit_logits(problem, logits, rows, args, backend)
+        return _visit_logits(problem, logits, args, backend, consume)
+    rows = row_ops.as_rows(logits, consume)
     return from_statistics(problem, *logits_stats(rows, args, sampled, backend, consume))
 
 
 def _visit_logits(
-    problem: Problem, logits: Tensor, rows: Tensor, args: VocabularyArguments, backend: str
+    problem: Problem, logits: Tensor, args: VocabularyArguments, backend: str, consume: bool
 ) -> PolicyLoss:
-    """One visit a row: the gradient takes the logits' place in the forward."""
+    """One visit a row: the forward leaves the gradient in the logits' place, or beside them."""
     checks.targets_in_range(args.targets, args.mask, logits.shape[-1])
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-    rows = rows.detach()
     found: list[Visit] = []
 
     def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
-        visit: Visit = kernels(backend, rows).row_visit(rows, args.targets, args.mask, args.transform, spec, inputs)
-        # Autograd sees that the logits changed, and protects their other readers.
-        torch.autograd.graph.increment_version(rows)
-        found.append(visit)
-        return visit.terms[0].sum(), [rows.view(logits.shape)]
+        rows = row_ops.as_rows(logits.detach(), consume)
+        out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        visit: Visit = kernels(backend, rows).row_visit(
+            rows, args.targets, args.mask, args.transform, spec, inputs, out
+        )
+        if out is None:
+            out = rows
+            # Autograd sees that the logits changed, and protects their other readers.
+            torch.autograd.graph.increment_version(rows)
+        found[:] = found or [visit]
+        return visit.terms[0].sum(), [out.view(logits.shape)]
 
-    loss = attach_gradients(run, (logits,), backend, consume=True)
+    loss = attach_gradients(run, (logits,), backend, consume=consume)
     return from_visit(problem, found[0], loss, clamped=clamped)
 
 

@@ -1,9 +1,9 @@
-"""One visit: logits -> statistics -> a row-local objective -> the gradient, in place of the logits.
+"""One visit: logits -> statistics -> a row-local objective -> the gradient, in place of the logits or beside them.
 
 A program owns a row and sweeps it twice: forth for the statistics, back for the gradient, so that the second sweep
-starts with what the first has left in L2. In between stands the objective, on the row's scalars; it arrives as a device
-function, for the kernel knows no objective. The result is bitwise that of `row_statistics`, the objective and
-`row_gradient`, one after the other.
+starts with what the first has left in L2; the gradient may go to a buffer of its own. In between stands the objective,
+on the row's scalars; it arrives as a device function, for the kernel knows no objective. The result is bitwise that of
+`row_statistics`, the objective and `row_gradient`, one after the other.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from fastrl.kernels.device_functions import (
 @triton.jit(
     do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
     do_not_specialize_on_alignment=[
-        "logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "advantages_ptr", "policy_weights_ptr", "old_ptr",
-        "ref_ptr", "rollout_ptr", "kl_weights_ptr", "entropy_weights_ptr", "entropy_threshold_ptr", "out_ptr",
+        "logits_ptr", "gradient_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "advantages_ptr",
+        "policy_weights_ptr", "old_ptr", "ref_ptr", "rollout_ptr", "kl_weights_ptr", "entropy_weights_ptr",
+        "entropy_threshold_ptr", "out_ptr",
     ],
 )  # fmt: skip
 def row_visit_kernel(
-    logits_ptr,  # (A, B, V), unit stride on V; becomes the gradient
+    logits_ptr,  # (A, B, V), unit stride on V
+    gradient_ptr,  # (A, B, V) contiguous, or None: the logits become the gradient
     targets_ptr,  # (N,) int64, N = A * B
     mask_ptr,  # (N,) uint8, or None
     temperatures_ptr,  # (N,) float32, or None
@@ -86,12 +88,15 @@ def row_visit_kernel(
     out_ptr += row
     stride_out = rows.to(tl.int64)
     row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
+    to_ptr = row_ptr
+    if gradient_ptr is not None:
+        to_ptr = row_pointer(gradient_ptr, row, 1, vocab, 0, ALIGNED)
 
     if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
             for i in tl.static_range(10):
                 tl.store(out_ptr + i * stride_out, 0.0)
-            store_zeros(row_ptr, 0, vocab, R, VEC, ALIGNED)
+            store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
             return
 
     # Load: the row's scalars.
@@ -164,7 +169,7 @@ def row_visit_kernel(
     if ENTROPY:
         idle = idle & (h == 0.0)
     if idle:
-        store_zeros(row_ptr, 0, vocab, R, VEC, ALIGNED)
+        store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
         return
 
     # Loop, back: the gradient over the logits. Rows that are not aligned need more registers: half as much at a time.
@@ -175,18 +180,19 @@ def row_visit_kernel(
     whole = (vocab // BACK) * BACK
     if whole < vocab:
         gradient_step(
-            row_ptr, row_ptr, whole, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
+            row_ptr, to_ptr, whole, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
             SOFTCAP, ENTROPY, BACK // VEC, VEC, ALIGNED, True, "evict_first",
         )  # fmt: skip
     for done in range(0, whole, BACK):
         gradient_step(
-            row_ptr, row_ptr, whole - BACK - done, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
+            row_ptr, to_ptr, whole - BACK - done, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
             SOFTCAP, ENTROPY, BACK // VEC, VEC, ALIGNED, False, "evict_first",
         )  # fmt: skip
 
 
 def row_visit(
-    logits: Tensor,  # (A, B, V), becomes the gradient
+    logits: Tensor,  # (A, B, V)
+    gradient: Tensor | None,  # (A, B, V) contiguous, or None: the logits become the gradient
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
     temperature: float,
@@ -211,10 +217,11 @@ def row_visit(
         return out
     columns_b, stride_a, stride_b = row_strides(logits)
     sizes = configuration(vocab, logits.element_size())
-    aligned = is_aligned(logits, sizes.vector)
+    aligned = is_aligned(logits, sizes.vector) and (gradient is None or is_aligned(gradient, sizes.vector))
     with on_device(logits):
         row_visit_kernel[(rows,)](
             logits,
+            gradient,
             targets,
             None if mask is None else mask.view(torch.uint8),
             temperatures,

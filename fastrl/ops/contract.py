@@ -4,7 +4,7 @@ A backend is a module with these three functions (`fastrl.reference.rows` is the
 
     row_statistics(logits, targets, mask, transform) -> Statistics
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
-    row_visit(logits, targets, mask, transform, objective, inputs) -> Visit         logits become their gradient
+    row_visit(logits, targets, mask, transform, objective, inputs, out=None) -> Visit   out contiguous; None: the logits
 
 and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
 fresh tensor that is about to be filled.

@@ -41,7 +41,7 @@ class _Visit(Structure):
         ("gate_parameters", c_double * 4), ("rollout_low", c_double), ("rollout_high", c_double),
         ("max_log_ratio", c_double), ("entropy_threshold", c_double),
         *((name, c_void_p) for name in ("advantages", "policy_weights", "old", "ref", "rollout", "kl_weights",
-                                        "entropy_weights", "logprobs", "entropy", "terms")),
+                                        "entropy_weights", "logprobs", "entropy", "terms", "out")),
         ("gate", c_int32), ("kl", c_int32), ("rollout_mode", c_int32), ("padding", c_int32),
     )  # fmt: skip
 
@@ -101,9 +101,13 @@ def row_visit(
     transform: Transform,
     objective: RowObjective,
     inputs: RowInputs,
+    out: Tensor | None = None,
 ) -> Visit:
     """See `fastrl.ops.contract`. The objective runs in float64 on the rows' float32 numbers."""
     n = targets.numel()
+    if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
+        got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
+        raise ValueError(f"out must be contiguous {logits.dtype} {tuple(logits.shape)}, got {got}")
     shapes = ((n,), (n,), (len(TERMS), n))
     visit = Visit(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
     threshold = inputs.entropy_threshold
@@ -113,6 +117,7 @@ def row_visit(
         -1e30 if threshold is None else float(threshold),
         *(pointer(name, value, n) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
         *(tensor.data_ptr() for tensor in visit),
+        None if out is None else out.data_ptr(),
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
         list(ROLLOUT_FORMULAS).index(objective.rollout),

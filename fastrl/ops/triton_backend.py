@@ -54,12 +54,13 @@ def row_visit(
     transform: Transform,
     objective: RowObjective,
     inputs: RowInputs,
+    out: Tensor | None = None,
 ) -> Visit:
-    """See `fastrl.ops.contract`; the gradient overwrites the logits."""
+    """See `fastrl.ops.contract`."""
     function, numbers = device_objective(objective)
     weights = inputs.advantages, inputs.policy_weights
-    out = visit_kernel.row_visit(logits, targets, mask, *transform, function, numbers, *weights, *inputs[2:])
-    return Visit(out[0], out[1], out[2:])
+    found = visit_kernel.row_visit(logits, out, targets, mask, *transform, function, numbers, *weights, *inputs[2:])
+    return Visit(found[0], found[1], found[2:])
 
 
 def _check_unit_strides(**tensors: Tensor | None) -> None:

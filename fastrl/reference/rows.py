@@ -132,9 +132,11 @@ def row_visit(
     transform: Transform,
     objective: RowObjective,
     inputs: RowInputs,
+    out: Tensor | None = None,
 ) -> Visit:
-    """Statistics, objective and gradient of each row; the gradient overwrites the logits."""
+    """Statistics, objective and gradient of each row; the gradient overwrites the logits where `out` is None."""
     statistics = row_statistics(logits, targets, mask, transform)
     terms, c, h = row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
-    row_gradient(logits, targets, mask, transform, statistics, c, None if inputs.entropy_weights is None else h, logits)
+    slopes = c, None if inputs.entropy_weights is None else h
+    row_gradient(logits, targets, mask, transform, statistics, *slopes, logits if out is None else out)
     return Visit(statistics.logprobs, statistics.entropy, terms)

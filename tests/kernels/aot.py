@@ -18,7 +18,7 @@ from machine_code import GPUS, Code, Recorder, amd_resources, compile_kernel, di
 class Case:
     """One kernel in one variant for one GPU."""
 
-    kernel: str  # statistics, split (the same by segments), gradient, visit, scale
+    kernel: str  # statistics, split (the same by segments), gradient, visit (in place), beside (into a buffer), scale
     gpu: str
     dtype: str = "bf16"
     aligned: bool = True
@@ -31,7 +31,7 @@ class Case:
     def name(self) -> str:
         words = [self.kernel, self.gpu, self.dtype, "aligned" if self.aligned else "plain"]
         words += ["softcap"] * self.softcap + ["entropy"] * self.entropy
-        if self.kernel == "visit":
+        if self.kernel in ("visit", "beside"):
             words += ["+".join(self.objective)]
         return "/".join([*words, str(self.vocab)])
 
@@ -44,7 +44,7 @@ def fast_cases() -> list[Case]:
         for gpu in GPUS
         for dtype in ("bf16", "fp32")
     ]
-    found += [Case(kernel, gpu) for kernel in ("scale", "split") for gpu in GPUS]
+    found += [Case(kernel, gpu) for kernel in ("scale", "split", "beside") for gpu in GPUS]
     for gpu in ("sm_90", "gfx942"):
         found += [Case(kernel, gpu, softcap=True) for kernel in ("statistics", "gradient", "visit")]
     found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "visit")]
@@ -56,7 +56,7 @@ def fast_cases() -> list[Case]:
 def slow_cases() -> list[Case]:
     """The rest: all variants everywhere, all gates, short rows."""
     variants = itertools.product(
-        ("statistics", "split", "gradient", "visit"),
+        ("statistics", "split", "gradient", "visit", "beside"),
         GPUS,
         ("bf16", "fp16", "fp32"),
         (True, False),
@@ -64,6 +64,7 @@ def slow_cases() -> list[Case]:
         (False, True),
     )
     found = [Case(*v) for v in variants if not (v[0] in ("statistics", "split") and v[5])]
+    found = [case for case in found if case.kernel != "beside" or case.gpu in ("sm_90", "gfx942")]
     found += [Case("visit", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)]
     found += [Case("visit", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
     found += [
@@ -111,7 +112,7 @@ def compile_case(case: Case) -> Findings:
     kernel, constants, warps = _kernel(case, sizes)
     options = launch_options(warps, case.aligned and not case.softcap, warp)
     types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
-    types |= {"tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
+    types |= {"gradient_ptr": case.dtype, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
     code = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options).asm
     if case.gpu == "gfx942":
         registers, spills, wide = amd_resources(code["amdgcn"])
@@ -147,6 +148,7 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
     from fastrl.ops.triton_formulas import row_terms
 
     constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": row_terms(*case.objective)}
+    constants |= {"gradient_ptr": None} if case.kernel == "visit" else {}
     constants |= {} if case.entropy else {"entropy_weights_ptr": None, "entropy_threshold_ptr": None}
     return row_visit_kernel, constants, sizes.visit_warps
 
@@ -212,7 +214,8 @@ def launch_keys() -> dict[str, list[str]]:
             row_statistics._PROGRAMS = programs
             triton_backend.row_statistics(logits, targets, mask, transform)
         triton_backend.row_gradient(logits, targets, mask, transform, Statistics(*numbers[:4]), *numbers[4:6], logits)
-        triton_backend.row_visit(logits, targets, mask, transform, objective, RowInputs(*numbers[:4]))
+        for out in (None, torch.empty(logits.shape, dtype=logits.dtype)):
+            triton_backend.row_visit(logits, targets, mask, transform, objective, RowInputs(*numbers[:4]), out)
     return keys
 
 

@@ -30,7 +30,7 @@ def _assert_sound(case: aot.Case, found: dict[str, Any]) -> None:
         assert found["wide"] > 0 or not case.aligned
         return
     assert found["registers"] <= 128
-    assert len(found["loops"]) == (2 if case.kernel == "visit" else 1)
+    assert len(found["loops"]) == (2 if case.kernel in ("visit", "beside") else 1)
     for loop in found["loops"]:
         assert loop["instructions"] < (50 if case.softcap else 30)
         assert all(".128" in name for name in loop["loads"]) or not case.aligned, loop["loads"]
@@ -99,7 +99,8 @@ def test_lengths_temperatures_and_coefficients_compile_nothing_new() -> None:
     assert sorted(keys) == [
         "combine_splits_kernel", "row_gradient_kernel", "row_statistics_kernel", "row_visit_kernel",
     ]  # fmt: skip
-    whole, apart = keys["row_statistics_kernel"][::2], keys.pop("row_statistics_kernel")[1::2]
-    for found in (whole, apart, *keys.values()):
+    # Two variants each: rows whole and their segments apart, in place and beside the logits.
+    twice = [keys.pop(name) for name in ("row_statistics_kernel", "row_visit_kernel")]
+    for found in (*(found[i::2] for found in twice for i in (0, 1)), *keys.values()):
         assert len(found) == 5
         assert len(set(found)) == 1, "\n".join(sorted(set(found)))

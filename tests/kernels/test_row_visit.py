@@ -142,6 +142,30 @@ def test_absent_inputs(absent: str, device: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["identity", "softcap"])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1000, 4097, 40000])  # one block, a tail that no vector divides, several segments
+def test_beside_the_logits_the_gradient_is_bitwise_the_same(
+    vocab: int, dtype: torch.dtype, name: str, device: str
+) -> None:
+    logits, targets = cases.random_rows(vocab + 8, dtype, device)
+    logits, targets = logits[:, :, :vocab], targets % vocab  # strided rows, a contiguous gradient
+    transform, mask = cases.transform(name, device), torch.tensor([True, True, False, True], device=device)
+    inputs = _inputs(logits, targets, transform)
+    inputs = inputs._replace(
+        advantages=torch.tensor([0.7, 0.0, 1.0, -0.4], device=device), kl_weights=None, entropy_weights=None
+    )
+    before = logits.clone()
+    out = torch.full(logits.shape, 7.0, dtype=dtype, device=device)
+    beside = backend.row_visit(logits, targets, mask, transform, _objective("clip"), inputs, out)
+    assert torch.equal(logits, before)
+    inside = backend.row_visit(before, targets, mask, transform, _objective("clip"), inputs)
+    assert torch.equal(out, before)
+    assert (out.flatten(0, 1)[[1, 2]] == 0).all()  # idle, and masked
+    for a, b in zip(beside, inside, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_on_policy_is_exactly_the_ratio_1_with_log_probabilities_of_row_statistics(device: str) -> None:
     # The two kernels cut a long row differently, but fold it exactly: the same bits.
     logits, targets = cases.random_rows(40000, torch.float32, device)

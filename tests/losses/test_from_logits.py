@@ -1,0 +1,85 @@
+"""What `logits_policy_loss` holds and leaves alone when the gradient has a buffer of its own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from test_entry_points import OBJECTIVES, B, Problem, T, V
+
+import fastrl
+from fastrl.ops import cpp_backend
+
+
+class _FromArray(torch.autograd.Function):
+    """Hands out an array's memory as a tensor with a graph, so that one can watch when it is let go."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return upstream.sum(), None
+
+
+@pytest.mark.parametrize("name", ["GRPO", "GSPO"])  # gradients in the forward, and in the backward
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_loss_that_is_kept_for_the_log_keeps_no_logits(name: str, inplace: bool) -> None:
+    problem = Problem("cpu", on_policy=False)
+    array = numpy.random.default_rng(0).normal(size=(B, T, V)).astype(numpy.float32)
+    alive = weakref.ref(array)
+    logits = _FromArray.apply(torch.zeros((), requires_grad=True), array)
+    out = fastrl.logits_policy_loss(
+        logits, problem.targets, objective=OBJECTIVES[name], inplace=inplace, **problem.arguments
+    )
+    del logits, array
+    out.loss.backward()
+    gc.collect()
+    assert alive() is None
+    assert out.loss.isfinite()
+
+
+def test_changed_logits_are_noticed_and_others_stay_as_they_are(backend: str, backend_device: str) -> None:
+    problem = Problem(backend_device, on_policy=False)
+    logits = torch.randn(B, T, V, device=backend_device).requires_grad_()
+    before = logits.detach().clone()
+    arguments: dict[str, Any] = {"objective": OBJECTIVES["GRPO"], **problem.arguments}
+    out = fastrl.logits_policy_loss(logits, problem.targets, **arguments)
+    assert torch.equal(logits, before)
+    first = torch.autograd.grad(out.loss, logits, retain_graph=True)[0]
+    again = torch.autograd.grad(2 * out.loss, logits, retain_graph=True)[0]
+    torch.testing.assert_close(again, 2 * first, rtol=0, atol=0)
+    with torch.no_grad():
+        logits.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+def test_without_a_graph_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def visited(*args: Any) -> Any:
+        pytest.fail("the gradient was written")
+
+    monkeypatch.setattr(cpp_backend, "row_visit", visited)
+    problem = Problem("cpu", on_policy=False)
+    logits = torch.randn(B, T, V, requires_grad=True)
+    with torch.no_grad(), fastrl.use_backend("cpp"):
+        out = fastrl.logits_policy_loss(logits, problem.targets, objective=OBJECTIVES["GRPO"], **problem.arguments)
+    assert not out.loss.requires_grad
+
+
+def test_rows_that_lie_apart(backend: str, backend_device: str) -> None:
+    """Logits shifted by a slice, and transposed ones, which are copied."""
+    problem = Problem(backend_device, on_policy=False)
+    full = torch.randn(B, T + 1, V, device=backend_device)
+    for logits in (full[:, :-1], full[:, :-1].transpose(0, 1).contiguous().transpose(0, 1)):
+        found = []
+        for given in (logits, logits.contiguous()):
+            leaf = given.detach().requires_grad_()
+            out = fastrl.logits_policy_loss(leaf, problem.targets, objective=OBJECTIVES["GRPO"], **problem.arguments)
+            found.append((out.loss, torch.autograd.grad(out.loss, leaf)[0]))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
