@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastrl.bench import charts
-from fastrl.bench.measure import Row, finish
+from fastrl.bench.measure import Limit, Row, finish
 from fastrl.bench.report import as_markdown
 from fastrl.bench.works import EAGER, Section
 
@@ -48,7 +48,7 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
         replace(_row(), work="a work", subject="a peer", skipped="its Triton kernels need a GPU"),
         replace(_row(), work="another work", subject="a peer", skipped="its Triton kernels need a GPU"),
     ]
-    finish(rows[:3], 0.05, EAGER, "torch.compile")
+    finish(rows[:3], Limit(0.05, "the bare matrix products"), EAGER, "torch.compile")
     section = Section("linear", {"N": 1, "H": 1, "V": 1}, {}, {"a work": "this", "another work": "that"}, rows)
     found = charts.figure(HEADER, section)
     (panel,) = found.axes  # nobody did the other work
@@ -65,6 +65,42 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
     ):
         assert expected in text
     assert text.count("a peer: skipped, its Triton kernels need a GPU") == 1
+
+
+def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
+    rows = [
+        _measured("fastrl, no budget", 60.0, ours=True, plan="forward-gradient", peak_temporary_bytes=5 << 20),
+        _measured("fastrl, recompute", 90.0, ours=True, plan="recompute"),
+    ]
+    for row, seconds, of in zip(rows, (0.045, 0.06), ("3U", "4U"), strict=True):
+        finish([row], Limit(seconds, of), EAGER, "torch.compile")
+    section = Section("plans", {"N": 1, "H": 1, "V": 1}, {"milliseconds: 3U, keep": 45.0}, {"a work": "this"}, rows)
+    (panel,) = charts.figure(HEADER, section).axes
+    assert [list(line.get_xdata()) for line in panel.lines] == [[45.0] * 2, [60.0] * 2]
+    text = _texts(section)
+    assert "60 ms  forward-gradient, 75 % of 3U, 5 MiB" in text
+    assert "90 ms  67 % of 4U" in text  # its plan is in its name
+    table = as_markdown({**HEADER, "versions": {**HEADER["versions"], "cuda": None}}, [section])  # type: ignore[dict-item]
+    assert "Limit: 3U, keep, 45 ms" in table
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    assert lines[0][-5:] == ["tokens/s", "limit", "of", "temporary", "plan"]
+    assert [line[-5:] for line in lines[2:]] == [
+        ["17", "75 %", "3U", "5 MiB", "forward-gradient"],
+        ["11", "67 %", "4U", "", "recompute"],
+    ]
+
+
+def test_what_all_rows_of_a_table_are_held_against_is_said_once() -> None:
+    rows = [_measured("fastrl", 2.0, ours=True, milliseconds_hot=1.5), _measured("a peer", 4.0)]
+    finish(rows, Limit(0.001, "a read of as many bytes"), EAGER, "torch.compile")
+    limits = {"copy_bytes_per_second": 4.2e12, "read_bytes_per_second": 4.5e12}
+    section = Section("logits", {"N": 1, "V": 1}, limits, {"a work": "this"}, rows)
+    text = as_markdown({**HEADER, "versions": {**HEADER["versions"], "cuda": None}}, [section])  # type: ignore[dict-item]
+    assert "this. Limit: a read of as many bytes.\n" in text and "Limit: read, 4500.0 GB/s\n" in text
+    header, _, first, second = (line for line in text.splitlines() if line.startswith("|"))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, first, second)]
+    hot = cells[0].index("hot L2")
+    assert "of" not in cells[0] and [line[hot] for line in cells[1:]] == ["1.5", ""]
 
 
 def test_lines_show_memory_and_time_against_tokens() -> None:

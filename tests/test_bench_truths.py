@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from fastrl.bench import step_problem as step_problem_module
 from fastrl.bench import step_work
 from fastrl.bench.masks_work import masked_problem
 from fastrl.bench.measure import default_device
 from fastrl.bench.problems import Tokens, Truth, linear_problem, logits_problem
-from fastrl.bench.step_problem import hidden_states, step_problem
+from fastrl.bench.step_problem import Architecture, StepProblem, hidden_states, step_problem
 
 DEVICE = default_device()
 
@@ -42,14 +45,26 @@ def test_the_cross_entropys_truth_is_autograds() -> None:
 
 def test_a_steps_truth_is_autograds_through_the_whole_model() -> None:
     problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
-    model, tokens = problem.model.double(), problem.tokens
+    check_step(problem, problem.architecture.model().double())
+
+
+def test_the_truth_of_a_head_of_its_own_has_no_embedding_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_problem_module, "_UNTIED_WIDTH", 16)
+    problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
+    model = problem.architecture.model().double()
+    check_step(problem, model)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def check_step(problem: StepProblem, model: Any) -> None:
+    tokens = problem.tokens
     hidden = hidden_states(model, problem.inputs).reshape(-1, 16)
     logp = torch.log_softmax(hidden @ model.lm_head.weight.t(), -1).gather(-1, tokens.targets[:, None])[:, 0]
     loss = clipped_loss(logp, tokens)
     loss.backward()
     assert problem.truth.loss is not None
     torch.testing.assert_close(problem.truth.loss, loss.detach(), rtol=1e-5, atol=1e-6)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == problem.architecture.tied
     for name, gradient in (("norm", model.model.norm.weight.grad), ("weight", model.lm_head.weight.grad)):
         rows, expected = problem.truth.gradients[name]
         assert float(expected.abs().max()) > 0
@@ -60,7 +75,7 @@ def test_a_steps_truth_is_autograds_through_the_whole_model() -> None:
 
 def test_every_step_starts_from_the_same_weights_and_trains_them() -> None:
     problem = step_problem(2, 12, 1, 16, 61, torch.float32, DEVICE)
-    before = {name: p.clone() for name, p in problem.model.named_parameters()}
+    before = dict(problem.architecture.model().named_parameters())
     subjects = {s.name: s for s in step_work.work(problem).subjects}
     run = subjects["fastrl, linear_policy_loss"].prepare()
     first, second = run.call(), run.call()
@@ -69,7 +84,46 @@ def test_every_step_starts_from_the_same_weights_and_trains_them() -> None:
     again = subjects["fastrl, logits in place"].prepare().call()
     assert again.loss is not None
     torch.testing.assert_close(again.loss, first.loss, rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(p, before[name]) for name, p in problem.model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in problem.architecture.model().named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "millions", "tied"),
+    [(28, 1024, 596.05, True), (36, 4096, 8190.74, False)],  # Qwen3-0.6B and Qwen3-8B, as published
+)
+def test_the_large_architectures_are_qwen3s(layers: int, width: int, millions: float, tied: bool) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    architecture = Architecture(layers, width, 151936, 2048, torch.bfloat16, "cpu")
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(architecture.config())
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == architecture.tied == tied
+    attention = model.model.layers[0].self_attn
+    assert attention.head_dim == 128
+    assert (attention.q_proj.out_features, attention.k_proj.out_features) == (128 * max(16, width // 128), 128 * 8)
+
+
+def test_what_a_step_needs_is_told_before_it_is_made() -> None:
+    problem = step_problem(2, 12, 3, 16, 61, torch.bfloat16, DEVICE)
+    parameters = 2 * sum(p.numel() for p in problem.architecture.model().parameters())
+    assert problem.bytes_needed() == 4 * parameters + 2 * 40 * 24 * 3 * 16
+    checkpointed = problem.architecture._replace(checkpointed=True)
+    assert checkpointed.activation_bytes(24) == 2 * (40 + 3) * 24 * 16
+    assert not problem.architecture.checkpointed and checkpointed.model().model.layers[0].gradient_checkpointing
+
+
+def test_the_truth_of_sequence_ratios_is_autograds() -> None:
+    problem = linear_problem(24, 5, 31, torch.float32, DEVICE, clipped=0.0)
+    tokens = problem.tokens
+    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
+    logp = torch.log_softmax(hidden @ weight.t(), -1).gather(-1, tokens.targets[:, None])[:, 0]
+    losses = []
+    for first, advantage in zip(range(0, 24, 3), tokens.per_response.double(), strict=True):
+        ratio = (logp[first : first + 3] - tokens.old[first : first + 3].double()).mean().exp()
+        losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    check_truth(problem.sequence_loss_truth(), torch.stack(losses).mean(), hidden, weight)
+    assert ((problem.logprobs - tokens.old).abs() < 0.18).all()  # within the clip of 0.2 on either side
 
 
 def test_the_truths_gradients_are_autograds() -> None:

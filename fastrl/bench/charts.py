@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from .measure import Row
-from .report import shape_text, skipped_text
+from .report import shape_text, shared_limit, skipped_text
 from .works import Section
 
 _OURS, _OTHERS, _BODY, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#ffffff", "#c1272d", "#222222"
@@ -23,12 +23,6 @@ _MARKERS = "os^vDPX*<>"
 _WIDTH = 10.0  # inches
 _LINE = 0.17  # inches of a line of small text
 _DPI = 130
-#: What each suite's works are held against.
-_LIMITS = {
-    "logits": "a copy of the bytes moved",
-    "linear": "the bare matrix products",
-    "step": "the body's step and the head's bare products",
-}
 #: Bytes below which temporary memory is drawn as this much: a logarithmic axis has no zero.
 _LEAST_BYTES = 2**20
 
@@ -58,7 +52,7 @@ def _time_figure(header: dict[str, Any], section: Section) -> Figure:
         panel.set_title(f"{work}\n", loc="left", fontsize=10, fontweight="bold", color=_INK, pad=4)
         text = textwrap.shorten(section.works[work], 120, placeholder=" ...")
         panel.text(0, 1.0, text, transform=panel.transAxes, fontsize=8, color=_INK, va="bottom")
-        _limit_line(panel, rows, _LIMITS.get(section.suite, ""))
+        _limit_line(panel, rows)
     if panels:
         panels[-1].set_xlabel("milliseconds, median (less is better)", fontsize=9)
     return figure
@@ -77,6 +71,8 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
             # The part of the bar that is the body's, alike for all, recedes.
             panel.barh(place, time * (1 - row.share_of_step), height=0.72, color=_BODY, alpha=0.55)
             text += f"  head and loss {100 * row.share_of_step:.0f} %"
+        if row.plan is not None:
+            text += f"  {_plan_text(row)}"
         panel.annotate(
             text, (time, place), (4, 0), textcoords="offset points", va="center", fontsize=8, color=_INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}, zorder=4,
@@ -86,21 +82,41 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
         label.set_color(_OURS if row.ours else _INK)
         label.set_fontweight("bold" if row.ours else "normal")
     panel.invert_yaxis()
-    panel.set_xlim(0, 1.3 * max(times))
+    panel.set_xlim(0, (1.3 if rows[0].plan is None else 1.6) * max(times))  # room for the texts
     panel.tick_params(axis="x", labelsize=8)
     panel.tick_params(axis="y", length=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.6g}"))
 
 
-def _limit_line(panel: Axes, rows: list[Row], of: str) -> None:
-    """Where the limit lies, worked back from any row's share of it."""
-    limits = [(r.fraction_of_limit or 0.0) * (r.milliseconds_median or 0.0) for r in rows if r.fraction_of_limit]
-    if limits:
-        panel.set_xlim(0, max(panel.get_xlim()[1], 1.05 * limits[0]))
-        panel.axvline(limits[0], color=_LIMIT, linewidth=1.4, linestyle="--", zorder=3)
-        text = f"- - limit: {of}, {limits[0]:.3g} ms\n"
-        panel.set_title(text, loc="right", fontsize=8, color=_LIMIT, pad=4)
+def _plan_text(row: Row) -> str:
+    """Which plan, unless its name is the row's, what of its limit it reached, and its memory."""
+    parts = [row.plan or ""] if not row.subject.endswith(row.plan or "") else []
+    if row.fraction_of_limit is not None:
+        parts.append(f"{100 * row.fraction_of_limit:.0f} % of {row.limit}")
+    if row.peak_temporary_bytes is not None:
+        parts.append(f"{row.peak_temporary_bytes / 2**20:,.0f} MiB")
+    return ", ".join(parts)
+
+
+def _limit_line(panel: Axes, rows: list[Row]) -> None:
+    """Where the limit lies: one line, or on each bar its own."""
+    limits = {row.milliseconds_limit for row in rows if row.milliseconds_limit is not None}
+    if not limits:
+        return
+    panel.set_xlim(0, max(panel.get_xlim()[1], 1.05 * max(limits)))
+    shared = shared_limit(rows)
+    if shared is not None:
+        (limit,) = limits
+        panel.axvline(limit, color=_LIMIT, linewidth=1.4, linestyle="--", zorder=3)
+        text = f"- - limit: {shared}, {limit:.3g} ms\n"
+    else:
+        for place, row in enumerate(rows):
+            if row.milliseconds_limit is not None:
+                ends = (place - 0.45, place + 0.45)
+                panel.plot([row.milliseconds_limit] * 2, ends, color=_LIMIT, linewidth=1.6, linestyle="--", zorder=3)
+        text = "- - limits: each plan's own bare products\n"
+    panel.set_title(text, loc="right", fontsize=8, color=_LIMIT, pad=4)
 
 
 def _memory_figure(header: dict[str, Any], section: Section) -> Figure:

@@ -16,8 +16,8 @@ from torch import Tensor
 import fastrl
 
 from . import peers, plain
-from .measure import Outcome, Run, Subject, Unavailable
 from .problems import LinearProblem, Tokens
+from .subjects import Outcome, Run, Subject, Unavailable
 from .works import COMPILED, EAGER, Head, HeadLoss, compiled
 
 _GIB = 1 << 30
@@ -88,7 +88,8 @@ def cross_entropy_candidates() -> list[Candidate]:
 def ours(memory_budget: str | None = None) -> Candidate:
     """`fastrl.linear_policy_loss`, by its own choice of plan or within a budget."""
     name = "fastrl" if memory_budget is None else f"fastrl, {memory_budget}"
-    return Candidate(name, partial(_policy, memory_budget), lambda s: 2 * s.gradients + 2 * _GIB, ours=True)
+    make = partial(policy_head, memory_budget, fastrl.PPO(clip=plain.CLIP))
+    return Candidate(name, make, lambda s: 2 * s.gradients + 2 * _GIB, ours=True)
 
 
 def ours_from_logits() -> Candidate:
@@ -121,9 +122,9 @@ def _loss_and_gradients(problem: LinearProblem, make: Callable[[Tokens], Head]) 
     return Run(call)
 
 
-def _policy(memory_budget: str | None, tokens: Tokens) -> Head:
+def policy_head(memory_budget: str | None, objective: fastrl.Objective, tokens: Tokens) -> Head:
+    """`fastrl.linear_policy_loss` of an objective, within a budget that no plan may fit (Unavailable)."""
     targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
-    objective = fastrl.PPO(clip=plain.CLIP)
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
         try:

@@ -12,8 +12,8 @@ from fastrl.ops.contract import Transform
 
 from . import heads, peers, plain
 from .heads import Candidate
-from .measure import Outcome, Run, Subject, Unavailable
 from .problems import LinearProblem
+from .subjects import Outcome, Run, Subject, Unavailable
 from .works import COMPILED, EAGER, Work, compiled
 
 

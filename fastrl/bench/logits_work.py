@@ -9,9 +9,12 @@ import torch
 import fastrl
 
 from . import peers, plain
-from .measure import Outcome, Run, Subject
 from .problems import LogitsProblem
+from .subjects import Outcome, Run, Subject
 from .works import COMPILED, EAGER, Work, compiled
+
+#: The work that writes nothing.
+FORWARD = "statistics"
 
 
 def works(problem: LogitsProblem) -> list[Work]:
@@ -26,10 +29,10 @@ def works(problem: LogitsProblem) -> list[Work]:
         ),
         Work(
             "loss and gradient", "PPO's clipped loss (off-policy) and its gradient",
-            _loss_subjects(problem), problem.loss_truth(), work_bytes=2 * once,
+            loss_subjects(problem), problem.loss_truth(), work_bytes=2 * once,
         ),
         Work(
-            "statistics", "log-probabilities and entropies, forward only",
+            FORWARD, "log-probabilities and entropies, forward only",
             _statistics_subjects(problem, backward=False), truth, work_bytes=once,
         ),
     ]  # fmt: skip
@@ -53,7 +56,8 @@ def _statistics_subjects(problem: LogitsProblem, backward: bool) -> list[Subject
     ]
 
 
-def _loss_subjects(problem: LogitsProblem) -> list[Subject]:
+def loss_subjects(problem: LogitsProblem) -> list[Subject]:
+    """PPO's clipped loss with its gradient: ours in place and not, plain torch, peers."""
     once, wide = _sizes(problem)
     return [
         Subject("fastrl, in place", partial(_loss, problem, inplace=True), once, ours=True),

@@ -7,7 +7,6 @@ import gc
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,40 +17,19 @@ from torch import Tensor
 
 from fastrl.budget import free_bytes
 
+from .clock import FLUSHED_BYTES, synchronize, time_runs
 from .problems import Truth
+from .subjects import Outcome, Run, Subject, Unavailable
 
-#: Repeats that a slow subject still gets: a median of fewer says nothing.
-_FEWEST_REPEATS = 3
-
-
-class Outcome(NamedTuple):
-    """What a subject gave, detached; None or missing where it does not give that."""
-
-    loss: Tensor | None
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    gradients: dict[str, Tensor]
+#: (run, device, most repeats, seconds after which none is begun) -> the seconds of each
+Clock = Callable[[Run, str, int, float], list[float]]
 
 
-class Run(NamedTuple):
-    """A subject, ready: `call` is what is timed; `restore` brings consumed inputs back before it, untimed."""
+class Limit(NamedTuple):
+    """The least time of a work, measured in the same run, and of what: "a copy of as many bytes"."""
 
-    call: Callable[[], Outcome]
-    restore: Callable[[], None] = lambda: None
-
-
-class Unavailable(Exception):
-    """Why a subject cannot run here."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """One way to do a work."""
-
-    name: str
-    prepare: Callable[[], Run]  # raises Unavailable or ImportError where it cannot run
-    bytes_needed: int  # beyond the inputs, roughly: it is left out where there is less
-    ours: bool = False  # an error of ours is no reason to skip
+    seconds: float
+    of: str
 
 
 @dataclass
@@ -70,12 +48,15 @@ class Row:
     plan: str | None = None  # which memory plan fastrl took
     milliseconds_median: float | None = None
     milliseconds_min: float | None = None
+    milliseconds_hot: float | None = None  # the median where the call before left what it could in a GPU's L2 cache
     repeats: int | None = None
     tokens_per_second: float | None = None
     work_bytes: int | None = None  # what the work has to move at least
     bytes_per_second: float | None = None
     work_flops: int | None = None  # what its matrix products cost at least
     flops_per_second: float | None = None
+    limit: str | None = None  # what the row is held against
+    milliseconds_limit: float | None = None
     fraction_of_limit: float | None = None
     peak_temporary_bytes: int | None = None
     speedup_over_eager: float | None = None
@@ -94,12 +75,6 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def synchronize(device: str) -> None:
-    """Wait for the device's work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _kilobytes(path: Path, name: str) -> int | None:
     """A number of a Linux status file."""
     try:
@@ -107,19 +82,6 @@ def _kilobytes(path: Path, name: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
-
-
-def time_runs(run: Run, device: str, repeats: int, seconds: float = math.inf) -> list[float]:
-    """Seconds of each repeat; no further one is begun after `seconds` in all, once there are enough for a median."""
-    times: list[float] = []
-    while len(times) < repeats and (sum(times) < seconds or len(times) < _FEWEST_REPEATS):
-        run.restore()
-        synchronize(device)
-        start = time.perf_counter()
-        run.call()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def peak_temporary_bytes(run: Run, device: str) -> int | None:
@@ -131,10 +93,10 @@ def peak_temporary_bytes(run: Run, device: str) -> int | None:
     run.restore()
     gc.collect()
     if device == "cuda":
-        torch.cuda.synchronize()
+        synchronize(device)
         torch.cuda.reset_peak_memory_stats()
         outcome = run.call()
-        torch.cuda.synchronize()
+        synchronize(device)
         peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         del outcome
         return peak
@@ -183,16 +145,18 @@ def _largest(x: Tensor) -> float:
 
 
 def measure(
-    subject: Subject, row: Row, truth: Truth | None, device: str, repeats: int, seconds: float = math.inf
-) -> None:
-    """Fill the row: error in a first run, memory in a second, then the timed ones (see `time_runs`).
+    subject: Subject, row: Row, truth: Truth | None, device: str, repeats: int, seconds: float = math.inf,
+    clock: Clock = time_runs, hot: bool = False,
+) -> None:  # fmt: skip
+    """Fill the row: error in a first run, memory in a second, then the timed ones, and if `hot` those once more so.
 
     What another package raises becomes the row's reason; what ours raises is raised, its first line in the row.
     """
     row.ours = subject.ours
     free = free_bytes(device)
-    if free is not None and subject.bytes_needed > free:
-        row.skipped = f"needs about {_gib(subject.bytes_needed)}, and {_gib(free)} are free"
+    needed = subject.bytes_needed + (FLUSHED_BYTES if device == "cuda" else 0)
+    if free is not None and needed > free:
+        row.skipped = f"needs about {_gib(needed)}, and {_gib(free)} are free"
         return
     try:
         run = subject.prepare()
@@ -202,7 +166,8 @@ def measure(
             row.errors = errors(outcome, truth)
         del outcome
         row.peak_temporary_bytes = peak_temporary_bytes(run, device)
-        times = time_runs(run, device, repeats, seconds)
+        times = clock(run, device, repeats, seconds)
+        hot_times = time_runs(run, device, repeats, seconds, hot=True) if hot else None
     except Unavailable as reason:
         row.skipped = str(reason)
     except torch.OutOfMemoryError as error:
@@ -216,6 +181,7 @@ def measure(
         row.repeats = len(times)
         row.milliseconds_median = 1e3 * statistics.median(times)
         row.milliseconds_min = 1e3 * min(times)
+        row.milliseconds_hot = None if hot_times is None else 1e3 * statistics.median(hot_times)
     finally:
         run = None  # type: ignore[assignment]  # frees its tensors before the next subject is measured
         gc.collect()
@@ -232,7 +198,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def finish(rows: list[Row], limit_seconds: float | None, eager: str, compiled: str) -> None:
+def finish(rows: list[Row], limit: Limit | None, eager: str, compiled: str) -> None:
     """Derived numbers of a work's rows: rates, fraction of the limit, speed-ups over two of the subjects."""
     medians: dict[str, Any] = {row.subject: row.milliseconds_median for row in rows}
     for row in rows:
@@ -242,7 +208,9 @@ def finish(rows: list[Row], limit_seconds: float | None, eager: str, compiled: s
         row.tokens_per_second = row.tokens / seconds
         row.bytes_per_second = None if row.work_bytes is None else row.work_bytes / seconds
         row.flops_per_second = None if row.work_flops is None else row.work_flops / seconds
-        row.fraction_of_limit = None if limit_seconds is None else limit_seconds / seconds
+        if limit is not None:
+            row.limit, row.milliseconds_limit = limit.of, 1e3 * limit.seconds
+            row.fraction_of_limit = limit.seconds / seconds
         for name, attribute in ((eager, "speedup_over_eager"), (compiled, "speedup_over_compile")):
             if medians.get(name) is not None:
                 setattr(row, attribute, medians[name] / row.milliseconds_median)

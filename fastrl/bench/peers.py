@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import plain
-from .measure import Outcome, Run, Unavailable
 from .problems import LinearProblem, LogitsProblem, Tokens
+from .subjects import Outcome, Run, Unavailable
 from .works import Head, HeadLoss
 
 #: What TRL's trainers give its head.

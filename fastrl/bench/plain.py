@@ -31,6 +31,12 @@ def clipped_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, denominator:
     return -gain.sum() / denominator
 
 
+def sequence_clipped_loss(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """GSPO's: the clip on the geometric mean of each response's ratios; log-ratios (B, T), advantages (B,)."""
+    ratio = log_ratio.mean(-1).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+
+
 def policy_loss(
     logits: Tensor, targets: Tensor, old: Tensor, advantages: Tensor, denominator: int
 ) -> tuple[Tensor, Tensor, Tensor]:

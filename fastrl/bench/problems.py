@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,8 +104,15 @@ class LinearProblem:
 
     def loss_truth(self) -> Truth:
         """For the clipped loss."""
+        return self._loss_truth(_loss)
+
+    def sequence_loss_truth(self) -> Truth:
+        """For the clipped loss of sequence ratios."""
+        return self._loss_truth(_sequence_loss)
+
+    def _loss_truth(self, loss_of: Callable[[Tokens, Tensor], Tensor]) -> Truth:
         logp = self.logprobs.clone().requires_grad_()
-        loss = _loss(self.tokens, logp)
+        loss = loss_of(self.tokens, logp)
         (c,) = torch.autograd.grad(loss, logp)
         return Truth(loss.detach(), self.logprobs, self.entropy, self._gradients(c))
 
@@ -146,14 +153,21 @@ def _loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
     return plain.clipped_loss(logprobs, tokens.old.double(), tokens.advantages.double(), tokens.count)
 
 
+def _sequence_loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
+    log_ratio = tokens.padded(logprobs - tokens.old.double())
+    return plain.sequence_clipped_loss(log_ratio, tokens.per_response.double())
+
+
 def chunks(count: int, vocab: int) -> Iterator[slice]:
     """Slices of that many rows whose float64 logits fit a chunk."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def make_tokens(targets: Tensor, logprobs: Tensor, generator: torch.Generator, responses: int | None = None) -> Tokens:
-    """Off-policy tokens, of which one in twenty is far enough away to be clipped on one side.
+def make_tokens(
+    targets: Tensor, logprobs: Tensor, generator: torch.Generator, responses: int | None = None, clipped: float = 0.05
+) -> Tokens:
+    """Off-policy tokens, of which a share (one in twenty) is far enough away to be clipped on one side.
 
     Log-ratios stay clear of the clip's edges, where rounding would decide whether a token has a gradient.
     """
@@ -162,7 +176,7 @@ def make_tokens(targets: Tensor, logprobs: Tensor, generator: torch.Generator, r
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(n, device=device).uniform_(low, high, generator=generator)
 
-    size = uniform(0.05, 0.15).where(uniform(0, 1) > 0.05, uniform(0.35, 0.45))
+    size = uniform(0.05, 0.15).where(uniform(0, 1) > clipped, uniform(0.35, 0.45))
     log_ratio = size * uniform(-1, 1).sign()
     responses = responses or math.gcd(n, 8)
     advantages = torch.randn(responses, device=device, generator=generator)
@@ -189,7 +203,9 @@ def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> Logit
     return LogitsProblem(logits, make_tokens(targets, logprobs, generator), logprobs, entropy)
 
 
-def linear_problem(n: int, width: int, vocab: int, dtype: torch.dtype, device: str) -> LinearProblem:
+def linear_problem(
+    n: int, width: int, vocab: int, dtype: torch.dtype, device: str, clipped: float = 0.05
+) -> LinearProblem:
     """Normal hidden states and head, uniform targets; the same for the same arguments."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n, width, device=device, dtype=dtype, generator=generator)
@@ -198,4 +214,5 @@ def linear_problem(n: int, width: int, vocab: int, dtype: torch.dtype, device: s
     wide = weight.double()
     parts = [plain.linear_statistics(hidden[rows].double(), wide, targets[rows]) for rows in chunks(n, vocab)]
     logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return LinearProblem(hidden, weight, make_tokens(targets, logprobs, generator), logprobs, entropy)
+    tokens = make_tokens(targets, logprobs, generator, clipped=clipped)
+    return LinearProblem(hidden, weight, tokens, logprobs, entropy)

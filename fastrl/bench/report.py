@@ -12,15 +12,16 @@ from .measure import Row
 from .works import Section
 
 _NOTE = """\
-ms: median and fastest of the repeats. Limit: the share that was reached of a limit measured in the same run: a copy of
-the bytes that the work has to move (logits), the bare matrix products (linear), or the body's step and the head's bare
-products (step). Temporary: the peak of memory beyond inputs, results and gradients (step: beyond weights, their
-gradients and the optimizer's state). Head and loss: the share of a step's time beyond a step of the model's body alone.
-× eager, × compile: how many times faster than eager torch and torch.compile. Error: the largest against float64,
-absolute for the loss, log-probabilities and entropies, relative to the largest entry for gradients."""
+ms: median and fastest of the repeats, on a GPU by events with a cold L2 cache; hot L2: the median with what the call
+before left there. Limit: the share that was reached of what is named beside it or above the table, measured in the same
+run. Temporary: the peak of memory beyond inputs, results and gradients (step: beyond weights, their gradients and the
+optimizer's state). Head and loss: the share of a step's time beyond a step of the model's body alone. × eager,
+× compile: how many times faster than eager torch and torch.compile. Error: the largest against float64, absolute for
+the loss, log-probabilities and entropies, relative to the largest entry for gradients."""
 
 _HEADERS = (
-    "", "ms", "fastest", "tokens/s", "limit", "temporary", "plan", "head and loss", "× eager", "× compile", "error"
+    "", "ms", "fastest", "hot L2", "tokens/s", "limit", "of", "temporary", "plan", "head and loss", "× eager",
+    "× compile", "error",
 )  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def as_markdown(header: dict[str, Any], sections: list[Section]) -> str:
         parts += [f"Limit: {_limit(name, value)}" for name, value in section.limits.items() if value is not None]
         for work in dict.fromkeys(row.work for row in section.rows):
             rows = [row for row in section.rows if row.work == work]
-            parts += [f"### {work}", f"{section.works[work]}.", _table(rows)]
+            parts += [f"### {work}", f"{section.works[work]}.{_held_against(rows)}", _table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -70,7 +71,20 @@ def _limit(name: str, value: float) -> str:
     unit, _, of = name.partition(": ")
     if unit == "copy_bytes_per_second":
         return f"copy, {value / 1e9:.1f} GB/s read and written together"
+    if unit == "read_bytes_per_second":
+        return f"read, {value / 1e9:.1f} GB/s"
     return f"{of}, {value:.4g} ms" if unit == "milliseconds" else f"{of}, {value / 1e12:.3g} TFLOP/s"
+
+
+def shared_limit(rows: list[Row]) -> str | None:
+    """What all the rows are held against; None where they are held against nothing, or not against the same."""
+    limits = {row.limit for row in rows if row.limit is not None}
+    return limits.pop() if len(limits) == 1 else None
+
+
+def _held_against(rows: list[Row]) -> str:
+    limit = shared_limit(rows)
+    return "" if limit is None else f" Limit: {limit}."
 
 
 def skipped_text(row: Row) -> str:
@@ -79,7 +93,8 @@ def skipped_text(row: Row) -> str:
 
 
 def _table(rows: list[Row]) -> str:
-    lines = [_line(row) for row in rows if row.skipped is None]
+    shared = shared_limit(rows)
+    lines = [_line(row, shared) for row in rows if row.skipped is None]
     skipped = "\n".join(f"- {row.subject}: {skipped_text(row)}" for row in rows if row.skipped is not None)
     if not lines:
         return skipped
@@ -90,7 +105,7 @@ def _table(rows: list[Row]) -> str:
     return "\n\n".join(part for part in (table, skipped) if part)
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: Row, shared: str | None) -> tuple[str, ...]:
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "" if value is None else f"{value:{form}}{unit}"
 
@@ -105,8 +120,10 @@ def _line(row: Row) -> tuple[str, ...]:
         row.subject,
         number(row.milliseconds_median, ".4g"),
         number(row.milliseconds_min, ".4g"),
+        number(row.milliseconds_hot, ".4g"),
         number(row.tokens_per_second, ",.0f"),
         number(None if fraction is None else 100 * fraction, ".0f", " %"),
+        (row.limit or "") if shared is None else "",
         number(None if temporary is None else temporary / 2**20, ",.0f", " MiB"),
         row.plan or "",
         number(None if share is None else 100 * share, ".0f", " %"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastrl
 
-from .measure import Outcome, Run, Subject
+from .subjects import Outcome, Run, Subject
 from .works import Work
 
 TOP_P, TOP_K = 0.95, 50

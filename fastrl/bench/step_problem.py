@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,30 +16,98 @@ from .problems import Tokens, Truth, checked_entries, chunks, make_tokens
 
 #: Bytes of activations a token, layer and hidden dimension, over the element size: kept for the backward, roughly.
 _ACTIVATIONS = 40
+#: From this width on Qwen3 has a head of its own beside the embedding, as in Qwen3-8B.
+_UNTIED_WIDTH = 4096
+
+
+class Architecture(NamedTuple):
+    """A Qwen3 with random weights: 28 x 1024 is Qwen3-0.6B, 36 x 4096 Qwen3-8B."""
+
+    layers: int
+    width: int
+    vocab: int
+    length: int  # of the longest sequence
+    dtype: torch.dtype
+    device: str
+    checkpointed: bool = False  # whether layers are computed again in the backward
+
+    @property
+    def heads(self) -> int:
+        """Of the queries."""
+        return max(16, self.width // 128) if self.width >= 1024 else max(1, self.width // 64)
+
+    @property
+    def kv_heads(self) -> int:
+        """Of keys and values."""
+        if self.width >= 1024:
+            return 8
+        return self.heads // 2 if self.heads % 2 == 0 else self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of each head; rotary positions come in pairs."""
+        return 128 if self.width >= 1024 else max(2, self.width // self.heads // 2 * 2)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.width < _UNTIED_WIDTH
+
+    def config(self) -> Any:
+        """As transformers has it."""
+        from transformers import Qwen3Config
+
+        return Qwen3Config(
+            vocab_size=self.vocab,
+            hidden_size=self.width,
+            intermediate_size=3 * self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=max(self.length, 2048),
+            tie_word_embeddings=self.tied,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    def model(self) -> Any:
+        """A causal language model of transformers, with `model` (the body) and `lm_head`; the same every time."""
+        from transformers import Qwen3ForCausalLM
+
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.device(self.device):
+            torch.manual_seed(0)
+            model: Any = Qwen3ForCausalLM(self.config())
+        model = model.to(self.dtype).train()
+        if self.checkpointed:
+            model.gradient_checkpointing_enable()
+        return model
+
+    def activation_bytes(self, tokens: int) -> int:
+        """What the body keeps for its backward, roughly: every layer's numbers, or its inputs and one layer's."""
+        layers = 1 if self.checkpointed else self.layers
+        inputs = self.layers if self.checkpointed else 0
+        return (_ACTIVATIONS * layers + inputs) * tokens * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class StepProblem:
-    """A model, its inputs (B, T), and the tokens (N = B T) that its hidden states predict."""
+    """Inputs (B, T), the tokens (N = B T) that their hidden states predict, and the answers of a model's first step.
 
-    model: Any  # a causal language model of transformers, with `model` (the body) and `lm_head`
+    The model itself is not held: whoever steps makes one, which begins at the same weights as every other.
+    """
+
+    architecture: Architecture
+    weights: int  # how many the model has
     inputs: Tensor
     tokens: Tokens
     truth: Truth
-    checkpointed: bool
-
-    @property
-    def weight(self) -> Tensor:
-        """The output head (V, H)."""
-        weight: Tensor = self.model.lm_head.weight
-        return weight
 
     def bytes_needed(self) -> int:
-        """Of a copy of the model with gradients and AdamW's two numbers a weight, and of activations, roughly."""
-        parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        config = self.model.config
-        kept = 0 if self.checkpointed else _activation_bytes(self.tokens.count, config, self.weight.element_size())
-        return 4 * parameters + kept
+        """Of a model with gradients and AdamW's two numbers a weight, and of activations, roughly."""
+        architecture = self.architecture
+        return 4 * self.weights * architecture.dtype.itemsize + architecture.activation_bytes(self.tokens.count)
 
 
 def hidden_states(model: Any, inputs: Tensor) -> Tensor:
@@ -50,60 +119,38 @@ def hidden_states(model: Any, inputs: Tensor) -> Tensor:
 def step_problem(
     responses: int, length: int, layers: int, width: int, vocab: int, dtype: torch.dtype, device: str
 ) -> StepProblem:
-    """A Qwen3-shaped model, head tied to the embedding as in Qwen3-0.6B, and uniform tokens; the same every time."""
+    """A Qwen3-shaped model and uniform tokens; the same every time."""
     generator = torch.Generator(device).manual_seed(0)
-    model = _model(layers, width, vocab, length, dtype, device)
+    architecture = Architecture(layers, width, vocab, length, dtype, device)
     free = free_bytes(device)
-    activations = _activation_bytes(responses * length, model.config, dtype.itemsize)
-    checkpointed = free is not None and activations > free // 3
-    if checkpointed:
-        model.gradient_checkpointing_enable()
+    if free is not None and architecture.activation_bytes(responses * length) > free // 3:
+        architecture = architecture._replace(checkpointed=True)
     ids = torch.randint(vocab, (responses, length + 1), device=device, generator=generator)
+    found = _first_step(architecture, ids, generator)
+    gc.collect()  # the model, which refers to itself
+    return found
+
+
+def _first_step(architecture: Architecture, ids: Tensor, generator: torch.Generator) -> StepProblem:
+    model = architecture.model()
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].reshape(-1)
     hidden = hidden_states(model, inputs)
-    flat, weight = hidden.detach().reshape(-1, width), model.lm_head.weight.detach().double()
+    flat, weight = hidden.detach().reshape(-1, architecture.width), model.lm_head.weight.detach().double()
     with torch.no_grad():
         parts = [
             plain.linear_statistics(flat[rows].double(), weight, targets[rows])
-            for rows in chunks(targets.numel(), vocab)
+            for rows in chunks(targets.numel(), architecture.vocab)
         ]
     logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    tokens = make_tokens(targets, logprobs, generator, responses)
+    tokens = make_tokens(targets, logprobs, generator, ids.shape[0])
     truth = _truth(model, hidden, tokens, logprobs, entropy)
-    return StepProblem(model, inputs, tokens, truth, checkpointed)
-
-
-def _model(layers: int, width: int, vocab: int, length: int, dtype: torch.dtype, device: str) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    heads = max(1, width // 64)
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        head_dim=128 if width >= 1024 else max(2, width // heads // 2 * 2),  # rotary positions come in pairs
-        max_position_embeddings=max(length, 2048),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device == "cuda" else []), torch.device(device):
-        torch.manual_seed(0)
-        model: Any = Qwen3ForCausalLM(config)
-    return model.to(dtype).train()
-
-
-def _activation_bytes(tokens: int, config: Any, element_size: int) -> int:
-    return _ACTIVATIONS * tokens * config.hidden_size * config.num_hidden_layers * element_size
+    return StepProblem(architecture, sum(p.numel() for p in model.parameters()), inputs, tokens, truth)
 
 
 def _truth(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entropy: Tensor) -> Truth:
     """Head and loss in float64 on the body's own hidden states; two gradients that everything behind them enters.
 
-    The last norm's gradient sums over all tokens' d_hidden, and the tied weight's has the head's and the embedding's.
+    The last norm's gradient sums over all tokens' d_hidden, and a tied weight's has the head's and the embedding's.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1]).double()
     weight = model.lm_head.weight.detach().double().requires_grad_()
@@ -122,7 +169,8 @@ def _truth(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entropy
     hidden.backward(d_hidden.view_as(hidden).to(hidden.dtype))
     entries = checked_entries(tokens, weight.shape[0])
     norm = model.model.norm.weight.grad.double()
-    d_weight = weight.grad[entries] + model.lm_head.weight.grad[entries].double()
-    model.zero_grad(set_to_none=True)
+    d_weight = weight.grad[entries]
+    if model.lm_head.weight.grad is not None:  # the embedding's
+        d_weight = d_weight + model.lm_head.weight.grad[entries].double()
     every = torch.arange(norm.numel(), device=norm.device)
     return Truth(loss, logprobs, entropy, {"norm": (every, norm), "weight": (entries, d_weight)})

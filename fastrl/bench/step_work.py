@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,9 +11,10 @@ import torch
 from . import heads
 from .heads import Candidate, Size
 from .linear_work import products
-from .measure import Outcome, Row, Run, Subject
+from .measure import Row
 from .problems import Tokens
 from .step_problem import StepProblem, hidden_states
+from .subjects import Outcome, Run, Subject
 from .works import Head, HeadLoss, Work
 
 #: The step without head and loss: what the others' share of the step is told by.
@@ -27,12 +27,11 @@ def work(problem: StepProblem) -> Work:
     """One step: forward, PPO's clipped loss, backward, AdamW."""
     first, *others = heads.policy_candidates()
     candidates = [replace(first, name="fastrl, linear_policy_loss"), heads.ours_from_logits(), *others]
-    weights = sum(p.numel() for p in problem.model.parameters()) / 1e6
-    checkpointed = "with" if problem.checkpointed else "no"
+    checkpointed = "with" if problem.architecture.checkpointed else "no"
     return Work(
         "step",
-        f"forward, PPO's clipped loss (off-policy), backward, AdamW; Qwen3's layers, {weights:,.4g} M weights,"
-        f" {checkpointed} gradient checkpointing",
+        f"forward, PPO's clipped loss (off-policy), backward, AdamW; Qwen3's layers, {problem.weights / 1e6:,.4g} M"
+        f" weights, {checkpointed} gradient checkpointing",
         [_subject(problem, candidate) for candidate in candidates],
         problem.truth,
     )
@@ -49,10 +48,14 @@ def body(problem: StepProblem) -> Subject:
 
 def head_products(problem: StepProblem) -> Subject:
     """The head's three matrix products alone, at the step's size."""
-    weight = problem.weight.detach()
-    # Random: a GPU multiplies constants faster than data.
-    hidden = torch.randn(problem.tokens.count, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    return products(hidden, weight, backward=True)
+    of, size = problem.architecture, _size(problem)
+
+    def prepare() -> Run:
+        # Random: a GPU multiplies constants faster than data.
+        hidden, weight = (torch.randn(n, of.width, dtype=of.dtype, device=of.device) for n in (size.tokens, size.vocab))
+        return products(hidden, weight, backward=True).prepare()
+
+    return Subject("the head's three matrix products alone", prepare, size.once + size.gradients)
 
 
 def add_shares(rows: list[Row], body: Row) -> None:
@@ -63,15 +66,19 @@ def add_shares(rows: list[Row], body: Row) -> None:
 
 
 def _subject(problem: StepProblem, candidate: Candidate) -> Subject:
-    vocab, width = problem.weight.shape
-    size = Size(problem.tokens.count, width, vocab, problem.weight.element_size())
-    needed = problem.bytes_needed() + candidate.bytes_needed(size)
+    needed = problem.bytes_needed() + candidate.bytes_needed(_size(problem))
     return Subject(candidate.name, partial(_step, problem, candidate.make), needed, candidate.ours)
+
+
+def _size(problem: StepProblem) -> Size:
+    of = problem.architecture
+    return Size(problem.tokens.count, of.width, of.vocab, of.dtype.itemsize)
 
 
 def _step(problem: StepProblem, make: Callable[[Tokens], Head]) -> Run:
     head = make(problem.tokens)
-    model = copy.deepcopy(problem.model)  # every subject's first step starts from the same weights
+    # A model of the subject's own, at the same weights as every other's: a copy would need the one that it is taken of.
+    model = problem.architecture.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
 
     def call() -> Outcome:

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import math
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from . import linear_work, logits_work, masks_work, memory_work, sets_work, step_work
-from .measure import Outcome, Row, Run, Subject, finish, measure
+from . import (
+    ceilings,
+    linear_work,
+    logits_work,
+    masks_work,
+    memory_work,
+    overhead_work,
+    plans_work,
+    sets_work,
+    step_work,
+)
+from .clock import time_issue
+from .measure import Limit, Row, finish
 from .problems import linear_problem, logits_problem
+from .running import Bench, Setting, Shape, seconds
 from .step_problem import step_problem
 from .works import COMPILED, EAGER, Section, Work
 
-Shape = tuple[int, ...]
-Log = Callable[[str], None]
-#: Bytes of the buffer whose copy tells the memory's speed where a suite has no logits at hand.
-_COPIED_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all suites of one call share."""
-
-    dtype: torch.dtype
-    device: str
-    repeats: int
-    log: Log
-    seconds: float = math.inf  # after which a subject is not repeated again
-
-    @property
-    def dtype_name(self) -> str:
-        """Without the module: "float32"."""
-        return str(self.dtype).removeprefix("torch.")
+_COPY, _READ = "a copy of as many bytes", "a read of as many bytes"
+_PRODUCTS = "the bare matrix products"
 
 
 @dataclass(frozen=True)
@@ -49,28 +41,46 @@ class Suite:
 
 
 def run_logits(shape: Shape, setting: Setting) -> Section:
-    """The logits suite at N, V; its limit is a copy of the logits."""
+    """The logits suite at N, V; its limit is the memory's speed: a copy, and on a GPU a read where that is the work."""
     setting.log("inputs and float64 answers")
     n, vocab = shape
+    on_gpu = setting.device == "cuda"
+    bench = replace(_bench("logits", shape, setting), hot=on_gpu)
     problem = logits_problem(n, vocab, setting.dtype, setting.device)
-    bandwidth = _copy_speed(problem.logits, "logits", shape, setting)
+    source = ceilings.stream(problem.logits)
+    speeds = {"copy_bytes_per_second": ceilings.copy_speed(bench, source)}
+    if on_gpu:
+        speeds["read_bytes_per_second"] = ceilings.read_speed(bench, source)
+    del source
     works = logits_work.works(problem)
     rows: list[Row] = []
     for work in works:
         assert work.work_bytes is not None
-        found = _measure_work("logits", shape, setting, work)
-        finish(found, None if bandwidth is None else work.work_bytes / bandwidth, EAGER, COMPILED)
+        reads = on_gpu and work.name == logits_work.FORWARD
+        speed = speeds["read_bytes_per_second" if reads else "copy_bytes_per_second"]
+        found = bench.measure_work(work)
+        limit = None if speed is None else Limit(work.work_bytes / speed, _READ if reads else _COPY)
+        finish(found, limit, EAGER, COMPILED)
         rows += found
-    return Section("logits", _named("logits", shape), {"copy_bytes_per_second": bandwidth}, _descriptions(works), rows)
+    return bench.section(speeds, works, rows)
+
+
+def run_overhead(shape: Shape, setting: Setting) -> Section:
+    """The overhead suite at N, V: what a loss and its backward cost the host; nothing limits that."""
+    n, vocab = shape
+    problem = logits_problem(n, vocab, setting.dtype, setting.device)
+    bench = replace(_bench("overhead", shape, setting), clock=time_issue)
+    return _without_limit(bench, [overhead_work.work(problem)])
 
 
 def run_linear(shape: Shape, setting: Setting) -> Section:
     """The linear suite at N, H, V; its limit is the matrix products alone, and a copy tells the memory's speed."""
     setting.log("inputs and float64 answers")
+    bench = _bench("linear", shape, setting)
     n, width, vocab = shape
     problem = linear_problem(n, width, vocab, setting.dtype, setting.device)
-    copied = min(n * vocab, _COPIED_BYTES // setting.dtype.itemsize)
-    speed = _copy_speed(torch.rand(copied, dtype=setting.dtype, device=setting.device), "linear", shape, setting)
+    copied = min(n * vocab, ceilings.STREAM_BYTES // setting.dtype.itemsize)
+    speed = ceilings.copy_speed(bench, torch.rand(copied, dtype=setting.dtype, device=setting.device))
     limits: dict[str, float | None] = {"copy_bytes_per_second": speed}
     floors: dict[int | None, Row] = {}
     works = linear_work.works(problem)
@@ -79,30 +89,52 @@ def run_linear(shape: Shape, setting: Setting) -> Section:
         if work.work_flops not in floors:  # works of as many products share their measurement
             backward = work.work_flops != linear_work.product_flops(problem)
             floor = linear_work.products(problem.hidden, problem.weight, backward)
-            floors[work.work_flops] = _measure_subject(floor, "linear", shape, setting, work, with_truth=False)
+            floors[work.work_flops] = bench.measure_subject(floor, work, with_truth=False)
         bare = replace(floors[work.work_flops], work=work.name, is_limit=True)
-        found = [bare, *_measure_work("linear", shape, setting, work)]
-        finish(found, _seconds(bare), EAGER, COMPILED)
+        found = [bare, *bench.measure_work(work)]
+        finish(found, _limit(_PRODUCTS, bare), EAGER, COMPILED)
         limits[f"flops_per_second: {bare.subject}"] = bare.flops_per_second
         rows += found
-    return Section("linear", _named("linear", shape), limits, _descriptions(works), rows)
+    return bench.section(limits, works, rows)
+
+
+def run_plans(shape: Shape, setting: Setting) -> Section:
+    """The plans suite at N, H, V; each row's limit is the bare products that its plan forms."""
+    setting.log("inputs and float64 answers")
+    bench = _bench("plans", shape, setting)
+    n, width, vocab = shape
+    problem = linear_problem(n, width, vocab, setting.dtype, setting.device, clipped=0.0)
+    bare = plans_work.products(problem)
+    rows = [replace(row, is_limit=True) for row in bench.measure_work(bare)]
+    times = [seconds(row) for row in rows]
+    finish(rows, None, EAGER, COMPILED)
+    works = [bare]
+    for work, ways in plans_work.works(problem):
+        for subject, way in zip(work.subjects, ways, strict=True):
+            row = bench.measure_subject(subject, work)
+            if row.skipped is None:
+                row.plan = way.taken(problem)
+                finish([row], plans_work.floor(row.plan, way, times), EAGER, COMPILED)
+            rows.append(row)
+        works.append(work)
+    return bench.section(plans_work.limits(times), works, rows)
 
 
 def run_memory(shape: Shape, setting: Setting) -> Section:
     """The memory suite: token counts up to N, at H, V; no limit, for what is asked is memory."""
     most, width, vocab = shape
     rows: list[Row] = []
-    descriptions = {}
+    works: list[Work] = []
     for n in memory_work.token_counts(most):
         setting.log(f"{n} tokens: inputs and float64 answers")
         problem = linear_problem(n, width, vocab, setting.dtype, setting.device)
         work = memory_work.work(problem)
-        found = _measure_work("memory", (n, width, vocab), setting, work)
+        found = _bench("memory", (n, width, vocab), setting).measure_work(work)
         finish(found, None, EAGER, COMPILED)
         memory_work.add_plans(found, problem)
         rows += found
-        descriptions[work.name] = work.description
-    return Section("memory", _named("memory", shape), {}, descriptions, rows)
+        works.append(replace(work, subjects=[]))  # which hold the problem
+    return _bench("memory", shape, setting).section({}, works, rows)
 
 
 def run_masks(shape: Shape, setting: Setting) -> Section:
@@ -111,45 +143,46 @@ def run_masks(shape: Shape, setting: Setting) -> Section:
     n, width, vocab, mean = shape
     problem = masks_work.masked_problem(n, width, vocab, mean, setting.dtype, setting.device)
     dense = linear_problem(n, width, vocab, setting.dtype, setting.device)
-    return _without_limit("masks", shape, setting, masks_work.works(problem, dense))
+    return _without_limit(_bench("masks", shape, setting), masks_work.works(problem, dense))
 
 
 def run_sets(shape: Shape, setting: Setting) -> Section:
     """The sets suite at N, V; no limit: nobody else finds them without a sort."""
     n, vocab = shape
     logits = logits_problem(n, vocab, setting.dtype, setting.device).logits
-    return _without_limit("sets", shape, setting, sets_work.works(logits))
+    return _without_limit(_bench("sets", shape, setting), sets_work.works(logits))
 
 
-def _without_limit(suite: str, shape: Shape, setting: Setting, works: list[Work]) -> Section:
+def _without_limit(bench: Bench, works: list[Work]) -> Section:
     rows: list[Row] = []
     for work in works:
-        found = _measure_work(suite, shape, setting, work)
+        found = bench.measure_work(work)
         finish(found, None, EAGER, COMPILED)
         rows += found
-    return Section(suite, _named(suite, shape), {}, _descriptions(works), rows)
+    return bench.section({}, works, rows)
 
 
 def run_step(shape: Shape, setting: Setting) -> Section:
     """The step suite at B, T, L, H, V; its limit is the body's step and the head's bare matrix products."""
     setting.log("model, inputs and float64 answers")
+    bench = _bench("step", shape, setting)
     responses, length, layers, width, vocab = shape
     problem = step_problem(responses, length, layers, width, vocab, setting.dtype, setting.device)
     work = step_work.work(problem)
     body, bare = (
-        _measure_subject(floor, "step", shape, setting, work, with_truth=False)
+        bench.measure_subject(floor, work, with_truth=False)
         for floor in (step_work.body(problem), step_work.head_products(problem))
     )
-    rows = _measure_work("step", shape, setting, work)
-    seconds = _seconds(body), _seconds(bare)
-    limit = None if None in seconds else sum(s for s in seconds if s is not None)
+    rows = bench.measure_work(work)
+    limit = _limit("the body's step and the head's bare products", body, bare)
     finish([body], None, EAGER, COMPILED)  # no way to do the work: it is no faster than any
     finish(rows, limit, EAGER, COMPILED)
     step_work.add_shares(rows, body)
     limits: dict[str, float | None] = {
-        "milliseconds: the body's step and the head's three matrix products": None if limit is None else 1e3 * limit
-    }
-    return Section("step", _named("step", shape), limits, _descriptions([work]), [body, *rows])
+        "milliseconds: the body's step and the head's three matrix products":
+            None if limit is None else 1e3 * limit.seconds
+    }  # fmt: skip
+    return bench.section(limits, [work], [body, *rows])
 
 
 SUITES = {
@@ -157,10 +190,16 @@ SUITES = {
         "NV",
         {
             "cpu": ((2048, 32768),),
-            "cuda": ((8192, 151936), (16384, 131072), (8192, 262144), (32768, 32768)),
+            "cuda": ((8192, 151936), (16384, 131072), (8192, 262144), (32768, 32768), (256, 151936)),
         },
         run_logits,
         "losses and statistics of N rows of V logits",
+    ),
+    "overhead": Suite(
+        "NV",
+        {"cpu": ((64, 1024),), "cuda": ((64, 1024),)},
+        run_overhead,
+        "the host's time to issue a loss of N rows of V logits and its backward",
     ),
     "linear": Suite(
         "NHV",
@@ -173,6 +212,15 @@ SUITES = {
         },
         run_linear,
         "the same from N hidden states of H and a head of V x H, and cross-entropy",
+    ),
+    "plans": Suite(
+        "NHV",
+        {
+            "cpu": ((512, 128, 16384),),
+            "cuda": ((8192, 4096, 151936), (8192, 2048, 151936), (131072, 4096, 151936)),
+        },
+        run_plans,
+        "the loss from hidden states by every plan, each beside the bare products that it forms",
     ),
     "memory": Suite(
         "NHV",
@@ -194,8 +242,13 @@ SUITES = {
     ),
     "step": Suite(
         "BTLHV",
-        # on a GPU the shape of Qwen3-0.6B
-        {"cpu": ((4, 128, 2, 128, 32768),), "cuda": ((4, 2048, 28, 1024, 151936),)},
+        {
+            "cpu": ((4, 128, 2, 128, 32768),),
+            "cuda": (  # the shapes of Qwen3-0.6B and 8B, 8 to 128 thousand tokens
+                (4, 2048, 28, 1024, 151936), (16, 2048, 28, 1024, 151936), (64, 2048, 28, 1024, 151936),
+                (4, 2048, 36, 4096, 151936), (16, 2048, 36, 4096, 151936),
+            ),
+        },
         run_step,
         "a training step of a language model: B responses of T tokens, L layers of width H",
         needs=("transformers",),
@@ -203,60 +256,12 @@ SUITES = {
 }  # fmt: skip
 
 
-def _copy_speed(source: torch.Tensor, suite: str, shape: Shape, setting: Setting) -> float | None:
-    """Bytes a second, read and written together, of a copy of the tensor."""
-    setting.log("copy")
-    row = _row(suite, shape, setting, "copy", "copy")
-    subject = Subject("copy", lambda: _copy(source), source.numel() * source.element_size())
-    measure(subject, row, None, setting.device, setting.repeats, setting.seconds)
-    seconds = _seconds(row)
-    return None if seconds is None else 2 * source.numel() * source.element_size() / seconds
+def _bench(suite: str, shape: Shape, setting: Setting) -> Bench:
+    return Bench(suite, dict(zip(SUITES[suite].axes, shape, strict=True)), setting)
 
 
-def _copy(source: torch.Tensor) -> Run:
-    target = torch.empty_like(source)
-
-    def call() -> Outcome:
-        target.copy_(source)
-        return Outcome(None, None, None, {})
-
-    return Run(call)
-
-
-def _seconds(row: Row) -> float | None:
-    return None if row.milliseconds_median is None else row.milliseconds_median / 1e3
-
-
-def _named(suite: str, shape: Shape) -> dict[str, int]:
-    return dict(zip(SUITES[suite].axes, shape, strict=True))
-
-
-def _descriptions(works: list[Work]) -> dict[str, str]:
-    return {work.name: work.description for work in works}
-
-
-def _row(suite: str, shape: Shape, setting: Setting, work_name: str, subject: str, work: Work | None = None) -> Row:
-    return Row(
-        suite, _named(suite, shape), setting.dtype_name, work_name, subject,
-        work_bytes=None if work is None else work.work_bytes,
-        work_flops=None if work is None else work.work_flops,
-    )  # fmt: skip
-
-
-def _measure_work(suite: str, shape: Shape, setting: Setting, work: Work) -> list[Row]:
-    return [_measure_subject(subject, suite, shape, setting, work) for subject in work.subjects]
-
-
-def _measure_subject(
-    subject: Subject, suite: str, shape: Shape, setting: Setting, work: Work, with_truth: bool = True
-) -> Row:
-    """The subject's row. A mistake of ours is told and marks the row; the others are still worth measuring."""
-    setting.log(f"{work.name}: {subject.name}")
-    row = _row(suite, shape, setting, work.name, subject.name, work)
-    try:
-        measure(subject, row, work.truth if with_truth else None, setting.device, setting.repeats, setting.seconds)
-    except Exception:
-        if not row.failed:
-            raise
-        setting.log(traceback.format_exc())
-    return row
+def _limit(of: str, *rows: Row) -> Limit | None:
+    """The rows' time together; None if one has none."""
+    times = [seconds(row) for row in rows]
+    found = [time for time in times if time is not None]
+    return Limit(sum(found), of) if len(found) == len(times) else None

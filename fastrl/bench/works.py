@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .measure import Row, Subject
+from .measure import Row
 from .problems import Truth
+from .subjects import Subject
 
 EAGER = "eager torch"
 COMPILED = "torch.compile"

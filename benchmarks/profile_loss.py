@@ -1,0 +1,149 @@
+"""Where a linear loss and its backward spend their time: products, row kernels, elementwise work, copies and gaps.
+
+On a GPU by the times of its kernels, on a CPU by the operators' own. Called profile.py it would hide Python's module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import profile
+
+from fastrl.bench import heads, machine
+from fastrl.bench.clock import synchronize
+from fastrl.bench.measure import default_device
+from fastrl.bench.plans_work import Way
+from fastrl.bench.problems import linear_problem
+
+_CALLS = 3
+_PRODUCT_OPS = ("aten::mm", "aten::addmm", "aten::addmm_")
+_PRODUCT_KERNELS = re.compile(r"gemm|nvjet|cutlass|xmma", re.IGNORECASE)
+_COPIES = ("gpu_memcpy", "gpu_memset", "aten::copy_", "aten::fill_", "aten::zero_")
+
+
+class Piece(NamedTuple):
+    """A kernel, or on a CPU an operator without those that it calls."""
+
+    name: str
+    kind: str  # the trace's category, or the operator
+    op: str  # the operator that launched it
+    dims: Sequence[Any]  # of the operator's inputs
+    start: float  # milliseconds, as the next
+    length: float
+
+
+def kernels_of(events: list[dict[str, Any]]) -> list[Piece]:
+    """What ran on the GPU, in the order of its beginning, from the events of a Chrome trace."""
+    ops = {e["args"].get("External id"): e for e in events if e.get("cat") == "cpu_op"}
+    found = []
+    for e in sorted(events, key=lambda e: e.get("ts", 0.0)):
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            op = ops.get(e["args"].get("External id"), {"name": "", "args": {}})
+            dims = op["args"].get("Input Dims", [])
+            found.append(Piece(e["name"], e["cat"], op["name"], dims, e["ts"] / 1e3, e["dur"] / 1e3))
+    return found
+
+
+def groups_of(pieces: list[Piece], width: int) -> list[str]:
+    """What each piece belongs to; products by what they sum over: H, the tile's columns, or else its rows."""
+    columns, found = 0, []
+    for piece in pieces:
+        first = piece.op != "aten::mm"  # the others' first operand is what they add to
+        group, factors = _group(piece), piece.dims[first : first + 2]
+        if group == "products" and piece.op in _PRODUCT_OPS and len(factors) == 2:
+            (_, summed), (_, wide) = factors
+            columns = wide if summed == width else columns
+            group += ": " + ("logits" if summed == width else "d_hidden" if summed == columns else "d_weight")
+        found.append(group)
+    return found
+
+
+def _group(piece: Piece) -> str:
+    if piece.kind in _COPIES:
+        return "copies and fills"
+    if piece.op in _PRODUCT_OPS or _PRODUCT_KERNELS.search(piece.name):
+        return "products"
+    if "fastrl" in piece.kind or re.fullmatch(r"\w+_kernel", piece.name):
+        return f"row kernels: {piece.name}"
+    return "casts, sums and other elementwise work"
+
+
+def span(pieces: list[Piece]) -> tuple[float, float]:
+    """Milliseconds from the first kernel's beginning to the last one's end, and those in which any ran."""
+    end, busy = pieces[0].start, 0.0
+    for piece in pieces:
+        busy += max(0.0, piece.start + piece.length - max(end, piece.start))
+        end = max(end, piece.start + piece.length)
+    return end - pieces[0].start, busy
+
+
+def profiled(call: Callable[[], Any], device: str) -> tuple[list[Piece], float, float]:
+    """What one call ran, its milliseconds, and those in which something ran."""
+    with profile(record_shapes=True) as found:
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        wall = 1e3 * (time.perf_counter() - start)
+    if device == "cuda":
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            found.export_chrome_trace(file.name)
+            pieces = kernels_of(json.loads(Path(file.name).read_text())["traceEvents"])
+        return pieces, *span(pieces)
+    pieces = [Piece(*[e.name] * 3, e.input_shapes, 0.0, e.self_cpu_time_total / 1e3) for e in found.events()]
+    return pieces, wall, sum(piece.length for piece in pieces)
+
+
+def summary(calls: list[tuple[list[Piece], float, float]], width: int) -> dict[str, Any]:
+    """Milliseconds and counts a call, in the mean over the calls."""
+    lengths: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for pieces, *_ in calls:
+        for piece, group in zip(pieces, groups_of(pieces, width), strict=True):
+            lengths[group, piece.name].append(piece.length)
+            lengths[group, ""].append(piece.length)
+    rows = [
+        {"group": group, "name": name, "milliseconds": sum(found) / len(calls), "count": len(found) / len(calls)}
+        for (group, name), found in sorted(lengths.items(), key=lambda item: -sum(item[1]))
+    ]
+    wall, busy = (sum(call[place] for call in calls) / len(calls) for place in (1, 2))
+    return {
+        "milliseconds_wall": wall, "milliseconds_busy": busy, "milliseconds_gaps": wall - busy,
+        "groups": [row for row in rows if not row["name"]], "kernels": [row for row in rows if row["name"]],
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", metavar="NxHxV")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--budget", help="such as 512MiB; default: none")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    options = parser.parse_args(argv)
+    device, (n, width, vocab) = default_device(), map(int, options.shape.split("x"))
+    problem = linear_problem(n, width, vocab, getattr(torch, options.dtype), device, clipped=0.0)
+    run = heads.subject(problem, heads.ours(options.budget)).prepare()
+    calls = [profiled(run.call, device) for _ in range(2 + _CALLS)][2:]  # after kernels and the profiler are warm
+    found = {
+        **machine.describe([]), "command": " ".join(["python benchmarks/profile_loss.py", *argv]),
+        "shape": {"N": n, "H": width, "V": vocab}, "dtype": options.dtype, "budget": options.budget,
+        "plan": Way("", budget=options.budget).taken(problem), "calls": _CALLS, **summary(calls, width),
+    }  # fmt: skip
+    name = "-".join(filter(None, ("profile", options.shape, options.dtype, options.budget)))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(f"{name}: {found['plan']}, {found['milliseconds_wall']:.3f} ms a call: gaps {found['milliseconds_gaps']:.3f}")
+    for row in found["groups"]:
+        print(f"{row['milliseconds']:12.3f} ms {row['count']:8.1f} x  {row['group']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

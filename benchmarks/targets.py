@@ -1,0 +1,141 @@
+"""Which of the GPU's targets the results of `benchmarks/gpu.sh` reach, as Markdown.
+
+    python benchmarks/targets.py FOLDER
+
+Every target is a ratio of two numbers of one run. A ratio that was not measured is listed as such.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio that rows of one subject should stay below or come up to."""
+
+    suite: str
+    work: str
+    subject: str
+    bound: float
+    over: str | None = None  # the subject whose time is divided by; None: the limit of the work
+    over_work: str | None = None  # that subject's work, where it is another
+    faster: bool = False  # whether the other's time over ours is told, which should be at least the bound
+    field: str = "milliseconds_median"
+    least: tuple[tuple[str, int], ...] = ()  # of the shape's numbers
+    most: tuple[tuple[str, int], ...] = ()
+    dtype: str = "bfloat16"
+
+    def matches(self, row: Row) -> bool:
+        """Whether the target speaks of this row."""
+        shape = row["shape"]
+        return (
+            (row["suite"], row["subject"], row["dtype"]) == (self.suite, self.subject, self.dtype)
+            and row["work"] == self.work
+            and all(shape[name] >= size for name, size in self.least)
+            and all(shape[name] <= size for name, size in self.most)
+        )
+
+    def ratio(self, row: Row, others: list[Row]) -> float | None:
+        """Its value at the row, `others` being the rows of the same shape and run; None where either has no number."""
+        if self.field == "peak_temporary_bytes":
+            return None if row[self.field] is None else row[self.field] / 2**30
+        base = row["milliseconds_limit"]
+        if self.over is not None:
+            names = (self.over_work or row["work"], self.over)
+            base = next((o[self.field] for o in others if (o["work"], o["subject"]) == names), None)
+        if base is None or row[self.field] is None:
+            return None
+        return base / row[self.field] if self.faster else row[self.field] / base
+
+    @property
+    def words(self) -> str:
+        """What the ratio is of."""
+        if self.field == "peak_temporary_bytes":
+            return "temporary memory in GiB"
+        other = "its limit" if self.over is None else self.over_work or self.over
+        return f"{other} / ours" if self.faster else f"ours / {other}"
+
+
+_LARGE = (("N", 8192),)
+_LONG = (("N", 65536),)
+_SHORT = (("N", 65535),)
+TARGETS = [
+    Target("logits", "statistics", "fastrl", 1.10, least=_LARGE),
+    Target("logits", "statistics", "fastrl", 1.10, least=_LARGE, dtype="float32"),
+    Target("logits", "statistics", "fastrl", 0.6, faster=True, most=(("N", 256),)),
+    Target("logits", "statistics", "fastrl", 1.2, "TRL kernel", faster=True, least=_LARGE),
+    Target("logits", "loss and gradient", "fastrl, in place", 1.30, least=_LARGE, most=(("V", 151936),)),
+    Target("logits", "loss and gradient", "fastrl, in place", 1.50, least=(*_LARGE, ("V", 151937))),
+    Target("logits", "loss and gradient", "fastrl, in place", 1.5, "Liger triton_grpo_loss", faster=True, least=_LARGE),
+    Target("logits", "loss and gradient", "fastrl, in place", 5.0, "eager torch", faster=True, least=_LARGE),
+    Target("overhead", "issue loss and gradient", "fastrl", 1.0, "eager torch"),
+    Target("overhead", "issue loss and gradient", "fastrl, in place", 1.0, "eager torch"),
+    Target("masks", "loss over recorded sets", "fastrl", 0.03, "fastrl", "loss over the whole vocabulary"),
+    Target("sets", "top-p 0.95", "fastrl SamplingMask.from_logits", 5.0, "transformers' warpers", faster=True),
+    *(
+        Target("plans", work, f"fastrl, {subject}", bound, least=((("H", width)),), most=(("H", width), *_SHORT))
+        for width, bound in ((4096, 1.10), (2048, 1.15))
+        for work, subject in (
+            ("loss and gradients", "no budget"), ("loss and gradients", "recompute"),
+            ("loss and gradients", "budget 512MiB"), ("loss, frozen head", "frozen head, frozen-head"),
+            ("forward only", "linear_token_logprobs with entropy"),
+        )
+    ),
+    Target("plans", "loss and gradients", "fastrl, budget 1GiB", 1.15, least=_LONG),
+    Target("plans", "loss and gradients", "fastrl, budget 1GiB", 1.0, field="peak_temporary_bytes", least=_LONG),
+    *(
+        Target("linear", "loss and gradients", "fastrl", bound, over, faster=True)
+        for over, bound in (
+            ("TRL chunked head", 1.25), ("Liger LigerFusedLinearGRPOLoss", 3.0), ("eager torch", 1.3)
+        )
+    ),
+]  # fmt: skip
+
+
+def sections(folder: Path) -> Iterator[list[Row]]:
+    """The rows of each shape of each run in the folder."""
+    for path in sorted(folder.glob("*.json")):
+        yield from (section["rows"] for section in json.loads(path.read_text()).get("sections", []))
+
+
+def lines(found: list[list[Row]]) -> list[tuple[str, ...]]:
+    """A line for each target and row that it speaks of."""
+    table = []
+    for target in TARGETS:
+        wanted = f"{'>=' if target.faster else '<='} {target.bound:g}"
+        pairs = [(row, rows) for rows in found for row in rows if target.matches(row)]
+        name = f"{target.suite}: {target.work}, {target.subject} ({target.dtype})"
+        if not pairs:
+            table.append((name, "", target.words, wanted, "", "not measured"))
+        for row, rows in pairs:
+            ratio = target.ratio(row, rows)
+            shape = "x".join(map(str, row["shape"].values()))
+            if ratio is None:
+                table.append((name, shape, target.words, wanted, "", "not measured"))
+                continue
+            reached = ratio >= target.bound if target.faster else ratio <= target.bound
+            table.append((name, shape, target.words, wanted, f"{ratio:.3f}", "yes" if reached else "NO"))
+    return table
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 1 or not Path(argv[0]).is_dir():
+        print(f"usage: python benchmarks/targets.py FOLDER, got {' '.join(argv) or 'nothing'}", file=sys.stderr)
+        return 2
+    headers = ("what", "shape", "ratio", "target", "measured", "reached")
+    print(tabulate(lines(list(sections(Path(argv[0])))), headers, tablefmt="github", disable_numparse=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

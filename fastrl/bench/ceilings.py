@@ -1,0 +1,63 @@
+"""What the memory can do at most: a copy, and on a GPU a read that stores next to nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .running import Bench
+from .subjects import Outcome, Run, Subject
+
+#: Bytes of the buffer whose copy tells the memory's speed where the suite's own tensors are no measure of it.
+STREAM_BYTES = 1 << 30
+#: Programs a multiprocessor with which the read is tried: 4 are there at once. The fastest is the ceiling.
+_PROGRAMS = (2, 4, 64)
+
+
+def stream(logits: Tensor) -> Tensor:
+    """The logits, or on a GPU where those are few a longer tensor: a short stream never gets to the memory's speed."""
+    if not logits.is_cuda or logits.numel() * logits.element_size() >= STREAM_BYTES:
+        return logits
+    return torch.rand(STREAM_BYTES // logits.element_size(), dtype=logits.dtype, device=logits.device)
+
+
+def copy_speed(bench: Bench, source: Tensor) -> float | None:
+    """Bytes a second, read and written together, of a copy of the tensor."""
+    size = source.numel() * source.element_size()
+    seconds = bench.seconds_of(Subject("copy", partial(_copy, source), size))
+    return None if seconds is None else 2 * size / seconds
+
+
+def read_speed(bench: Bench, source: Tensor) -> float | None:
+    """Bytes a second of reading the tensor (contiguous, on a GPU)."""
+    found = [
+        bench.seconds_of(Subject(f"read, {count} programs a multiprocessor", partial(_read, source, count), 0))
+        for count in _PROGRAMS
+    ]
+    fastest = min((seconds for seconds in found if seconds is not None), default=None)
+    return None if fastest is None else source.numel() * source.element_size() / fastest
+
+
+def _copy(source: Tensor) -> Run:
+    target = torch.empty_like(source)
+
+    def call() -> Outcome:
+        target.copy_(source)
+        return Outcome(None, None, None, {})
+
+    return Run(call)
+
+
+def _read(source: Tensor, programs: int) -> Run:
+    from .read_ceiling import fold, words_of  # Triton, which is imported on a GPU only
+
+    words = words_of(source)
+    folded = words.new_empty(programs * torch.cuda.get_device_properties(source.device).multi_processor_count)
+
+    def call() -> Outcome:
+        fold(words, folded)
+        return Outcome(None, None, None, {})
+
+    return Run(call)

@@ -1,0 +1,202 @@
+"""The loss from hidden states (N, H) and the head (V, H) by each plan, and the floor of each: its own bare products.
+
+U is one product of N x V x H. A plan's floor is the sum of the products that it forms, each measured alone in the same
+run: the logits (once, in recompute twice, in two-pass three times), and the two gradients where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import fastrl
+from fastrl.memory import use_plan
+
+from . import heads, plain
+from .measure import Limit
+from .problems import LinearProblem
+from .subjects import Outcome, Run, Subject, Unavailable
+from .works import Work
+
+_BOTH = ("hidden", "weight")
+_PRODUCTS = ("logits = hidden x weight^T", "d_hidden = d_logits x weight", "d_weight = d_logits^T x hidden")
+#: How often a plan forms the logits, where that is not once.
+_FORWARDS = {"recompute": 2, "two-pass": 3}
+#: From so many tokens on a call takes a second: only the choices without a budget and within the largest are measured.
+_MANY_TOKENS = 65536
+_LARGEST_BUDGET = "1GiB"
+_PPO = fastrl.PPO(clip=plain.CLIP)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One call: which gradients it needs, and what it leaves to the planner."""
+
+    name: str
+    gradients: tuple[str, ...] = _BOTH
+    forced: str | None = None  # the plan that it must take
+    budget: str | None = None
+    objective: fastrl.Objective | None = _PPO  # None: log-probabilities and entropies, without a loss
+
+    def taken(self, problem: LinearProblem) -> str:
+        """The plan's name."""
+        if self.forced is not None:
+            return self.forced
+        size = heads.size_of(problem)
+        plans = fastrl.plan_memory(
+            size.tokens, size.hidden, size.vocab, problem.weight.dtype, self.budget, objective=self.objective,
+            gradients=self.gradients, device=problem.weight.device.type,
+        )  # fmt: skip
+        return plans.chosen.name
+
+    @contextmanager
+    def plan(self) -> Iterator[None]:
+        """The forced plan; Unavailable where it does not fit, or is none for these inputs."""
+        if self.forced is None:
+            yield
+            return
+        try:
+            with use_plan(self.forced):
+                yield
+        except ValueError as error:
+            if "too small" not in str(error) and "cannot be followed" not in str(error):
+                raise
+            raise Unavailable(str(error)) from None
+
+
+def ways(tokens: int) -> dict[str, list[Way]]:
+    """The calls of each work."""
+    free, largest = Way("fastrl, no budget"), _within(_LARGEST_BUDGET)
+    if tokens >= _MANY_TOKENS:
+        return {"loss and gradients": [free, largest]}
+    by_plan = [Way(f"fastrl, {plan}", forced=plan) for plan in ("recompute", "two-pass")]
+    return {
+        "loss and gradients": [free, *by_plan, _within("512MiB"), largest],
+        "loss of sequence ratios and gradients": [
+            # no response's gradient is known before the whole response's log-probabilities are
+            Way("fastrl, keep", forced="keep", objective=fastrl.GSPO(plain.CLIP, plain.CLIP)),
+        ],
+        "loss, frozen head": [
+            Way("fastrl, frozen head, no budget", ("hidden",)),
+            Way("fastrl, frozen head, frozen-head", ("hidden",), forced="frozen-head"),
+        ],
+        "forward only": [
+            Way("fastrl, loss under no_grad", ()),
+            Way("fastrl, linear_token_logprobs with entropy", (), objective=None),
+        ],
+    }
+
+
+def works(problem: LinearProblem) -> list[tuple[Work, list[Way]]]:
+    """The works, and for each of their subjects how it goes."""
+    truth, unit = problem.loss_truth(), _unit(problem)
+    descriptions = {
+        "loss and gradients": "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and"
+        " weight",
+        "loss of sequence ratios and gradients": "GSPO's clipped loss and the same gradients",
+        "loss, frozen head": "PPO's clipped loss and its gradient for the hidden states alone",
+        "forward only": "PPO's clipped loss without gradients, and log-probabilities and entropies alone",
+    }
+    found = []
+    for name, chosen in ways(problem.tokens.count).items():
+        right = problem.sequence_loss_truth() if "sequence" in name else truth
+        subjects = [_subject(problem, way) for way in chosen]
+        flops = unit * (1 + len(chosen[0].gradients))
+        found.append((Work(name, descriptions[name], subjects, right, work_flops=flops), chosen))
+    return found
+
+
+def products(problem: LinearProblem) -> Work:
+    """The three bare products."""
+    size = heads.size_of(problem)
+    subjects = [
+        Subject(name, partial(_product, problem, place), size.once + size.gradients)
+        for place, name in enumerate(_PRODUCTS)
+    ]
+    description = "each matrix product alone, into a buffer that is there already: what the floors are put together of"
+    return Work("bare products", description, subjects, None, work_flops=_unit(problem))
+
+
+def floor(plan: str, way: Way, times: list[float | None]) -> Limit | None:
+    """The seconds of the products that a call by the plan forms, from those of each alone; None where one has none."""
+    counts = (_FORWARDS.get(plan, 1), "hidden" in way.gradients, "weight" in way.gradients)
+    total = 0.0
+    for count, seconds in zip(counts, times, strict=True):
+        if count and seconds is None:
+            return None
+        total += count * (seconds or 0.0)
+    return Limit(total, f"{sum(counts)}U")
+
+
+def limits(times: list[float | None]) -> dict[str, float | None]:
+    """The floors in milliseconds: 1U to 5U, and of what each is the sum."""
+    named = {
+        "1U, forward": ("forward", ()), "2U, frozen head": ("frozen-head", ("hidden",)),
+        "3U, forward-gradient and keep": ("keep", _BOTH), "4U, recompute": ("recompute", _BOTH),
+        "5U, two-pass": ("two-pass", _BOTH),
+    }  # fmt: skip
+    found: dict[str, float | None] = {}
+    for name, (plan, gradients) in named.items():
+        limit = floor(plan, Way("", gradients), times)
+        found[f"milliseconds: {name}"] = None if limit is None else 1e3 * limit.seconds
+    return found
+
+
+def _within(budget: str) -> Way:
+    return Way(f"fastrl, budget {budget}", budget=budget)
+
+
+def _unit(problem: LinearProblem) -> int:
+    return 2 * problem.hidden.numel() * problem.weight.shape[0]
+
+
+def _product(problem: LinearProblem, place: int) -> Run:
+    hidden, weight = problem.hidden, problem.weight
+    logits = torch.mm(hidden, weight.t())
+    left, right, out = (
+        (hidden, weight.t(), logits),
+        (logits, weight, torch.empty_like(hidden)),
+        (logits.t(), hidden, torch.empty_like(weight)),
+    )[place]
+
+    def call() -> Outcome:
+        torch.mm(left, right, out=out)
+        return Outcome(None, None, None, {})
+
+    return Run(call)
+
+
+def _subject(problem: LinearProblem, way: Way) -> Subject:
+    size = heads.size_of(problem)
+    run = partial(_statistics if way.objective is None else _loss, problem, way)
+    return Subject(way.name, run, 2 * size.gradients + (2 << 30), ours=True)
+
+
+def _loss(problem: LinearProblem, way: Way) -> Run:
+    assert way.objective is not None
+    leaves = {"hidden": problem.hidden, "weight": problem.weight}
+    leaves = {name: x.detach().requires_grad_(name in way.gradients) for name, x in leaves.items()}
+    head = heads.policy_head(way.budget, way.objective, problem.tokens)
+    wanted = [leaves[name] for name in way.gradients]
+
+    def call() -> Outcome:
+        with way.plan(), torch.set_grad_enabled(bool(wanted)):
+            found = head(leaves["hidden"], leaves["weight"])
+            gradients = torch.autograd.grad(found.loss, wanted) if wanted else ()
+        named = dict(zip(way.gradients, gradients, strict=True))
+        return Outcome(found.loss.detach(), found.logprobs, found.entropy, named)
+
+    return Run(call)
+
+
+def _statistics(problem: LinearProblem, way: Way) -> Run:
+    @torch.no_grad()
+    def call() -> Outcome:
+        found = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
+        return Outcome(None, found.logprobs, found.entropy, {})
+
+    return Run(call)

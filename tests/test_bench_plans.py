@@ -1,0 +1,124 @@
+"""The plans suite: every way takes its plan, and is held against the products that this plan forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import memory
+from fastrl.bench import plans_work, suites
+from fastrl.bench.measure import Row, default_device, measure
+from fastrl.bench.plans_work import Way, floor, ways
+from fastrl.bench.problems import linear_problem
+
+DEVICE = default_device()
+TIMES: list[float | None] = [1.0, 10.0, 100.0]  # of logits, d_hidden and d_weight
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[memory.Plan]:
+    """The plans that calls choose, as they do."""
+    found: list[memory.Plan] = []
+    original = memory.choose
+
+    def choose(call: memory.Call, budget: int | None) -> memory.Plan:
+        found.append(original(call, budget))
+        return found[-1]
+
+    monkeypatch.setattr(memory, "choose", choose)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "gradients", "units", "seconds"),
+    [
+        ("forward", (), "1U", 1.0),
+        ("frozen-head", ("hidden",), "2U", 11.0),
+        ("forward-gradient", ("hidden",), "2U", 11.0),
+        ("forward-gradient", ("hidden", "weight"), "3U", 111.0),
+        ("keep", ("hidden", "weight"), "3U", 111.0),
+        ("recompute", ("hidden", "weight"), "4U", 112.0),
+        ("two-pass", ("hidden", "weight"), "5U", 113.0),
+    ],
+)
+def test_a_floor_is_the_sum_of_the_plans_products(
+    plan: str, gradients: tuple[str, ...], units: str, seconds: float
+) -> None:
+    found = floor(plan, Way("", gradients), TIMES)
+    assert found == (seconds, units)
+    # As many as the planner counts.
+    call = memory.Call(
+        64, 8, 512, torch.float32, DEVICE, memory.Needs("hidden" in gradients, "weight" in gradients, False),
+        scope=memory.RESPONSE if plan in ("keep", "frozen-head") else memory.TOKEN, longest=8,
+    )  # fmt: skip
+    (planned,) = (p for p in memory.possible_plans(call, 1 << 34) if p.name == plan)
+    assert f"{planned.units}U" == units
+
+
+def test_a_floor_needs_the_products_that_it_is_made_of_alone() -> None:
+    times = [1.0, None, 100.0]
+    assert floor("forward", Way("", ()), times) == (1.0, "1U")
+    assert floor("frozen-head", Way("", ("hidden",)), times) is None
+    assert plans_work.limits(times)["milliseconds: 3U, forward-gradient and keep"] is None
+
+
+def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) -> None:
+    problem = linear_problem(64, 8, 512, torch.float32, DEVICE, clipped=0.0)
+    assert [name for found in ways(64).values() for way in found if (name := way.forced)] == [
+        "recompute", "two-pass", "keep", "frozen-head",
+    ]  # fmt: skip
+    for work, found in plans_work.works(problem):
+        for subject, way in zip(work.subjects, found, strict=True):
+            if way.objective is None:
+                continue  # calls a name of its own, and there is one plan
+            run = subject.prepare()
+            chosen.clear()
+            outcome = run.call()
+            (plan,) = chosen
+            assert plan.name == way.taken(problem), way.name
+            assert set(outcome.gradients) == set(way.gradients)
+    assert Way("", (), objective=None).taken(problem) == "forward"
+
+
+def test_the_whole_suite_at_a_small_shape() -> None:
+    section = suites.run_plans((96, 16, 600), suites.Setting(torch.float32, DEVICE, 1, lambda text: None))
+    rows = {row.subject: row for row in section.rows}
+    bare = [row for row in section.rows if row.is_limit]
+    assert [row.work for row in bare] == ["bare products"] * 3
+    times = [row.milliseconds_median or 0.0 for row in bare]
+    expected = {
+        "fastrl, no budget": ("forward-gradient", "3U", sum(times)),
+        "fastrl, recompute": ("recompute", "4U", sum(times) + times[0]),
+        "fastrl, two-pass": ("two-pass", "5U", sum(times) + 2 * times[0]),
+        "fastrl, budget 512MiB": ("forward-gradient", "3U", sum(times)),
+        "fastrl, keep": ("keep", "3U", sum(times)),
+        "fastrl, frozen head, frozen-head": ("frozen-head", "2U", sum(times[:2])),
+        "fastrl, loss under no_grad": ("forward", "1U", times[0]),
+        "fastrl, linear_token_logprobs with entropy": ("forward", "1U", times[0]),
+    }
+    for subject, (plan, limit, milliseconds) in expected.items():
+        row = rows[subject]
+        assert (row.plan, row.limit) == (plan, limit), subject
+        assert row.milliseconds_limit == pytest.approx(milliseconds)
+        assert all(error is not None and error < 1e-5 for error in row.errors.values()) and row.errors
+    assert section.limits["milliseconds: 4U, recompute"] == pytest.approx(sum(times) + times[0])
+
+
+def test_of_many_tokens_only_the_choices_are_measured() -> None:
+    assert {name: [way.name for way in found] for name, found in ways(131072).items()} == {
+        "loss and gradients": ["fastrl, no budget", "fastrl, budget 1GiB"]
+    }
+    within = fastrl.plan_memory(131072, 4096, 151936, torch.bfloat16, "1GiB", objective=fastrl.PPO(), device="cuda")
+    assert within.chosen.name == "two-pass"
+    floors = floor("two-pass", ways(131072)["loss and gradients"][1], TIMES)
+    assert floors is not None and floors.of == "5U"
+
+
+def test_a_plan_that_cannot_be_followed_is_a_reason_and_no_failure() -> None:
+    problem = linear_problem(64, 8, 512, torch.float16, DEVICE, clipped=0.0)
+    work, found = plans_work.works(problem)[1]
+    assert found[0].forced == "keep"  # which float16 has not
+    row = Row("plans", {"N": 64, "H": 8, "V": 512}, "float16", work.name, "fastrl, keep")
+    measure(work.subjects[0], row, None, DEVICE, 1)
+    assert not row.failed and row.skipped is not None and "cannot be followed" in row.skipped

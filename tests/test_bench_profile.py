@@ -1,0 +1,86 @@
+"""The profile of a linear loss: every product under its own name, and what a GPU did from a trace that never was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "profile_loss.py"
+    spec = importlib.util.spec_from_file_location("profile_loss", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_profile_is_printed_and_written(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program.main(["96x16x512", "--dtype", "float32", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "profile-96x16x512-float32.json").read_text())
+    assert found["plan"] == "forward-gradient" and found["shape"] == {"N": 96, "H": 16, "V": 512}
+    groups = {row["group"]: row for row in found["groups"]}
+    for product in ("logits", "d_hidden", "d_weight"):
+        assert groups[f"products: {product}"]["milliseconds"] > 0 and groups[f"products: {product}"]["count"] >= 1
+    assert any(name.startswith("row kernels: ") and "fastrl" in name for name in groups)
+    together = sum(row["milliseconds"] for row in found["groups"])
+    assert together == pytest.approx(found["milliseconds_busy"])
+    assert sum(row["milliseconds"] for row in found["kernels"]) == pytest.approx(together)
+    assert found["milliseconds_wall"] == pytest.approx(found["milliseconds_busy"] + found["milliseconds_gaps"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in groups)
+
+
+def _trace() -> list[dict[str, Any]]:
+    """Two tiles of 40 x 500 logits with H = 8: of the second only 30 rows are active. Times in microseconds."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
+    launches = [  # operator, shapes of its inputs, kernel, category, begins, takes
+        ("aten::mm", [[40, 8], [8, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 0, 100),
+        ("fastrl::linear_visit", [[80, 8]], "row_visit_kernel", "kernel", 100, 30),
+        ("aten::mm", [[40, 500], [500, 8], [40, 8]], "nvjet_tst_64x8", "kernel", 140, 90),
+        ("aten::addmm", [[500, 8], [500, 40], [40, 8], []], "sm90_xmma_gemm", "kernel", 230, 80),
+        ("aten::mm", [[40, 8], [8, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 320, 100),
+        ("fastrl::linear_visit", [[80, 8]], "row_visit_kernel", "kernel", 410, 30),  # begins before the other ends
+        ("aten::mm", [[30, 500], [500, 8], [30, 8]], "nvjet_tst_64x8", "kernel", 440, 70),
+        ("aten::addmm", [[500, 8], [500, 30], [30, 8], []], "sm90_xmma_gemm", "kernel", 510, 60),
+        ("aten::addmm", [[500, 8], [500, 30], [30, 8], []], "cublasLt::splitKreduce_kernel<32>", "kernel", 570, 10),
+        ("aten::copy_", [[500, 8]], "void at::native::elementwise_kernel<4>", "kernel", 600, 40),
+        ("aten::zero_", [[500, 8]], "Memset (Device)", "gpu_memset", 640, 5),
+    ]
+    for number, (op, dims, name, kind, start, length) in enumerate(launches):
+        events.append({"cat": "cpu_op", "name": op, "ts": number, "args": {"External id": number, "Input Dims": dims}})
+        events.append({"cat": kind, "name": name, "ts": start, "dur": length, "args": {"External id": number}})
+    events.append({"cat": "kernel", "name": "a_gemm_of_a_library", "ts": 645, "dur": 5, "args": {}})
+    return events
+
+
+def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: ModuleType) -> None:
+    pieces = program.kernels_of(_trace())
+    assert program.span(pieces) == (pytest.approx(0.65), pytest.approx(0.61))
+    found = program.summary([(pieces, *program.span(pieces))] * 2, width=8)
+    groups = {row["group"]: (row["count"], round(row["milliseconds"], 6)) for row in found["groups"]}
+    assert groups == {
+        "products: logits": (2, 0.2),
+        "products: d_hidden": (2, 0.16),
+        "products: d_weight": (3, 0.15),
+        "products": (1, 0.005),
+        "row kernels: row_visit_kernel": (2, 0.06),
+        "casts, sums and other elementwise work": (1, 0.04),
+        "copies and fills": (1, 0.005),
+    }
+    assert found["milliseconds_gaps"] == pytest.approx(0.04)
+
+
+def test_it_hides_no_module_of_pythons() -> None:
+    folder = Path(__file__).parent.parent / "benchmarks"
+    assert not {path.stem for path in folder.glob("*.py")} & set(sys.stdlib_module_names)

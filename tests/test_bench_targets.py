@@ -1,0 +1,67 @@
+"""benchmarks/targets.py: which ratios it forms, of which rows, and what it says of those that were not measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tabulate")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import targets
+
+from fastrl.bench import suites
+
+SHAPE = {"N": 8192, "V": 151936}
+
+
+def row(subject: str, milliseconds: float | None, **fields: Any) -> dict[str, Any]:
+    found = {
+        "suite": "logits", "shape": SHAPE, "dtype": "bfloat16", "work": "loss and gradient", "subject": subject,
+        "milliseconds_median": milliseconds, "milliseconds_limit": 2.0, "peak_temporary_bytes": None,
+    }  # fmt: skip
+    return found | fields
+
+
+def measured(found: list[list[dict[str, Any]]]) -> dict[str, tuple[str, str]]:
+    """What was measured and whether that is enough, by the ratio's words, of the targets that any row is for."""
+    return {line[2]: line[4:] for line in targets.lines(found) if line[1] == "8192x151936"}
+
+
+def test_ratios_to_the_limit_and_to_others() -> None:
+    rows = [row("fastrl, in place", 2.5), row("eager torch", 10.0), row("Liger triton_grpo_loss", None)]
+    assert measured([rows]) == {
+        "ours / its limit": ("1.250", "yes"),
+        "eager torch / ours": ("4.000", "NO"),
+        "Liger triton_grpo_loss / ours": ("", "not measured"),
+    }
+
+
+def test_the_other_may_belong_to_another_work_of_the_same_run() -> None:
+    dense = {"suite": "masks", "work": "loss over the whole vocabulary"}
+    rows = [row("fastrl", 1.0, suite="masks", work="loss over recorded sets"), row("fastrl", 40.0, **dense)]
+    assert measured([rows]) == {"ours / loss over the whole vocabulary": ("0.025", "yes")}
+    assert measured([rows[:1], rows[1:]]) == {"ours / loss over the whole vocabulary": ("", "not measured")}
+
+
+def test_every_target_names_a_suite_and_an_axis_that_there_is() -> None:
+    for target in targets.TARGETS:
+        axes = suites.SUITES[target.suite].axes
+        assert all(name in axes for name, _ in (*target.least, *target.most))
+        if target.suite in ("logits", "linear", "plans", "overhead"):  # some default shape is one that it speaks of
+            shapes = [dict(zip(axes, shape, strict=True)) for shape in suites.SUITES[target.suite].defaults["cuda"]]
+            given = {"suite": target.suite, "work": target.work, "dtype": target.dtype}
+            assert any(target.matches(row(target.subject, 1.0, **given, shape=shape)) for shape in shapes), target
+
+
+def test_a_folder_is_read_and_nothing_in_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "logits.json").write_text(json.dumps({"sections": [{"rows": [row("fastrl, in place", 2.0)]}]}))
+    assert targets.main([str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert "1.000" in table and "not measured" in table
+    assert targets.main([]) == 2 and targets.main([str(tmp_path / "none")]) == 2
