@@ -90,6 +90,10 @@ def test_budgets_are_kept_on_the_grid(dtype: str, backend: str) -> None:
     if dtype == "float16":
         check(measure(dtype, backend, [HALF_SHAPE], [16], masks=[True]))
         return
+    if backend == "torch":  # one budget a shape: plain torch takes several times as long for the same plans
+        for shape, budget in zip(SHAPES, (64, 256, 256), strict=True):
+            check(measure(dtype, backend, [shape], [budget], masks=[True]))
+        return
     check(measure(dtype, backend, SHAPES, [16, 256], masks=[True]))
     check(measure(dtype, backend, SHAPES[:1], [64]))
 
