@@ -49,7 +49,6 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         ),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
         (visits.linear_visit, (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1, limits)),
-        (visits.scale_, (logits.clone(), stats[0][0], backend)),
         (
             linear.linear_gradient,
             (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1, True, "two-pass", limits),

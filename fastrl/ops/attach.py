@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.ops.visits import scale_
+from fastrl.ops.backend import kernels
 
 Gradients = Sequence[Tensor | None]
 #: inputs -> a 0-dim value and the gradients of the inputs, one each or None
@@ -44,7 +44,7 @@ class _Attach(torch.autograd.Function):
             _, gradients = ctx.run(*inputs)
         for gradient in gradients:
             if gradient is not None:
-                scale_(gradient, upstream.float(), ctx.backend)
+                kernels(ctx.backend, gradient).scale_(gradient, upstream.float())
         cast = (None if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
         return (None, None, None, *cast)
 

@@ -119,12 +119,6 @@ def _kernel_visit(backend: str, objective: RowObjective, inputs: RowInputs) -> C
 _RESULTS = 4  # loss, logprobs, entropy, terms; the three gradients follow
 
 
-@torch.library.custom_op("fastrl::scale_", mutates_args=("tensor",))
-def scale_(tensor: Tensor, factor: Tensor, backend: str) -> None:
-    """Multiply a tensor in place by a 0-dim factor on its device; no work where that is 1."""
-    kernels(backend, tensor).scale_(tensor, factor)
-
-
 @torch.library.custom_op("fastrl::linear_visit", mutates_args=())
 def linear_visit(
     hidden: Tensor,  # (N, H)
@@ -219,7 +213,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...
         if type(gradient) is not Tensor:  # a compiler's stand-in: graphs are functional, and memory is the compiler's
             gradient = gradient * upstream
         elif need:
-            scale_(gradient, upstream.float(), backend)
+            kernels(backend, gradient).scale_(gradient, upstream.float())
         found.append(gradient.to(dtype) if need else None)
     return (*found, *nothing)
 
