@@ -4,7 +4,7 @@
 # Rounds, each under ten minutes by the limits of its parts:
 #   correct   the tests, and compute-sanitizer's memcheck over a short run of each kernel
 #   speed     logits, linear, plans, overhead, masks and sets at the shapes of the targets
-#   size      long batches, whole training steps, and where a linear loss spends its time
+#   size      131,072 tokens, whole training steps, where a linear loss spends its time; the trainer's tests
 #   tune      block sizes, warps and tiles other than the defaults
 # Leaves in FOLDER: PART.log of each part, and for the suites PART.json, PART.md and one PNG a shape; targets.md says
 # which of the targets these reach. A part that fails or runs out of time stops no other, and what it had measured by
@@ -54,10 +54,11 @@ bench() {
 }
 
 correct() {
-  local threads=() workers=()
-  if python3 -c 'import xdist' 2>/dev/null; then threads=(env OMP_NUM_THREADS=2) workers=(-n 8); fi
-  # All tests but those that no GPU changes: ahead-of-time compilation, C++, packaging, the trainer, this program.
-  part tests 300 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
+  # Alone on the GPU: some of them tell times.
+  part gpu-tests 100 python3 -m pytest -q -m gpu tests --continue-on-collection-errors --ignore tests/test_budget.py \
+    --ignore tests/trainer --ignore tests/stages --ignore tests/integrations
+  # All others but those that no GPU changes (ahead-of-time compilation, C++, packaging, this program) and the trainer's.
+  part tests 240 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
     -m "not slow" tests --ignore-glob '*_aot.py' --ignore-glob '*/test_cpp*' --ignore tests/trainer --ignore tests/stages \
     --ignore tests/integrations --ignore tests/test_package.py --ignore tests/test_report.py \
     --ignore tests/test_plot_gates.py --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py \
@@ -65,10 +66,11 @@ correct() {
   if command -v compute-sanitizer >/dev/null; then
     # Without torch's caching of memory: a read beyond a tensor would find the next one. Kernels as compiled above.
     part sanitizer 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-      --target-processes all python3 -m pytest -q tests/kernels tests/ops/test_kept_sets.py --ignore-glob '*_aot.py' \
-      -k "(float64 and 4097) or (transforms_and_sizes and 4097) or masked or strided or any_strides \
-      or segments_apart or wide_row or long_segments or minus_infinity_is_a or (tensor_cores and 513) \
-      or (random_rows and triton)"
+      --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/ops/test_kept_sets.py \
+      tests/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
+      or (transforms_and_sizes and 4097) or (beside and 4097) or masked or strided or any_strides or segments_apart \
+      or wide_row or long_segments or minus_infinity_is_a or (not_kept_is and bfloat16) or tensor_cores \
+      or (random_rows and triton) or test_bench_read)"
   else
     echo "== sanitizer: left out, for compute-sanitizer is not installed"
   fi
@@ -76,28 +78,33 @@ correct() {
 
 speed() {
   bench logits logits 190 --seconds 2
-  bench logits-float32 logits 60 --seconds 2 --shape 8192x151936 --dtype float32
   bench overhead overhead 30
-  bench linear linear 105 --seconds 3 --shape 8192x4096x151936 --shape 8192x2048x151936
   bench plans plans 60 --seconds 3 --shape 8192x4096x151936 --shape 8192x2048x151936
+  bench linear linear 105 --seconds 3 --shape 8192x4096x151936 --shape 8192x2048x151936
   bench masks masks 35 --seconds 2
   bench sets sets 30 --seconds 1
+  bench logits-float32 logits 60 --seconds 2 --shape 8192x151936 --dtype float32
 }
 
 size() {
   bench plans-long plans 70 --seconds 3 --shape 131072x4096x151936
-  bench memory memory 80 --seconds 2 --repeats 10
-  bench step step 240 --seconds 3 --shape 4x2048x28x1024x151936 --shape 16x2048x28x1024x151936 \
-    --shape 64x2048x28x1024x151936
-  bench step-8b step 140 --seconds 2 --shape 4x2048x36x4096x151936
   part profile 40 python3 benchmarks/profile_loss.py 8192x4096x151936 --out "$out"
-  part profile-512mib 40 python3 benchmarks/profile_loss.py 8192x4096x151936 --budget 512MiB --out "$out"
+  bench step-8b step 140 --seconds 2 --shape 4x2048x36x4096x151936
+  bench step step 190 --seconds 3 --shape 4x2048x28x1024x151936 --shape 64x2048x28x1024x151936
+  if python3 -c 'import pydantic_settings, tensorboard' 2>/dev/null; then
+    part trainer 100 "${threads[@]}" python3 -m pytest -q "${workers[@]}" -m "not slow" tests/trainer tests/stages
+  else
+    echo "== trainer: left out, for its packages (extra train) are not installed"
+  fi
 }
 
 tune() {
-  part tune 570 python3 benchmarks/tune.py --out "$out" --shape 8192x151936 --shape 8192x4096x151936
+  part tune 570 python3 benchmarks/tune.py --out "$out" --shape 8192x151936 --shape 256x151936 \
+    --shape 8192x4096x151936
 }
 
+threads=() workers=()
+if python3 -c 'import xdist' 2>/dev/null; then threads=(env OMP_NUM_THREADS=2) workers=(-n 8); fi
 for round in "${rounds[@]}"; do "$round"; done
 python3 benchmarks/targets.py "$out" | tee "$out/targets.md"
 

@@ -62,8 +62,10 @@ def groups_of(pieces: list[Piece], width: int) -> list[str]:
         group, factors = _group(piece), piece.dims[first : first + 2]
         if group == "products" and piece.op in _PRODUCT_OPS and len(factors) == 2:
             (_, summed), (_, wide) = factors
-            columns = wide if summed == width else columns
-            group += ": " + ("logits" if summed == width else "d_hidden" if summed == columns else "d_weight")
+            # A tile may have as many rows as H: then d_weight sums over as many too, but gives H columns.
+            forms_logits = summed == width != wide
+            columns = wide if forms_logits else columns
+            group += ": " + ("logits" if forms_logits else "d_hidden" if summed == columns else "d_weight")
         found.append(group)
     return found
 

@@ -6,7 +6,8 @@
 
 Prints the fastest first, the default marked, and writes tune.json. Statistics and visit must keep the same `vector`,
 `block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A choice takes
-2 to 5 s, most of it to compile: some 20 of statistics and gradient, 50 of the visit, 20 of the head.
+2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of
+the visit, 20 of the head.
 """
 
 from __future__ import annotations
@@ -51,16 +52,20 @@ Choice = dict[str, Any]
 
 
 def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
-    """Block, warps, registers a thread (None: the compiler's choice) and the visit's segments. The default first."""
+    """Block, warps, registers a thread (None: the compiler's choice) and the visit's segments. The default first.
+
+    Statistics also with the rows' segments apart or not, whatever the number of rows (None: as by default).
+    """
     base = configuration(vocab, itemsize)
     warps = base.visit_warps if kernel == "visit" else base.warps
-    default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64}
+    default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64, "apart": None}
     found = [default]
-    for block, segments, warps, registers in itertools.product(
-        (1024, 2048, 4096, 8192), (1, 2, 4) if kernel == "visit" else (base.segments,), (4, 8, 16, 32), (64, None)
-    ):
+    for block, segments, warps, registers, apart in itertools.product(
+        (1024, 2048, 4096, 8192), (1, 2, 4) if kernel == "visit" else (base.segments,), (4, 8, 16, 32), (64, None),
+        (True, False) if kernel == "statistics" else (None,),
+    ):  # fmt: skip
         entries = block * (segments if kernel == "visit" else 1) // (32 * warps)  # of a thread, in a step
-        choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers}
+        choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers, "apart": apart}
         if choice != default and 8 <= entries <= 32 and (registers or 0) * 32 * warps <= 65536:
             found.append(choice)
     return found
@@ -78,7 +83,12 @@ def chosen(kernel: str, choice: Choice) -> Iterator[None]:
         found = {k: v for k, v in launch_options(warps, light).items() if k != "maxnreg"}
         return found if choice["maxnreg"] is None else found | {"maxnreg": choice["maxnreg"]}
 
-    with patch.object(module, "configuration", sizes), patch.object(module, "launch_options", options):
+    programs = row_statistics._PROGRAMS if choice["apart"] is None else (1 << 30 if choice["apart"] else 0)
+    with (
+        patch.object(module, "configuration", sizes),
+        patch.object(module, "launch_options", options),
+        patch.object(row_statistics, "_PROGRAMS", programs),
+    ):
         yield
 
 

@@ -206,7 +206,10 @@ def _visit_in_torch(
         found[:] = [visit]
         return visit.terms[0].sum(), gradients
 
-    loss = attach_gradients(run, head, backend, consume=False)
+    batch = problem.batch
+    read = (batch.advantages, batch.old, batch.ref, batch.rollout, batch.token_weights, batch.entropy_weights)
+    reads = (args.targets, args.mask, args.transform.temperatures, problem.weights, *read)
+    loss = attach_gradients(run, head, backend, consume=False, reads=reads)
     return from_visit(problem, found[0], loss, dropped=dropped)
 
 

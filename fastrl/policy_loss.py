@@ -109,8 +109,9 @@ def logits_policy_loss(
     Same loss and gradient as `policy_loss(token_logprobs(logits, targets))`. With `inplace=True` the logits are
     consumed if they need a gradient, which takes their place: a second backward raises RuntimeError. Without it the
     gradient gets its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on
-    that token only) the forward visits every row once and leaves the gradient; otherwise, for float16 and with a
-    sampling mask, the backward writes it.
+    that token only) the forward visits every row once and leaves the gradient, which is differentiable once (no
+    create_graph=True) and, under activation checkpointing, is formed in the forward too; otherwise, for float16 and
+    with a sampling mask, the backward writes it.
 
     Args: those of `policy_loss` but `entropy`, which is computed here (targets in place of logprobs), and those of
         `token_logprobs`.
@@ -158,7 +159,8 @@ def _visit_logits(
         found[:] = found or [visit]
         return visit.terms[0].sum(), [out.view(logits.shape)]
 
-    loss = attach_gradients(run, (logits,), backend, consume=consume)
+    reads = (args.targets, args.mask, args.transform.temperatures, *inputs)
+    loss = attach_gradients(run, (logits,), backend, consume=consume, reads=reads)
     return from_visit(problem, found[0], loss, clamped=clamped)
 
 

@@ -39,8 +39,9 @@ from fastrl.kernels.device_functions import (
     update,
 )
 
-#: Programs of 8 warps that a multiprocessor holds: with fewer rows, their segments are taken apart.
-_PROGRAMS = 8
+#: Programs of 8 warps and 64 registers a thread that a multiprocessor holds: with fewer rows than places for them, the
+#: rows' segments are taken apart.
+_PROGRAMS = 4
 
 
 @triton.jit(

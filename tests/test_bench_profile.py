@@ -41,21 +41,28 @@ def test_a_profile_is_printed_and_written(
     assert all(name in printed for name in groups)
 
 
-def _trace() -> list[dict[str, Any]]:
-    """Two tiles of 40 x 500 logits with H = 8: of the second only 30 rows are active. Times in microseconds."""
+def _trace(width: int) -> list[dict[str, Any]]:
+    """Two tiles of 40 x 500 logits: of the second only 30 rows are active. Times in microseconds."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
     launches = [  # operator, shapes of its inputs, kernel, category, begins, takes
-        ("aten::mm", [[40, 8], [8, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 0, 100),
-        ("fastrl::linear_visit", [[80, 8]], "row_visit_kernel", "kernel", 100, 30),
-        ("aten::mm", [[40, 500], [500, 8], [40, 8]], "nvjet_tst_64x8", "kernel", 140, 90),
-        ("aten::addmm", [[500, 8], [500, 40], [40, 8], []], "sm90_xmma_gemm", "kernel", 230, 80),
-        ("aten::mm", [[40, 8], [8, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 320, 100),
-        ("fastrl::linear_visit", [[80, 8]], "row_visit_kernel", "kernel", 410, 30),  # begins before the other ends
-        ("aten::mm", [[30, 500], [500, 8], [30, 8]], "nvjet_tst_64x8", "kernel", 440, 70),
-        ("aten::addmm", [[500, 8], [500, 30], [30, 8], []], "sm90_xmma_gemm", "kernel", 510, 60),
-        ("aten::addmm", [[500, 8], [500, 30], [30, 8], []], "cublasLt::splitKreduce_kernel<32>", "kernel", 570, 10),
-        ("aten::copy_", [[500, 8]], "void at::native::elementwise_kernel<4>", "kernel", 600, 40),
-        ("aten::zero_", [[500, 8]], "Memset (Device)", "gpu_memset", 640, 5),
+        ("aten::mm", [[40, width], [width, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 0, 100),
+        ("fastrl::linear_visit", [[80, width]], "row_visit_kernel", "kernel", 100, 30),
+        ("aten::mm", [[40, 500], [500, width], [40, width]], "nvjet_tst_64x8", "kernel", 140, 90),
+        ("aten::addmm", [[500, width], [500, 40], [40, width], []], "sm90_xmma_gemm", "kernel", 230, 80),
+        ("aten::mm", [[40, width], [width, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 320, 100),
+        ("fastrl::linear_visit", [[80, width]], "row_visit_kernel", "kernel", 410, 30),  # begins before the other ends
+        ("aten::mm", [[30, 500], [500, width], [30, width]], "nvjet_tst_64x8", "kernel", 440, 70),
+        ("aten::addmm", [[500, width], [500, 30], [30, width], []], "sm90_xmma_gemm", "kernel", 510, 60),
+        (
+            "aten::addmm",
+            [[500, width], [500, 30], [30, width], []],
+            "cublasLt::splitKreduce_kernel<32>",
+            "kernel",
+            570,
+            10,
+        ),
+        ("aten::copy_", [[500, width]], "void at::native::elementwise_kernel<4>", "kernel", 600, 40),
+        ("aten::zero_", [[500, width]], "Memset (Device)", "gpu_memset", 640, 5),
     ]
     for number, (op, dims, name, kind, start, length) in enumerate(launches):
         events.append({"cat": "cpu_op", "name": op, "ts": number, "args": {"External id": number, "Input Dims": dims}})
@@ -64,10 +71,11 @@ def _trace() -> list[dict[str, Any]]:
     return events
 
 
-def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: ModuleType) -> None:
-    pieces = program.kernels_of(_trace())
+@pytest.mark.parametrize("width", [8, 40])  # 40: as many as a tile has rows
+def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: ModuleType, width: int) -> None:
+    pieces = program.kernels_of(_trace(width))
     assert program.span(pieces) == (pytest.approx(0.65), pytest.approx(0.61))
-    found = program.summary([(pieces, *program.span(pieces))] * 2, width=8)
+    found = program.summary([(pieces, *program.span(pieces))] * 2, width=width)
     groups = {row["group"]: (row["count"], round(row["milliseconds"], 6)) for row in found["groups"]}
     assert groups == {
         "products: logits": (2, 0.2),

@@ -33,7 +33,7 @@ def test_other_sizes_reach_the_kernel_and_give_its_numbers(device: str) -> None:
     logits = torch.randn(1, 2, 9000, device=device)
     targets = torch.tensor([5, 8999], device=device)
     expected = triton_backend.row_statistics(logits, targets, None, Transform())
-    choice = {"block": 2048, "segments": 2, "warps": 4, "maxnreg": None}
+    choice = {"block": 2048, "segments": 2, "warps": 4, "maxnreg": None, "apart": None}
     with tune.chosen("statistics", choice):
         found = triton_backend.row_statistics(logits, targets, None, Transform())
     for a, b in zip(found, expected, strict=True):

@@ -16,9 +16,9 @@ from .subjects import Run
 _FEWEST_REPEATS = 3
 #: Bytes that are read before a call, to leave nothing of its inputs in a GPU's cache: 20 times an H200's.
 FLUSHED_BYTES = 1 << 30
-#: Cycles that a GPU is kept waiting before a call, a millisecond on an H200: the host issues the call meanwhile, so
-#: that launches are not counted.
-_LEAD_CYCLES = 2_000_000
+#: Cycles that a GPU is kept waiting before a call, 5 ms on an H200: the host issues the call meanwhile, so that
+#: launches are not counted.
+_LEAD_CYCLES = 10_000_000
 #: Calls that are issued one after the other without waiting, to tell what one costs the host.
 _ISSUED_CALLS = 20
 

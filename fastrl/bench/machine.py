@@ -71,8 +71,14 @@ def _field(path: str, name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that fastrl is run from, "-dirty" if it has changes; None for an installed package."""
+    """The commit of the checkout that fastrl is run from, "-dirty" if it has changes; None for an installed package.
+
+    A copy without git may say in a file `.commit` which one it is.
+    """
     root = Path(fastrl.__file__).resolve().parents[1]
+    told = root / ".commit"
+    if told.is_file() and not (root / ".git").exists():
+        return told.read_text().strip()
 
     def git(*arguments: str) -> str | None:
         try:

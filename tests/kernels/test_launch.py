@@ -12,7 +12,7 @@ from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 
 backend = pytest.importorskip("fastrl.ops.triton_backend")
 
-from fastrl.kernels import row_gradient, row_statistics, row_visit, scale  # noqa: E402
+from fastrl.kernels import combine_splits, row_gradient, row_statistics, row_visit, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402
 
 CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
@@ -32,6 +32,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
     monkeypatch.setattr(row_statistics, "row_statistics_kernel", found)
+    monkeypatch.setattr(combine_splits, "combine_splits_kernel", found)
     monkeypatch.setattr(row_gradient, "row_gradient_kernel", found)
     monkeypatch.setattr(row_visit, "row_visit_kernel", found)
     monkeypatch.setattr(scale, "scale_kernel", found)
@@ -56,7 +57,8 @@ def test_more_than_65535_rows_lie_on_grid_axis_0(recorder: Recorder) -> None:
 
 def test_a_long_row_is_cut_for_its_gradient(recorder: Recorder) -> None:
     _launch_all(torch.zeros(1, 2, 151_936))
-    assert recorder.launches[1][0] == (2, 3)
+    # Statistics by segments, which are combined; then the gradient by spans.
+    assert [grid for grid, _, _ in recorder.launches[:3]] == [(2, 4), (1,), (2, 3)]
 
 
 def test_integers_become_floats_and_fusion_is_explicit(recorder: Recorder) -> None:

@@ -35,11 +35,15 @@ def _captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
 def _losses(name: str, arguments: dict[str, Any], targets: Tensor, head: tuple[Tensor, ...], logits: Tensor) -> Any:
     """One loss from hidden states and one from logits, with all their gradients."""
     common = {"objective": OBJECTIVES[name], "denominator": 3.0, **arguments}
-    out = fastrl.linear_policy_loss(*head[:2], targets, bias=head[2], num_tokens=TOKENS, **common)
-    gradients = torch.autograd.grad(out.loss, head)
-    second = fastrl.logits_policy_loss(logits * 1, targets, inplace=True, **common)
-    (d_logits,) = torch.autograd.grad(second.loss, logits)
-    return out.loss.detach(), out.logprobs, *gradients, second.loss.detach(), d_logits, *out.metrics.values()
+    # A budget: without one the GPU is asked how much memory is free.
+    out = fastrl.linear_policy_loss(
+        *head[:2], targets, bias=head[2], num_tokens=TOKENS, memory_budget="64MiB", **common
+    )
+    found = [out.loss.detach(), out.logprobs, *torch.autograd.grad(out.loss, head), *out.metrics.values()]
+    for inplace in (False, True):
+        second = fastrl.logits_policy_loss(logits * 1, targets, inplace=inplace, **common)
+        found += [second.loss.detach(), *torch.autograd.grad(second.loss, logits)]
+    return found
 
 
 @pytest.mark.parametrize("name", ["GRPO", "DAPO", "GSPO", "SAPO", "GMPO", "CISPO"])

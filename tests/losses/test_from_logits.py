@@ -60,6 +60,49 @@ def test_changed_logits_are_noticed_and_others_stay_as_they_are(backend: str, ba
         out.loss.backward()
 
 
+@pytest.mark.parametrize("name", ["old_logprobs", "targets"])
+@pytest.mark.parametrize("by_hidden", [False, True])
+@pytest.mark.parametrize("objective", ["GRPO", "GSPO"])
+def test_a_second_backward_is_never_one_of_changed_inputs(objective: str, by_hidden: bool, name: str) -> None:
+    """The first backward's gradients are ready with the loss; a second's are formed again, from what was given."""
+    for masked in (True, False):  # a masked input is a copy, one that is not may be the caller's own memory
+        problem = Problem("cpu", on_policy=False)
+        if not masked:
+            problem.arguments.pop("mask")
+            problem.targets.clamp_(min=0)
+        common: dict[str, Any] = {"objective": OBJECTIVES[objective], **problem.arguments}
+        leaves = problem.leaves() if by_hidden else [torch.randn(B, T, V, requires_grad=True)]
+        if by_hidden:
+            loss = fastrl.linear_policy_loss(leaves[0], leaves[1], problem.targets, bias=leaves[2], **common).loss
+        else:
+            loss = fastrl.logits_policy_loss(leaves[0], problem.targets, **common).loss
+        again = first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        (problem.targets if name == "targets" else problem.arguments[name]).zero_()
+        message = None
+        try:
+            again = torch.autograd.grad(loss, leaves)
+        except RuntimeError as error:
+            message = str(error)
+        torch.testing.assert_close(again, first)
+        assert message is None or "modified by an inplace operation" in message
+        if name == "targets" or (objective == "GRPO" and not masked):
+            assert message is not None
+
+
+def _second_derivative(loss: torch.Tensor, logits: torch.Tensor) -> None:
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    torch.autograd.grad(gradient.square().sum(), logits)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    problem = Problem("cpu", on_policy=False)
+    logits = torch.randn(B, T, V, requires_grad=True)
+    for name in ("GRPO", "GSPO"):
+        loss = fastrl.logits_policy_loss(logits, problem.targets, objective=OBJECTIVES[name], **problem.arguments).loss
+        with pytest.raises(RuntimeError, match=r"differentiable once|no autograd formula"):
+            _second_derivative(loss, logits)
+
+
 def test_without_a_graph_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def visited(*args: Any) -> Any:
         pytest.fail("the gradient was written")

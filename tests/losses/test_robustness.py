@@ -233,7 +233,8 @@ def test_no_host_sync_on_a_gpu(name: str) -> None:
     def run() -> None:
         out = fastrl.linear_policy_loss(*leaves[:2], problem.targets, bias=leaves[2], num_tokens=7, **common)
         out.loss.backward()
-        fastrl.logits_policy_loss(logits * 1, problem.targets, inplace=True, **common).loss.backward()
+        for inplace in (False, True):
+            fastrl.logits_policy_loss(logits * 1, problem.targets, inplace=inplace, **common).loss.backward()
 
     run()  # compilation may synchronise
     torch.cuda.set_sync_debug_mode("error")
