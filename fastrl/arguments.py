@@ -51,7 +51,12 @@ def consumes(logits: Tensor, inplace: bool) -> bool:
 
     Never in a graph of torch.compile, which plans memory itself.
     """
-    return inplace and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return inplace and forms_gradient(logits)
+
+
+def forms_gradient(logits: Tensor) -> bool:
+    """Whether a gradient of the logits is wanted, outside of torch.compile's graphs."""
+    return logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor, int]:

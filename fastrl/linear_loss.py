@@ -207,8 +207,10 @@ def _visit_in_torch(
         return visit.terms[0].sum(), gradients
 
     batch = problem.batch
-    read = (batch.advantages, batch.old, batch.ref, batch.rollout, batch.token_weights, batch.entropy_weights)
-    reads = (args.targets, args.mask, args.transform.temperatures, problem.weights, *read)
+    reads = (
+        args.targets, args.mask, args.transform.temperatures, problem.weights, batch.advantages, batch.old, batch.ref,
+        batch.rollout, batch.token_weights, batch.entropy_weights, batch.entropy_threshold,
+    )  # fmt: skip
     loss = attach_gradients(run, head, backend, consume=False, reads=reads)
     return from_visit(problem, found[0], loss, dropped=dropped)
 

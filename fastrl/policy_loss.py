@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, vocabulary_arguments
+from .arguments import (
+    VocabularyArguments,
+    checked_head,
+    checked_logits,
+    consumes,
+    forms_gradient,
+    vocabulary_arguments,
+)
 from .budget import parse_budget
 from .linear_loss import planned_linear_loss
 from .locality import Given, why_not_row_local
@@ -129,8 +136,7 @@ def logits_policy_loss(
     sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
     backend = forced()
     consume = consumes(logits, inplace)
-    graph = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    visited = sampled is None and graph and logits.numel() > 0 and logits.dtype != torch.float16
+    visited = sampled is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
     if visited and isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None:
         return _visit_logits(problem, logits, args, backend, consume)
     rows = row_ops.as_rows(logits, consume)

@@ -113,4 +113,6 @@ def test_plans_against_float64_and_an_unchunked_product(
             assert relative_error(actual, exact) <= math.hypot(1.1 * relative_error(torchs, exact), further) + 1e-6, (
                 plan, name,
             )  # fmt: skip
-        assert abs(found.loss - truth.loss) <= 2 * abs(plain.loss - truth.loss) + 1e-3 * abs(truth.loss), plan
+        # The loss sums terms that cancel: an eighth of a unit of the logits' dtype, of the terms' size, is in its sum.
+        margin = max(torch.finfo(dtype).eps / 8, 1e-6) * problem.arguments["advantages"].abs().mean()
+        assert abs(found.loss - truth.loss) <= abs(plain.loss - truth.loss) + margin, plan

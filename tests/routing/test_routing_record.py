@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from routing_cases import MODELS, PAD, STEPS, TOP_K, generate, inputs, prompts, qwen, routers, seeded
+from routing_cases import PAD, STEPS, TOP_K, generate, inputs, prompts, qwen, routers
 from torch import Tensor, nn
 
 from fastrl.integrations.routing import RoutingRecorder, has_routers, record_routing, replay_routing
 from fastrl.integrations.transformers import record_sampling
-
-
-@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
-def model(request: pytest.FixtureRequest) -> Any:
-    return seeded(request.param)
-
-
-@pytest.fixture
-def one_model() -> Any:
-    return seeded(MODELS["qwen normalised"])
 
 
 def test_what_is_recorded_is_what_the_routers_chose(model: Any) -> None:

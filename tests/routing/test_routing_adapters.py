@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from routing_cases import EXPERTS, MODELS, SIZES, TOP_K, generate, inputs, mixtral, qwen, routers, seeded
+from routing_cases import EXPERTS, SIZES, TOP_K, generate, inputs, mixtral, qwen, routers
 from torch import Tensor, nn
 
 from fastrl.integrations.routing import ADAPTERS, RouterAdapter, all_gates, has_routers, record_routing, replay_routing
-
-
-@pytest.fixture
-def one_model() -> Any:
-    return seeded(MODELS["qwen normalised"])
 
 
 def test_a_model_without_known_routers_is_named() -> None:

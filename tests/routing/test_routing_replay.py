@@ -26,16 +26,6 @@ from torch import Tensor
 from fastrl.integrations.routing import record_routing, replay_routing
 
 
-@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
-def model(request: pytest.FixtureRequest) -> Any:
-    return seeded(request.param)
-
-
-@pytest.fixture
-def one_model() -> Any:
-    return seeded(MODELS["qwen normalised"])
-
-
 def test_ratios_of_an_unchanged_model_are_one(model: Any) -> None:
     out, routing = perturbed_rollout(model)
     sampled = logprobs(torch.stack([out.logits[0]] * 5 + list(out.logits[1:]) + [out.logits[-1]], 1), out.sequences)
