@@ -6,8 +6,7 @@
 
 Prints the fastest first, the default marked, and writes tune.json. Statistics and visit must keep the same `vector`,
 `block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A choice takes
-2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of
-the visit, 20 of the head.
+2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of the visit, 20 of the head.
 """
 
 from __future__ import annotations
