@@ -22,6 +22,7 @@ from .locality import Given, why_not_row_local
 from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit, make_problem
 from .objective_loss import CustomObjective, row_objective
 from .objectives import Objective
+from .ops import consumed
 from .ops import rows as row_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
@@ -154,14 +155,17 @@ def _visit_logits(
 
     def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
         rows = row_ops.as_rows(logits.detach(), consume)
+        consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        visit: Visit = kernels(backend, rows).row_visit(
-            rows, args.targets, args.mask, args.transform, spec, inputs, out
-        )
+        with consumed.kept(rows):
+            visit: Visit = kernels(backend, rows).row_visit(
+                rows, args.targets, args.mask, args.transform, spec, inputs, out
+            )
+            if consume:  # autograd sees that the logits changed, and protects their other readers
+                torch.autograd.graph.increment_version(rows)
         if out is None:
             out = rows
-            # Autograd sees that the logits changed, and protects their other readers.
-            torch.autograd.graph.increment_version(rows)
+            consumed.mark(rows)
         found[:] = found or [visit]
         return visit.terms[0].sum(), [out.view(logits.shape)]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import checks
 from .csr import INT32_MAX, check_layout, integers, offsets_of
+from .ops import consumed
 from .ops.backend import forced, kernels
 from .ops.contract import entry_rows
 from .ops.rows import as_rows
@@ -93,9 +94,7 @@ class SamplingMask:
     @classmethod
     def from_dense(cls, kept: Tensor) -> SamplingMask:
         """From bool (..., V), True = kept; ValueError for a row that keeps nothing."""
-        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
-            got = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
-            raise TypeError(f"kept must be a bool tensor (..., V), got {got}")
+        kept = checks.tensor("kept", kept, (torch.bool,))
         if kept.dim() < 1 or kept.shape[-1] == 0:
             raise ValueError(f"kept must have shape (..., V) with V >= 1, got {tuple(kept.shape)}")
         flat = kept.reshape(-1, kept.shape[-1])
@@ -166,7 +165,9 @@ class SamplingMask:
                 torch.empty(0, dtype=torch.int32, device=logits.device),
                 torch.zeros(rows + 1, dtype=torch.int64, device=logits.device),
             )
-        found = kernels(forced(), logits).kept_sets(as_rows(logits, False), temperature, top_k, top_p, min_p)
+        given = as_rows(logits, False)
+        consumed.refuse(given)
+        found = kernels(forced(), logits).kept_sets(given, temperature, top_k, top_p, min_p)
         return cls._made(*found)
 
     # --- as a collection of rows ------------------------------------------------------------------------------------
@@ -207,9 +208,7 @@ class SamplingMask:
 
     def index(self, rows: Tensor) -> SamplingMask:
         """These rows: integer indices (any order, repeats allowed, negative ones from the end) or a bool mask (N,)."""
-        if not isinstance(rows, Tensor) or rows.dtype not in (torch.bool, torch.int64, torch.int32):
-            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-            raise TypeError(f"rows must be a bool, int64 or int32 tensor, got {got}")
+        rows = checks.tensor("rows", rows, (torch.bool, torch.int64, torch.int32))
         if rows.dtype == torch.bool:
             checks.shape("rows", rows.reshape(-1), (len(self),), "one a row of the mask")
             rows = rows.reshape(-1).nonzero()[:, 0]

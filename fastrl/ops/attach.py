@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.ops import consumed
 from fastrl.ops.backend import kernels
 
 Gradients = Sequence[Tensor | None]
@@ -52,7 +53,8 @@ class _Attach(torch.autograd.Function):
             _, gradients = ctx.run(*inputs)
         for gradient in gradients:
             if gradient is not None:
-                kernels(ctx.backend, gradient).scale_(gradient, upstream.float())
+                with consumed.kept(gradient):
+                    kernels(ctx.backend, gradient).scale_(gradient, upstream.float())
         cast = (None if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
         return (None, None, None, None, *cast)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl import checks
+from fastrl.ops import consumed
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Kept, Statistics, Transform, entry_rows
 from fastrl.ops.restriction import Restriction
@@ -95,6 +96,7 @@ def kept_row_statistics(
     kept, transform = Kept(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
     sets = restriction(wide)
     check_targets(targets, dense, kept, sets, logits.shape[-1])
+    consumed.refuse(logits)
     row_kernels: Any = kernels(backend, logits)
     rest = None if dense is None else row_kernels.row_statistics(logits, targets, dense, transform)
     rows = kept.rows()
@@ -198,7 +200,9 @@ def _rows_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     if ctx.consume:
         ctx.consumed = True
         gradient = tensors[0].detach()
-        kept_row_gradient_(gradient, *arguments)
+        with consumed.kept(gradient):
+            kept_row_gradient_(gradient, *arguments)
+        consumed.mark(gradient)
     else:
         gradient = kept_row_gradient(tensors[0], *arguments)
     return (gradient, *nothing)

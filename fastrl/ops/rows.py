@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrl import checks
+from fastrl.ops import consumed
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Statistics, Transform
 
@@ -33,6 +34,7 @@ def row_statistics(
     The first two are differentiable; with `consume` the backward writes the gradient over the logits.
     """
     checks.targets_in_range(targets, mask, logits.shape[-1])
+    consumed.refuse(logits)
     if targets.numel() == 0:
         return tuple(logits.new_empty(0, dtype=torch.float32) for _ in range(4))  # type: ignore[return-value]
     transform = Transform(temperature, temperatures, logit_scale, softcap)
@@ -121,7 +123,9 @@ def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *un
     if ctx.consume:
         ctx.consumed = True
         gradient = logits.detach()
-        row_gradient_(gradient, targets, mask, temperatures, statistics, c, h, *ctx.options)
+        with consumed.kept(gradient):
+            row_gradient_(gradient, targets, mask, temperatures, statistics, c, h, *ctx.options)
+        consumed.mark(gradient)
     else:
         gradient = row_gradient(logits, targets, mask, temperatures, statistics, c, h, *ctx.options)
     return (gradient, *(None,) * 8)

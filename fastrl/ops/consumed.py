@@ -1,0 +1,80 @@
+"""Logits whose memory was taken for their gradient: remembered, so that nobody reads the gradient as logits.
+
+The mark is kept on the storage, which views and detached aliases share, beside the version that the gradient left
+behind: logits written anew by any in-place operation have another version, and are logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MARK = "_fastrl_consumed"
+
+
+class _Region(NamedTuple):
+    """Rows of logits (A, B, V) in their storage, in bytes."""
+
+    start: int
+    sizes: tuple[int, int]
+    strides: tuple[int, int]
+    width: int
+
+    @classmethod
+    def of(cls, rows: Tensor) -> _Region:
+        unit = rows.element_size()
+        strides = (rows.stride(0) * unit, rows.stride(1) * unit)
+        return cls(int(rows.storage_offset()) * unit, (rows.shape[0], rows.shape[1]), strides, rows.shape[2] * unit)
+
+    @property
+    def end(self) -> int:
+        return self.start + sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True)) + self.width
+
+    def starts(self) -> Tensor:
+        """Where the rows begin, rising."""
+        outer, inner = (torch.arange(n) * step for n, step in zip(self.sizes, self.strides, strict=True))
+        return (self.start + outer[:, None] + inner).reshape(-1).sort().values
+
+    def overlaps(self, other: _Region) -> bool:
+        if self.end <= other.start or other.end <= self.start:
+            return False
+        mine, theirs = self.starts(), other.starts()  # slices of the time dimension interleave without overlapping
+        before = torch.searchsorted(theirs, mine + self.width)  # of theirs, those that begin before my row ends
+        return bool(((before > 0) & (theirs[(before - 1).clamp_min(0)] + other.width > mine)).any())
+
+
+def mark(rows: Tensor) -> None:
+    """Remember that the logits (A, B, V) hold their gradient from now on."""
+    if not rows.numel():
+        return
+    storage = rows.untyped_storage()
+    version, regions = getattr(storage, _MARK, (None, ()))
+    others = regions if version == rows._version else ()
+    setattr(storage, _MARK, (rows._version, (*others, _Region.of(rows))))
+
+
+@contextmanager
+def kept(tensor: Tensor) -> Iterator[None]:
+    """What its storage has that is marked stays marked, though the tensor is written to inside."""
+    before = tensor._version
+    yield
+    storage = tensor.untyped_storage()
+    version, regions = getattr(storage, _MARK, (None, ()))
+    if version == before:
+        setattr(storage, _MARK, (tensor._version, regions))
+
+
+def refuse(rows: Tensor) -> None:
+    """RuntimeError where the logits (A, B, V) hold a gradient instead."""
+    if not rows.numel() or rows.is_inference():
+        return
+    version, regions = getattr(rows.untyped_storage(), _MARK, (None, ()))
+    if version == rows._version and any(_Region.of(rows).overlaps(region) for region in regions):
+        raise RuntimeError(
+            "the logits were consumed by an earlier call (inplace=True): their memory holds its gradient. Compute them"
+            " again, or copy_ new ones into it, or leave inplace=True out of the earlier call"
+        )
