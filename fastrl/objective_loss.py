@@ -17,6 +17,7 @@ from . import formulas as f
 from .batch import Batch
 from .objectives import GATE_FORMULAS, KL, KL_FORMULAS, ROLLOUT_FORMULAS, GammaWeight, GeometricMean, Objective
 from .ops.contract import TERMS, RowInputs, RowObjective
+from .presets import PRESETS
 
 
 class LossContext(NamedTuple):
@@ -51,6 +52,9 @@ def settings_of(objective: Objective | CustomObjective) -> Objective:
         return objective
     if not callable(objective):
         raise TypeError(f"objective must be an Objective or a callable, got {type(objective).__name__}")
+    if isinstance(objective, type) or getattr(objective, "__name__", "") in PRESETS:
+        name = getattr(objective, "__name__", repr(objective))
+        raise TypeError(f"objective must be an Objective or a callable, got {name} itself: call it, as in {name}(...)")
     return Objective(
         aggregate=getattr(objective, "aggregate", "token-mean"), max_length=getattr(objective, "max_length", None)
     )
