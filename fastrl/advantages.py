@@ -216,18 +216,16 @@ def _denominator(denominator: float | Tensor | None, counts: Tensor) -> Tensor |
     """What a sum over tokens is divided by; never 0."""
     if denominator is None:
         return counts.sum().clamp(min=1)
+    denominator = checks.scalar("denominator", denominator, positive=True)
     if not isinstance(denominator, Tensor):
-        return checks.number("denominator", denominator, positive=True)
-    if denominator.ndim != 0:
-        raise ValueError(f"denominator must be a number or a 0-dim tensor, got shape {tuple(denominator.shape)}")
+        return denominator
     # Reading it would wait for the device. A count of 0 comes with no tokens to divide.
     return torch.where(denominator > 0, denominator, 1).detach()
 
 
 def _rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Tensor]:
     """Which rewards there are, `(B,)` bool, and each one's group as a number in [0, B), `(B,)` int64; both checked."""
-    if not isinstance(rewards, Tensor):
-        raise TypeError(f"rewards must be a tensor of shape (responses,), got {type(rewards).__name__}")
+    rewards = checks.in_memory("rewards", rewards)
     if rewards.is_complex():
         raise TypeError(f"rewards must be real, got {rewards.dtype}")
     if rewards.ndim != 1:

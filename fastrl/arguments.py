@@ -39,6 +39,7 @@ def vocabulary_arguments(
 def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Tensor, Tensor]:
     """Logits (..., V) and their targets (...), or an error that names what is wrong."""
     logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES)
+    checks.once_differentiable("logits", logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
     if not isinstance(inplace, bool):
@@ -68,6 +69,9 @@ def checked_head(hidden: object, weight: object, bias: object, targets: object) 
     weight = checks.tensor("weight", weight)
     bias = None if bias is None else checks.tensor("bias", bias)
     given = (hidden, weight, bias)
+    for name, value in zip(("hidden", "weight", "bias"), given, strict=True):
+        if value is not None:
+            checks.once_differentiable(name, value)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

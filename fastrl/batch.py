@@ -87,10 +87,9 @@ def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dty
 
 def _threshold(value: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number or a 0-dim tensor as a 0-dim tensor; full, unlike as_tensor, does not wait for a GPU."""
+    value = checks.scalar("entropy_threshold", value)
     if not isinstance(value, Tensor):
-        return torch.full((), checks.number("entropy_threshold", value), dtype=dtype, device=device)
-    if value.dim() != 0:
-        raise ValueError(f"entropy_threshold must be a number or 0-dim, got shape {tuple(value.shape)}")
+        return torch.full((), value, dtype=dtype, device=device)
     return value.detach().to(device=device, dtype=dtype)
 
 

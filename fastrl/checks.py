@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,10 +38,67 @@ def values_are_checked(tensor: Tensor) -> bool:
     return _always or tensor.device.type == "cpu"
 
 
-def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
-    """The value, if it is a tensor of one of the dtypes (any floating dtype where none are named)."""
+def in_memory(name: str, value: object) -> Tensor:
+    """The value, if it is a tensor whose numbers lie in memory, by its strides: what a kernel's pointer can reach.
+
+    Parameters and subclasses that hold their numbers themselves pass. A wrapper around other tensors (DTensor), a fake,
+    meta, sparse, nested or quantised tensor, and one whose memory was freed are a TypeError that says what to do.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if torch.compiler.is_compiling():  # a stand-in, which the operators' fakes know
+        return value
+    reason = _why_not_in_memory(value)
+    if reason is not None:
+        raise TypeError(f"{name} must be a dense tensor with its numbers in memory, got {reason}")
+    # A lazy sign (the imaginary part of a conjugate) is for the dispatcher to see, and a kernel would not.
+    return value.resolve_neg() if value.is_neg() else value
+
+
+def _why_not_in_memory(value: Tensor) -> str | None:
+    kind = type(value).__name__
+    if value.is_nested:
+        return f"a nested tensor ({kind}): pack it with cu_seqlens, or pad it and pass a mask"
+    if value.layout is not torch.strided:
+        return f"layout {value.layout}: .to_dense() makes it one"
+    if value.is_quantized:
+        return f"quantised {value.dtype}: .dequantize() makes it one"
+    if value.is_meta:
+        return "a meta tensor, which has a shape alone"
+    try:
+        missing = value.numel() > 0 and not _address(value)
+    except RuntimeError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
+        missing = False
+    wraps = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _address(value)
+    if not missing and not wraps:
+        return None
+    if kind == "DTensor":
+        return "a DTensor: pass .to_local(), this rank's part, or .full_tensor(), the whole"
+    if kind == "FakeTensor":
+        return "a FakeTensor, which has a shape alone"
+    if wraps:
+        return f"{kind}, a subclass around other tensors: pass the tensor that it wraps"
+    return "one whose memory was freed (FSDP frees what it reshards: pass it inside its module's forward)"
+
+
+def _address(value: Tensor) -> int:
+    with warnings.catch_warnings():  # a fake tensor's address is 0, with a warning
+        warnings.simplefilter("ignore")
+        return value.data_ptr()
+
+
+def once_differentiable(name: str, value: Tensor) -> None:
+    """RuntimeError where forward-mode differentiation follows the tensor: the kernels would drop its tangent."""
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
+        raise RuntimeError(
+            f"{name} has a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad), and this function"
+            " is differentiable by backward alone"
+        )
+
+
+def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
+    """The value, if it is a tensor in memory of one of the dtypes (any floating dtype where none are named)."""
+    value = in_memory(name, value)
     if dtypes is None and not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if dtypes is not None and value.dtype not in dtypes:
@@ -70,6 +129,18 @@ def number(name: str, value: object, *, positive: bool = False) -> float:
     return float(value)
 
 
+def scalar(name: str, value: object, *, positive: bool = False) -> float | Tensor:
+    """A finite number, > 0 where positive, or a 0-dim tensor, whose value stays on its device unread."""
+    if not isinstance(value, Tensor):
+        return number(name, value, positive=positive)
+    value = in_memory(name, value)
+    if value.dim() != 0:
+        raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}")
+    if value.is_complex():
+        raise TypeError(f"{name} must be real, got {value.dtype}")
+    return value
+
+
 def targets(value: object, leading: Sequence[int], why: str, like: Tensor, like_name: str) -> Tensor:
     """Targets (...) int64 that match the leading dimensions of the logits or hidden states."""
     value = tensor("targets", value, (torch.int64,))
@@ -82,8 +153,7 @@ def mask(value: object, like: Tensor, like_name: str = "targets") -> Tensor | No
     """A mask shaped like the targets (or what they are called) as bool, or None; bool or 0/1 numbers come in."""
     if value is None:
         return None
-    if not isinstance(value, Tensor):
-        raise TypeError(f"mask must be a tensor, got {type(value).__name__}")
+    value = in_memory("mask", value)
     shape("mask", value, like.shape, f"the shape of {like_name}")
     same_device("mask", value, like, like_name)
     if value.dtype == torch.bool:
@@ -116,6 +186,7 @@ def temperature(value: object, like: Tensor, mask: Tensor | None) -> tuple[float
     """A scalar temperature and None, or 1.0 and a float32 tensor shaped like the targets."""
     if not isinstance(value, Tensor):
         return number("temperature", value, positive=True), None
+    value = in_memory("temperature", value)
     if not value.is_floating_point():
         raise TypeError(f"temperature must be a float or a floating-point tensor, got {value.dtype}")
     same_device("temperature", value, like, "targets")

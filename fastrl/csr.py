@@ -34,10 +34,7 @@ def integers(name: str, ids: Any) -> list[int]:
 def check_layout(token_ids: object, offsets: object) -> None:
     """TypeError or ValueError where the two tensors are no CSR."""
     for name, value in (("token_ids", token_ids), ("offsets", offsets)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-        if value.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
+        value = checks.tensor(name, value, (torch.int32, torch.int64))
         if value.dim() != 1:
             raise ValueError(f"{name} must be one-dimensional, got shape {tuple(value.shape)}")
     assert isinstance(token_ids, Tensor) and isinstance(offsets, Tensor)

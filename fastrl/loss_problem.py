@@ -47,11 +47,8 @@ def make_problem(
 ) -> Problem:  # fmt: skip
     """Check the arguments that all entry points share."""
     settings = settings_of(objective)
-    if isinstance(denominator, Tensor):
-        if denominator.dim() != 0:
-            raise ValueError(f"denominator must be a number or 0-dim, got shape {tuple(denominator.shape)}")
-    elif denominator is not None:
-        denominator = checks.number("denominator", denominator, positive=True)
+    if denominator is not None:
+        denominator = checks.scalar("denominator", denominator, positive=True)
     batch = make_batch(targets, targets_name, dtype=dtype, **inputs)
     check_requirements(settings, batch, has_entropy)
     weights = batch.aggregation_weights(settings, denominator).to(dtype)

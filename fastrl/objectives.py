@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
+from . import checks
 from . import formulas as f
 
 RatioLevel = Literal["token", "sequence", "sequence-token", "sequence-product"]
@@ -183,14 +184,6 @@ class GammaWeight:
 _GATES = (NoGate, Clip, SoftGate, StopGradientClip, GeometricMean, GammaWeight)
 
 
-def _check_coefficient(name: str, value: object) -> None:
-    if isinstance(value, Tensor):
-        if value.dim() != 0:
-            raise ValueError(f"{name} must be a float or a 0-dim tensor, got a tensor of shape {tuple(value.shape)}")
-    else:
-        _check(name, value, -math.inf)
-
-
 @dataclass(frozen=True)
 class KL:
     """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
@@ -209,7 +202,7 @@ class KL:
             raise ValueError(f"KL.kind must be one of {', '.join(kinds)}, got {self.kind!r}")
         if self.ratio not in ("token", "objective"):
             raise ValueError(f"KL.ratio must be 'token' or 'objective', got {self.ratio!r}")
-        _check_coefficient("KL.coef", self.coef)
+        checks.scalar("KL.coef", self.coef)
 
     @property
     def needs_reference(self) -> bool:
@@ -275,7 +268,7 @@ class Objective:
         for name, kind in (("kl", KL), ("rollout_correction", RolloutCorrection)):
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"Objective.{name} must be a {kind.__name__} or None, got {getattr(self, name)!r}")
-        _check_coefficient("Objective.entropy_coef", self.entropy_coef)
+        checks.scalar("Objective.entropy_coef", self.entropy_coef)
         _check("Objective.max_log_ratio", self.max_log_ratio, 0.0, strict=True, high=80.0)
         if self.aggregate == "seq-mean-token-sum-norm" and self.max_length is None:
             raise ValueError("Objective.max_length is needed by aggregate='seq-mean-token-sum-norm', got None")

@@ -140,9 +140,9 @@ def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tens
     scores = checks.tensor("scores", scores)
     if scores.ndim != 1:
         raise ValueError(f"scores must have shape (responses,), got {tuple(scores.shape)}")
-    if not isinstance(ranks, Tensor) or ranks.is_complex():
-        got = ranks.dtype if isinstance(ranks, Tensor) else type(ranks).__name__
-        raise TypeError(f"ranks must be a real tensor, got {got}")
+    ranks = checks.in_memory("ranks", ranks)
+    if ranks.is_complex():
+        raise TypeError(f"ranks must be real, got {ranks.dtype}")
     prompts = checks.tensor("prompt_ids", prompt_ids, INTEGER_DTYPES)
     for name, value in (("ranks", ranks), ("prompt_ids", prompts)):
         checks.shape(name, value, scores.shape, "the shape of scores")

@@ -45,8 +45,7 @@ def process_advantages(
         TypeError, ValueError: an argument of the wrong type, shape, device or value; a step that ends outside its
             response, which is named.
     """
-    if not isinstance(step_rewards, Tensor):
-        raise TypeError(f"step_rewards must be a tensor of shape (responses, steps), got {type(step_rewards).__name__}")
+    step_rewards = checks.in_memory("step_rewards", step_rewards)
     if step_rewards.is_complex() or step_rewards.ndim != 2:
         raise ValueError(f"step_rewards must be real, of shape (responses, steps), got {tuple(step_rewards.shape)}")
     size, steps = step_rewards.shape

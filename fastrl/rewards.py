@@ -51,9 +51,8 @@ def kl_penalized_rewards(
     counts = token_mask(mask, "logprobs", logprobs).reshape(-1)
     if kind not in _REWARD_KINDS:
         raise ValueError(f"kind must be one of {', '.join(_REWARD_KINDS)} in a reward, got {kind!r}")
-    if isinstance(beta, Tensor):
-        checks.shape("beta", beta, (), "a number or a 0-dim tensor")
-    elif checks.number("beta", beta) < 0:
+    beta = checks.scalar("beta", beta)
+    if not isinstance(beta, Tensor) and beta < 0:
         raise ValueError(f"beta must be >= 0, got {beta!r}")
     numbers, responses = response_numbers("logprobs", logprobs, cu_seqlens)
     checks.tensor("scores", scores)

@@ -50,6 +50,9 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"objective": "grpo"}, TypeError, "objective must be an Objective or a callable, got str"),
+    ({"objective": fastrl.PPO}, TypeError, r"got PPO itself: call it, as in PPO\(\.\.\.\)"),
+    ({"objective": fastrl.Objective}, TypeError, "got Objective itself: call it"),
+    ({"objective": fastrl.SoftGate}, TypeError, "got SoftGate itself: call it"),
     ({"advantages": torch.ones(B, 1)}, ValueError, r"advantages must have shape \(2,\), one a response, or \(2, 3\)"),
     ({"advantages": torch.ones(B, dtype=torch.int64)}, TypeError, "advantages must be floating point"),
     ({"advantages": [1.0, 1.0]}, TypeError, "advantages must be a tensor, got list"),
@@ -60,8 +63,8 @@ LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "rollout_logprobs is needed",
     ),
     ({"denominator": 0}, ValueError, "denominator must be finite and > 0, got 0"),
-    ({"denominator": torch.ones(2)}, ValueError, "denominator must be a number or 0-dim"),
-    ({"entropy_threshold": torch.ones(2)}, ValueError, "entropy_threshold must be a number or 0-dim"),
+    ({"denominator": torch.ones(2)}, ValueError, "denominator must be a number or a 0-dim tensor"),
+    ({"entropy_threshold": torch.ones(2)}, ValueError, "entropy_threshold must be a number or a 0-dim tensor"),
     ({"token_weights": torch.ones(B)}, ValueError, r"token_weights must have shape \(2, 3\)"),
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, r"targets must have shape \(tokens,\) beside cu_seqlens"),
 ]  # fmt: skip
@@ -163,7 +166,7 @@ def test_cu_seqlens(cu_seqlens: torch.Tensor, error: type[Exception], message: s
         (lambda: fastrl.PPO(dual_clip=1.0), ValueError, "Clip.dual must be > 1, got 1.0"),
         (lambda: fastrl.SAPO(tau_pos=0.0), ValueError, "SoftGate.tau_pos must be > 0"),
         (lambda: fastrl.KL("k4"), ValueError, "KL.kind must be one of k1, k2, k3"),
-        (lambda: fastrl.KL("k3", torch.ones(2)), ValueError, "KL.coef must be a float or a 0-dim tensor"),
+        (lambda: fastrl.KL("k3", torch.ones(2)), ValueError, "KL.coef must be a number or a 0-dim tensor"),
         (lambda: fastrl.PPO(aggregate="mean"), ValueError, "Objective.aggregate must be one of token-mean"),
         (lambda: fastrl.PPO(ratio="word"), ValueError, "Objective.ratio must be one of token, sequence"),
         (lambda: fastrl.PPO(aggregate="seq-mean-token-sum-norm"), ValueError, "Objective.max_length is needed"),

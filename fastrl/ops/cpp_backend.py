@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Statistics, Transform, Visit
 from fastrl.ops.cpp_kept import kept_gradient, kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
-from fastrl.ops.cpp_library import ELEMENTS, function, pointer, strides, why_unavailable
+from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer, strides, why_unavailable
 from fastrl.ops.cpp_sets import kept_sets
 
 __all__ = [
@@ -52,7 +52,7 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
     if vocab == 0:
         raise ValueError(f"logits must have at least one column, got shape {tuple(logits.shape)}")
     return _Rows(
-        logits.data_ptr(), a, b, vocab, *logits_strides,
+        address("logits", logits), a, b, vocab, *logits_strides,
         pointer("targets", targets, a * b, torch.int64),
         pointer("mask", mask, a * b, torch.bool),
         pointer("temperatures", transform.temperatures, a * b),
@@ -87,7 +87,7 @@ def row_gradient(
         raise ValueError(f"out must be {logits.dtype} {tuple(logits.shape)}, got {out.dtype} {tuple(out.shape)}")
     gradient = _Gradient(
         *(pointer(name, value, n) for name, value in statistics._asdict().items()),
-        pointer("c", c, n), pointer("h", h, n), out.data_ptr(), *out_strides,
+        pointer("c", c, n), pointer("h", h, n), address("out", out), *out_strides,
     )  # fmt: skip
     function("fastrl_row_gradient", POINTER(_Rows), POINTER(_Gradient))(
         byref(_rows(logits, targets, mask, transform)), byref(gradient)
@@ -117,7 +117,7 @@ def row_visit(
         -1e30 if threshold is None else float(threshold),
         *(pointer(name, value, n) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
         *(tensor.data_ptr() for tensor in visit),
-        None if out is None else out.data_ptr(),
+        None if out is None else address("out", out),
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
         list(ROLLOUT_FORMULAS).index(objective.rollout),

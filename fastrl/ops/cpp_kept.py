@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.ops.contract import ByToken, Kept, Statistics, Transform
-from fastrl.ops.cpp_library import ELEMENTS, function, pointer
+from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer
 
 
 class _Kept(Structure):
@@ -59,7 +59,7 @@ def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tup
             f"{name} must be a matrix on the CPU with contiguous rows, got {matrix.dtype}, shape"
             f" {tuple(matrix.shape)}, strides {matrix.stride()} on {matrix.device}"
         )
-    return matrix.data_ptr(), matrix.stride(0)
+    return address(name, matrix), matrix.stride(0)
 
 
 def _factors(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> _Factors:

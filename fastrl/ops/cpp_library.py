@@ -88,7 +88,15 @@ def pointer(name: str, tensor: Tensor | None, count: int, dtype: torch.dtype = t
             f"{name} must be {count} contiguous {dtype} numbers on the CPU, got {tensor.dtype}, shape "
             f"{tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
         )
-    return tensor.data_ptr()
+    return address(name, tensor)
+
+
+def address(name: str, tensor: Tensor) -> int:
+    """Where the numbers begin; ValueError where there are some and they lie nowhere: C++ would take that for absent."""
+    at = tensor.data_ptr()
+    if at == 0 and tensor.numel():
+        raise ValueError(f"{name} must hold its numbers in memory, got {type(tensor).__name__} at address 0")
+    return at
 
 
 def strides(name: str, logits: Tensor) -> tuple[int, int]:

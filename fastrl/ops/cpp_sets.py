@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.ops.cpp_library import ELEMENTS, function, strides
+from fastrl.ops.cpp_library import ELEMENTS, address, function, strides
 
 _WRONG = {-1: "a NaN", -2: "a +inf", -3: "nothing but -inf"}
 
@@ -32,7 +32,7 @@ def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
         torch.empty(rows, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int32, torch.int64)
     )
     sets = _Sets(
-        logits.data_ptr(), a, b, vocab, *logits_strides, top_k,
+        address("logits", logits), a, b, vocab, *logits_strides, top_k,
         temperature, top_p, math.log(min_p) if min_p > 0 else -math.inf,
         pivots.data_ptr(), firsts.data_ptr(), counts.data_ptr(),
         ELEMENTS[logits.dtype], torch.get_num_threads(),

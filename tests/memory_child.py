@@ -1,0 +1,240 @@
+"""Every tensor argument of every public function, without memory of its own: one process for each argument.
+
+Run by `test_arguments_in_memory.py`. Each line of the output is a JSON list [function, argument, kind, outcome], where
+the outcome is the exception's type and text, "returned", or "died: SIGNAL" for a process that a kernel killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import fastrl
+
+B, T, V, H = 2, 3, 7, 4
+
+
+class Wrapper(Tensor):
+    """Stands for a tensor that it holds, and has no memory of its own."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Any = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(x: Any) -> Any:
+            return x.inner if isinstance(x, Wrapper) else x
+
+        found = function(*(bare(x) for x in args), **{k: bare(x) for k, x in (kwargs or {}).items()})
+        return cls(found) if isinstance(found, Tensor) else found
+
+
+def distributed(x: Tensor) -> Tensor:
+    return DTensor.from_local(x, DeviceMesh("cpu", [0]), [Replicate()])
+
+
+def fake(x: Tensor) -> Tensor:
+    return FakeTensorMode().from_tensor(x)
+
+
+def freed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def quantised(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x, x], layout=torch.strided)
+
+
+def jagged(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x, x], layout=torch.jagged)
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "wrapper": Wrapper, "DTensor": distributed, "fake": fake, "meta": lambda x: x.to("meta"), "freed": freed,
+    "sparse": lambda x: x.to_sparse(), "csr": lambda x: x.to_sparse_csr(), "nested": nested, "jagged": jagged,
+    "quantised": quantised, "complex": lambda x: x.to(torch.complex64),
+}  # fmt: skip
+
+
+def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Public functions and valid arguments of each, every tensor that they can take among them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    targets, mask = torch.randint(0, V, (B, T), generator=generator), torch.ones(B, T)
+    integers = torch.tensor([0, 0])
+    logits = {"logits": normal(B, T, V).requires_grad_()}
+    head = {
+        "hidden": normal(B, T, H).requires_grad_(), "weight": normal(V, H).requires_grad_(),
+        "bias": normal(V).requires_grad_(),
+    }  # fmt: skip
+    vocabulary = {"targets": targets, "mask": mask, "temperature": torch.ones(B, T)}
+    batch = {
+        "advantages": normal(B), "old_logprobs": normal(B, T), "ref_logprobs": normal(B, T),
+        "rollout_logprobs": normal(B, T), "token_weights": mask.clone(), "entropy_weights": mask.clone(),
+        "entropy_threshold": torch.tensor(0.0), "denominator": torch.tensor(3.0),
+    }  # fmt: skip
+    packed = {
+        **batch, "logprobs": normal(B * T), "advantages": normal(B), "entropy": normal(B * T).abs(),
+        **{k: normal(B * T) for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights",
+                                      "entropy_weights")},
+        "mask": torch.ones(B * T), "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
+    }  # fmt: skip
+    correction = fastrl.RolloutCorrection()
+    row_local = {"objective": fastrl.GRPO(entropy_coef=0.01, rollout_correction=correction)}
+    whole = {"objective": fastrl.GSPO(kl=fastrl.KL("k3"), entropy_coef=0.01, rollout_correction=correction)}
+    dense = torch.ones(B * T, V, dtype=torch.bool)
+    recorded = fastrl.SamplingMask.from_dense(dense)
+    found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "token_logprobs": (fastrl.token_logprobs, {**logits, **vocabulary}),
+        "linear_token_logprobs": (fastrl.linear_token_logprobs, {**head, **vocabulary}),
+        "linear_token_logprobs recorded": (
+            fastrl.linear_token_logprobs, {**head, **vocabulary, "sampling_mask": recorded},
+        ),
+        "linear_cross_entropy": (
+            fastrl.linear_cross_entropy,
+            {**head, "targets": targets, "temperature": torch.ones(B, T), "denominator": torch.tensor(3.0)},
+        ),
+        "policy_loss": (fastrl.policy_loss, {**packed, **row_local}),
+        "logits_policy_loss": (fastrl.logits_policy_loss, {**logits, **vocabulary, **batch, **row_local}),
+        "logits_policy_loss in place": (
+            lambda logits, **rest: fastrl.logits_policy_loss(
+                logits * 1 if logits.requires_grad else logits, inplace=True, **rest
+            ),
+            {**logits, **vocabulary, **batch, **row_local},
+        ),
+        "logits_policy_loss sequence": (fastrl.logits_policy_loss, {**logits, **vocabulary, **batch, **whole}),
+        "linear_policy_loss": (fastrl.linear_policy_loss, {**head, **vocabulary, **batch, **row_local}),
+        "linear_policy_loss sequence": (fastrl.linear_policy_loss, {**head, **vocabulary, **batch, **whole}),
+        "KL": (lambda coef: fastrl.KL("k3", coef), {"coef": torch.tensor(0.1)}),
+        "Objective": (fastrl.PPO, {"entropy_coef": torch.tensor(0.1)}),
+        "group_advantages": (fastrl.group_advantages, {"rewards": normal(B), "group_ids": integers}),
+        "rloo_advantages": (fastrl.rloo_advantages, {"rewards": normal(B), "group_ids": integers}),
+        "process_advantages": (
+            fastrl.process_advantages,
+            {
+                "step_rewards": normal(B, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": integers,
+                "lengths": torch.tensor([T, T]), "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
+            },
+        ),
+        "gae": (
+            fastrl.gae,
+            {"rewards": normal(B, T), "values": normal(B, T), "mask": mask, "bootstrap": normal(B)},
+        ),
+        "value_loss": (
+            lambda **given: fastrl.value_loss(clip=0.2, **given),
+            {
+                "values": normal(B, T), "returns": normal(B, T), "mask": mask, "old_values": normal(B, T),
+                "denominator": torch.tensor(3.0),
+            },
+        ),
+        "kl_penalized_rewards": (
+            fastrl.kl_penalized_rewards,
+            {
+                "scores": normal(B), "logprobs": normal(B, T), "ref_logprobs": normal(B, T), "mask": mask,
+                "beta": torch.tensor(0.1),
+            },
+        ),
+        "overlong_penalty": (
+            lambda lengths: fastrl.overlong_penalty(lengths, max_length=8, cache=2), {"lengths": torch.tensor([3, 9])},
+        ),
+        "dpo_loss": (
+            fastrl.dpo_loss,
+            {k: normal(B) for k in ("chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")},
+        ),
+        "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": normal(B)}),
+        "reward_model_loss": (
+            fastrl.reward_model_loss, {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": integers},
+        ),
+        "SamplingMask": (
+            fastrl.SamplingMask,
+            {"token_ids": torch.tensor([1, 2], dtype=torch.int32), "offsets": torch.tensor([0, 1, 2])},
+        ),
+        "SamplingMask.from_dense": (fastrl.SamplingMask.from_dense, {"kept": dense}),
+        "SamplingMask.from_logits": (
+            lambda logits: fastrl.SamplingMask.from_logits(logits, top_p=0.9), {"logits": normal(B, V)},
+        ),
+        "SamplingMask.from_scores": (
+            lambda scores: fastrl.SamplingMask.from_scores([scores]), {"scores": normal(B, V)},
+        ),
+        "SamplingMask.index": (recorded.index, {"rows": torch.tensor([0, 1])}),
+        "SamplingMask.with_targets": (recorded.with_targets, {"targets": targets, "mask": mask}),
+    }  # fmt: skip
+    return found
+
+
+def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    try:
+        function(**arguments)
+    except Exception as error:  # whatever comes is reported, and judged by the test
+        return f"{type(error).__name__}: {error}"
+    return "returned"
+
+
+def try_kinds(function: Callable[..., Any], given: dict[str, Any], argument: str, writable: int) -> None:
+    with os.fdopen(writable, "w", buffering=1) as lines:
+        for kind, make in KINDS.items():
+            try:
+                unusual = make(given[argument].detach().clone())
+            except (RuntimeError, ValueError, IndexError):  # a 0-dim tensor has no rows to be nested
+                continue
+            print(json.dumps([argument, kind, "died"]), file=lines)
+            print(json.dumps([argument, kind, outcome(function, {**given, argument: unusual})]), file=lines)
+
+
+def cases(name: str, function: Callable[..., Any], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(argument, kind, outcome) of every tensor argument, each of which is tried in a process of its own."""
+    for argument, value in given.items():
+        if not isinstance(value, Tensor):
+            continue
+        readable, writable = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                try_kinds(function, given, argument, writable)
+            finally:
+                os._exit(0)
+        os.close(writable)
+        with os.fdopen(readable) as lines:
+            told = {(a, kind): what for a, kind, what in map(json.loads, lines)}
+        _, status = os.waitpid(child, 0)
+        for (a, kind), what in told.items():
+            signalled = what == "died" and os.WIFSIGNALED(status)
+            yield a, kind, f"died: {signal.Signals(os.WTERMSIG(status)).name}" if signalled else what
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a thread pool would not survive a fork
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with fastrl.use_backend(sys.argv[1]):
+        for name, (function, given) in functions().items():
+            print(json.dumps([name, "", "plain", outcome(function, given)]), flush=True)
+            for case in cases(name, function, given):
+                print(json.dumps([name, *case]), flush=True)
+    dist.destroy_process_group()
