@@ -6,12 +6,14 @@ Every error names the file and the line.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .checksums import digest
 from .errors import UserError
 
 # Names that the reward function's own arguments take.
@@ -153,6 +155,11 @@ class PromptSampler:
         self.examples = examples
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
+
+    @cached_property
+    def digest(self) -> str:
+        """What the prompts are, in short."""
+        return digest(example.token_ids for example in self.examples)
 
     def next(self, count: int) -> list[Example]:
         """The next ``count`` examples."""

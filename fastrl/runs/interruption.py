@@ -1,10 +1,15 @@
-"""SIGTERM and Ctrl-C, noted for a loop to stop in time."""
+"""SIGTERM and Ctrl-C, noted for a loop to stop in time, and what a command says and returns then."""
 
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+# For the help of every command that has such a loop.
+ABOUT = "SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with 143 and 130; a second one ends at once."
+RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, to the same end"}
 
 
 @contextmanager
@@ -29,3 +34,11 @@ def stop_signals() -> Iterator[list[str]]:
         yield noted
     finally:
         restore()
+
+
+def exit_status(signal_name: str | None, checkpoint: Path) -> int:
+    """What a shell makes of the signal that ended a run early, after saying so and where it was saved; or 0."""
+    if signal_name is None:
+        return 0
+    print(f"interrupted by {signal_name}, saved in {checkpoint}; the same command with --resume goes on from there")
+    return 128 + signal.Signals[signal_name]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -122,14 +121,6 @@ class RunLog:
         records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
         plot_curves(records, self.directory / "curves.png")
         write_report(self.directory)
-
-
-def flush(directory: Path) -> None:
-    """Wait until all files of a directory are on the disk: a machine that dies could leave names on empty files."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
 
 
 def check_output(directory: Path, overwrite: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def write_report(directory: Path) -> Path:
             summary=summary,
         )
     )
-    unfinished = directory / "report.unfinished"
+    unfinished = directory / f"report.{os.getpid()}.unfinished"  # a live run may be at its own
     try:
         # A byte-level tokenizer can leave half a character behind, which UTF-8 has no form for.
         unfinished.write_text(text, encoding="utf-8", errors="replace")

@@ -133,6 +133,10 @@ class LoggingConfig(Section):
     """Write TensorBoard event files too."""
     wandb: str | None = None
     """Log to this project of Weights & Biases too (needs wandb, and an account or WANDB_MODE=offline)."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Save a checkpoint every this many steps, besides once at the end and at SIGTERM or Ctrl-C."""
+    keep_checkpoints: int | None = Field(None, ge=1)
+    """Keep only this many of the newest checkpoints; the default is all of them."""
 
 
 def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:

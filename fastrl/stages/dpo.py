@@ -1,7 +1,7 @@
 """``fastrl dpo``: direct preference optimisation on {"prompt", "chosen": string, "rejected": string} rows.
 
 The reference is the policy that the run starts from. Its log-probabilities of the data are computed once, before the
-first update, so no second model is kept. There is no resume: an interrupted run is started again.
+first update, so no second model is kept; checkpoints hold them.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,11 @@ from tqdm import tqdm
 
 from .. import linear_dpo_loss
 from ..runs.errors import UserError
-from ..runs.optimizer import cpu_threads
 from ..runs.policy import Policy, load_policy, max_positions, reference_of
 from ..runs.rollout import hidden_states, rollout_logprobs
-from ..runs.settings import Section, parse_command_line
+from ..runs.settings import Section
 from .config import StageConfig, TokenTrainingConfig
-from .loop import PolicyStage, closing_line, fit, prepare
+from .loop import PolicyStage, command, fit, prepared
 from .rows import Reader, Tokens, as_rollout, smallest
 
 
@@ -83,17 +82,23 @@ class DPO(PolicyStage[Pair]):
         }
         return found.loss * (len(rows) / total), numbers
 
-    def with_reference(self, rows: Sequence[Pair], size: int) -> list[Pair]:
-        """The pairs with the log-probabilities that the policy gives them now, without its adapters."""
+    def before(self, rows: Sequence[Pair], size: int) -> Tensor:
+        """The log-probabilities that the policy gives to chosen and rejected now, without its adapters: (pairs, 2)."""
         reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
-        found = []
+        found = [torch.empty(0, 2)]
         for first in tqdm(range(0, len(rows), size), desc="reference", unit="batch", disable=None if rows else True):
             batch = rows[first : first + size]
             rollout = as_rollout(self.policy, both(batch))
             logprobs = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
-            for row, *values in zip(batch, *logprobs.view(2, -1).tolist(), strict=True):
-                found.append(replace(row, reference=tuple(values)))
-        return found
+            found.append(logprobs.view(2, -1).T.cpu())
+        return torch.cat(found)
+
+    def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
+        """The pairs with their reference."""
+        return [
+            replace(row, reference=(chosen, rejected))
+            for row, (chosen, rejected) in zip(rows, before.tolist(), strict=True)
+        ]
 
 
 def both(rows: Sequence[Pair]) -> list[Tokens]:
@@ -109,21 +114,20 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
     return pair
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Run the stage, or what is left of it; returns the run's summary.
+
+    Raises UserError, before the first update, for what cannot be used.
+    """
     training = config.training
-    with cpu_threads(training.threads):
-        policy = load_policy(config.model, prepare(config), packing=training.packing)
+    with prepared(config, "dpo", resume) as (device, checkpoint):
+        policy = load_policy(config.model, device, packing=training.packing)
         reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
-        stage, size = DPO(policy, training, config.loss.beta), training.micro_batch_size or training.batch_size
-        rows, held_out = stage.with_reference(rows, size), stage.with_reference(held_out, size)
-        return fit(stage, rows, held_out, config, "dpo")
+        return fit(DPO(policy, training, config.loss.beta), rows, held_out, config, "dpo", checkpoint)
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl dpo CONFIG.toml [--section.field value ...]``; UserError for what the user can mend."""
-    config, _ = parse_command_line(Config, "dpo", "Train a language model on pairs of completions.", argv)
-    print(closing_line(config, "dpo", train(config)))
-    return 0
+    """``fastrl dpo CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend."""
+    return command(Config, "dpo", "Train a language model on pairs of completions.", train, argv)

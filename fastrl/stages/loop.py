@@ -1,11 +1,11 @@
 """The loop that the training stages share: shuffled batches, accumulated gradients, AdamW, a model at the end."""
 
 import math
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,14 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
 
+from ..runs.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
+from ..runs.checksums import digest
 from ..runs.errors import UserError
-from ..runs.log import RunLog, check_output, flush
-from ..runs.optimizer import find_device, make_optimizer
+from ..runs.files import whole_directory
+from ..runs.interruption import ABOUT, RESUME, exit_status, stop_signals
+from ..runs.log import RunLog
+from ..runs.optimizer import cpu_threads, find_device, make_optimizer
 from ..runs.policy import Policy, checkpointing
 from ..runs.sections import MachineConfig
+from ..runs.settings import parse_command_line
 from .config import StageConfig
 
 Row = TypeVar("Row")
+Config = TypeVar("Config", bound=StageConfig)
 
 
 class Stage(ABC, Generic[Row]):
@@ -29,6 +35,7 @@ class Stage(ABC, Generic[Row]):
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
+    has_adapters = False  # the model is peft's wrapper, and only its adapters are trained
     shown: Sequence[str]  # the metrics of a line on the terminal
 
     def weight(self, row: Row) -> int:
@@ -42,6 +49,17 @@ class Stage(ABC, Generic[Row]):
         Parts add up to the loss and the metrics of the whole, however the rows are cut up.
         """
 
+    def before(self, rows: Sequence[Row], size: int) -> Tensor | None:
+        """What only the model from before the first update says of each row, (rows, k), ``size`` rows at a time.
+
+        It is kept in checkpoints.
+        """
+        return None
+
+    def attach(self, rows: list[Row], before: Tensor) -> list[Row]:
+        """The rows with what ``before`` said of them."""
+        raise NotImplementedError
+
     def save(self, directory: Path) -> None:
         """Write model and tokenizer into an empty directory."""
         self.model.save_pretrained(directory)
@@ -53,6 +71,7 @@ class PolicyStage(Stage[Row]):
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.model, self.tokenizer = policy, policy.model, policy.tokenizer
+        self.has_adapters = policy.has_adapters
 
     def save(self, directory: Path) -> None:
         """As every stage; adapters go to ``adapters`` in the directory, and into the weights of the model beside them.
@@ -72,26 +91,51 @@ def start(machine: MachineConfig) -> torch.device:
     return find_device(machine.device)
 
 
-def prepare(config: StageConfig) -> torch.device:
-    """``start``, but UserError for an output directory that holds another run, before there is any work to lose."""
-    check_output(config.logging.output_dir, config.logging.overwrite)
-    return start(config.training)
+@contextmanager
+def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[torch.device, Path | None]]:
+    """The device, and the checkpoint to go on from if there is one; the run's folder is held for the block.
 
-
-def fit(stage: Stage[Row], rows: list[Row], held_out: list[Row], config: StageConfig, name: str) -> dict[str, Any]:
-    """Train over the epochs, log every update and save the model; returns the run's summary.
-
-    Held-out rows are measured at the end of each epoch, as ``eval/<metric>``. Raises UserError for a loss or a gradient
-    that is not finite.
+    Raises UserError as ``run_folder`` does, before there is any work to lose.
     """
-    training, output, started = config.training, config.logging.output_dir, time.perf_counter()
+    with (
+        run_folder(config, config.logging, name, "training.epochs", resume) as checkpoint,
+        cpu_threads(config.training.threads),
+    ):
+        yield start(config.training), checkpoint
+
+
+def fit(
+    stage: Stage[Row], rows: list[Row], held_out: list[Row], config: StageConfig, name: str, checkpoint: Path | None
+) -> dict[str, Any]:
+    """Train over the epochs, or what is left of them behind a checkpoint, log every update and save the model.
+
+    Returns the run's summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the
+    name of the signal that ended it early, or None. Held-out rows are measured at the end of each epoch, as
+    ``eval/<metric>``. Raises UserError for a loss or a gradient that is not finite.
+    """
+    training, logging, started = config.training, config.logging, time.perf_counter()
     size = training.micro_batch_size or training.batch_size
     updates = -(-len(rows) // training.batch_size)
     steps = training.epochs * updates
     optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.lr)], config.optimizer, steps)
-    with RunLog(config, config.logging, name, steps, stage.shown) as log:
-        for step, batch in enumerate(_batches(rows, training.batch_size, training.epochs, training.seed), 1):
-            numbers = measure(stage, batch, size, backward=True)
+    batches = Batches(len(rows), training.batch_size, training.seed)
+    sets = {"data.path": rows, "data.eval_path": held_out}
+    trained = Trained(
+        stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, {"shuffle": batches.generator},
+        {field: (len(found), digest(found)) for field, found in sets.items()},
+    )  # fmt: skip
+    if checkpoint is None:
+        step, said = 0, {field: stage.before(found, size) for field, found in sets.items()}
+        kept = {field: tensor for field, tensor in said.items() if tensor is not None}
+    else:
+        state, kept = read_checkpoint(checkpoint, trained)
+        step, batches.order = state["step"], state["order"]
+    rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
+    interrupted = None
+    with RunLog(config, logging, name, steps, stage.shown, step) as log, stop_signals() as signals:
+        while step < steps:
+            step += 1
+            numbers = measure(stage, [rows[i] for i in batches.next()], size, backward=True)
             numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": step / updates}
             numbers["grad_norm"] = _update(optimizer, config.optimizer.max_grad_norm, step, numbers["loss"])
             scheduler.step()
@@ -99,19 +143,29 @@ def fit(stage: Stage[Row], rows: list[Row], held_out: list[Row], config: StageCo
                 found = measure(stage, held_out, size, backward=False)
                 numbers |= {f"eval/{metric}": value for metric, value in found.items() if metric != "tokens"}
             log.write(step, numbers)
-        save_model(stage, output / "model")
-        return log.summarize({"steps": steps, "seconds": time.perf_counter() - started})
+            interrupted = signals[0] if signals and step < steps else None
+            if interrupted or due(step, logging.checkpoint_every, step == steps):
+                write_checkpoint(config, logging, trained, step, {"order": batches.order}, kept)
+            if interrupted:
+                break
+        if not interrupted:
+            save_model(stage, logging.output_dir / "model")
+        return log.summarize({"steps": step, "seconds": time.perf_counter() - started, "interrupted": interrupted})
 
 
-def closing_line(config: StageConfig, name: str, summary: dict[str, Any]) -> str:
-    """What a command says at its end: how it went, and where things are."""
-    output = config.logging.output_dir
+def command(
+    kind: type[Config], name: str, about: str, train: Callable[[Config, bool], dict[str, Any]], argv: list[str]
+) -> int:
+    """Run a stage by its command line and say how it went and where things are; returns the exit status."""
+    config, given = parse_command_line(kind, name, f"{about} {ABOUT}", argv, RESUME)
+    summary, output = train(config, given["resume"]), config.logging.output_dir
     numbers = {metric: summary.get(metric) for metric in ("loss", "eval/loss", "accuracy", "eval/accuracy")}
     values = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items() if value is not None)
-    return (
-        f"{name}: {summary['steps']} updates in {summary['seconds']:.0f} s. {values}\n"
-        f"metrics, curves and report: {output}\nmodel: {output / 'model'}"
-    )
+    print(f"{name}: {summary['steps']} updates in {summary['seconds']:.0f} s. {values}")
+    print(f"metrics, curves, report and checkpoints: {output}")
+    if summary["interrupted"] is None:
+        print(f"model: {output / 'model'}")
+    return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
 
 
 def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
@@ -128,13 +182,20 @@ def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool
     return dict(sums)
 
 
-def _batches(rows: list[Row], size: int, epochs: int, seed: int) -> Iterator[list[Row]]:
-    """Every epoch in a new order; its last batch may be smaller."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        for first in range(0, len(rows), size):
-            yield [rows[i] for i in order[first : first + size]]
+class Batches:
+    """Goes through the rows in a new random order every epoch, whose last batch may be smaller."""
+
+    def __init__(self, rows: int, size: int, seed: int) -> None:
+        self.rows, self.size = rows, size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []  # what is left of the epoch
+
+    def next(self) -> list[int]:
+        """The rows of the next batch."""
+        if not self.order:
+            self.order = torch.randperm(self.rows, generator=self.generator).tolist()
+        taken, self.order = self.order[: self.size], self.order[self.size :]
+        return taken
 
 
 def _update(
@@ -158,13 +219,5 @@ def _update(
 
 def save_model(stage: Stage[Any], directory: Path) -> None:
     """Write the stage's model to ``directory``, which exists only once it is complete."""
-    unfinished = directory.with_name(f".{directory.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with whole_directory(directory, directory.with_name(f".{directory.name}.unfinished")) as unfinished:
         stage.save(unfinished)
-        flush(unfinished)
-        unfinished.rename(directory)
-    except BaseException:  # Ctrl-C too
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise

@@ -2,8 +2,7 @@
 
 Rows are {"prompt", "responses": [string, ...], "ranks": [int, ...]}, 1 the best and equal ranks no pair, or {"prompt",
 "chosen", "rejected"}. A prompt's responses stay together in a batch. After training the scores are shifted: their mean
-over the training responses, or over the completions of data.reference_path, is 0. There is no resume: an interrupted
-run is started again.
+over the training responses, or over the completions of data.reference_path, is 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,11 @@ from transformers.utils import logging as transformers_logging
 
 from .. import reward_model_loss
 from ..runs.errors import UserError
-from ..runs.optimizer import cpu_threads
 from ..runs.policy import load_model, load_tokenizer, max_positions
 from ..runs.reward_model import MEAN, RewardModel, check_classifier, score_sequences
-from ..runs.settings import Location, parse_command_line
+from ..runs.settings import Location
 from . import config as shared
-from .loop import Stage, closing_line, fit, prepare
+from .loop import Stage, command, fit, prepared
 from .rows import Reader, field, smallest
 
 
@@ -114,10 +112,12 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
     return Ranked([tokens.all for tokens in answers], ranks)
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
-    with cpu_threads(config.training.threads):
-        device = prepare(config)
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Run the stage, or what is left of it; returns the run's summary.
+
+    Raises UserError, before the first update, for what cannot be used.
+    """
+    with prepared(config, "reward-model", resume) as (device, checkpoint):
         tokenizer = load_tokenizer(config.model)
         with _without_load_report():
             model = load_model(config.model, device, AutoModelForSequenceClassification, num_labels=1)
@@ -133,7 +133,7 @@ def train(config: Config) -> dict[str, Any]:
             found = reader.load(config.data.reference_path, lambda r, row, where: r.tokens(row, "completion", where))
             reference = [tokens.all for tokens in found]
         stage = RewardModelStage(model, tokenizer, getattr(torch, config.model.dtype), reference)
-        return fit(stage, rows, held_out, config, "reward-model")
+        return fit(stage, rows, held_out, config, "reward-model", checkpoint)
 
 
 def _with_pairs(rows: list[Ranked], path: Path) -> list[Ranked]:
@@ -155,7 +155,5 @@ def _without_load_report() -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl reward-model CONFIG.toml [--section.field value ...]``; UserError for what the user can mend."""
-    config, _ = parse_command_line(Config, "reward-model", "Train a reward model on ranked completions.", argv)
-    print(closing_line(config, "reward-model", train(config)))
-    return 0
+    """``fastrl reward-model CONFIG.toml [--resume] [--section.field value ...]``; UserError for what can be mended."""
+    return command(Config, "reward-model", "Train a reward model on ranked completions.", train, argv)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ..runs.data import Example, load_examples
 from ..runs.errors import UserError
 from ..runs.generation import completion_texts, ended_by_eos, generate
+from ..runs.lock import sole_writer
 from ..runs.optimizer import cpu_threads
 from ..runs.policy import Policy, load_policy, max_positions
 from ..runs.reward import Rewards
@@ -136,9 +137,10 @@ def best_of(group: list[Completion], count: int) -> list[Completion]:
 def sample(config: Config) -> Tally:
     """Run the stage. Raises UserError, before anything is sampled, for what cannot be used."""
     output = config.output.path
-    if output.exists() and not config.output.overwrite:
-        raise UserError(f"{output}: is there already; choose another --output.path, or add --output.overwrite true")
-    with cpu_threads(config.training.threads):
+    lock = output.with_name(f".{output.name}.lock")
+    with sole_writer(output, lock, "sample", "output.path"), cpu_threads(config.training.threads):
+        if output.exists() and not config.output.overwrite:
+            raise UserError(f"{output}: is there already; choose another --output.path, or add --output.overwrite true")
         device = start(config.training)
         reward = config.reward
         rewards = make_rewards(
@@ -153,7 +155,6 @@ def sample(config: Config) -> Tally:
                 raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')
         unfinished = output.with_name(f"{output.name}.unfinished")
         try:
-            output.parent.mkdir(parents=True, exist_ok=True)
             file = unfinished.open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{output}: cannot write the output: {error}") from error

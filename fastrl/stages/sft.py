@@ -1,7 +1,6 @@
 """``fastrl sft``: supervised fine-tuning on {"prompt": string or messages, "completion": string} rows.
 
-The loss is the cross-entropy of the completions' tokens and their EOS, a mean over the tokens of an update. There is no
-resume: an interrupted run is started again.
+The loss is the cross-entropy of the completions' tokens and their EOS, a mean over the tokens of an update.
 """
 
 from collections.abc import Sequence
@@ -10,12 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from .. import linear_cross_entropy
-from ..runs.optimizer import cpu_threads
 from ..runs.policy import Policy, load_policy, max_positions
 from ..runs.rollout import hidden_states
-from ..runs.settings import parse_command_line
 from .config import StageConfig, TokenTrainingConfig
-from .loop import PolicyStage, closing_line, fit, prepare
+from .loop import PolicyStage, command, fit, prepared
 from .rows import Reader, Tokens, as_rollout, smallest
 
 
@@ -61,18 +58,19 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
     return reader.tokens(row, "completion", where)
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run the stage; returns the run's summary. Raises UserError, before the first update, for what cannot be used."""
-    with cpu_threads(config.training.threads):
-        policy = load_policy(config.model, prepare(config), packing=config.training.packing)
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Run the stage, or what is left of it; returns the run's summary.
+
+    Raises UserError, before the first update, for what cannot be used.
+    """
+    with prepared(config, "sft", resume) as (device, checkpoint):
+        policy = load_policy(config.model, device, packing=config.training.packing)
         reader = Reader(policy.tokenizer, smallest(config.training.max_length, max_positions(policy.model)))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
-        return fit(SFT(policy, config.training), rows, held_out, config, "sft")
+        return fit(SFT(policy, config.training), rows, held_out, config, "sft", checkpoint)
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl sft CONFIG.toml [--section.field value ...]``; UserError for what the user can mend."""
-    config, _ = parse_command_line(Config, "sft", "Fine-tune a language model on prompts and completions.", argv)
-    print(closing_line(config, "sft", train(config)))
-    return 0
+    """``fastrl sft CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend."""
+    return command(Config, "sft", "Fine-tune a language model on prompts and completions.", train, argv)

@@ -206,10 +206,6 @@ class LoggingConfig(CommonLogging):
 
     samples: int = Field(4, ge=0)
     """Completions a step that samples.jsonl and the report keep."""
-    checkpoint_every: int | None = Field(None, ge=1)
-    """Save a checkpoint every this many steps, besides once at the end and at SIGTERM or Ctrl-C."""
-    keep_checkpoints: int | None = Field(None, ge=1)
-    """Keep only this many of the newest checkpoints; the default is all of them."""
 
 
 class Config(Section):

@@ -1,19 +1,20 @@
 """The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
 
 import math
-import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from ..runs.interruption import stop_signals
-from ..runs.log import RunLog, check_output
+from ..runs.checkpoint import checkpoint_of, due, run_folder
+from ..runs.interruption import ABOUT, RESUME, exit_status, stop_signals
+from ..runs.log import RunLog
 from ..runs.optimizer import cpu_threads
 from ..runs.settings import parse_command_line
 from ..runs.timing import peak_memory, timed
-from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint
 from .config import Config
 from .evaluation import evaluate
 from .experience import collect
@@ -29,21 +30,14 @@ def main(argv: list[str]) -> int:
 
     Returns the exit status: 0 for a run that is complete, and what a shell makes of the signal that ended it early.
     """
-    text = (
-        "Train a language model by reinforcement learning. SIGTERM and Ctrl-C finish the step, save a checkpoint and "
-        "exit with 143 and 130; a second one ends at once."
-    )
-    resume = {"resume": "go on from the newest checkpoint in logging.output_dir, to the same end"}
-    config, given = parse_command_line(Config, "train", text, argv, resume)
+    text = f"Train a language model by reinforcement learning. {ABOUT}"
+    config, given = parse_command_line(Config, "train", text, argv, RESUME)
     summary = train(config, resume=given["resume"])
     found = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
     scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
     print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
     print(f"metrics, report and checkpoints: {config.logging.output_dir}")
-    if summary["interrupted"] is None:
-        return 0
-    print(f"interrupted by {summary['interrupted']}; the same command with --resume goes on from here")
-    return 128 + signal.Signals[summary["interrupted"]]
+    return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
@@ -51,14 +45,17 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 
     Returns its summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the name
     of the signal that ended it early, or None. Raises UserError, before the first step, for anything in the config,
-    dataset, model or reward that cannot be used, and later for a reward or a loss that goes wrong.
+    dataset, model or reward that cannot be used, and later for a reward or a loss that goes wrong; and if another
+    process writes to logging.output_dir.
     """
+    with run_folder(config, config.logging, "train", "training.steps", resume) as checkpoint:
+        return _train(config, checkpoint)
+
+
+def _train(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     set_seed(config.training.seed)
     transformers_logging.disable_progress_bar()  # ours is the one to look at
-    checkpoint = newest_checkpoint(config) if resume else None
-    if checkpoint is None:
-        check_output(config.logging.output_dir, config.logging.overwrite)
     run = make_run(config)
     if checkpoint is not None:
         load_checkpoint(checkpoint, run)
@@ -72,12 +69,12 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         for step in range(run.step + 1, steps + 1):
             run.step, last = step, step == steps
             numbers, samples = take_step(run)
-            if run.held_out and _due(step, config.evaluation.every, last):
+            if run.held_out and due(step, config.evaluation.every, last):
                 with timed("time/evaluation", numbers):
                     numbers |= evaluate(run)
             log.write(step, numbers, samples)
             interrupted = None if last or not signals else signals[0]
-            if interrupted or _due(step, logging.checkpoint_every, last):
+            if interrupted or due(step, logging.checkpoint_every, last):
                 save_checkpoint(run)
             if interrupted:
                 break
@@ -106,7 +103,3 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
     numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
     numbers["memory/peak_gib"] = peak_memory(run.policy.device)
     return numbers, samples
-
-
-def _due(step: int, every: int | None, last: bool) -> bool:
-    return last or (every is not None and step % every == 0)

@@ -59,7 +59,7 @@ def oracle(before, after):
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_the_first_loss_is_log_2(policy, packing):
     trained = stage(policy, packing)
-    pairs = trained.with_reference(PAIRS, 2)
+    pairs = trained.attach(PAIRS, trained.before(PAIRS, 2))
     numbers = measure(trained, pairs, 3, backward=False)
     assert numbers["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert numbers["tokens"] == sum(len(p.chosen.completion) + len(p.rejected.completion) for p in PAIRS)
@@ -69,7 +69,7 @@ def test_the_first_loss_is_log_2(policy, packing):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_gradient_is_the_oracles(policy, packing, size):
     trained = stage(policy, packing)
-    pairs = trained.with_reference(PAIRS, size)
+    pairs = trained.attach(PAIRS, trained.before(PAIRS, size))
     before = copy.deepcopy(policy.model)
     move(policy.model)
     loss, expected = oracle(before, policy.model)
@@ -85,15 +85,14 @@ def test_the_gradient_is_the_oracles(policy, packing, size):
 
 def test_the_reference_of_adapters_is_the_model_without_them(policy, policy_path):
     pytest.importorskip("peft")
-    expected = [row.reference for row in stage(policy).with_reference(PAIRS, 3)]
+    expected = stage(policy).before(PAIRS, 3)
     config = ModelConfig(path=policy_path, lora_rank=2, lora_targets=["q_proj", "gate_proj"])
     adapted = load_policy(config, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in adapted.model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter)
-    found = [row.reference for row in stage(adapted).with_reference(PAIRS, 3)]
-    assert torch.tensor(found).flatten().tolist() == pytest.approx(torch.tensor(expected).flatten().tolist(), abs=1e-4)
+    torch.testing.assert_close(stage(adapted).before(PAIRS, 3), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["weights", "adapters"])

@@ -90,7 +90,8 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert rates == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
-        "config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html", "tensorboard", "model"
+        "config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html", "tensorboard", "model",
+        "checkpoints",
     }  # fmt: skip
 
 

@@ -2,13 +2,16 @@
 
 import errno
 import os
+import shutil
+import subprocess
 
 import pytest
 from test_resume import checkpoints
 
-import fastrl.trainer.checkpoint as module
+import fastrl.runs.checkpoint as module
+from fastrl.runs.checkpoint import NUMBERS
+from fastrl.runs.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.runs.errors import UserError
-from fastrl.trainer.checkpoint import NUMBERS
 from fastrl.trainer.train import train
 
 
@@ -86,21 +89,55 @@ def test_another_dataset_is_refused(make_config, example, tmp_path):
     config = make_config(data={"path": str(file)})
     train(config)
     file.write_text("".join(lines[:9]))
-    with pytest.raises(UserError, match=r"step-000002: .*data\.path had 10 prompts and now has 9"):
+    with pytest.raises(UserError, match=r"step-000002: .*data\.path had 10 rows and now has 9"):
         train(config, resume=True)
     file.write_text("".join(lines[10:20]))
-    with pytest.raises(UserError, match=r"data\.path has other prompts now"):
+    with pytest.raises(UserError, match=r"data\.path has other rows now"):
         train(config, resume=True)
 
 
-def test_a_damaged_checkpoint_is_named(make_config):
-    config = make_config(logging={"checkpoint_every": 1})
+def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one(make_config):
+    config = make_config(training={"steps": 4}, logging={"checkpoint_every": 1})
     train(config)
     folder = config.logging.output_dir / "checkpoints"
-    weights = folder / "step-000002" / "model.safetensors"
+
+    def refused():
+        with pytest.raises(UserError) as error:
+            train(config, resume=True)
+        return str(error.value).removeprefix(f"{folder / 'step-000004'}: the checkpoint is damaged: ")
+
+    weights = folder / "step-000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"step-000002: the checkpoint cannot be read: .*move it away.*step-000001"):
+    intact = "the newest intact one is step-000003; move step-000004 away to go on from there"
+    assert refused() == f"model.safetensors is not as it was written; {intact}"
+    (folder / "step-000004" / NUMBERS).unlink()  # the checkpoint does not pass for an unfinished one then
+    assert refused() == f"{NUMBERS} is missing; {intact}"
+    (folder / "step-000003" / "config.json").unlink()
+    assert refused().endswith(
+        "; the newest intact one is step-000002; move step-000003 step-000004 away to go on from there"
+    )
+    for name in ("step-000001", "step-000002"):  # one without checksums may be anything
+        (folder / name / CHECKSUMS).unlink()
+    assert refused().endswith(f"{NUMBERS} is missing; there is no intact one before it")
+    (folder / "step-000004" / CHECKSUMS).unlink()
+    for name in ("step-000003", "step-000004"):
+        shutil.rmtree(folder / name)
+    with pytest.raises(UserError, match=f"step-000002: the checkpoint is damaged: {CHECKSUMS} is missing; there is no"):
         train(config, resume=True)
-    (folder / "step-000002" / NUMBERS).write_text("")
-    with pytest.raises(UserError, match="step-000002: the checkpoint cannot be read"):
-        train(config, resume=True)
+
+
+def test_a_disk_that_does_not_read_is_damage_too(tmp_path, monkeypatch):
+    """And checksums are sha256sum's, in whatever order the files are found."""
+    (tmp_path / "below").mkdir()
+    for name in ("b", "a", "below/c"):
+        (tmp_path / name).write_text(name)
+    write_checksums(tmp_path)
+    assert damage(tmp_path) is None
+    done = subprocess.run(
+        ["sha256sum", "--check", "--strict", CHECKSUMS], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["a: OK", "b: OK", "below/c: OK"] and done.returncode == 0, done.stderr
+    (tmp_path / "a").unlink()
+    (tmp_path / "a").mkdir()
+    assert damage(tmp_path) == "a cannot be read (Is a directory)"
+    assert damage(tmp_path, "b") is None

@@ -13,8 +13,8 @@ from safetensors import safe_open
 import fastrl.trainer.experience as experience
 import fastrl.trainer.train as module
 import fastrl.trainer.update as updating
+from fastrl.runs.checkpoint import NUMBERS
 from fastrl.runs.errors import UserError
-from fastrl.trainer.checkpoint import NUMBERS
 from fastrl.trainer.train import train
 
 BAD = {"nan": math.nan, "inf": math.inf}

@@ -9,7 +9,7 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from fastrl.trainer.checkpoint import NUMBERS
+from fastrl.runs.checkpoint import NUMBERS
 from fastrl.trainer.config import Config
 from fastrl.trainer.train import train
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastrl.cli import main
-from fastrl.trainer.checkpoint import NUMBERS, TENSORS
+from fastrl.runs.checkpoint import NUMBERS, TENSORS
+from fastrl.runs.checksums import CHECKSUMS
 from fastrl.trainer.train import train
 
 STEPS = 6
@@ -145,7 +146,7 @@ def test_a_killed_run_resumes_at_its_last_checkpoint_and_no_step_is_recorded_twi
         "train(Config.model_validate(json.loads(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, config.model_dump_json()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert "SIGTERM: finishing the step" in done.stderr
     (tmp_path / "request.json").unlink()
@@ -191,7 +192,9 @@ def test_nothing_is_unpickled(prepare, interrupted, monkeypatch):
     config = prepare("resumed")
     interrupted(config)
     (checkpoint,) = (config.logging.output_dir / "checkpoints").iterdir()
-    assert {path.suffix for path in checkpoint.iterdir()} <= {".json", ".safetensors", ".jinja"}
+    (checksums,) = {path.name for path in checkpoint.iterdir()} - {path.name for path in checkpoint.glob("*.*")}
+    assert checksums == CHECKSUMS
+    assert {path.suffix for path in checkpoint.glob("*.*")} <= {".json", ".safetensors", ".jinja"}
 
     def refuse(*_, **__):
         raise AssertionError("a checkpoint was unpickled")
@@ -225,8 +228,11 @@ def test_a_signal_finishes_the_step_and_the_status_says_which(command, tmp_path,
     assert main(arguments) == status
     output = capfd.readouterr()
     assert f"fastrl: {number.name}: finishing the step, then saving; once more to end at once" in output.err
-    assert f"interrupted by {number.name}; the same command with --resume goes on" in output.out
     assert len(lines(config)) == 2 and checkpoints(config) == ["step-000002"]
+    (checkpoint,) = (config.logging.output_dir / "checkpoints").iterdir()
+    assert output.out.splitlines()[-1] == (
+        f"interrupted by {number.name}, saved in {checkpoint}; the same command with --resume goes on from there"
+    )
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
 
     (tmp_path / "request.json").write_text(json.dumps([2, [number]]))  # in the last step: it is complete all the same
