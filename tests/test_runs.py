@@ -1,0 +1,278 @@
+"""Runs lose nothing, whichever command: beside another process, by Ctrl-C, by kill -9, or where a bit flips."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastrl.cli import main
+from fastrl.runs.log import RunLog
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LORA = {"model.lora_rank": 2, "model.lora_alpha": 64}
+#: Name -> the command, and its options beside the common ones. Epochs of four steps.
+COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "train": ("train", {"rollout.prompts_per_step": 6, "rollout.num_generations": 4, "training.minibatches": 2}),
+    "sft": ("sft", {"training.packing": "true"}),
+    "sft-lora": ("sft", LORA),
+    "dpo": ("dpo", {"training.micro_batch_size": 2}),
+    "dpo-lora": ("dpo", LORA),
+    "reward-model": ("reward-model", {}),
+}
+STEPS = 12
+#: What the others do not have: adapters, the trainer's rollouts, a row's reference, a classifier.
+DISTINCT = ("train", "sft", "dpo-lora", "reward-model")
+COMMON = {
+    "training.device": "cpu",
+    "training.threads": 1,
+    "optimizer.lr": 1e-2,
+    "optimizer.weight_decay": 0.01,
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_updates": 3,
+    "logging.tensorboard": "false",
+    "logging.overwrite": "true",  # what beside a live run would delete it
+    "logging.keep_checkpoints": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No model hub, no curves, and Ctrl-C as at a terminal: tests in the background of a shell would ignore it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("fastrl.runs.log.RunLog.draw", lambda self: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a small run of one of COMMANDS in the folder ``tmp_path / folder``."""
+
+    def make(name: str, folder: str, **options: Any) -> list[str]:
+        command, own = COMMANDS[name]
+        values = json.loads((EXAMPLES / "reverse_digits" / "model.json").read_text())
+        values |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        (tmp_path / "model.json").write_text(json.dumps(values | {"num_key_value_heads": 2}))
+        data = {name: EXAMPLES / "stages" / f"{name}.jsonl" for name in ("sft", "dpo")}
+        data |= {"train": EXAMPLES / "reverse_digits" / "train.jsonl"}
+        data |= {"reward-model": EXAMPLES / "stages" / "reward_model.jsonl"}
+        lines = data[command].read_text().splitlines(keepends=True)
+        (tmp_path / "rows.jsonl").write_text("".join(lines[:14]))  # the last of four batches is smaller
+        (tmp_path / "held_out.jsonl").write_text("".join(lines[14:17]))
+        table = f'[model]\nconfig = "model.json"\ntokenizer = "{EXAMPLES}/reverse_digits/tokenizer"\n'
+        table += '[data]\npath = "rows.jsonl"\neval_path = "held_out.jsonl"\n'
+        length: dict[str, Any] = {"training.epochs": STEPS // 4, "training.batch_size": 4}
+        if command == "train":
+            table += f'[reward]\nfunction = "{EXAMPLES}/reverse_digits/reward.py:reward"\n[objective]\nname = "grpo"\n'
+            length = {"training.steps": STEPS, "evaluation.every": 5, "rollout.max_new_tokens": 4}
+        (tmp_path / "config.toml").write_text(table)
+        given = COMMON | length | own | {"logging.output_dir": tmp_path / folder}
+        given |= {f"logging.{option}": value for option, value in options.items()}
+        return [command, str(tmp_path / "config.toml"), *(w for k, v in given.items() for w in (f"--{k}", str(v)))]
+
+    return make
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Do something once, as soon as a step is recorded and the run still goes on."""
+
+    def at_step(step: int, action: Callable[[], object]) -> None:
+        write = RunLog.write
+
+        def hooked(log: RunLog, number: int, *rest: Any) -> None:
+            write(log, number, *rest)
+            if number == step:
+                monkeypatch.setattr(RunLog, "write", write)
+                action()
+
+        monkeypatch.setattr(RunLog, "write", hooked)
+
+    return at_step
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as it stands, but for what no two runs share."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def files(folder: Path, *suffixes: str) -> dict[str, bytes]:
+    """The files in a folder and below, or those with these suffixes."""
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not suffixes or path.suffix in suffixes}
+
+
+def results(folder: Path) -> list[dict[str, bytes]]:
+    """The weights, moments and generators of a complete run, and the model that a stage leaves beside them."""
+    checkpoint = folder / "checkpoints" / f"step-{STEPS:06d}"
+    return [files(path, ".safetensors") for path in (checkpoint, folder / "model") if path.exists()]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DISTINCT else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
+def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at_step, tmp_path, capfd):
+    """Stopped in its second epoch, once others have tried to write to its folder; then a bit flips in each file."""
+    if "lora" in name:
+        pytest.importorskip("peft")
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+    assert main(arguments(name, "whole")) == 0
+    command, number = arguments(name, "stopped"), signal.SIGINT if "lora" in name else signal.SIGTERM
+
+    def disturb():
+        before = files(folder)
+        capfd.readouterr()
+        for attempt in (command, [*command, "--resume"]):
+            assert main(attempt) == 2
+            assert re.fullmatch(
+                rf"fastrl: {folder}: is being written to by process {os.getpid()} \(fastrl {command[0]}\) on .* since "
+                r".*; wait for it or stop it, or choose another --logging\.output_dir\n",
+                capfd.readouterr().err,
+            )
+        assert files(folder) == before
+        if name == "sft":  # reading is no writing; drawing takes longer than the run
+            assert main(["report", str(folder)]) == 0 and (folder / "report.html").exists()
+        os.kill(os.getpid(), number)
+
+    at_step(6, disturb)
+    assert main(command) == 128 + number
+    output = capfd.readouterr()
+    assert f"fastrl: {number.name}: finishing the step, then saving; once more to end at once" in output.err
+    assert output.out.splitlines()[-1] == (
+        f"interrupted by {number.name}, saved in {folder / 'checkpoints' / 'step-000006'}; the same command with "
+        "--resume goes on from there"
+    )
+    assert records(folder) == records(whole)[:6] and len(records(whole)) == STEPS
+    assert checkpoints(folder) == ["step-000006"]
+    assert not (folder / "model").exists() and not (folder / ".lock").exists()
+    assert json.loads((folder / "summary.json").read_text())["interrupted"] == number.name
+
+    check_every_file(command, folder / "checkpoints" / "step-000006", capfd)
+    assert main([*command, "--resume"]) == 0
+    assert records(folder) == records(whole)
+    assert results(folder) == results(whole) and all(results(whole))
+    assert len(results(whole)) == 1 + (name != "train")
+    assert checkpoints(folder) == ["step-000006", f"step-{STEPS:06d}"]
+
+
+def check_every_file(command, checkpoint, capfd):
+    """A bit that flips in any file of a checkpoint is refused by name, and so is a file that is missing."""
+    found = files(checkpoint)
+    assert {"training_state.safetensors", "training_state.json", "tokenizer.json", "SHA256SUMS"} <= set(found)
+    assert {"model.safetensors", "adapter_model.safetensors"} & set(found)
+    for number, (file, content) in enumerate(found.items()):
+        place = len(content) * number // len(found)  # anywhere
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << number % 8
+        (checkpoint / file).write_bytes(flipped)
+        capfd.readouterr()
+        assert main([*command, "--resume"]) == 2, (file, place)
+        assert capfd.readouterr().err == (
+            f"fastrl: {checkpoint}: the checkpoint is damaged: {file} is not as it was written; there is no intact one "
+            "before it\n"
+        )
+        (checkpoint / file).write_bytes(content)
+    (checkpoint / file).unlink()
+    assert main([*command, "--resume"]) == 2
+    assert f"the checkpoint is damaged: {file} is missing; " in capfd.readouterr().err
+    (checkpoint / file).write_bytes(content)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """The command as a process of its own."""
+    code = [sys.executable, "-m", "fastrl.cli", *command]
+    return subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
+    """Until the process has recorded so many steps."""
+    deadline = time.monotonic() + 300
+    while steps_of(folder) < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"step {steps} was not reached: {process.communicate(timeout=60)[0]}")
+        time.sleep(0.001)
+
+
+def test_a_live_process_keeps_its_folder_and_a_killed_one_leaves_it(arguments, tmp_path, capsys):
+    """The processes of all commands are in the slow test below; this is the fast one of them."""
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    assert main(arguments("sft", "whole")) == 0
+    command = arguments("sft", "killed", checkpoint_every=1)
+    process = start(command)
+    try:
+        wait_for(process, folder, 3)
+        process.send_signal(signal.SIGSTOP)  # it lives, and has time
+        before = files(folder)
+        for attempt in (command, [*command, "--resume"]):
+            assert main(attempt) == 2
+            assert f"is being written to by process {process.pid} (fastrl sft) on " in capsys.readouterr().err
+        assert files(folder) == before
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and (folder / ".lock").exists()
+    assert main([*command, "--resume"]) == 0
+    assert records(folder) == records(whole) and results(folder) == results(whole)
+    assert not (folder / ".lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_processes_of_every_command(name, arguments, tmp_path, monkeypatch):
+    """Two at once, kill -9, Ctrl-C and SIGTERM, each at a moment of chance; then it is the run without all that."""
+    if "lora" in name:
+        pytest.importorskip("peft")
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 400)
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    draw = random.Random(seed)
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+    assert main(arguments(name, "whole")) == 0
+    command = arguments(name, "stopped", checkpoint_every=1)
+    process = start(command)
+    wait_for(process, folder, 3)
+    process.send_signal(signal.SIGSTOP)
+    before = files(folder)
+    for attempt in (command, [*command, "--resume"]):
+        second = start(attempt)
+        output, _ = second.communicate(timeout=300)
+        assert second.returncode == 2 and f"by process {process.pid} (fastrl {command[0]}) on " in output, output
+    assert files(folder) == before
+    process.send_signal(signal.SIGCONT)
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        time.sleep(draw.uniform(0, 0.2))
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), output
+        done = int(checkpoints(folder)[-1][5:])
+        process = start([*command, "--resume"])
+        wait_for(process, folder, done + 3)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert records(folder) == records(whole) and results(folder) == results(whole)
