@@ -128,7 +128,7 @@ def checkpoints(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "name", [name if name in DISTINCT else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
 )
-def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at_step, tmp_path, capfd):
+def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at_step, tmp_path, capfd, monkeypatch):
     """Stopped in its second epoch, once others have tried to write to its folder; then a bit flips in each file."""
     if "lora" in name:
         pytest.importorskip("peft")
@@ -165,6 +165,7 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
     assert json.loads((folder / "summary.json").read_text())["interrupted"] == number.name
 
     check_every_file(command, folder / "checkpoints" / "step-000006", capfd)
+    monkeypatch.delattr("fastrl.stages.dpo.DPO.before")  # it is in the checkpoint: the model may have moved since
     assert main([*command, "--resume"]) == 0
     assert records(folder) == records(whole)
     assert results(folder) == results(whole) and all(results(whole))

@@ -1,11 +1,13 @@
 """Sampling: n completions a prompt with their rewards, the best k of them, and what `fastrl sft` makes of those."""
 
 import json
+import os
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import fastrl.stages.sample as module
 from fastrl.cli import main
 from fastrl.runs.errors import UserError
 from fastrl.stages.sample import Completion, Config, best_of, sample
@@ -147,6 +149,36 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(
     assert path.read_text() == "mine"
     sample(Config.model_validate(tables(output={"overwrite": True})))
     assert len(read(tmp_path)) == 35
+
+
+def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
+    """Ctrl-C costs what it was about to write, and nothing else."""
+    config = Config.model_validate(tables(output={"overwrite": True}))
+    folder, generate, calls = tmp_path / "out", module.generate, []
+
+    def disturbed(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 1:
+            with pytest.raises(UserError) as error:
+                sample(config)
+            assert f"samples.jsonl: is being written to by process {os.getpid()} (fastrl sample) on " in str(
+                error.value
+            )
+            assert str(error.value).endswith("or choose another --output.path")
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(module, "generate", disturbed)
+    sample(config)
+    before = read(tmp_path)
+    assert len(before) == 35 and [path.name for path in folder.iterdir()] == ["samples.jsonl"]
+    with pytest.raises(KeyboardInterrupt):
+        sample(config)
+    assert read(tmp_path) == before
+    assert sorted(path.name for path in folder.iterdir()) == ["samples.jsonl", "samples.jsonl.unfinished"]
+    sample(config)
+    assert len(calls) == 8 and [path.name for path in folder.iterdir()] == ["samples.jsonl"]
 
 
 @pytest.mark.parametrize(
