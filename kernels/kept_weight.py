@@ -153,7 +153,9 @@ def segment_sums_kernel(
             if out_ptr is not None:
                 row = tl.load(source_rows_ptr + at, mask=live, other=0)
                 pointers = source_ptr + row.to(tl.int64) * (stride_source // VEC * VEC) + columns
-                rows += (tl.load(pointers, mask=column_mask & live, other=0.0),)
+                # Not `column_mask & live`: the interpreter makes numbers of a scalar condition that meets a block.
+                mask = columns < tl.where(live, length, 0)
+                rows += (tl.load(pointers, mask=mask, other=0.0),)
             live = live & (not end)
             before = own
             own = after

@@ -1,0 +1,31 @@
+"""Masks of the interpreted kernels are booleans, whichever Triton interprets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def boolean_masks() -> Iterator[None]:
+    """The interpreter of Triton 3.9 refuses a mask of numbers, which older ones read as booleans: so does this."""
+    if torch.cuda.is_available():  # nothing is interpreted
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def checked(inner: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def call(builder: InterpreterBuilder, *args: Any) -> Any:
+            assert args[place].data.dtype == np.bool_, f"a mask of {args[place].data.dtype}"
+            return inner(builder, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+            patch.setattr(InterpreterBuilder, name, checked(getattr(InterpreterBuilder, name), place))
+        yield
