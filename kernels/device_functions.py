@@ -303,7 +303,8 @@ def fold(m, s, w, outer2, AXIS: tl.constexpr):
 def finish(m, s, w, target, valid, outer):
     """logprob, entropy, maximum and log_sum of a row from the fold of its other entries and the target's z / outer.
 
-    With the target left out of s, a confident token's log-probability is -log1p(s) and loses nothing.
+    With the target left out of s, a confident token's log-probability is -log1p(s) and loses nothing. The maximum is
+    rounded; log_sum is relative to what it was rounded to, or all p_j = exp(z_j - maximum - log_sum) were off by that.
     """
     m = tl.where(s == s, m, s)
     top = maximum(m, target)
@@ -320,7 +321,9 @@ def finish(m, s, w, target, valid, outer):
     entropy = log_sum - LN2 * (tl.fma(u2, e, w) / total)
     logprob = tl.where((target == -float("inf")) & (log_sum == log_sum), target, u - log_sum)
     logprob = tl.where(valid, logprob, float("nan"))
-    return logprob, entropy, tl.where(empty, -float("inf"), top * outer), log_sum
+    highest = top * outer
+    rounded_off = tl.where(highest - highest == 0.0, tl.fma(top, outer, -highest), 0.0)
+    return logprob, entropy, tl.where(empty, -float("inf"), highest), log_sum + rounded_off
 
 
 # --- row gradient -----------------------------------------------------------------------------------------------------

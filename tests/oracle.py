@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.ops.contract import Statistics
+
 
 class Truth(NamedTuple):
     """Log-probabilities and entropies of targets, and d(sum a logp + b H)/dlogits where asked for."""
@@ -61,3 +63,8 @@ def assert_as_good_as_torch(actual: Tensor, truth: Tensor, same_dtype: Tensor, m
     allowed = theirs.max().item() + margin if theirs.numel() else margin
     worst = ours.max().item() if ours.numel() else 0.0
     assert worst <= allowed, f"{what}: error {worst:.3g} > torch's {allowed - margin:.3g} + {margin:.3g}"
+
+
+def log_sum_of_all(statistics: Statistics) -> Statistics:
+    """With log sum exp z in place of log_sum, which is relative to a maximum that is itself rounded."""
+    return statistics._replace(log_sum=statistics.maximum.double() + statistics.log_sum.double())

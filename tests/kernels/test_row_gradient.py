@@ -87,6 +87,28 @@ def test_confident_tokens_keep_their_gradient(gap: float, device: str) -> None:
         torch.testing.assert_close(out.double(), truth, rtol=2e-5, atol=0)
 
 
+def test_the_rounding_of_the_maximum_is_in_no_probability(device: str) -> None:
+    """Of z = 143.3 half a unit in the last place is 7.6e-6, which all p_j would be off by together.
+
+    It shows where an fma rounds once: on a GPU, and in the interpreter since Triton 3.9.
+    """
+    logits = torch.tensor([10.1, 33.7, 100.3, 999.9], device=device).view(2, 2, 1).repeat(1, 1, 1000)
+    targets = torch.tensor([0, 17, 500, 999], device=device)
+    logits.view(4, 1000)[torch.arange(4), targets] -= 3.0
+    transform = Transform(0.7, None, 1.0, 0.0)
+    c, h = torch.ones(4, device=device), torch.ones(4, device=device)
+    for weights in ((c, None), (c, h)):
+        out = _gradient(logits, targets, None, transform, *weights, torch.empty_like(logits))
+        truth, float32 = (
+            _oracle(logits, targets, None, transform, *weights, d) for d in (torch.float64, torch.float32)
+        )
+        # The others' entries alone: the target's is another formula's.
+        others = torch.ones_like(logits, dtype=torch.bool).view(4, 1000)
+        others[torch.arange(4), targets] = False
+        picked = (x.view(4, 1000)[others].view(4, 999) for x in (out, truth, float32))
+        _assert_gradient(*picked, 1e-6, torch.float32)
+
+
 def test_minus_infinity_and_lowest(device: str) -> None:
     logits = torch.randn(1, 4, 9000, device=device)
     logits[0, 0, :5000] = -torch.inf

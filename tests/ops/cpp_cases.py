@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle import log_sum_of_all
 from torch import Tensor
 
 from fastrl.ops import cpp_backend
@@ -48,11 +49,6 @@ def relative_error(found: Tensor, exact: Tensor, scale: Tensor) -> float:
     torch.testing.assert_close(found.isnan(), exact.isnan(), msg="NaN elsewhere than in the oracle")
     same = found.double() == exact
     return ((found.double() - exact).abs() / scale).where(~same & ~exact.isnan(), 0.0).max().item()
-
-
-def log_sum_of_all(statistics: Statistics) -> Statistics:
-    """With log sum exp z in place of log_sum, which is relative to a maximum that is itself rounded."""
-    return statistics._replace(log_sum=statistics.maximum.double() + statistics.log_sum.double())
 
 
 def rounding_of_z(logits: Tensor, transform: Transform) -> Tensor:
