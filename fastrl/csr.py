@@ -31,28 +31,29 @@ def integers(name: str, ids: Any) -> list[int]:
     return [int(x) for x in listed]
 
 
-def check_layout(token_ids: object, offsets: object) -> None:
-    """TypeError or ValueError where the two tensors are no CSR."""
+def check_layout(token_ids: object, offsets: object, where: str = "") -> None:
+    """TypeError or ValueError where the two tensors are no CSR; `where` stands before their names."""
     for name, value in (("token_ids", token_ids), ("offsets", offsets)):
-        value = checks.tensor(name, value, (torch.int32, torch.int64))
+        value = checks.tensor(where + name, value, (torch.int32, torch.int64))
         if value.dim() != 1:
-            raise ValueError(f"{name} must be one-dimensional, got shape {tuple(value.shape)}")
+            raise ValueError(f"{where}{name} must be one-dimensional, got shape {tuple(value.shape)}")
     assert isinstance(token_ids, Tensor) and isinstance(offsets, Tensor)
     checks.same_device("offsets", offsets, token_ids, "token_ids")
     if offsets.shape[0] == 0:
-        raise ValueError("offsets must have shape (N + 1,), got (0,)")
+        raise ValueError(f"{where}offsets must have shape (N + 1,), got (0,)")
     nnz = token_ids.shape[0]
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
-        raise ValueError(f"offsets must begin with 0, got {first}")
+        raise ValueError(f"{where}offsets must begin with 0, got {first}")
     falls = offsets.diff() < 0
     if bool(falls.any()):
         row = int(falls.nonzero()[0])
-        raise ValueError(f"offsets must never fall, got row {row} from {int(offsets[row])} to {int(offsets[row + 1])}")
+        fall = f"row {row} from {int(offsets[row])} to {int(offsets[row + 1])}"
+        raise ValueError(f"{where}offsets must never fall, got {fall}")
     if last != nnz:
-        raise ValueError(f"offsets must end with the number of token_ids, {nnz}, got {last}")
+        raise ValueError(f"{where}offsets must end with the number of token_ids, {nnz}, got {last}")
     bad = (token_ids < 0) | (token_ids > INT32_MAX)
     if bool(bad.any()):
         entry = int(bad.nonzero()[0])
         row = int(torch.searchsorted(offsets, entry, right=True)) - 1
-        raise ValueError(f"token_ids of row {row} must be in [0, 2^31), got {int(token_ids[entry])}")
+        raise ValueError(f"{where}token_ids of row {row} must be in [0, 2^31), got {int(token_ids[entry])}")

@@ -6,18 +6,15 @@ over the same recorded entries, for the current, the old and the reference polic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import checks
-from .csr import INT32_MAX, check_layout, integers, offsets_of
-from .ops import consumed
-from .ops.backend import forced, kernels
+from . import checks, sampling_sources
+from .csr import INT32_MAX, check_layout, offsets_of
 from .ops.contract import entry_rows
-from .ops.rows import as_rows
 
 
 class _Facts(NamedTuple):
@@ -69,42 +66,50 @@ class SamplingMask:
         mask._facts = _facts(token_ids, offsets.diff()) if facts is None else facts
         return mask
 
-    # --- where sets come from ---------------------------------------------------------------------------------------
+    # --- where sets come from: fastrl/sampling_sources.py reads them ------------------------------------------------
 
     @classmethod
-    def from_lists(
-        cls, lists: Iterable[Sequence[int] | None], device: torch.device | str | None = None
-    ) -> SamplingMask:
-        """From the ids of each token (SGLang's `output_token_sampling_mask`); None or [] = not recorded."""
-        if not isinstance(lists, Iterable):
-            raise TypeError(f"lists must hold a list of token ids for each token, got {type(lists).__name__}")
-        rows = [integers(f"lists[{i}]", ids) for i, ids in enumerate(lists)]
-        lengths = torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
-        flat = torch.tensor([x for ids in rows for x in ids], dtype=torch.int32)
-        return cls(flat.to(device), offsets_of(lengths).to(device))
+    def from_lists(cls, lists: Any, device: torch.device | str | None = None) -> SamplingMask:
+        """From the ids of each token, as in SGLang's `output_token_sampling_mask`; None or [] = a token not recorded.
+
+        Args:
+            lists: a list of ids (or an array of them) for each token; or a list of such lists, one a completion: rows
+                of all completions, one after the other, in their order. Also SGLang's `meta_info`, the whole response
+                that holds it, or a list of these; and any of it as JSON text.
+            device: where the mask is to lie; None = CPU.
+
+        Raises:
+            ValueError: ids that are no integers in [0, 2^31); None (JSON's null) for all of a completion, with what
+                makes SGLang record. TypeError: what is none of these.
+        """
+        return cls(*sampling_sources.listed_record(lists).csr(device))
 
     @classmethod
     def from_vllm(cls, mask: Any, device: torch.device | str | None = None) -> SamplingMask:
-        """From vLLM's `output.sampling_mask` of one completion: anything with `token_ids` and `offsets`."""
-        if not hasattr(mask, "token_ids") or not hasattr(mask, "offsets"):
-            raise TypeError(f"mask must have token_ids and offsets, as vLLM's SamplingMask, got {type(mask).__name__}")
-        given = (("token_ids", mask.token_ids), ("offsets", mask.offsets))
-        return cls(*(torch.tensor(integers(name, x), dtype=torch.int64, device=device) for name, x in given))
+        """From what vLLM sends: one completion's `sampling_mask`, or several, in each layout that it has had.
+
+        A list of completions gives the rows of all, one after the other, in the list's order, as the tokens of a
+        packed batch lie; `SamplingMask.padded([SamplingMask.from_vllm(c) for c in completions], length)` are those of a
+        padded one.
+
+        Args:
+            mask: `completion.sampling_mask`, whose `token_ids` hold a list of ids for each token (vLLM 0.28 to 0.33),
+                or are flat with `offsets` beside them; the completion itself, which must have as many rows as tokens,
+                or the request's output that holds it; what the server sends at `/inference/v1/generate`, whole or in
+                part, as parsed JSON or as text; nested lists or arrays of ids; or a list of any of these. Nested lists
+                two deep are one completion, three deep several. Only a completion without tokens may have no mask.
+            device: where the mask is to lie; None = CPU.
+
+        Raises:
+            ValueError: None or null in the place of a mask, with what makes vLLM record; ids that are no integers in
+                [0, 2^31); another number of rows than tokens. TypeError: what is none of these.
+        """
+        return cls(*sampling_sources.vllm_record(mask).csr(device))
 
     @classmethod
     def from_dense(cls, kept: Tensor) -> SamplingMask:
         """From bool (..., V), True = kept; ValueError for a row that keeps nothing."""
-        kept = checks.tensor("kept", kept, (torch.bool,))
-        if kept.dim() < 1 or kept.shape[-1] == 0:
-            raise ValueError(f"kept must have shape (..., V) with V >= 1, got {tuple(kept.shape)}")
-        flat = kept.reshape(-1, kept.shape[-1])
-        lengths = flat.sum(-1)
-        empty = (lengths == 0).nonzero()
-        if empty.shape[0]:
-            raise ValueError(
-                f"kept row {int(empty[0])} keeps nothing; a row that was not recorded must be all True here"
-            )
-        return cls._made(flat.nonzero()[:, 1].to(torch.int32), offsets_of(lengths))
+        return cls._made(*sampling_sources.kept_of_dense(kept))
 
     @classmethod
     def from_scores(cls, scores: Sequence[Tensor]) -> SamplingMask:
@@ -113,18 +118,7 @@ class SamplingMask:
         Entries that the warpers left above -inf are kept; a row that keeps everything is not recorded, which means the
         same. Rows are (B, T), flattened. ValueError for a row that keeps nothing, which is named.
         """
-        if not isinstance(scores, list | tuple) or not scores:
-            raise ValueError(f"scores must be a list or tuple of steps (B, V), at least one, got {scores!r:.60}")
-        steps = []
-        for t, step in enumerate(scores):
-            checks.shape(f"scores[{t}]", checks.tensor(f"scores[{t}]", step), scores[0].shape, "the shape of scores[0]")
-            kept = step > -torch.inf
-            nothing = ~kept.any(-1)
-            if bool(nothing.any()):
-                raise ValueError(f"scores[{t}] row {int(nothing.nonzero()[0])} keeps nothing: all -inf or NaN")
-            kept &= ~kept.all(-1, keepdim=True)
-            steps.append(cls._made(kept.nonzero()[:, 1].to(torch.int32), offsets_of(kept.sum(-1))))
-        return interleave(steps)
+        return interleave([cls._made(*step) for step in sampling_sources.kept_of_scores(scores)])
 
     @classmethod
     def from_logits(
@@ -147,28 +141,7 @@ class SamplingMask:
             TypeError, ValueError: a wrong option; a row with a NaN, +inf or nothing but -inf, which is named (rows are
                 not looked at where nothing truncates).
         """
-        logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES).detach()
-        if logits.dim() < 1 or logits.shape[-1] == 0:
-            raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
-        temperature = checks.number("temperature", temperature, positive=True)
-        top_p, min_p = checks.number("top_p", top_p, positive=True), checks.number("min_p", min_p)
-        if top_p > 1 or not 0 <= min_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1], got {top_p} and {min_p}")
-        if isinstance(top_k, bool) or not isinstance(top_k, int):
-            raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
-        if top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {top_k}")
-        top_k = 0 if top_k >= logits.shape[-1] else top_k
-        rows = logits.shape[:-1].numel()
-        if rows == 0 or (top_p == 1 and top_k == 0 and min_p == 0):
-            return cls._made(
-                torch.empty(0, dtype=torch.int32, device=logits.device),
-                torch.zeros(rows + 1, dtype=torch.int64, device=logits.device),
-            )
-        given = as_rows(logits, False)
-        consumed.refuse(given)
-        found = kernels(forced(), logits).kept_sets(given, temperature, top_k, top_p, min_p)
-        return cls._made(*found)
+        return cls._made(*sampling_sources.kept_of_logits(logits, top_p, top_k, min_p, temperature))
 
     # --- as a collection of rows ------------------------------------------------------------------------------------
 

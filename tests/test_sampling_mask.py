@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +17,6 @@ from fastrl import SamplingMask
 
 #: Unsorted, repeated, empty and single: every kind of row.
 LISTS = [[5, 1, 5, 3], [], [7], [2, 9]]
-
-
-class Vllm(NamedTuple):
-    """As vLLM's SamplingMask."""
-
-    token_ids: Any
-    offsets: Any
 
 
 rows_of_ids = st.lists(st.lists(st.integers(0, 12), max_size=5), max_size=6)
@@ -61,15 +54,6 @@ def test_index_and_concat(lists: list[list[int]], data: st.DataObject) -> None:
     # What the host knows of a mask is true of the parts that it was made of.
     again = SamplingMask(both.token_ids, both.offsets)
     assert (both.longest, both.unrecorded) == (again.longest, again.unrecorded)
-
-
-def test_other_packages_records() -> None:
-    expected = SamplingMask.from_lists(LISTS)
-    vllm = Vllm(token_ids=[5, 1, 5, 3, 7, 2, 9], offsets=[0, 4, 4, 5, 7])
-    assert SamplingMask.from_vllm(vllm) == expected
-    assert SamplingMask.from_lists([*LISTS[:1], None, *LISTS[2:]]) == expected  # SGLang: not recorded
-    with pytest.raises(TypeError, match=r"mask must have token_ids and offsets, as vLLM's SamplingMask, got list"):
-        SamplingMask.from_vllm([1, 2])
 
 
 def test_scores_of_generate() -> None:
@@ -153,7 +137,6 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
         (lambda: SamplingMask.from_scores([]), ValueError, "at least one, got []"),
         (lambda: SamplingMask.from_lists(5), TypeError, "lists must hold a list of token ids for each token, got int"),
         (lambda: SamplingMask.from_lists([[1], 5]), TypeError, "lists[1] must be a sequence of integers, got int"),
-        (lambda: SamplingMask.from_vllm(Vllm([1.7], [0, 1])), ValueError, "token_ids must hold integers"),
         (lambda: SamplingMask.from_scores(torch.zeros(2, 3, 4)), ValueError, "must be a list or tuple of steps"),
         (lambda: SamplingMask.from_scores([torch.zeros(2, 4), torch.zeros(3, 4)]), ValueError, "scores[1] must have"),
         (lambda: SamplingMask.from_scores([torch.full((2, 4), -torch.inf)]), ValueError, "scores[0] row 0 keeps"),

@@ -1,0 +1,219 @@
+"""Where a SamplingMask's sets come from: what inference engines send, dense masks, and logits as a sampler cuts them.
+
+What engines send, looked up in their public sources and pages:
+
+vLLM, an object `sampling_mask` of each completion: `token_ids`, a list of ids for each token (0.28 with
+`enable_return_sampling_mask`, 0.32 and 0.33 with `return_sampling_mask`); while that was being developed, flat
+`token_ids` with `offsets`. Its server (`/inference/v1/generate`) sends `choices[i].sampling_mask` as nested lists, or
+null. SGLang 0.5, in each completion's `meta_info`: `output_token_sampling_mask`, a list of ids for each token, or null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .csr import check_layout, integers, offsets_of
+from .ops import consumed
+from .ops.backend import forced, kernels
+from .ops.rows import as_rows
+
+_VLLM = (
+    "vLLM records sets where the engine is made with LLM(..., return_sampling_mask=True), or vllm serve"
+    " --return-sampling-mask; its first versions, about 0.28, call it enable_return_sampling_mask"
+)
+_SGLANG = "SGLang records sets for requests with return_sampling_mask=True, in meta_info['output_token_sampling_mask']"
+
+
+class Record(NamedTuple):
+    """Rows of ids, one after the other, as they came: unsorted, perhaps repeated."""
+
+    token_ids: list[int]
+    lengths: list[int]
+
+    def csr(self, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        """token_ids (nnz,) int32 and offsets (N + 1,) int64."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        return torch.tensor(self.token_ids, dtype=torch.int32).to(device), offsets_of(lengths).to(device)
+
+
+# --- records of engines -----------------------------------------------------------------------------------------------
+
+
+def vllm_record(given: Any, name: str = "mask") -> Record:
+    """What `SamplingMask.from_vllm` takes; `name` says in errors which part of it is wrong."""
+    given = _plain(name, given)
+    if given is None:
+        raise ValueError(f"{name} must be a recorded sampling mask, got None. {_VLLM}")
+    for several in ("outputs", "choices"):  # of a RequestOutput, of a response of the server
+        if _has(given, several):
+            return vllm_record(_get(given, several), f"{name}.{several}")
+    if _has(given, "sampling_mask"):
+        tokens, mask = _get(given, "token_ids"), _get(given, "sampling_mask")
+        if mask is None and tokens is not None and len(tokens) == 0:
+            return Record([], [])  # aborted before its first token: nothing is missing
+        found = vllm_record(mask, f"{name}.sampling_mask")
+        if tokens is not None and len(tokens) != len(found.lengths):
+            raise ValueError(
+                f"{name}.sampling_mask must have a set for each of the completion's {len(tokens)} tokens, got"
+                f" {len(found.lengths)}"
+            )
+        return found
+    if _has(given, "token_ids"):
+        ids = _plain(f"{name}.token_ids", _get(given, "token_ids"))
+        offsets = _get(given, "offsets")
+        return _flat(name, ids, offsets) if offsets is not None else _nested(name, ids)
+    if not isinstance(given, list | tuple):
+        got = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
+        raise TypeError(f"{name} must have token_ids, as vLLM's SamplingMask, or be nested lists of ids, got {got}")
+    for i, part in enumerate(given):
+        if part is None:
+            raise ValueError(f"{name}[{i}] must be a recorded sampling mask, got None. {_VLLM}")
+        if isinstance(part, Integral):
+            raise TypeError(f"{name} must hold a list of ids for each token, or completions, got {given!r:.80}")
+    if all(_is_row(part) for part in given):
+        return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(given)])
+    return _joined([vllm_record(part, f"{name}[{i}]") for i, part in enumerate(given)])
+
+
+def listed_record(given: Any, name: str = "lists") -> Record:
+    """What `SamplingMask.from_lists` takes; `name` says in errors which part of it is wrong."""
+    given = _plain(name, given)
+    if given is None:
+        raise ValueError(f"{name} must hold a list of token ids for each token, got None. {_SGLANG}")
+    for inner in ("meta_info", "output_token_sampling_mask"):
+        if _has(given, inner):
+            return listed_record(_get(given, inner), f"{name}.{inner}")
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        got = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
+        raise TypeError(f"{name} must hold a list of token ids for each token, got {got}")
+    parts = list(given)
+    if any(isinstance(part, str | bytes | Mapping) or _has(part, "meta_info") or _is_nested(part) for part in parts):
+        return _joined([listed_record(part, f"{name}[{i}]") for i, part in enumerate(parts)])
+    return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(parts)])
+
+
+def _plain(name: str, given: Any) -> Any:
+    """JSON text and arrays as lists; anything else as it came."""
+    if isinstance(given, str | bytes):
+        try:
+            return json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"{name} must be JSON where it is text, got {given!r:.60} ({error})") from error
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _has(record: Any, field: str) -> bool:
+    return field in record if isinstance(record, Mapping) else hasattr(record, field)
+
+
+def _get(record: Any, field: str) -> Any:
+    return record.get(field) if isinstance(record, Mapping) else getattr(record, field, None)
+
+
+def _is_row(part: Any) -> bool:
+    """Whether it holds ids and not rows: a flat sequence or array, or an empty one."""
+    if not isinstance(part, list | tuple) and not hasattr(part, "tolist"):
+        return False
+    return not _has(part, "token_ids") and not _is_nested(part)
+
+
+def _is_nested(part: Any) -> bool:
+    """Whether it is a sequence of sequences; None among them is a row that was not recorded."""
+    if hasattr(part, "ndim"):
+        return bool(part.ndim > 1)
+    if not isinstance(part, list | tuple):
+        return False
+    return any(isinstance(x, list | tuple) or getattr(x, "ndim", 0) > 0 for x in part)
+
+
+def _flat(name: str, ids: Any, offsets: Any) -> Record:
+    """The layout with offsets."""
+    listed = [integers(f"{name}.{field}", value) for field, value in (("token_ids", ids), ("offsets", offsets))]
+    token_ids, bounds = (torch.tensor(values, dtype=torch.int64) for values in listed)
+    check_layout(token_ids, bounds, f"{name}.")
+    return Record(listed[0], bounds.diff().tolist())
+
+
+def _nested(name: str, ids: Any) -> Record:
+    """The layout without offsets: a list of ids for each token."""
+    if ids is None:
+        raise ValueError(f"{name}.token_ids must hold a list of ids for each token, got None. {_VLLM}")
+    if not isinstance(ids, list | tuple):
+        raise TypeError(f"{name}.token_ids must hold a list of ids for each token, got {type(ids).__name__}")
+    for i, row in enumerate(ids):
+        if not _is_row(row):
+            raise ValueError(
+                f"{name}.token_ids[{i}] must be a list of ids, got {row!r:.40}. Flat token_ids need offsets; those of a"
+                f" completion without a sampling_mask are no sets. {_VLLM}"
+            )
+    return _rows([integers(f"{name}.token_ids[{i}]", row) for i, row in enumerate(ids)])
+
+
+def _rows(rows: list[list[int]]) -> Record:
+    return Record([x for row in rows for x in row], [len(row) for row in rows])
+
+
+def _joined(records: list[Record]) -> Record:
+    return Record([x for part in records for x in part.token_ids], [n for part in records for n in part.lengths])
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def kept_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
+    """bool (..., V) -> token_ids and offsets, rising; ValueError for a row that keeps nothing."""
+    kept = checks.tensor("kept", kept, (torch.bool,))
+    if kept.dim() < 1 or kept.shape[-1] == 0:
+        raise ValueError(f"kept must have shape (..., V) with V >= 1, got {tuple(kept.shape)}")
+    flat = kept.reshape(-1, kept.shape[-1])
+    lengths = flat.sum(-1)
+    empty = (lengths == 0).nonzero()
+    if empty.shape[0]:
+        raise ValueError(f"kept row {int(empty[0])} keeps nothing; a row that was not recorded must be all True here")
+    return flat.nonzero()[:, 1].to(torch.int32), offsets_of(lengths)
+
+
+def kept_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
+    """T steps (B, V) -> token_ids and offsets of each step's B rows, those that keep everything as not recorded."""
+    if not isinstance(scores, list | tuple) or not scores:
+        raise ValueError(f"scores must be a list or tuple of steps (B, V), at least one, got {scores!r:.60}")
+    steps = []
+    for t, step in enumerate(scores):
+        checks.shape(f"scores[{t}]", checks.tensor(f"scores[{t}]", step), scores[0].shape, "the shape of scores[0]")
+        kept = step > -torch.inf
+        nothing = ~kept.any(-1)
+        if bool(nothing.any()):
+            raise ValueError(f"scores[{t}] row {int(nothing.nonzero()[0])} keeps nothing: all -inf or NaN")
+        kept &= ~kept.all(-1, keepdim=True)
+        steps.append((kept.nonzero()[:, 1].to(torch.int32), offsets_of(kept.sum(-1))))
+    return steps
+
+
+def kept_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, temperature: float) -> tuple[Tensor, Tensor]:
+    """What a sampler keeps of logits (..., V): token_ids and offsets, rising; see `SamplingMask.from_logits`."""
+    logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES).detach()
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
+    temperature = checks.number("temperature", temperature, positive=True)
+    top_p, min_p = checks.number("top_p", top_p, positive=True), checks.number("min_p", min_p)
+    if top_p > 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1], got {top_p} and {min_p}")
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be at least 0, got {top_k}")
+    top_k = 0 if top_k >= logits.shape[-1] else top_k
+    rows = logits.shape[:-1].numel()
+    if rows == 0 or (top_p == 1 and top_k == 0 and min_p == 0):
+        empty = torch.empty(0, dtype=torch.int32, device=logits.device)
+        return empty, torch.zeros(rows + 1, dtype=torch.int64, device=logits.device)
+    given = as_rows(logits, False)
+    consumed.refuse(given)
+    return kernels(forced(), logits).kept_sets(given, temperature, top_k, top_p, min_p)
