@@ -35,6 +35,12 @@ class GRPOChoice(NamedTuple):
     denominator: Denominator
 
 
+def check_loss_type(loss_type: str) -> None:
+    """ValueError for a loss type that does not exist."""
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+
+
 def grpo_objective(
     loss_type: str = "dapo",
     *,
@@ -61,8 +67,7 @@ def grpo_objective(
     Raises:
         TypeError, ValueError: naming the option, or the objective's field that holds it.
     """
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+    check_loss_type(loss_type)
     if importance_sampling_level not in ("token", "sequence"):
         raise ValueError(f"importance_sampling_level must be 'token' or 'sequence', got {importance_sampling_level!r}")
     aggregate, denominator = LOSS_TYPES[loss_type]

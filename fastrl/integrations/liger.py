@@ -21,10 +21,16 @@ from torch import Tensor
 from .. import checks, dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
 from ..budget import parse_budget
 from ..objectives import Clip, Objective, StopGradientClip
-from .grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, grpo_objective
+from .grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
 from .losses_from_logits import token_losses
 
 __all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
+
+#: Liger's own; of them "sigmoid" is here, and "ipo" is one that Liger names and has not built either.
+_DPO_LOSS_TYPES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop",
+)  # fmt: skip
 
 
 class _Batch(NamedTuple):
@@ -185,9 +191,9 @@ def triton_grpo_loss(
 class LigerFusedLinearDPOLoss(torch.nn.Module):
     """DPO from hidden states (2B, T, H), first the chosen responses, then the rejected ones.
 
-    `loss_type` is "sigmoid" alone; Liger's others raise NotImplementedError. label_smoothing and discopop_tau are
-    theirs, and read by none of Liger's "sigmoid" either. chunk_size and compiled have no effect; `memory_budget` as in
-    `fastrl.linear_token_logprobs`.
+    `loss_type` is "sigmoid" alone; Liger's others raise NotImplementedError, what is none of them ValueError.
+    label_smoothing and discopop_tau are theirs, and Liger's "sigmoid" does not read them either. chunk_size and
+    compiled have no effect; `memory_budget` as in `fastrl.linear_token_logprobs`.
     """
 
     def __init__(
@@ -197,6 +203,8 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         memory_budget: int | str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if loss_type not in _DPO_LOSS_TYPES:
+            raise ValueError(f"loss_type must be one of {', '.join(_DPO_LOSS_TYPES)}, got {loss_type!r}")
         if loss_type != "sigmoid":
             raise NotImplementedError(f"loss_type must be 'sigmoid', which fastrl has, got {loss_type!r}")
         self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
@@ -239,6 +247,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
 
 def _choice(loss_type: str, *, importance_sampling_level: str, delta: float | None, **options: Any) -> GRPOChoice:
     """What both GRPO losses check, and the objective."""
+    check_loss_type(loss_type)
     if loss_type in ("cispo", "sapo", "vespo") and importance_sampling_level == "sequence":
         raise ValueError(f"importance_sampling_level='sequence' is not supported for loss_type={loss_type!r}")
     if delta is not None and loss_type not in CLIPPED:

@@ -53,7 +53,7 @@ class PolicyLoss(torch.nn.Module):
             if value not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
         self.level, self.mode, self.gating = is_correction_level, is_correction_mode, is_correction_gating
-        self.low, self.high = is_correction_threshold
+        self.low, self.high = _band(is_correction_threshold)
         if self.mode == "clip" and (self.level == "seq" or self.gating != "ratio"):
             raise ValueError("is_correction_mode='clip' needs is_correction_level='token' and a gating by 'ratio'")
         if self.gating != "ratio" and self.level != "off" and self.low > 0:
@@ -123,6 +123,16 @@ class PolicyLoss(torch.nn.Module):
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probabilities (...) float32 of labels (...) under logits (..., V) / temperature, which stay as they are."""
     return token_logprobs(logits, labels, temperature=float(temperature)).logprobs
+
+
+def _band(threshold: Sequence[float]) -> tuple[float, float]:
+    """The correction's lower and upper bound."""
+    if not isinstance(threshold, list | tuple) or len(threshold) != 2:
+        raise ValueError(f"is_correction_threshold must hold a lower and an upper bound, got {threshold!r}")
+    low, high = (float(bound) for bound in threshold)
+    if not low <= high:
+        raise ValueError(f"is_correction_threshold must not have its lower bound above the upper one, got {threshold}")
+    return low, high
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

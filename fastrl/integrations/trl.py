@@ -72,6 +72,9 @@ class FusedHead:
         Those not named in `outputs` are None. `chunk_size` is fastrl's to choose.
         """
         reason = why_not_fused(hidden, weight, logit_scale)
+        unknown = [name for name in outputs if name not in ("log_probs", *_OUTPUTS)]
+        if unknown:  # of a TRL that knows more
+            reason = f"outputs {', '.join(unknown)} are not known"
         if reason is not None:
             say_once(log, f"TRL's own head is used: {reason}")
             found: tuple[Tensor | None, ...] = self.original.apply(

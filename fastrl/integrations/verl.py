@@ -39,6 +39,9 @@ _ARGUMENTS = (
 _OWN_AGGREGATE = {"SAPO": "seq-mean-token-mean", "GMPO": "seq-mean-token-mean"}
 _ONLY_AGGREGATE = {"LUSPO": "seq-mean-token-sum", "DrGRPO": "seq-mean-token-sum-norm"}
 _FROM_VERL = ("aggregate", "max_length")  # fields of an objective that `register` does not take
+_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_BACKENDS = ("torch", "liger")  # of FusedLinearForPPO
+_REDUCTIONS = ("none", "sum", "mean")  # of linear_cross_entropy
 PolicyLossFunction = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
@@ -57,7 +60,7 @@ def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]
 
     Raises:
         ImportError: without verl. RuntimeError: for a verl that calls policy losses in another way. ValueError: for a
-        preset that does not exist, or a field that is verl's to say (aggregate, max_length).
+        preset that does not exist, a field that it does not have, or one that is verl's to say (aggregate, max_length).
     """
     core = _imported("verl.trainer.ppo.core_algos")
     found = tuple(inspect.signature(core.get_policy_loss_fn("vanilla")).parameters)
@@ -73,9 +76,22 @@ def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]
         for name in _FROM_VERL:
             if name in given:
                 raise ValueError(f"fields[{preset!r}] must leave {name} to verl's loss_agg_mode, got {given[name]!r}")
+        known = _fields_of(preset)
+        for name in given:
+            if name not in known:
+                raise ValueError(f"fields[{preset!r}] must hold some of {', '.join(known)}, got {name!r}")
     for preset in PRESETS:
         core.register_policy_loss(f"fastrl_{preset}")(_policy_loss_of(preset, dict(fields.get(preset, {}))))
     return [f"fastrl_{preset}" for preset in PRESETS]
+
+
+def _fields_of(preset: str) -> list[str]:
+    """The arguments of a preset, and the fields of an objective that are not verl's to say."""
+    own = [
+        name for name, given in inspect.signature(PRESETS[preset]).parameters.items() if given.kind != given.VAR_KEYWORD
+    ]
+    names = dict.fromkeys([*own, *(field.name for field in dataclasses.fields(Objective))])
+    return [name for name in names if name not in _FROM_VERL]
 
 
 def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
@@ -133,6 +149,8 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
 
 def _aggregation(preset: str, mode: str, config: Any, mask: Tensor) -> tuple[dict[str, Any], Tensor | float]:
     """Fields of the objective and the denominator that give what verl's `agg_loss` gives."""
+    if mode not in _AGGREGATIONS:
+        raise ValueError(f"loss_agg_mode must be one of {', '.join(_AGGREGATIONS)}, got {mode!r}")
     only = _ONLY_AGGREGATE.get(preset, mode)
     if mode != only:
         raise ValueError(f"loss_agg_mode must be {only!r} for fastrl_{preset}, which is defined by it, got {mode!r}")
@@ -193,12 +211,14 @@ _replaced: list[tuple[str, Any, Any]] = []  # name, verl's, fastrl's
 class FusedLinearForPPO(torch.nn.Module):
     """In the place of verl's module of this name: (log-probabilities, entropies) of hidden states and the head.
 
-    chunk_size and impl_backend have no effect. Both results are float32 and differentiable; verl's entropies have the
-    hidden states' dtype.
+    chunk_size and impl_backend ("torch" or "liger") have no effect. Both results are float32 and differentiable; verl's
+    entropies have the hidden states' dtype. Logits are rounded to the head's dtype, as those of verl's torch backend.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
+        if impl_backend not in _BACKENDS:
+            raise ValueError(f"impl_backend must be one of {', '.join(_BACKENDS)}, got {impl_backend!r}")
         self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
     def forward(
@@ -217,6 +237,8 @@ def linear_cross_entropy(
     A process group of more than one (tensor parallelism) or another reduction goes to verl's own kernel, with one line
     in the log.
     """
+    if str(reduction).lower() not in _REDUCTIONS:  # as verl reads it
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     shards = 1 if dist_process_group is None else torch.distributed.get_world_size(dist_process_group)
     if shards > 1 or reduction != "none":
         what = f"reduction {reduction!r}" if shards == 1 else f"a head sharded over {shards} processes"

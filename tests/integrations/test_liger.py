@@ -190,6 +190,7 @@ def test_masks_and_frozen_heads():
     ("options", "error", "text"),
     [
         ({"loss_type": "ppo"}, ValueError, "loss_type"),
+        ({"loss_type": "ppo", "delta": 2.0}, ValueError, "loss_type must be one of"),
         ({"loss_type": "cispo", "delta": 2.0}, ValueError, "delta"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, ValueError, "importance_sampling_level"),
         ({"loss_type": "grpo", "importance_sampling_level": "turn"}, ValueError, "importance_sampling_level"),

@@ -61,8 +61,13 @@ def test_dpo_of_an_empty_response():
 
 def test_wrong_calls_are_refused():
     batch = Batch()
-    with pytest.raises(NotImplementedError, match="hinge"):
-        LigerFusedLinearDPOLoss(loss_type="hinge")
+    # Those of Liger's class and of the function behind it exist and are not built; any other name is wrong.
+    for name in sorted({*TheirDPO._SUPPORTED_LOSS_TYPES, "ipo"} - {"sigmoid"}):
+        with pytest.raises(NotImplementedError, match=f"'sigmoid', which fastrl has, got '{name}'"):
+            LigerFusedLinearDPOLoss(loss_type=name)
+    for name in ("sigmiod", "Sigmoid", "", None):
+        with pytest.raises(ValueError, match=f"loss_type must be one of sigmoid, hinge, .*, got {name!r}"):
+            LigerFusedLinearDPOLoss(loss_type=name)
     with pytest.raises(ValueError, match="ref_input"):
         LigerFusedLinearDPOLoss()(batch.weight, batch.hidden[:4], batch.ids[:4])
     with pytest.raises(ValueError, match="target"):

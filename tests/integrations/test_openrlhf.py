@@ -127,6 +127,9 @@ def test_defaults_are_openrlhfs(theirs):
         ({"is_correction_level": "seq", "is_correction_mode": "clip"}, "is_correction_mode"),
         ({"is_correction_level": "token", "is_correction_gating": "tv"}, "is_correction_gating"),
         ({"dual_clip": 0.9}, "dual"),
+        ({"is_correction_threshold": (0.5, 2.0, 5.0)}, "is_correction_threshold must hold a lower and an upper bound"),
+        ({"is_correction_threshold": 5.0}, "is_correction_threshold must hold a lower and an upper bound"),
+        ({"is_correction_threshold": (5.0, 0.5)}, "is_correction_threshold must not have its lower bound above"),
     ],
 )
 def test_what_does_not_go_is_refused(options, text):

@@ -229,6 +229,16 @@ def test_a_head_that_fastrl_cannot_take_is_trls(caplog: pytest.LogCaptureFixture
     assert [r.getMessage() for r in caplog.records] == ["TRL's own head is used: the hidden states are torch.float64"]
 
 
+def test_outputs_that_are_not_known_are_trls(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a version that knows more, which would be left out in silence."""
+    patching._said.clear()
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([0, 3, 6])
+    with caplog.at_level(logging.WARNING, "fastrl.trl"), fast_trl.enabled():
+        for outputs in (("log_probs", "entropy"), ("log_probs", "rank")):
+            utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8, None, 1.0, outputs)
+    assert [r.getMessage() for r in caplog.records] == ["TRL's own head is used: outputs rank are not known"]
+
+
 def test_without_trl_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['trl'] = None\n"

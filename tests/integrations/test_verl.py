@@ -181,8 +181,10 @@ def test_what_cannot_be_done_is_refused(core, registered, monkeypatch):
         run(registered["fastrl_PPO"], batch, "token-mean", None)
     with pytest.raises(ValueError, match="batch_num_tokens"):
         run(registered["fastrl_PPO"], batch, "token-mean", ActorConfig(global_batch_info={"dp_size": 2}))
-    with pytest.raises(ValueError, match="aggregate"):
-        run(registered["fastrl_PPO"], batch, "median", ActorConfig())
+    for preset in ("PPO", "SAPO", "GMPO"):  # the last two take one aggregation, whatever it says
+        for config in (ActorConfig(), ActorConfig(global_batch_info={"dp_size": 2})):
+            with pytest.raises(ValueError, match=r"loss_agg_mode must be one of token-mean, .*, got 'median'"):
+                run(registered[f"fastrl_{preset}"], batch, "median", config)
     adapter.register()
     with pytest.raises(ValueError, match="off_policy_delta"):
         run(registered["fastrl_DeepSeekV32"], batch, "token-mean", ActorConfig())
@@ -193,6 +195,8 @@ def test_what_cannot_be_done_is_refused(core, registered, monkeypatch):
         run(registered["fastrl_GRPO"], batch, "token-mean", ActorConfig())
     with pytest.raises(ValueError, match="entropy"):
         run(registered["fastrl_PPO"], batch, "token-mean", ActorConfig())
+    with pytest.raises(ValueError, match=r"fields\['PPO'\] must hold some of clip, clip_high, .*, got 'clpi'"):
+        adapter.register({"PPO": {"clpi": 0.1}})
     with pytest.raises(ValueError, match="NoSuch"):
         adapter.register({"NoSuch": {}})
     with pytest.raises(ValueError, match="loss_agg_mode"):

@@ -76,6 +76,13 @@ def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
     hidden, weight, labels, _ = head_inputs((5,))
     with pytest.raises(NotImplementedError, match="sharded"):
         adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
+    with pytest.raises(NotImplementedError, match="reduction 'mean'"):
+        adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "mean")
+    with pytest.raises(ValueError, match="reduction must be one of none, sum, mean, got 'median'"):
+        adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "median")
+    for kind in (adapter.FusedLinearForPPO, sys.modules["verl.utils.experimental.torch_functional"].FusedLinearForPPO):
+        with pytest.raises(ValueError, match=r"backend.*trtion"):
+            kind(impl_backend="trtion")
     patching._said.clear()
     adapter.enable()
     try:
