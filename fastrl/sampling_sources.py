@@ -52,10 +52,10 @@ def vllm_record(given: Any, name: str = "mask") -> Record:
     if given is None:
         raise ValueError(f"{name} must be a recorded sampling mask, got None. {_VLLM}")
     for several in ("outputs", "choices"):  # of a RequestOutput, of a response of the server
-        if _has(given, several):
-            return vllm_record(_get(given, several), f"{name}.{several}")
-    if _has(given, "sampling_mask"):
-        tokens, mask = _get(given, "token_ids"), _get(given, "sampling_mask")
+        if has_field(given, several):
+            return vllm_record(field_of(given, several), f"{name}.{several}")
+    if has_field(given, "sampling_mask"):
+        tokens, mask = field_of(given, "token_ids"), field_of(given, "sampling_mask")
         if mask is None and tokens is not None and len(tokens) == 0:
             return Record([], [])  # aborted before its first token: nothing is missing
         found = vllm_record(mask, f"{name}.sampling_mask")
@@ -65,9 +65,9 @@ def vllm_record(given: Any, name: str = "mask") -> Record:
                 f" {len(found.lengths)}"
             )
         return found
-    if _has(given, "token_ids"):
-        ids = _plain(f"{name}.token_ids", _get(given, "token_ids"))
-        offsets = _get(given, "offsets")
+    if has_field(given, "token_ids"):
+        ids = _plain(f"{name}.token_ids", field_of(given, "token_ids"))
+        offsets = field_of(given, "offsets")
         return _flat(name, ids, offsets) if offsets is not None else _nested(name, ids)
     if not isinstance(given, list | tuple):
         got = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
@@ -88,13 +88,15 @@ def listed_record(given: Any, name: str = "lists") -> Record:
     if given is None:
         raise ValueError(f"{name} must hold a list of token ids for each token, got None. {_SGLANG}")
     for inner in ("meta_info", "output_token_sampling_mask"):
-        if _has(given, inner):
-            return listed_record(_get(given, inner), f"{name}.{inner}")
+        if has_field(given, inner):
+            return listed_record(field_of(given, inner), f"{name}.{inner}")
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         got = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
         raise TypeError(f"{name} must hold a list of token ids for each token, got {got}")
     parts = list(given)
-    if any(isinstance(part, str | bytes | Mapping) or _has(part, "meta_info") or _is_nested(part) for part in parts):
+    if any(
+        isinstance(part, str | bytes | Mapping) or has_field(part, "meta_info") or _is_nested(part) for part in parts
+    ):
         return _joined([listed_record(part, f"{name}[{i}]") for i, part in enumerate(parts)])
     return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(parts)])
 
@@ -109,11 +111,13 @@ def _plain(name: str, given: Any) -> Any:
     return given.tolist() if hasattr(given, "tolist") else given
 
 
-def _has(record: Any, field: str) -> bool:
+def has_field(record: Any, field: str) -> bool:
+    """Whether an object has this attribute, or a dict this key."""
     return field in record if isinstance(record, Mapping) else hasattr(record, field)
 
 
-def _get(record: Any, field: str) -> Any:
+def field_of(record: Any, field: str) -> Any:
+    """An object's attribute, or a dict's entry; None where there is none."""
     return record.get(field) if isinstance(record, Mapping) else getattr(record, field, None)
 
 
@@ -121,7 +125,7 @@ def _is_row(part: Any) -> bool:
     """Whether it holds ids and not rows: a flat sequence or array, or an empty one."""
     if not isinstance(part, list | tuple) and not hasattr(part, "tolist"):
         return False
-    return not _has(part, "token_ids") and not _is_nested(part)
+    return not has_field(part, "token_ids") and not _is_nested(part)
 
 
 def _is_nested(part: Any) -> bool:

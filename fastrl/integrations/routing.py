@@ -130,7 +130,7 @@ def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRe
     ValueError where its routers choose different numbers of experts, and from a `generate` with beams, an assistant,
     guidance or a cache that is not empty.
     """
-    routers = _routers(model, adapters)
+    routers = routers_of(model, adapters)
     # `generate` calls it once, before its first forward, with what it has made of its settings.
     build = getattr(model, "_get_logits_processor", None)
     if build is None:
@@ -180,11 +180,12 @@ def replay_routing(model: Any, routing: Tensor, adapters: _Adapters = None) -> I
     was imposed. Router logits, for auxiliary losses, stay their own. The model is left as it was, after an error too.
 
     routing is (B, S, L, K) int16, int32 or int64 for forwards over (B, S) tokens, or (1, N, L, K) for packed ones, L as
-    in a recording; a row of -1 is the router's own choice. The check of its values waits for the GPU, once. TypeError
+    in a recording; a row of -1 is the router's own choice. `fastrl.integrations.vllm.routing_from_vllm` makes it of
+    what vLLM recorded. The check of its values waits for the GPU, once. TypeError
     for a model without known routers; ValueError for a routing of another shape or dtype, with experts that are not
     there or come twice for a token, and from a forward over another number of tokens.
     """
-    routers = _routers(model, adapters)
+    routers = routers_of(model, adapters)
     _check_routing(routing, routers)
     with ExitStack() as stack:
         for layer, (router, adapter) in enumerate(routers):
@@ -224,7 +225,8 @@ def _checked(router: Any, adapter: RouterAdapter, output: Any) -> Any:
 def _check_routing(routing: Tensor, routers: list[tuple[Any, RouterAdapter]]) -> None:
     sizes = [adapter.sizes(router) for router, adapter in routers]
     if not isinstance(routing, Tensor) or routing.dtype not in (torch.int16, torch.int32, torch.int64):
-        got = getattr(routing, "dtype", type(routing).__name__)
+        got = str(routing.dtype) if isinstance(routing, Tensor) else type(routing).__name__
+        got += "" if isinstance(routing, Tensor) else " (for vLLM's: fastrl.integrations.vllm.routing_from_vllm)"
         raise ValueError(f"routing must be a tensor of torch.int16, torch.int32 or torch.int64, got {got}")
     if routing.dim() != 4 or routing.shape[2:] != (len(sizes), sizes[0][1]):
         raise ValueError(f"routing must have shape (B, S, {len(sizes)}, {sizes[0][1]}), got {tuple(routing.shape)}")
@@ -244,7 +246,8 @@ def _find(model: Any, adapters: _Adapters) -> list[tuple[Any, RouterAdapter]]:
     return [(module, known[name]) for name, module in named if name in known]
 
 
-def _routers(model: Any, adapters: _Adapters) -> list[tuple[Any, RouterAdapter]]:
+def routers_of(model: Any, adapters: _Adapters) -> list[tuple[Any, RouterAdapter]]:
+    """The model's routers in module order, at least one, all of which choose the same number of experts."""
     found = _find(model, adapters)
     if not found:
         known = ", ".join(sorted({**ADAPTERS, **(adapters or {})}))
