@@ -1,7 +1,10 @@
 """verl's fused log-probabilities and entropies on fastrl against verl's own, and verl put back as it was."""
 
+import importlib.util
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +96,21 @@ def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
         assert len(calls) == 2
     finally:
         adapter.disable()
+
+
+def test_what_bfloat16_logits_cost_is_what_the_page_says():
+    """The page's third line, from 256 tokens: 15 % are three standard deviations of each number."""
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("bf16_logits", root / "benchmarks/integrations/bf16_logits.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    torch.manual_seed(1)
+    cost = script.measure(5.0, tokens=256)
+    page = (root / "docs/integrations/verl.md").read_text()
+    line = re.search(r"^ +5 +[\d.]+ +-[\d.]+ +([\d.]+) +[\d.]+ +(\d+)% +\d+% +([\d.]+)$", page, re.MULTILINE)
+    assert cost.rms == pytest.approx(float(line[1]), rel=0.15)
+    assert 100 * cost.tokens_off == pytest.approx(float(line[2]), rel=0.15)
+    assert cost.log_ratio == pytest.approx(float(line[3]), rel=0.15)
 
 
 def test_an_unknown_version_changes_nothing(core, monkeypatch):
