@@ -189,7 +189,10 @@ def objective_loss(
         value = value_of(ratio.log, logp, batch.advantages, *numbers)
         with torch.no_grad():
             weight = weight_of(ratio.log, ratio.active, batch.advantages, *numbers)
-            side = _sides(objective, batch, f.difference(logp, old), side_of(ratio.log, batch.advantages, *numbers))
+            side = side_of(ratio.log, batch.advantages, *numbers)
+            if isinstance(objective.gate, GeometricMean):
+                side = _sides(objective.gate, batch, f.difference(logp, old))
+                weight = weight.where(side == 0, 0.0)
     else:
         value = _custom_value(objective, batch, token, logp, entropy, old, cu_seqlens)
         weight = side = torch.full_like(logp, torch.nan)  # what a callable clips is not known
@@ -214,11 +217,9 @@ def objective_loss(
     return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), dropped
 
 
-def _sides(objective: Objective, batch: Batch, raw: Tensor, side: Tensor) -> Tensor:
-    """The gate's clipped sides; GMPO's clip is on each token's log-ratio, before the gate."""
-    if not isinstance(objective.gate, GeometricMean):
-        return side
-    clip, a = objective.gate.clip, batch.advantages
+def _sides(gate: GeometricMean, batch: Batch, raw: Tensor) -> Tensor:
+    """The sides that GMPO clips: each token's log-ratio, before the gate sees the response's."""
+    clip, a = gate.clip, batch.advantages
     return ((a > 0) & (raw > clip)).to(raw.dtype) - ((a < 0) & (raw < -clip)).to(raw.dtype)
 
 
