@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import checks
-from . import formulas as f
 from .objectives import Objective
 from .responses import Responses, check_cu_seqlens
 
@@ -66,7 +65,7 @@ class Batch:
         counts, mask = self.counts, self.mask.to(self.counts.dtype)
         of: float | Tensor = max(self.responses.count, 1)
         if denominator is not None:
-            of = f.detach(denominator)
+            of = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
         elif objective.aggregate == "token-mean":
             of = self.tokens.clamp_min(1)
         if objective.aggregate == "seq-mean-token-mean":
