@@ -56,6 +56,9 @@ def linear_cross_entropy(
     if denominator is not None and reduction != "mean":
         raise ValueError(f"denominator goes with reduction='mean', got reduction={reduction!r}")
     targets = checks.tensor("targets", targets, (torch.int64,))
+    if targets.dim() == 0 and reduction != "none" and isinstance(hidden, Tensor):  # a policy loss sums over tokens
+        hidden, targets = hidden[None], targets[None]
+        temperature = temperature[None] if isinstance(temperature, Tensor) else temperature
     mask = targets != ignore_index
     head: dict[str, Any] = {
         "bias": bias, "mask": mask, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap,

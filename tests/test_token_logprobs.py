@@ -302,3 +302,12 @@ def test_linear_cross_entropy(backend: str, backend_device: str, reduction: str)
         found.append((loss.flatten(), h.grad, w.grad))
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_cross_entropy_of_one_token_without_dimensions(reduction: str) -> None:
+    hidden, weight, target = torch.randn(4), torch.randn(7, 4), torch.tensor(3)
+    temperature = torch.tensor(2.0)
+    loss = fastrl.linear_cross_entropy(hidden, weight, target, reduction=reduction, temperature=temperature)
+    expected = torch.nn.functional.cross_entropy(weight @ hidden / 2, target, reduction=reduction)
+    torch.testing.assert_close(loss, expected)

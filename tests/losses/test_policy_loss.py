@@ -173,6 +173,16 @@ def test_micro_batches_with_a_global_denominator_add_up() -> None:
         torch.testing.assert_close(sum(parts), whole, **EXACT)
 
 
+def test_float64_keeps_its_digits_beside_a_float32_denominator() -> None:
+    """The product with L_max, in float32, was 4e-8 off."""
+    denominator = torch.tensor(3.3)
+    out = fastrl.policy_loss(
+        torch.zeros(1, 1, dtype=torch.float64), objective=fastrl.DrGRPO(max_length=7), advantages=torch.ones(1),
+        denominator=denominator,
+    )  # fmt: skip
+    torch.testing.assert_close(out.loss, -1 / (7 * denominator.double()), rtol=1e-15, atol=0)
+
+
 def test_top_entropy_tokens_are_a_fraction_or_a_threshold() -> None:
     case = Case.make(5, False, False)
     values = case.entropy[case.mask]
@@ -242,6 +252,18 @@ def test_metrics_say_what_happened() -> None:
     for key, value in expected.items():
         assert out.metrics[key].dtype == torch.float32 and out.metrics[key].dim() == 0
         assert out.metrics[key].item() == pytest.approx(value, abs=1e-6), key
+
+
+def test_a_token_that_gmpo_clips_has_no_weight() -> None:
+    """Ratios (2, 1, 0.5), A = (1, 1, -1), clip 0.4: c is 0 for the first and the last token, whatever their mean is."""
+    logp = torch.tensor([[2.0, 1.0, 0.5]]).log().requires_grad_()
+    out = fastrl.policy_loss(
+        logp, objective=fastrl.GMPO(), advantages=torch.tensor([[1.0, 1.0, -1.0]]), old_logprobs=torch.zeros(1, 3)
+    )
+    out.loss.backward()
+    assert logp.grad[0, 0] == logp.grad[0, 2] == 0
+    assert out.metrics["ratio_mean"].item() == pytest.approx(1.0)
+    assert out.metrics["gate_mean"].item() == pytest.approx(1 / 3)
 
 
 def test_a_clamped_exponent_is_counted_and_passes_no_gradient() -> None:
