@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
 
 import fastrl
 
+pytest_plugins = ["random_calls.seed"]
+
 # Workers side by side share the cores.
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // workers))

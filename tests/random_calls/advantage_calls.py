@@ -1,0 +1,260 @@
+"""Random calls of advantages, rewards, the value loss, preference losses and `SamplingMask.from_logits`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import exact_advantages as exact
+import torch
+from comparing import Comparison, NearBorder
+from drawing import Draw, Layout, draw_layout, draw_mask, garbage, give, lay
+from exact_vocabulary import EPS, UNIT
+from torch import Tensor
+
+import fastrl
+
+SLACK = 64 * EPS
+
+
+def _rewards(draw: Draw, n: int) -> Tensor:
+    """Verifiable rewards, scores, or scores far from 0; now and then NaN."""
+    kind = draw.choice(("binary", "normal", "offset", "coarse"))
+    value = {
+        "binary": lambda: draw.integers(2, n).double(),
+        "normal": lambda: draw.normal(n),
+        "offset": lambda: 100 + draw.normal(n),
+        "coarse": lambda: draw.integers(3, n).double() / 2,
+    }[kind]()
+    if draw.often(0.2):
+        value[draw.floats(n) < 0.2] = math.nan
+    draw.tell(rewards=kind)
+    return value.float().double()
+
+
+def _groups(draw: Draw, n: int) -> tuple[list[Any], Any]:
+    """Group ids, and the argument: a tensor of integers or a list."""
+    ids = draw.integers(max(1, n // draw.randint(1, 4)), n).tolist()
+    if draw.often(0.5):
+        return ids, torch.tensor(ids, dtype=torch.int64)
+    names = [f"prompt {i}" for i in ids]
+    return names, names
+
+
+def _normalisation(draw: Draw) -> dict[str, Any]:
+    options = {"scale": draw.choice(("group", "batch", "none")), "ddof": draw.choice((0, 1))}
+    options["eps"] = draw.choice((1e-6, 1e-4, 0.0, 0.1))
+    draw.tell(**options)
+    return options
+
+
+def group_call(draw: Draw, compare: Comparison) -> None:
+    n = draw.randint(0, 16)
+    rewards, (ids, argument) = _rewards(draw, n), _groups(draw, n)
+    given = lay(draw, rewards.float())
+    if draw.often(0.3):
+        found = fastrl.rloo_advantages(given, argument)
+        value = exact.leave_one_out(rewards.tolist(), ids)
+        largest = rewards.nan_to_num(0).abs().amax() if n else 0.0
+        compare.close("rloo_advantages", found, torch.tensor(value).double(), SLACK * largest)
+        return
+    options = _normalisation(draw)
+    value, size = exact.normalised(rewards.tolist(), ids, **options)
+    compare.close(
+        "group_advantages", fastrl.group_advantages(given, argument, **options), _tensor(value), SLACK * _tensor(size)
+    )
+
+
+def _tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def process_call(draw: Draw, compare: Comparison) -> None:
+    n, steps = draw.randint(1, 6), draw.randint(1, 4)
+    lengths = [draw.randint(1, 7) for _ in range(n)]
+    ends = [[draw.randrange(-1, length) for _ in range(steps)] for length in lengths]
+    rewards = _rewards(draw, n * steps).view(n, steps)
+    ids, argument = _groups(draw, n)
+    options = _normalisation(draw)
+    value, size = exact.process(rewards.tolist(), ends, ids, lengths, *options.values())
+    packed = {}
+    if draw.often(0.5):
+        packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).int()
+        value_tensor, size_tensor = _tensor(sum(value, [])), _tensor(sum(size, []))  # noqa: RUF017
+    else:
+        longest = max(lengths)
+        value_tensor, size_tensor = (
+            _tensor([row + [0.0] * (longest - len(row)) for row in rows]) for rows in (value, size)
+        )
+    found = fastrl.process_advantages(
+        rewards.float(), torch.tensor(ends), argument, torch.tensor(lengths), **options, **packed
+    )
+    compare.close("process_advantages", found, value_tensor, SLACK * size_tensor)
+
+
+def _packed(layout: Layout) -> dict[str, Tensor]:
+    return {} if layout.cu_seqlens is None else {"cu_seqlens": layout.cu_seqlens}
+
+
+def gae_call(draw: Draw, compare: Comparison) -> None:
+    layout = draw_layout(draw, 40)
+    mask, _ = draw_mask(draw, layout.shape)
+    rewards, values = draw.normal(layout.tokens), draw.normal(layout.tokens) * draw.choice((0.1, 10.0))
+    gamma, lam = draw.choice((1.0, 0.99, 0.0)), draw.choice((1.0, 0.95, 0.0))
+    bootstrap = draw.normal(len(layout.responses)) if draw.often(0.4) else None
+    draw.tell(gamma=gamma, lam=lam, bootstrap=bootstrap, shape=layout.shape)
+    expected = torch.zeros(2, layout.tokens, dtype=torch.float64)
+    size = torch.zeros(layout.tokens, dtype=torch.float64)
+    for i, response in enumerate(layout.responses):
+        if response:
+            end = 0.0 if bootstrap is None else float(bootstrap[i])
+            one = (mask[response].tolist(), gamma, lam)
+            found = exact.gae(rewards[response].tolist(), values[response].tolist(), *one, end)
+            expected[:, response] = _tensor([list(found[0]), list(found[1])])
+            reach = rewards[response].abs().sum() + 2 * values[response].abs().sum() + abs(end)
+            size[response] = reach
+    given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (rewards, values)]
+    advantages, returns = fastrl.gae(
+        *given, mask.view(layout.shape), gamma=gamma, lam=lam,
+        bootstrap=None if bootstrap is None else bootstrap.float(), **_packed(layout),
+    )  # fmt: skip
+    for name, found, value in (("advantages", advantages, expected[0]), ("returns", returns, expected[1])):
+        compare.close(name, found, value.view(layout.shape), SLACK * size.view(layout.shape))
+
+
+def value_call(draw: Draw, compare: Comparison) -> None:
+    layout = draw_layout(draw, 40)
+    dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16))
+    mask, _ = draw_mask(draw, layout.shape)
+    values, returns = draw.normal(layout.tokens).to(dtype).double(), draw.normal(layout.tokens)
+    old = (values + draw.normal(layout.tokens) * 0.3).float().double()
+    clip = draw.choice((None, 0.1, 0.5))
+    denominator = float(torch.tensor(draw.uniform(0.5, 40.0))) if draw.often(0.3) else None
+    draw.tell(dtype=dtype, clip=clip, denominator=denominator, shape=layout.shape)
+    leaf = values.clone().requires_grad_()
+    terms = 0.5 * (leaf - returns) ** 2
+    if clip is not None:
+        held = 0.5 * (old + (leaf - old).clamp(-clip, clip) - returns) ** 2
+        outside, ahead = ((leaf - old).abs() - clip).detach(), (held - terms).detach()
+        # Inside, both branches are the same number; where they merely cross, the slope jumps.
+        unsure = (outside.abs() < 1e-5) | ((outside > 0) & (ahead.abs() < 1e-5))
+        if (unsure & mask).any():
+            raise NearBorder("clipped value")
+        terms = torch.where((outside > 0) & (ahead > 0), held, terms)
+    of = max(int(mask.sum()), 1) if denominator is None else denominator
+    loss = torch.where(mask, terms, 0.0).sum() / of
+    loss.backward()
+    given = give(draw, garbage(draw, values.view(layout.shape), mask), dtype, True)
+    options: dict[str, Any] = {}
+    if denominator is not None:
+        options["denominator"] = torch.tensor(denominator) if draw.often(0.5) else denominator
+    if clip is not None:
+        options |= {"clip": clip, "old_values": garbage(draw, old.view(layout.shape).float(), mask)}
+    others = garbage(draw, returns.view(layout.shape).float(), mask)
+    found = fastrl.value_loss(given.argument, others, mask.view(layout.shape), **options, **_packed(layout))
+    compare.close("value_loss", found, loss, SLACK * loss.detach().abs() + 1e-37)
+    found.backward()
+    slope = leaf.grad
+    allowed = SLACK * (slope.abs() + (mask * (values.abs() + returns.abs())) / of) + 4 * UNIT[dtype] * slope.abs()
+    value, allowed = given.pulled(slope.view(layout.shape), allowed.view(layout.shape))
+    compare.close("values.grad", given.leaf.grad, value, allowed + 1e-37)
+
+
+def penalty_call(draw: Draw, compare: Comparison) -> None:
+    """`kl_penalized_rewards` and `overlong_penalty`."""
+    if draw.often(0.3):
+        limit = draw.randint(1, 60)
+        cache = draw.randint(0, limit)
+        lengths = draw.integers(80, draw.randint(0, 20))
+        draw.tell(max_length=limit, cache=cache, lengths=lengths)
+        value = [exact.overlong(int(n), limit, cache) for n in lengths]
+        found = fastrl.overlong_penalty(lengths, max_length=limit, cache=cache)
+        compare.close("overlong_penalty", found, _tensor(value), 8 * EPS)
+        return
+    layout = draw_layout(draw, 40)
+    mask, argument = draw_mask(draw, layout.shape)
+    logp = -draw.normal(layout.tokens).exp()
+    ref = (logp + draw.normal(layout.tokens) * draw.choice((0.1, 2.0, 12.0))).float().double()
+    logp = logp.float().double()
+    scores, beta = draw.normal(len(layout.responses)), float(torch.tensor(draw.choice((0.05, 1.0))))
+    kind = draw.choice(("k1", "k2", "k3"))
+    draw.tell(kind=kind, beta=beta, shape=layout.shape)
+    value, size = torch.zeros(2, layout.tokens, dtype=torch.float64)
+    for score, response in zip(scores.tolist(), layout.responses, strict=True):
+        if response:
+            one = (logp[response].tolist(), ref[response].tolist(), mask[response].tolist())
+            found = exact.penalised(score, *one, beta, kind)
+            value[response], size[response] = _tensor(found[0]), _tensor(found[1])
+    given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (logp, ref)]
+    argument = mask.view(layout.shape) if argument is None else argument
+    weight = torch.tensor(beta) if draw.often(0.3) else beta
+    rewards = fastrl.kl_penalized_rewards(scores.float(), *given, argument, beta=weight, kind=kind, **_packed(layout))
+    compare.close("kl_penalized_rewards", rewards, value.view(layout.shape), SLACK * size.view(layout.shape))
+
+
+def preference_call(draw: Draw, compare: Comparison) -> None:
+    """`dpo_loss` and `reward_model_loss`, with their gradients."""
+    dtype = draw.choice((torch.float32, torch.float64))
+    unit, n = 32 * UNIT[dtype], draw.randint(0, 8)
+    draw.tell(dtype=dtype, responses=n)
+    if draw.often(0.5):
+        sums = [(draw.normal(n) * 10 - 30) for _ in range(4)]
+        beta = draw.choice((0.1, 1.0))
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in sums[:2]]
+        margins = beta * ((sums[0] - sums[2]) - (sums[1] - sums[3]))
+        value = [-exact.log_sigmoid(m) for m in margins.tolist()]
+        slope = beta * _tensor([exact.sigmoid(-m) for m in margins.tolist()]) / max(n, 1)
+        loss = fastrl.dpo_loss(*leaves, sums[2].to(dtype), sums[3].to(dtype), beta=beta)
+        doubt = unit * (1 + beta * sum(t.abs() for t in sums))
+        compare.close("dpo_loss", loss, math.fsum(value) / max(n, 1), doubt.sum() / max(n, 1) + 1e-37)
+        loss.backward()
+        for name, leaf, sign in (("chosen", leaves[0], -1), ("rejected", leaves[1], 1)):
+            compare.close(f"{name}.grad", leaf.grad, sign * slope, doubt * slope + 1e-37)
+        return
+    scores, ranks, prompts = draw.normal(n) * 3, draw.integers(3, n), draw.integers(max(1, n // 3), n)
+    leaf = scores.to(dtype, copy=True).requires_grad_()
+    means, slope, every = [], torch.zeros(n, dtype=torch.float64), set(prompts.tolist())
+    paired = {
+        p: [(i, j) for i in range(n) for j in range(n) if prompts[i] == prompts[j] == p and ranks[i] < ranks[j]]
+        for p in every
+    }
+    paired = {p: pairs for p, pairs in paired.items() if pairs}
+    for pairs in paired.values():
+        gaps = [float(scores[i] - scores[j]) for i, j in pairs]
+        means.append(exact.mean([-exact.log_sigmoid(gap) for gap in gaps]))
+        for (i, j), gap in zip(pairs, gaps, strict=True):
+            part = exact.sigmoid(-gap) / len(pairs) / len(paired)
+            slope[i] -= part
+            slope[j] += part
+    loss = fastrl.reward_model_loss(leaf, ranks.to(draw.choice((torch.int64, torch.float32))), prompts)
+    compare.close("reward_model_loss", loss, exact.mean(means) if means else 0.0, unit * 8)
+    loss.backward()
+    compare.close("scores.grad", leaf.grad, slope, unit * 8)
+
+
+def sampling_mask_call(draw: Draw, compare: Comparison) -> None:
+    """`SamplingMask.from_logits`: the same entries as a sort keeps."""
+    n, vocab = draw.randint(0, 6), draw.choice((1, 2, 7, 33, 100, 1000))
+    x = (draw.normal(n, vocab) * draw.choice((0.5, 3.0))).to(draw.dtype())
+    if draw.often(0.2):
+        x = x.round()  # ties
+    if vocab > 2 and draw.often(0.2):
+        banned = draw.floats(n, vocab) < 0.3
+        banned[:, draw.randrange(vocab)] = False
+        x = x.masked_fill(banned, -math.inf)
+    options = {
+        "temperature": draw.choice((1.0, 0.5, 1.7)), "top_k": draw.choice((0, 0, 1, 5, 50)),
+        "top_p": draw.choice((1.0, 0.9, 0.5, 0.05)), "min_p": draw.choice((0.0, 0.0, 0.05, 0.5)),
+    }  # fmt: skip
+    draw.tell(dtype=x.dtype, vocab=vocab, rows=n, **options)
+    mask = fastrl.SamplingMask.from_logits(x, **options)
+    if options["top_k"] == 0 and options["top_p"] == 1 and options["min_p"] == 0:
+        compare.equal("recorded sets", mask.token_ids.numel(), 0)
+        return
+    found = mask.to_dense(vocab)
+    for i, row in enumerate(x.double().tolist()):
+        kept, nearest = exact.kept(row, **options)
+        if nearest < 1e-5:
+            raise NearBorder("a threshold")
+        compare.equal(f"row {i}: how many are kept", int(found[i].sum()), sum(kept))
+        compare.equal(f"row {i}", found[i].tolist(), kept)

@@ -1,0 +1,125 @@
+"""Gates and KL estimators in float64, from the published tables: what one response's tokens lose.
+
+Where a gate decides something (clipped or not), the distance to the border is added to `borders`: rounding may turn
+what is too near.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastrl
+
+INFINITY = math.inf
+
+
+@dataclass
+class Gated:
+    """A gate's loss, its weight on grad log pi, and on which side it clips (+1 above, -1 below)."""
+
+    value: Tensor
+    weight: Tensor
+    side: Tensor
+
+
+def clip_gate(gate: Any, log: Tensor, advantage: Tensor, borders: list[Tensor]) -> Gated:
+    ratio = log.exp()
+    unclipped = ratio if gate.delta is None else ratio.clamp(max=gate.delta)
+    value = -torch.minimum(unclipped * advantage, ratio.clamp(1 - gate.low, 1 + gate.high) * advantage)
+    plus, minus = advantage > 0, advantage < 0
+    top, falling = 1 + gate.high, INFINITY  # from where on A > 0 and A < 0 gain nothing
+    if gate.delta is not None:
+        top, falling = min(top, gate.delta), max(top, gate.delta)
+    if gate.dual is not None:
+        value = torch.where(minus, torch.minimum(value, -gate.dual * advantage), value)
+        falling = min(falling, gate.dual)
+    high, low = (plus & (ratio > top)) | (minus & (ratio > falling)), minus & (ratio < 1 - gate.low)
+    borders += [border(log - math.log(top), plus), border(log - math.log(falling), minus)]
+    if gate.low < 1:
+        borders.append(border(log - math.log1p(-gate.low), minus))
+    return Gated(value, torch.where(high | low, 0.0, ratio), high.double() - low.double())
+
+
+def soft_gate(gate: Any, log: Tensor, advantage: Tensor) -> Gated:
+    ratio = log.exp()
+    tau = either(advantage > 0, gate.tau_pos, gate.tau_neg)
+    value = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
+    return Gated(value, ratio / torch.cosh((tau * (ratio - 1) / 2).clamp(max=350)) ** 2, torch.zeros_like(ratio))
+
+
+def stop_gradient_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor, borders: list[Tensor]) -> Gated:
+    ratio = log.detach().exp()
+    low = 0.0 if gate.low is None else gate.low
+    weight = ratio.clamp(low, gate.cap)
+    borders.append(log.detach() - math.log(gate.cap))
+    if low:
+        borders.append(log.detach() - math.log(low))
+    side = (ratio > gate.cap).double() - (ratio < low).double()
+    return Gated(-weight * advantage * logp, weight, side)
+
+
+def gamma_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor) -> Gated:
+    log = log.detach()
+    k = either(advantage >= 0, gate.k_pos, gate.k_neg)
+    lam = either(advantage >= 0, gate.lam_pos, gate.lam_neg)
+    weight = (lam + k * log - lam * log.exp()).exp()
+    return Gated(-weight * advantage * logp, weight, torch.zeros_like(weight))
+
+
+def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """The estimator's value with its graph, and what its rounding errors are relative to; d is not read for old-new."""
+    k2 = d * d / 2
+    if kind == "k1":
+        return -d, d.abs()
+    if kind == "k2":
+        return k2, k2
+    if kind == "k3":
+        return torch.expm1(d) - d, torch.expm1(d).abs() + d.abs()
+    if kind == "k3-unbiased":
+        return ratio * (torch.expm1(d) - d), ratio * (torch.expm1(d).abs() + d.abs())
+    if kind == "k1+":
+        return -d.detach() + (k2 - k2.detach()), d.abs()
+    if kind == "k3+":
+        return (torch.expm1(d) - d).detach() + (k2 - k2.detach()), torch.expm1(d).abs() + d.abs()
+    if kind == "forward":
+        return d.exp() * d - torch.expm1(d), d.exp() * d.abs() + torch.expm1(d).abs()
+    assert kind == "old-new", kind
+    return torch.expm1(log_ratio) - log_ratio, torch.expm1(log_ratio).abs() + log_ratio.abs()
+
+
+def either(choice: Tensor, first: float, second: float) -> Tensor:
+    """Float64, which `torch.where` of two floats is not."""
+    return torch.where(choice, torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64))
+
+
+def border(distance: Tensor, where: Tensor) -> Tensor:
+    """The distance where it matters, infinite elsewhere."""
+    return torch.where(where, distance.detach(), INFINITY)
+
+
+def gated_terms(
+    gate: Any, log: Tensor, logp: Tensor, advantage: Tensor, clipped: Tensor, held: Tensor, borders: list[Tensor]
+) -> Gated:
+    """The gate of tokens whose ratio has this logarithm.
+
+    clipped: on which side GMPO has clipped a token's own ratio; held: bool, where no gradient passes the exponent.
+    """
+    if isinstance(gate, fastrl.StopGradientClip):
+        return stop_gradient_gate(gate, log, logp, advantage, borders)
+    if isinstance(gate, fastrl.GammaWeight):
+        return gamma_gate(gate, log, logp, advantage)
+    if isinstance(gate, fastrl.NoGate) and not gate.ratio:
+        return Gated(-advantage * logp, torch.ones_like(log), torch.zeros_like(log))
+    if isinstance(gate, fastrl.Clip):
+        gated = clip_gate(gate, log, advantage, borders)
+    elif isinstance(gate, fastrl.SoftGate):
+        gated = soft_gate(gate, log, advantage)
+    else:
+        gated = Gated(-log.exp() * advantage, torch.where(clipped == 0, log.exp(), 0.0), clipped)
+    gated.weight = torch.where(held, 0.0, gated.weight)
+    return gated

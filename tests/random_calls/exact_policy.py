@@ -1,0 +1,280 @@
+"""The policy losses once more, in float64, a response at a time: what a random call's loss, metrics, c and h must be.
+
+Written from the published formulas, not from the code under test: ratio levels, token weights and aggregations here,
+gates and KL estimators in `exact_gates.py`. Wherever a formula decides something (clamped or not, above a threshold or
+not) the distance to the border is kept in `Exact.borders`, so that who compares knows what rounding may turn.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from exact_gates import INFINITY, Gated, border, gated_terms, kl_term
+from torch import Tensor
+
+import fastrl
+
+
+@dataclass
+class Batch:
+    """What a policy loss reads beside log-probabilities, float64 (N,), flattened; masked entries may hold anything."""
+
+    responses: list[list[int]]
+    mask: Tensor
+    advantages: Tensor
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    rollout: Tensor | None = None
+    token_weights: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    threshold: float | None = None
+    denominator: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass
+class Exact:
+    """Loss, its slopes and its metrics; magnitudes bound what a sum's rounding errors are relative to."""
+
+    loss: Tensor
+    c: Tensor
+    h: Tensor
+    metrics: dict[str, Tensor]
+    c_magnitude: Tensor
+    magnitudes: dict[str, Tensor]
+    borders: list[Tensor] = field(default_factory=list)
+
+
+def exact_policy(objective: Any, batch: Batch, logp: Tensor, entropy: Tensor | None) -> Exact:
+    """The loss of (N,) float64 log-probabilities and entropies, its derivatives in them, and its metrics."""
+    logp = logp.detach().clone().requires_grad_()
+    entropy = None if entropy is None else entropy.detach().clone().requires_grad_()
+    return _Evaluation(objective, batch, logp, entropy).result()
+
+
+class _Evaluation:
+    """Sums over responses."""
+
+    def __init__(self, objective: Any, batch: Batch, logp: Tensor, entropy: Tensor | None) -> None:
+        self.custom = None if isinstance(objective, fastrl.Objective) else objective
+        if self.custom is not None:
+            objective = fastrl.Objective(
+                aggregate=getattr(objective, "aggregate", "token-mean"),
+                max_length=getattr(objective, "max_length", None),
+            )
+        self.objective, self.batch, self.logp, self.entropy = objective, batch, logp, entropy
+        self.old = logp.detach() if batch.old is None else batch.old
+        self.borders: list[Tensor] = []
+        zero = torch.zeros((), dtype=torch.float64)
+        self.policy, self.kl, self.bonus = zero, zero, zero
+        self.magnitude = {"policy_loss": zero, "kl": zero, "entropy_term": zero}
+        self.c_magnitude = torch.zeros_like(logp)
+        names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy")
+        self.token: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in names}
+        self.top = self._top_entropy()
+        self.losses = self._custom_losses() if self.custom is not None else None
+        for response in batch.responses:
+            rows = [t for t in response if batch.mask[t]]
+            if rows:
+                self._add(rows)
+
+    def _top_entropy(self) -> Tensor:
+        """1 for the tokens that an entropy threshold or fraction leaves in."""
+        ones = torch.ones_like(self.logp)
+        fraction, threshold = self.objective.top_entropy_fraction, self.batch.threshold
+        if (threshold is None and (fraction in (None, 1) or self.batch.tokens == 1)) or not self.batch.tokens:
+            return ones
+        assert self.entropy is not None
+        entropy = self.entropy.detach()
+        if threshold is None:
+            counted = entropy[self.batch.mask]
+            threshold = float(torch.quantile(counted, 1 - fraction))
+            self.borders.append(counted.sort().values - threshold)
+        else:
+            self.borders.append(border(entropy - threshold, self.batch.mask))
+        return (entropy >= threshold).double()
+
+    def _custom_losses(self) -> Tensor:
+        rows = self.batch.mask.nonzero()[:, 0]
+        pick = lambda t: None if t is None else t[rows]  # noqa: E731
+        logp, old = self.logp[rows], self.old[rows]
+        context = fastrl.LossContext(
+            logp, pick(self.entropy), old, pick(self.batch.ref), pick(self.batch.rollout),
+            torch.ones(len(rows), dtype=torch.bool), None,
+        )  # fmt: skip
+        losses = self.custom(logp - old, self.batch.advantages[rows], context)
+        return torch.zeros_like(self.logp).index_add(0, rows, losses)
+
+    def _weight(self, tokens: int) -> float:
+        """The aggregation's weight of each of a response's tokens."""
+        kind, denominator = self.objective.aggregate, self.batch.denominator
+        if kind == "token-mean":
+            return 1 / (self.batch.tokens if denominator is None else denominator)
+        responses = len(self.batch.responses) if denominator is None else denominator
+        length = {"seq-mean-token-mean": tokens, "seq-mean-token-sum": 1}.get(kind, self.objective.max_length)
+        return 1 / (responses * length)
+
+    def _clamp(self, log: Tensor, rows: list[int]) -> Tensor:
+        """An exponent within its limits; no gradient passes where it was outside."""
+        limit = self.objective.max_log_ratio
+        self.borders.append(log.detach().abs() - limit)
+        clamped = (log.detach().abs() > limit).double()
+        self.token["clamped"][rows] = torch.maximum(self.token["clamped"][rows], clamped.expand(len(rows)))
+        return log.clamp(-limit, limit)
+
+    def _level(self, rows: list[int], advantage: Tensor) -> tuple[Tensor, float | Tensor]:
+        """The logarithm of the ratio that the gate reads, one a token, and its slope in each token's logp."""
+        objective, n = self.objective, len(rows)
+        log_ratio = self.logp[rows] - self.old[rows]
+        if isinstance(objective.gate, fastrl.GammaWeight):
+            log = log_ratio.sum()
+            if self.batch.rollout is not None:
+                log = log + (self.old[rows] - self.batch.rollout[rows]).sum()
+            low, high = max(math.log(1e-8), -objective.max_log_ratio), min(20.0, objective.max_log_ratio)
+            self.borders += [log.detach() - low, log.detach() - high]
+            self.token["clamped"][rows] = ((log < low) | (log > high)).double().detach().expand(n)
+            return log.clamp(low, high).expand(n), 0.0
+        if isinstance(objective.gate, fastrl.GeometricMean):
+            bound = objective.gate.clip
+            high, low = (advantage > 0) & (log_ratio > bound), (advantage < 0) & (log_ratio < -bound)
+            self.borders += [border(log_ratio - bound, advantage > 0), border(log_ratio + bound, advantage < 0)]
+            clipped = torch.where(high, bound, torch.where(low, -bound, log_ratio))
+            self.token["side"][rows] = high.double() - low.double()
+            return self._clamp(clipped.mean(), rows).expand(n), (~(high | low)).double() / n
+        if objective.ratio == "token":
+            return self._clamp(log_ratio, rows), 1.0
+        if objective.ratio == "sequence-product":
+            return self._clamp(log_ratio.sum(), rows).expand(n), 1.0
+        mean = self._clamp(log_ratio.mean(), rows)
+        if objective.ratio == "sequence":
+            return mean.expand(n), 1 / n
+        logp = self.logp[rows]
+        return mean.detach() + (logp - logp.detach()), 1.0
+
+    def _token_weights(self, rows: list[int], advantage: Tensor) -> Tensor:
+        """omega, detached."""
+        objective, batch = self.objective, self.batch
+        omega = self.top[rows].clone()
+        if batch.token_weights is not None:
+            omega = omega * batch.token_weights[rows]
+        old = self.old[rows]
+        if objective.off_policy_delta is not None:
+            behind = old if batch.rollout is None else batch.rollout[rows]
+            distance = (behind - self.logp[rows]).mean().detach() - objective.off_policy_delta
+            self.borders.append(border(distance, (advantage < 0).any()))
+            dropped = (advantage < 0) & (distance > 0)
+            self.token["off_policy"][rows] = dropped.double()
+            omega = torch.where(dropped, 0.0, omega)
+        correction = objective.rollout_correction
+        if correction is not None:
+            log = old - batch.rollout[rows]
+            log = self._clamp(log.sum() if correction.level == "sequence" else log, rows).expand(len(rows))
+            for bound in (correction.low, correction.high):
+                self.borders.append(log - math.log(bound) if bound else torch.full_like(log, INFINITY))
+            rho = log.exp()
+            inside = (rho >= correction.low) & (rho <= correction.high)
+            mask = correction.mode == "mask"
+            omega = omega * (torch.where(inside, rho, 0.0) if mask else rho.clamp(correction.low, correction.high))
+        return omega.detach()
+
+    def _add(self, rows: list[int]) -> None:
+        objective, batch, n = self.objective, self.batch, len(rows)
+        advantage, w = batch.advantages[rows], self._weight(n)
+        if self.losses is not None:
+            log = (self.logp[rows] - self.old[rows]).detach()
+            unknown = torch.full_like(log, math.nan)
+            gated, share = Gated(self.losses[rows], unknown, torch.zeros_like(log)), 1.0
+        else:
+            log, share = self._level(rows, advantage)
+            held = (self.token["clamped"][rows] > 0) & (objective.ratio != "sequence-token")
+            gated = gated_terms(
+                objective.gate, log, self.logp[rows], advantage, self.token["side"][rows], held, self.borders
+            )
+            self.token["side"][rows] = gated.side
+        omega = self._token_weights(rows, advantage) * w
+        terms = omega * gated.value
+        self.policy = self.policy + terms.sum()
+        self._note_magnitudes(rows, omega, terms, gated, advantage, share)
+        token_log = self.logp[rows] - self.old[rows]
+        self._add_kl(rows, w, log, token_log)
+        if self.entropy is not None:
+            weights = w if batch.entropy_weights is None else batch.entropy_weights[rows]
+            term = float(objective.entropy_coef) * weights * self.entropy[rows]
+            self.bonus = self.bonus - term.sum()
+            self.magnitude["entropy_term"] = self.magnitude["entropy_term"] + term.detach().abs().sum()
+            self.token["entropy"][rows] = self.entropy[rows].detach()
+        if self.losses is None:
+            token_log = self._clamp(token_log.detach(), rows)
+        self.token["ratio"][rows] = log.detach().exp()
+        self.token["gate"][rows] = gated.weight.detach()
+        self.token["approx_kl"][rows] = torch.expm1(token_log) - token_log
+
+    def _note_magnitudes(
+        self, rows: list[int], omega: Tensor, terms: Tensor, gated: Gated, advantage: Tensor, share: float | Tensor
+    ) -> None:
+        weight = gated.weight if self.losses is None else (self.logp[rows] - self.old[rows]).exp() + 1
+        slope = (omega * weight * advantage).detach().abs()
+        size = terms.detach().abs() if self.losses is None else terms.detach().abs() + slope
+        self.magnitude["policy_loss"] = self.magnitude["policy_loss"] + size.sum()
+        shared = self.objective.ratio in ("sequence", "sequence-product")
+        self.c_magnitude[rows] += (slope.sum() if shared else slope) * share + slope
+
+    def _add_kl(self, rows: list[int], w: float, log: Tensor, token_log: Tensor) -> None:
+        kl = self.objective.kl
+        if kl is None:
+            return
+        limit = self.objective.max_log_ratio
+        token_log = token_log.clamp(-limit, limit)
+        d = torch.zeros_like(token_log)
+        if kl.needs_reference:
+            d = self._clamp(self.batch.ref[rows] - self.logp[rows], rows)
+        if kl.kind == "k3-unbiased" and kl.ratio == "objective":
+            ratio = log.exp()
+        else:
+            ratio = token_log.exp()
+        value, magnitude = kl_term(kl.kind, d, token_log, ratio)
+        coef = float(kl.coef)
+        self.kl = self.kl + (coef * w * value).sum()
+        self.magnitude["kl"] = self.magnitude["kl"] + (abs(coef) * w * magnitude).detach().sum()
+        self.token["kl"][rows] = value.detach()
+        shared = kl.kind == "k3-unbiased" and kl.ratio == "objective"
+        own = (magnitude.mean() if shared else magnitude) + d.exp() * (ratio if "unbiased" in kl.kind else 1.0)
+        self.c_magnitude[rows] += abs(coef) * w * own.detach()
+
+    def result(self) -> Exact:
+        loss = self.policy + self.kl + self.bonus
+        leaves = [self.logp] if self.entropy is None else [self.logp, self.entropy]
+        slopes: list[Tensor | None] = [None, None]
+        if loss.requires_grad:
+            slopes = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        c = torch.zeros_like(self.logp) if slopes[0] is None else slopes[0]
+        h = torch.zeros_like(self.logp) if len(leaves) == 1 or slopes[1] is None else slopes[1]
+        total = sum(self.magnitude.values(), torch.zeros((), dtype=torch.float64))
+        metrics, magnitudes = self._metrics()
+        magnitudes |= {"loss": total, "policy_loss": self.magnitude["policy_loss"]}
+        return Exact(loss.detach(), c, h, metrics, self.c_magnitude, magnitudes, self.borders)
+
+    def _metrics(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        mask, n = self.batch.mask, max(self.batch.tokens, 1)
+        token = {name: values[mask] for name, values in self.token.items()}
+        token |= {"low": (token["side"] < 0).double(), "high": (token["side"] > 0).double()}
+        mean = {name: values.sum() / n for name, values in token.items()}
+        absolute = {name: values.abs().sum() / n for name, values in token.items()}
+        metrics = {
+            "policy_loss": self.policy.detach(),
+            "kl": mean["kl"], "entropy": mean["entropy"], "ratio_mean": mean["ratio"], "gate_mean": mean["gate"],
+            "approx_kl": mean["approx_kl"], "clip_frac_low": mean["low"], "clip_frac_high": mean["high"],
+            "clip_frac": mean["low"] + mean["high"],
+            "ratio_max": token["ratio"].max() if self.batch.tokens else torch.zeros((), dtype=torch.float64),
+            "ratio_clamped": token["clamped"].sum(), "masked_off_policy": token["off_policy"].sum(),
+            "tokens": torch.tensor(float(self.batch.tokens), dtype=torch.float64),
+        }  # fmt: skip
+        scales = {name: metrics[name].abs() for name in metrics}
+        scales |= {"kl": absolute["kl"], "approx_kl": mean["ratio"] + 1}
+        return metrics, scales
