@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
-from . import __version__
+from . import __version__, dependencies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def _train(argv: list[str]) -> int:
     from .doctor import missing_for_train
 
     if missing := missing_for_train():
-        return _fail_for_extra("train", missing)
+        return _fail_for_packages("train", missing)
     from .trainer.train import main as train
 
     return _run(train, argv)
@@ -48,7 +47,7 @@ def _stage(name: str) -> Callable[[list[str]], int]:
         from .doctor import missing_for_train
 
         if missing := missing_for_train():
-            return _fail_for_extra(name, missing)
+            return _fail_for_packages(name, missing)
         return _run(import_module(f"fastrl.stages.{name.replace('-', '_')}").main, argv)
 
     return run
@@ -74,16 +73,16 @@ def _plan(argv: list[str]) -> int:
 
 
 def _report(argv: list[str]) -> int:
-    if find_spec("matplotlib") is None:
-        return _fail_for_extra("report", ["matplotlib"])
+    if missing := dependencies.missing(["matplotlib"]):
+        return _fail_for_packages("report", missing)
     from .runs.report import main as report
 
     return _run(report, argv)
 
 
 def _plot_gates(argv: list[str]) -> int:
-    if find_spec("matplotlib") is None:
-        return _fail_for_extra("plot-gates", ["matplotlib"])
+    if missing := dependencies.missing(["matplotlib"]):
+        return _fail_for_packages("plot-gates", missing)
     from .plot_gates import main as plot_gates
 
     return _run(plot_gates, argv)
@@ -99,10 +98,8 @@ def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return _fail(str(error))
 
 
-def _fail_for_extra(command: str, missing: list[str]) -> int:
-    return _fail(
-        f"{command} needs the package's train extra (missing: {', '.join(missing)}): pip install 'fastrl[train]'"
-    )
+def _fail_for_packages(command: str, missing: list[str]) -> int:
+    return _fail(f"{command} needs packages that are not installed: {dependencies.how_to_install(missing)}")
 
 
 def _fail(message: str) -> int:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
+from . import dependencies
 from .bench import machine
 from .ops import cpp_build
 
-_TRAIN_MODULES = ("transformers", "pydantic", "pydantic_settings", "tensorboard", "matplotlib", "tqdm")
+#: The oldest and the newest version of each that the whole test suite has run with.
+TESTED = {
+    "python": ("3.11", "3.12"),
+    "torch": ("2.11.0", "2.15.0"),
+    "triton": ("3.6.0", "3.9.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+}
 
 
 def missing_for_train() -> list[str]:
-    """The modules of the ``train`` extra that are not installed."""
-    return [name for name in _TRAIN_MODULES if find_spec(name) is None]
+    """The modules that training imports and that are not installed."""
+    return dependencies.missing(dependencies.TRAIN)
 
 
 def main() -> int:
     """Print versions, devices, compiler and backends; 0 always, for a missing backend is news and not an error."""
     facts = machine.describe(())
-    _section("versions", {name: value or "none" for name, value in facts["versions"].items()})
+    _section("versions", {name: _version(name, value) for name, value in facts["versions"].items()})
     _section("machine", facts["machine"])
     _section("compiler", {"C++": _compiler()})
     _section("backends", facts["backends"])
     missing = missing_for_train()
-    ready = f"missing {', '.join(missing)}: pip install 'fastrl[train]'" if missing else "ready"
+    ready = f"packages are missing: {dependencies.how_to_install(missing)}" if missing else "ready"
     _section("commands", {f"fastrl {name}": ready for name in ("train", "sft", "dpo", "reward-model", "sample")})
     return 0
+
+
+def _version(name: str, value: str | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value} (tested: {' to '.join(TESTED[name])})" if name in TESTED else value
 
 
 def _section(title: str, facts: dict[str, Any]) -> None:

@@ -220,21 +220,21 @@ def test_a_shape_goes_to_every_chosen_suite_that_takes_it() -> None:
     ("arguments", "missing"),
     [
         (["--suite", "logits"], "tabulate"),
-        (["--suite", "logits", "--out", "nowhere"], "tabulate, matplotlib"),
-        (["--suite", "step"], "tabulate, transformers"),
-        (["--suite", "all"], "tabulate, transformers"),
+        (["--suite", "logits", "--out", "nowhere"], "tabulate matplotlib"),
+        (["--suite", "step"], "tabulate 'transformers>=5'"),
+        (["--suite", "all"], "tabulate 'transformers>=5'"),
         (["--shape", "8x8"], "tabulate"),  # no other suite runs
     ],
 )
 def test_missing_packages_are_named_before_anything_runs(
     arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr("fastrl.dependencies.find_spec", lambda name: None)
     monkeypatch.setattr(command.machine, "describe", lambda argv: pytest.fail("something ran"))
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 1
-    expected = f"bench extra (missing: {missing}): pip install 'fastrl[bench]'"
+    expected = f"packages that are not installed: pip install {missing}\n"
     assert expected in capsys.readouterr().err
 
 

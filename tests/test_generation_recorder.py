@@ -394,7 +394,7 @@ def test_a_model_that_cannot_generate_so_is_named() -> None:
         pass
 
 
-def test_without_transformers_the_extra_is_named() -> None:
+def test_without_transformers_the_package_is_named() -> None:
     code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "pip install 'fastrl[train]'" in done.stderr
+    assert done.returncode != 0 and "pip install 'transformers>=5'" in done.stderr

@@ -3,15 +3,19 @@
 import ast
 import importlib
 import inspect
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
 import fastrl
+from fastrl import dependencies, doctor
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("transformers", "triton", "trl", "matplotlib", "tensorboard", "pydantic")
@@ -216,3 +220,75 @@ def test_every_source_of_the_cpp_backend_is_of_a_kind_that_is_shipped():
 
 def test_the_command_line_entry_point_exists():
     assert callable(importlib.import_module("fastrl.cli").main)
+
+
+# --- names on the package index ---------------------------------------------------------------------------------------
+
+
+def test_the_wheel_has_a_name_of_its_own_and_leaves_triton_to_torch(distributions):
+    """The index's fastrl is another project; torch's builds bring the Triton for their GPUs under different names."""
+    files = contents(distributions[0])
+    (metadata,) = (message_from_bytes(text) for name, text in files.items() if name.endswith("/METADATA"))
+    assert distributions[0].name.startswith("fastrl_lm-") and metadata["Name"] == "fastrl-lm"
+    names = {re.match(r"[\w.-]+", line).group() for line in metadata.get_all("Requires-Dist")}
+    assert "torch" in names
+    assert not {name for name in names if "triton" in name or name.replace("_", "-") in ("fastrl", "fastrl-lm")}
+
+
+#: `pip install` of either name, or an extra of one: what an index would answer. A path to a wheel is none.
+FROM_INDEX = re.compile(
+    r"""\bpip3?\s+install\b[^`\n]*?[\s'"]fastrl([-_]lm)?(?=[\s'"\[<>=~!`,;)]|[.:](\s|$)|$)|\bfastrl([-_]lm)?\[[a-z,]+\]"""
+)
+WRITTEN = {".py", ".md", ".toml", ".txt", ".sh", ".in", ".cfg", ".ini", ".yml", ".yaml", ".cpp", ".h", ""}
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        ("pip install {}", True),
+        ("run `pip install {}` first", True),
+        ("python -m pip install --upgrade {}>=0.1", True),
+        ("pip install '{}[train]'", True),
+        ('dev = ["{}[train]"]', True),
+        ("pip install torch {}-lm", True),
+        ("pip install -e '.[train]'", False),
+        ("pip install dist/{}_lm-0.1.0-py3-none-any.whl", False),
+        ("pip install {}lock", False),
+        ("pip install {}.", True),
+        ("pip install 'trl>=1.16', for {}.integrations.trl", False),
+        ("import {}", False),
+    ],
+)
+def test_what_an_index_would_answer_is_found(line, asks):
+    assert bool(FROM_INDEX.search(line.format("fastrl"))) == asks
+
+
+def test_no_file_says_to_install_fastrl_from_an_index():
+    told = []
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        if path.suffix not in WRITTEN or not path.is_file() or parts[0] in (".venv", ".git", "build", "dist", "runs"):
+            continue
+        if any(part.endswith((".egg-info", "_cache", "__pycache__")) for part in parts):
+            continue
+        lines = path.read_text(errors="ignore").splitlines()
+        told += [f"{path.relative_to(ROOT)}:{i}: {line}" for i, line in enumerate(lines, 1) if FROM_INDEX.search(line)]
+    assert not told, "\n".join(told)
+
+
+def test_messages_ask_for_the_packages_of_the_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {line for name, extra in extras.items() if name not in ("bench", "dev") for line in extra}
+    declared |= {"tabulate"} & set(extras["bench"])
+    peers = set(re.search(r"^PEERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split())
+    assert set(dependencies.REQUIREMENTS.values()) <= declared | peers
+    assert {dependencies.REQUIREMENTS[name] for name in dependencies.TRAIN} == set(extras["train"])
+
+
+def test_the_readme_and_the_doctor_name_the_same_tested_versions():
+    (line,) = re.findall(r"^Versions: .*?(?=\n\n)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    for name, versions in doctor.TESTED.items():
+        for version in versions:
+            # transformers by its minor version: that is how it is released.
+            assert version.removesuffix(".0") in line, (name, version)

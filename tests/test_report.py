@@ -235,9 +235,9 @@ def test_a_directory_without_a_run_and_a_broken_config_are_mistakes(run, tmp_pat
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("fastrl.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("fastrl.dependencies.find_spec", lambda name: None)
     assert main(["report", "runs/x"]) == 2
-    assert "report needs the package's train extra (missing: matplotlib)" in capsys.readouterr().err
+    assert "report needs packages that are not installed: pip install matplotlib\n" in capsys.readouterr().err
 
 
 def test_thinning_keeps_both_ends_and_every_extreme():

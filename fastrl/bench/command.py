@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import dependencies
 from . import machine
 from .measure import Row, default_device
 from .suites import SUITES, Setting, Shape, Suite
@@ -68,13 +68,9 @@ def _check_packages(parser: argparse.ArgumentParser, suites: Sequence[str], out:
     """Say what is missing before anything is measured."""
     needed = ["tabulate", *(["matplotlib"] if out is not None else [])]
     needed += [package for name in suites for package in SUITES[name].needs]
-    missing = [package for package in needed if find_spec(package) is None]
-    if missing:
-        parser.exit(
-            1,
-            f"fastrl bench needs the package's bench extra (missing: {', '.join(missing)}):"
-            " pip install 'fastrl[bench]'\n",
-        )
+    if missing := dependencies.missing(needed):
+        install = dependencies.how_to_install(missing)
+        parser.exit(1, f"fastrl bench needs packages that are not installed: {install}\n")
 
 
 def _log(title: str, text: str) -> None:

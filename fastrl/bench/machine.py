@@ -16,7 +16,8 @@ import torch
 
 import fastrl
 
-_PACKAGES = ("triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
+_PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "transformers")
+_TRITON = ("triton", "triton-rocm", "pytorch-triton-rocm")  # by the torch that brought it
 
 
 def describe(argv: Sequence[str]) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def describe(argv: Sequence[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
+            "rocm": torch.version.hip,
+            "triton": next(filter(None, map(installed_version, _TRITON)), None),
             **{name: installed_version(name) for name in _PACKAGES},
         },
         "backends": fastrl.backends(),

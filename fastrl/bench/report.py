@@ -50,7 +50,7 @@ def _header(header: dict[str, Any]) -> str:
     if "gpu" in machine:
         hardware = f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB; {hardware}"
     there = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
-    missing = ", ".join(name for name, value in versions.items() if value is None and name != "cuda")
+    missing = ", ".join(name for name, value in versions.items() if value is None and name not in ("cuda", "rocm"))
     backends = "; ".join(f"{name}: {state}" for name, state in header["backends"].items())
     lines = [
         f"- machine: {hardware}",

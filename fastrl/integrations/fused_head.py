@@ -25,12 +25,13 @@ from torch import Tensor
 
 from .. import checks, linear_cross_entropy, linear_token_logprobs, token_logprobs
 from ..budget import parse_budget
+from ..dependencies import how_to_install
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
     raise ImportError(
-        f"fastrl.integrations.transformers needs transformers ({error}): pip install 'fastrl[train]'"
+        f"fastrl.integrations.transformers needs transformers ({error}): {how_to_install(['transformers'])}"
     ) from error
 
 # How far the model's own logits may be from ours, relative to their largest magnitude: rounding, never another formula.

@@ -23,10 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dependencies import how_to_install
+
 try:
     import transformers
 except ImportError as why:
-    raise ImportError(f"fastrl.integrations.routing needs transformers ({why}): pip install 'fastrl[train]'") from why
+    raise ImportError(
+        f"fastrl.integrations.routing needs transformers ({why}): {how_to_install(['transformers'])}"
+    ) from why
 
 
 def all_gates(router: Any, logits: Tensor, experts: Tensor, sigmoid: bool = False) -> Tensor:

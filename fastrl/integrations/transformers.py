@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import SamplingMask, checks, token_logprobs
+from ..dependencies import how_to_install
 from .fused_head import LMHead, TokenStatsOutput, compute_loss_func, fused_lm_head, remove_fused_lm_head
 
 try:
@@ -29,7 +30,7 @@ try:
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 except ImportError as error:
     raise ImportError(
-        f"fastrl.integrations.transformers needs transformers ({error}): pip install 'fastrl[train]'"
+        f"fastrl.integrations.transformers needs transformers ({error}): {how_to_install(['transformers'])}"
     ) from error
 
 __all__ = [

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import checks, linear_token_logprobs, token_logprobs
 from ..budget import parse_budget
+from ..dependencies import how_to_install
 from .patching import exchange, say_once
 
 try:
@@ -32,7 +33,7 @@ try:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from trl.trainer import utils
 except ImportError as error:
-    raise ImportError(f"fastrl.integrations.trl needs trl ({error}): pip install 'fastrl[trl]'") from error
+    raise ImportError(f"fastrl.integrations.trl needs trl ({error}): {how_to_install(['trl'])}") from error
 
 if TYPE_CHECKING:
     from .trl_grpo import FastGRPOTrainer

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import PRESETS, Objective, linear_token_logprobs, policy_loss
 from ..budget import parse_budget
+from ..dependencies import how_to_install
 from ..objectives import Clip, GeometricMean
 from .patching import exchange, say_once
 
@@ -304,4 +305,4 @@ def _imported(path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ImportError as error:
-        raise ImportError(f"fastrl.integrations.verl needs verl ({error}): pip install 'verl==0.9.1'") from error
+        raise ImportError(f"fastrl.integrations.verl needs verl ({error}): {how_to_install(['verl'])}") from error

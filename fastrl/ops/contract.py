@@ -76,7 +76,7 @@ class Statistics(NamedTuple):
 
     logprobs: Tensor  # log-probability of the target; NaN for an unmasked target outside [0, V)
     entropy: Tensor  # nats
-    maximum: Tensor  # max_j z_j
+    maximum: Tensor  # max_j z_j, rounded; log_sum is relative to what it was rounded to
     log_sum: Tensor  # log sum_j exp(z_j - maximum), formed as log1p of the others' sum where the target is the maximum
 
 

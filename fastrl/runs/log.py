@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from ..dependencies import how_to_install
 from .errors import UserError
 from .report import plot_curves, write_report
 from .sections import LoggingConfig
@@ -157,7 +158,7 @@ def _import_wandb() -> Any:
     try:
         import wandb  # optional: only runs that log there need it
     except ImportError as error:
-        raise UserError(f"logging.wandb needs wandb ({error}): pip install 'fastrl[wandb]'") from error
+        raise UserError(f"logging.wandb needs wandb ({error}): {how_to_install(['wandb'])}") from error
     return wandb
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..dependencies import how_to_install
 from ..integrations.fused_head import TOLERANCE, LMHead
 from .errors import UserError
 from .sections import ModelConfig
@@ -185,7 +186,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
     try:
         import peft  # optional: only runs with adapters need it
     except ImportError as error:
-        raise UserError(f"model.lora_rank needs peft ({error}): pip install 'fastrl[lora]'") from error
+        raise UserError(f"model.lora_rank needs peft ({error}): {how_to_install(['peft'])}") from error
     settings = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.lora_targets, task_type="CAUSAL_LM"
     )

@@ -239,11 +239,11 @@ def test_outputs_that_are_not_known_are_trls(caplog: pytest.LogCaptureFixture) -
     assert [r.getMessage() for r in caplog.records] == ["TRL's own head is used: outputs rank are not known"]
 
 
-def test_without_trl_the_extra_is_named() -> None:
+def test_without_trl_the_package_is_named() -> None:
     code = (
         "import sys; sys.modules['trl'] = None\n"
         "try: import fastrl.integrations.trl\n"
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'fastrl[trl]'" in done.stdout
+    assert "pip install 'trl>=1.16'" in done.stdout

@@ -229,5 +229,5 @@ def test_without_verl_the_error_says_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "verl", None)
     for call in (adapter.register, adapter.enable):
-        with pytest.raises(ImportError, match="pip install"):
+        with pytest.raises(ImportError, match=r"pip install verl==0\.9\.1$"):
             call()

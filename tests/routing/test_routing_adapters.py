@@ -126,10 +126,10 @@ def test_many_experts_need_int32() -> None:
     assert (routing[:, :8, :3] >= 0).all()
 
 
-def test_without_transformers_the_extra_is_named() -> None:
+def test_without_transformers_the_package_is_named() -> None:
     code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.routing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "pip install 'fastrl[train]'" in done.stderr
+    assert done.returncode != 0 and "pip install 'transformers>=5'" in done.stderr
 
 
 def test_a_router_that_returns_another_order_is_named(one_model: Any) -> None:
