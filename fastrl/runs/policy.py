@@ -7,7 +7,6 @@ The logits of the whole vocabulary are never formed in training: the decoder giv
 
 import copy
 import inspect
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..dependencies import how_to_install
 from ..integrations.fused_head import TOLERANCE, LMHead
 from .errors import UserError
+from .loading import load_tokenizer, load_weights, name_of
 from .sections import ModelConfig
 
 
@@ -114,18 +114,18 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = Fa
     """
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
-    head, dtype, adapters = _head(model, _name(config)), getattr(torch, config.dtype), config.lora_rank is not None
+    head, dtype, adapters = _head(model, name_of(config)), getattr(torch, config.dtype), config.lora_rank is not None
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
-        raise UserError(f"{_name(config)}: neither the tokenizer nor the generation config names an EOS token")
-    check_token_ids([*tokenizer.get_vocab().values(), *eos_token_ids], head.weight.shape[0], _name(config))
+        raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
+    check_token_ids([*tokenizer.get_vocab().values(), *eos_token_ids], head.weight.shape[0], name_of(config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
     policy = Policy(model, tokenizer, head.weight, head.arguments, eos_token_ids, pad, dtype, adapters)
     try:
         with policy.computing():
             head.check(model, dtype)
     except ValueError as error:
-        raise UserError(f"{_name(config)}: {error}") from error
+        raise UserError(f"{name_of(config)}: {error}") from error
     if packing:
         check_packing(policy)
     return policy
@@ -147,22 +147,16 @@ def _head(model: PreTrainedModel, name: str) -> LMHead:
         raise UserError(f"{name}: {error}") from error
 
 
-def load_model(config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, **extra: Any) -> Any:
-    """The model alone (of one of transformers' Auto classes), on its device, in evaluation mode."""
-    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
-    if config.attention is not None:
-        options["attn_implementation"] = config.attention
-    try:
-        if config.config is not None:
-            values = json.loads(config.config.read_text(encoding="utf-8"))
-            if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-                raise UserError(f'{config.config}: expected a JSON object with a "model_type"')
-            model_config = AutoConfig.for_model(**values, **extra)
-            model = kind.from_config(model_config, **options)
-        else:
-            model = kind.from_pretrained(str(config.path), **options, **extra)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises for one
-        raise UserError(f"{_name(config)}: cannot load the model: {_first_line(error)}") from error
+def load_model(
+    config: ModelConfig,
+    device: torch.device,
+    kind: Any = AutoModelForCausalLM,
+    *,
+    new_head: bool = False,
+    **extra: Any,
+) -> Any:
+    """The model alone, as ``load_weights`` finds it, on its device and in evaluation mode."""
+    model = load_weights(config, kind, new_head=new_head, **extra)
     if getattr(model, "_hf_peft_config_loaded", False):
         if config.lora_rank is not None:  # which would take their place, and a reference has no way to tell them apart
             raise UserError(f"model.lora_rank: {config.path} holds adapters already; merge them into its base first")
@@ -222,16 +216,6 @@ def reference_of(policy: Policy) -> Policy:
     return replace(policy, model=model, weight=head.weight, head=head.arguments)
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that a model's config names."""
-    name = config.tokenizer or config.path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{name}: cannot load the tokenizer: {_first_line(error)}") from error
-    return tokenizer
-
-
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's EOS first, then what else the generation config stops at."""
     extra = model.generation_config.eos_token_id
@@ -258,10 +242,6 @@ def check_packing(policy: Policy) -> None:
             f"training.packing: in {name} a packed sequence sees the one before it (relative difference {error:.2g}); "
             "leave packing out for this model"
         )
-
-
-def _name(config: ModelConfig) -> str:
-    return str(config.path or config.config)
 
 
 def _first_line(error: Exception) -> str:

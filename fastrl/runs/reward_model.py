@@ -14,7 +14,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from .data import Example, tokenize_pair
 from .errors import UserError
-from .policy import check_token_ids, decoder_states, left_pad, load_model, load_tokenizer, max_positions
+from .loading import load_config, load_tokenizer
+from .policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
 from .reward import Rewards, load_rewards
 from .sections import ModelConfig
 
@@ -41,10 +42,10 @@ class RewardModel:
         """
         config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(config)
-        model = load_model(config, device, AutoModelForSequenceClassification)
-        kinds = model.config.architectures or []
-        if not any("SequenceClassification" in kind for kind in kinds):  # its head would be a new, random one
+        kinds = load_config(config).architectures or []
+        if not any("SequenceClassification" in kind for kind in kinds):
             raise UserError(f"{path}: expected a sequence classifier, got {', '.join(kinds) or 'an unknown model'}")
+        model = load_model(config, device, AutoModelForSequenceClassification)
         check_classifier(model, tokenizer, path)
         return cls(model.requires_grad_(False), tokenizer, batch_size)
 

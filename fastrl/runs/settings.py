@@ -36,7 +36,7 @@ class Location:
     """Marks a field (``Annotated[str, Location()]``) that holds a path, a path with ":function", or a list of them.
 
     In a file they are relative to the file, on the command line to the working directory. With ``hub`` it may also be a
-    model hub's "owner/name", so it is only resolved if something lies at the resolved path.
+    model hub's "owner/name", so it is only resolved if something lies there, or if it can be nothing but a path.
     """
 
     hub: bool = False
@@ -119,9 +119,23 @@ def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> N
                 tree[name] = [_resolve(item, base, mark.hub) if isinstance(item, str) else item for item in value]
 
 
+def looks_like_path(text: str, base: Path = Path()) -> bool:
+    """Whether a text is a path and no hub's "name" or "owner/name", also if nothing lies there.
+
+    It begins or ends like one, has more parts, or its first part is a directory under ``base``.
+    """
+    first, *rest = text.split("/")
+    return (
+        text.startswith((".", "/", "~"))
+        or text.endswith("/")
+        or len(rest) > 1
+        or (rest != [] and (base / first).is_dir())
+    )
+
+
 def _resolve(text: str, base: Path, hub: bool) -> str:
     resolved = base / Path(text).expanduser()
-    if hub and not resolved.exists() and not text.startswith((".", "/", "~")):
+    if hub and (not text.strip() or not (resolved.exists() or looks_like_path(text, base))):
         return text
     return os.path.normpath(resolved.absolute())
 

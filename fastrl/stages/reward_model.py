@@ -5,8 +5,7 @@ Rows are {"prompt", "responses": [string, ...], "ranks": [int, ...]}, 1 the best
 over the training responses, or over the completions of data.reference_path, is 0.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +14,11 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from .. import reward_model_loss
 from ..runs.errors import UserError
-from ..runs.policy import load_model, load_tokenizer, max_positions
+from ..runs.loading import load_tokenizer
+from ..runs.policy import load_model, max_positions
 from ..runs.reward_model import MEAN, RewardModel, check_classifier, score_sequences
 from ..runs.settings import Location
 from . import config as shared
@@ -119,8 +118,8 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """
     with prepared(config, "reward-model", resume) as (device, checkpoint):
         tokenizer = load_tokenizer(config.model)
-        with _without_load_report():
-            model = load_model(config.model, device, AutoModelForSequenceClassification, num_labels=1)
+        # A language model lends its decoder: its own head is left over, and the score's is new.
+        model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
         check_classifier(model, tokenizer, str(config.model.path or config.model.config))
         setattr(model.config, MEAN, 0.0)
         reader = Reader(tokenizer, smallest(config.training.max_length, max_positions(model)))
@@ -141,17 +140,6 @@ def _with_pairs(rows: list[Ranked], path: Path) -> list[Ranked]:
     if not found:
         raise UserError(f"{path}: expected two responses to a prompt that differ in rank, got ties alone")
     return found
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """A language model lends its decoder: that its head is left over and the score's is new is as it should be."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification
 
 from fastrl.runs.data import Example, tokenize_pair
 from fastrl.runs.errors import UserError
-from fastrl.runs.policy import load_model, load_tokenizer
+from fastrl.runs.loading import load_tokenizer
+from fastrl.runs.policy import load_model
 from fastrl.runs.reward_model import MEAN, RewardModel, score_sequences
 from fastrl.runs.sections import ModelConfig
 from fastrl.stages.loop import measure, save_model
@@ -76,7 +77,7 @@ def test_a_score_is_the_last_tokens_whatever_stands_beside_it(trained):
 def stage(policy_path):
     """A reward model with a random head, to train."""
     config = ModelConfig(path=policy_path)
-    model = load_model(config, CPU, AutoModelForSequenceClassification, num_labels=1)
+    model = load_model(config, CPU, AutoModelForSequenceClassification, new_head=True, num_labels=1)
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
     return RewardModelStage(model, load_tokenizer(config), torch.float32, [[2, 1, 0], [3, 3, 1, 4, 0]])
@@ -132,7 +133,7 @@ def test_other_models_are_refused(policy_path, tmp_path, settings, write_rows):
     with pytest.raises(UserError, match="expected a sequence classifier, got Qwen3ForCausalLM"):
         RewardModel.load(policy_path, CPU)
     config = ModelConfig(path=policy_path)
-    two = load_model(config, CPU, AutoModelForSequenceClassification, num_labels=2)
+    two = load_model(config, CPU, AutoModelForSequenceClassification, new_head=True, num_labels=2)
     two.save_pretrained(tmp_path / "two")
     load_tokenizer(config).save_pretrained(tmp_path / "two")
     with pytest.raises(UserError, match=r"expected one score \(num_labels = 1\), got 2"):
