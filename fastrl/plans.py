@@ -99,7 +99,12 @@ def plan_memory(
     Raises:
         TypeError, ValueError: naming the argument; for a budget that is too small, with the smallest possible.
     """
-    counts = (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("longest", longest or tokens))
+    counts = (
+        ("tokens", tokens),
+        ("hidden", hidden),
+        ("vocab", vocab),
+        ("longest", tokens if longest is None else longest),
+    )
     for name, value, lowest in (*((*x, 1) for x in counts), ("kept", kept, 0), ("unrecorded", unrecorded, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")

@@ -261,6 +261,16 @@ def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: p
     assert "a subject" in (tmp_path / "some.md").read_text()
 
 
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suites.Suite, "run", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main(["--suite", "logits", "--shape", "8x8", "--out", str(tmp_path / "file")])
+    assert "argument --out: cannot write to " in capsys.readouterr().err
+
+
 def _row() -> Row:
     return Row("logits", {"N": 1, "V": 1}, "float32", "a work", "a subject")
 

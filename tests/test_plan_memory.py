@@ -140,6 +140,7 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     ("changes", "error", "message"),
     [
         ({"tokens": 0}, ValueError, "tokens must be at least 1, got 0"),
+        ({"longest": 0}, ValueError, "longest must be at least 1, got 0"),
         ({"vocab": 1.0}, TypeError, "vocab must be an int, got float"),
         ({"dtype": torch.float64}, TypeError, "dtype must be one of .* got torch.float64"),
         ({"gradients": ("head",)}, ValueError, "gradients must be some of hidden, weight, bias, got"),

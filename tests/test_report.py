@@ -226,6 +226,10 @@ def test_a_whole_last_line_that_cannot_be_read_is_a_mistake(run):
         report.write_report(run)
 
 
+def test_a_number_too_large_for_a_curve_is_left_out_of_it():
+    assert math.isnan(report.series([{"step": 1, "loss": 10**400}])["loss"].values[0])
+
+
 def test_a_directory_without_a_run_and_a_broken_config_are_mistakes(run, tmp_path):
     with pytest.raises(UserError, match=r"nothing: expected a run's directory, but it holds no metrics\.jsonl"):
         report.write_report(tmp_path / "nothing")

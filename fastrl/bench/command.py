@@ -28,6 +28,12 @@ def main(argv: Sequence[str]) -> int:
     shapes = _shapes(parser, chosen, options.shape)
     _check_packages(parser, [name for name in chosen if shapes[name] or not options.shape], options.out)
 
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"argument --out: cannot write to {str(options.out)!r}: {error.strerror}")
+
     from .report import as_markdown
 
     device = default_device()
@@ -51,7 +57,6 @@ def _write(folder: Path, name: str, header: dict[str, Any], sections: list[Secti
     from . import charts
     from .report import as_json, as_markdown
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(as_json(header, sections))
     (folder / f"{name}.md").write_text(as_markdown(header, sections))
     charts.draw(header, sections[-1], folder)

@@ -69,7 +69,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"{path}: cannot read the dataset: {error}") from error
+        raise UserError(f"{path}: cannot read the dataset: {error.strerror}") from error
     for number, raw in enumerate(lines, start=1):
         try:
             text = raw.decode("utf-8").strip()
@@ -78,6 +78,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
+        except (ValueError, RecursionError) as error:  # a number too long to be read, brackets too deep
+            raise UserError(f"{path}:{number}: cannot be read: {error}") from error
         if not text:
             continue
         if not isinstance(row, dict):
@@ -177,7 +179,8 @@ class TextStream:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot read the text: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{path}: cannot read the text: {reason}") from error
         # The file's last line ends like any other; that is no part of the text.
         self.tokens = torch.tensor(_ids(text.removesuffix("\n"), tokenizer, str(path)))
         self.length, self.position = length, 0

@@ -136,9 +136,16 @@ def series(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
     for record in records:
         for name, value in record.items():
             if name != "step":
-                finite = isinstance(value, int | float) and math.isfinite(value)
-                found.setdefault(name, Series()).append(record["step"], float(value) if finite else math.nan)
+                found.setdefault(name, Series()).append(record["step"], _number(value))
     return found
+
+
+def _number(value: Any) -> float:
+    try:
+        found = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
 
 
 def sections(found: dict[str, Series]) -> dict[str, list[Panel]]:

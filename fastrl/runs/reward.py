@@ -34,7 +34,8 @@ class RewardFunction:
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
         """One finite float or None a completion; ``examples[i]`` is the prompt of ``completions[i]``.
 
-        Raises UserError naming the function and the sample for anything else, and for an exception inside it.
+        Raises UserError naming the function and the sample for anything else, and for an exception inside it, that of
+        ``sys.exit`` too.
         """
         results = self._results(examples, completions)
         return [self._number(value, index, examples) for index, value in enumerate(results)]
@@ -61,12 +62,11 @@ class RewardFunction:
     def _results(self, examples: list[Example], completions: list[str]) -> list[Any]:
         try:
             results = self._call(examples, completions)
-        except Exception as error:  # someone else's code: whatever it raises is its user's to mend
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"{self.source}: raised {type(error).__name__}: {error} ({line.filename}:{line.lineno}) on "
-                f"{self._culprit(examples, completions)}"
-            ) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # someone else's code: whatever it raises is its user's to mend
+            culprit = self._culprit(examples, completions)
+            raise UserError(f"{self.source}: raised {_told(error)} on {culprit}") from error
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
             raise UserError(f"{self.source}: expected a list of {len(examples)} rewards, got {type(results).__name__}")
         if len(results) != len(examples):
@@ -86,7 +86,9 @@ class RewardFunction:
             for half in (slice(first, middle), slice(middle, end)):
                 try:
                     self._call(examples[half], completions[half])
-                except Exception:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
                     first, end = half.start, half.stop
                     break
             else:  # it needs samples of both halves, or the world has changed
@@ -162,6 +164,8 @@ def load_reward(source: str) -> RewardFunction:
     if not callable(function):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise UserError(f"{file}: has no function {name!r}; it has {', '.join(own) or 'none'}")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{file}: {name} is declared with async def, expected a function that returns the rewards")
     return RewardFunction(function, name, source)
 
 
@@ -176,10 +180,16 @@ def _import(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from error
-    except Exception as error:  # someone else's code, as above
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{path}: importing it raised {type(error).__name__}: {error} ({line.filename}:{line.lineno})"
-        ) from error
+        where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
+        raise UserError(f"{where}: {error.msg}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # someone else's code, as above
+        raise UserError(f"{path}: importing it raised {_told(error)}") from error
     return module
+
+
+def _told(error: BaseException) -> str:
+    """An exception's name, what it says, and where it was raised."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''} ({line.filename}:{line.lineno})"

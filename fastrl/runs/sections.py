@@ -65,7 +65,7 @@ class MachineConfig(Section):
     """Seeds Python, NumPy and torch."""
     device: str = "auto"
     """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
     machine that has other work; numbers repeat exactly only for the same number of threads."""
 

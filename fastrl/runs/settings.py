@@ -94,8 +94,10 @@ def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:  # its message ends in "(at line 3, column 8)"
         raise UserError(f"{path}: not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the config: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        of = f" (the base of {above[-1]})" if above else ""
+        raise UserError(f"{path}: cannot read the config: {reason}{of}") from error
     base = tree.pop("base", None)
     _resolve_paths(kind, tree, path.parent)
     if base is None:
@@ -173,6 +175,8 @@ def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> 
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not given")
         else:
-            came = "" if isinstance(item["input"], BaseModel | dict) else f", got {item['input']!r}"
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{came}")
+            said = "expected a table" if item["type"] == "model_type" else item["msg"].removeprefix("Value error, ")
+            came = f", got {item['input']!r}"
+            told = isinstance(item["input"], BaseModel | dict) or said.endswith(came)
+            lines.append(f"{where}: {said}{'' if told else came}")
     return lines

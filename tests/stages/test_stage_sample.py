@@ -185,6 +185,7 @@ def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"output": {"best": 6}}, r"output\.best: expected at most rollout\.num_generations = 5, got 6"),
+        ({"output": {"path": "/tmp"}}, r"output\.path: expected a file, got a directory, /tmp"),
         ({"rollout": {"dynamic_sampling": True}}, r"rollout\.dynamic_sampling: means nothing here"),
         ({"model": {"lora_rank": 2}}, r"model\.lora_rank: means nothing here"),
         ({"reward": {"overlong_cache": 2}}, r"reward\.overlong_cache: means nothing here"),

@@ -33,7 +33,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("training.memory_budget", "foo", "training.memory_budget"),
+        ("training.memory_budget", "foo", "such as '256MiB' or '1.5GB', got 'foo'\n"),
+        ("training.threads", "99999999", "training.threads: Input should be less than or equal to 1024"),
         ("training.seed", "99999999999", "training.seed"),
         ("training.minibatches", "9999", "training.minibatches: expected at most the rollout's 1024 sequences"),
         ("optimizer.weight_decay", "inf", "optimizer.weight_decay"),

@@ -108,7 +108,7 @@ def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, 
         (MINIMAL.replace("grpo", "drgrpo"), [], ["config.toml: objective", "max_length"]),
         (MINIMAL + "[evaluation]\nevery = 5\n", [], ["config.toml", "data.eval_path"]),
         (MINIMAL + "[rollout]\nnum_generations = 1\n", [], ["rollout.num_generations", "2", "got 1"]),
-        ("model = 3\n" + MINIMAL.replace('[model]\npath = "model"\n', ""), [], ["config.toml: model", "got 3"]),
+        ("model = 3\n" + MINIMAL.replace('[model]\npath = "model"\n', ""), [], ["model: expected a table, got 3"]),
     ],
 )  # fmt: skip
 def test_a_mistake_names_file_or_option_field_and_what_came(write, text, overrides, expected):
@@ -128,6 +128,19 @@ def test_every_mistake_is_told_at_once(write):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.toml: cannot read"):
         load_settings(Config, Path(tmp_path / "nowhere.toml"))
+    (tmp_path / "top.toml").write_text('base = "nowhere.toml"\n')
+    with pytest.raises(
+        UserError, match=r"nowhere\.toml: cannot read .*: No such file or directory \(the base of .*top"
+    ):
+        load_settings(Config, Path(tmp_path / "top.toml"))
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 100_000, "x = " + "1" * 5000, "\ufffd".encode("utf-16")])
+def test_a_file_that_cannot_be_parsed(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=r"config\.toml: cannot read the config: "):
+        load_settings(Config, path)
 
 
 def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):

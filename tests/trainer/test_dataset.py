@@ -56,6 +56,8 @@ GOOD = '{"prompt": "1=", "answer": "1"}\n'
         (GOOD + '{"prompt": "12345=", "answer": "2"}', 2, "6 tokens"),
         ('{"prompt": "1=", "completions": "1"}', 1, '"completions" is taken'),
         (GOOD.encode() + b'{"prompt": "\xff"}', 2, "not UTF-8"),
+        (GOOD + '{"prompt": ' + "1" * 5000, 2, "cannot be read: "),
+        (GOOD + "[" * 100_000, 2, "cannot be read: maximum recursion depth"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(load, text, line, expected):

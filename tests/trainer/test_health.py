@@ -242,6 +242,19 @@ def test_a_reward_that_raises_names_the_sample(rewarded, example):
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("end", ["sys.exit(5)", "sys.exit()", "raise BaseException('odd')"])
+def test_a_reward_that_ends_the_process_is_one_that_raises(rewarded, end):
+    body = f"import sys\nif '621=' in prompts:\n    {end}\nreturn [0.0] * len(prompts)"
+    config = rewarded(body, rollout={"prompts_per_step": 800, "num_generations": 2}, training={"steps": 1})
+    told = (
+        r"mine\.py:reward: raised (SystemExit(: 5)?|BaseException: odd) \(.*mine\.py:4\) on sample \d+: prompt '621='"
+    )
+    with pytest.raises(UserError, match=told):
+        train(config)
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C, which is the user's
+        train(rewarded("raise KeyboardInterrupt", logging={"overwrite": True}))
+
+
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [

@@ -73,6 +73,14 @@ def test_functions_that_cannot_be_loaded(load, tmp_path):
         load("def reward(:\n")
     with pytest.raises(UserError, match=r"mine\.py: importing it raised ModuleNotFoundError.*nowhere.*mine\.py:1"):
         load("import nowhere\n")
+    with pytest.raises(UserError, match=r"mine\.py: importing it raised SystemExit: 3 \(.*mine\.py:1\)"):
+        load("raise SystemExit(3)\n")
+    with pytest.raises(UserError, match=r"mine\.py: source code .*null"):
+        load("\0")
+    with pytest.raises(
+        UserError, match=r"mine\.py: reward is declared with async def, expected a function that returns"
+    ):
+        load("async def reward(**columns):\n    return []\n")
     with pytest.raises(UserError, match="no such file"):
         load_reward(f"{tmp_path}/nowhere.py:reward")
     for source in ("mine.py", "mine.py:", "mine.txt:reward", "reward"):
