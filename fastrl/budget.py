@@ -11,6 +11,10 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SMALL = 4 << 30  # bytes that a small machine has to spare, where it does not tell
 
 
+class BudgetTooSmall(ValueError):
+    """No plan fits the budget; the message names the smallest possible one."""
+
+
 def parse_budget(value: object, name: str = "memory_budget") -> int | None:
     """Bytes from a whole number, or from text such as "256MiB"; None stays None."""
     if value is None:

@@ -90,12 +90,15 @@ def _plot_gates(argv: list[str]) -> int:
 
 def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """The command's exit status; 2 and one line for what the user can mend."""
+    from .budget import BudgetTooSmall
     from .runs.errors import UserError
 
     try:
         return command(argv)
     except UserError as error:
         return _fail(str(error))
+    except BudgetTooSmall as error:  # for what no config says, such as how many entries of the vocabulary were recorded
+        return _fail(f"training.memory_budget: {error}")
 
 
 def _fail_for_packages(command: str, missing: list[str]) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .budget import default_budget, text
+from .budget import BudgetTooSmall, default_budget, text
 from .ops import tiling
 from .ops.products import Needs
 from .ops.tiling import Sizes, Tile
@@ -155,7 +155,7 @@ def choose(call: Call, budget: int | None) -> Plan:
         tokens = f"{call.rows} tokens" if not call.kept else f"{call.kept} recorded ids, {call.rows} other tokens"
         what = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
         source = "the default budget, a quarter of the free memory" if budget is None else "memory_budget"
-        raise ValueError(
+        raise BudgetTooSmall(
             f"{source} is too small for {what}: got {size} bytes, the smallest possible is {least} ({text(least)})"
         )
     best = plans[0]

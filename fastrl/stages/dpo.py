@@ -15,12 +15,13 @@ from tqdm import tqdm
 
 from .. import linear_dpo_loss
 from ..runs.errors import UserError
+from ..runs.memory_needs import LossCall, check_budget
 from ..runs.policy import Policy, load_policy, max_positions, reference_of
 from ..runs.rollout import hidden_states, rollout_logprobs
 from ..runs.settings import Section
 from .config import StageConfig, TokenTrainingConfig
 from .loop import PolicyStage, command, fit, prepared
-from .rows import Reader, Tokens, as_rollout, smallest
+from .rows import Reader, Tokens, as_rollout, largest_call, smallest
 
 
 class LossConfig(Section):
@@ -114,6 +115,11 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
     return pair
 
 
+def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall:
+    pairs = training.micro_batch_size or training.batch_size
+    return largest_call("the loss", lengths, 2 * pairs, training.packing)
+
+
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or what is left of it; returns the run's summary.
 
@@ -121,10 +127,13 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """
     training = config.training
     with prepared(config, "dpo", resume) as (device, checkpoint):
+        check_budget(training, config.model, device, [_largest_call(training, [1, 1])])
         policy = load_policy(config.model, device, packing=training.packing)
         reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
+        lengths = [len(tokens.completion) for tokens in both(rows + held_out)]
+        check_budget(training, config.model, device, [_largest_call(training, lengths)], policy)
         return fit(DPO(policy, training, config.loss.beta), rows, held_out, config, "dpo", checkpoint)
 
 

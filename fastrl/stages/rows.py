@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..runs.data import read_rows, tokenize_pair
 from ..runs.errors import UserError
+from ..runs.memory_needs import LossCall
 from ..runs.policy import Policy
 from ..runs.rollout import Rollout
 
@@ -70,6 +71,12 @@ def field(row: dict[str, Any], name: str, where: str) -> Any:
 def smallest(*limits: int | None) -> int | None:
     """The least of the limits that there are."""
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def largest_call(what: str, lengths: list[int], sequences: int, packed: bool, **options: Any) -> LossCall:
+    """The largest call of a loss over ``sequences`` of completions of these lengths, in tokens."""
+    tokens, rows = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
+    return LossCall(what, tokens, tokens if packed else rows, max(lengths), packed, **options)
 
 
 def as_rollout(policy: Policy, batch: Sequence[Tokens]) -> Rollout:

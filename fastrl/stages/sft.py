@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import linear_cross_entropy
+from .. import REINFORCE, linear_cross_entropy
+from ..runs.memory_needs import LossCall, check_budget
 from ..runs.policy import Policy, load_policy, max_positions
 from ..runs.rollout import hidden_states
 from .config import StageConfig, TokenTrainingConfig
 from .loop import PolicyStage, command, fit, prepared
-from .rows import Reader, Tokens, as_rollout, smallest
+from .rows import Reader, Tokens, as_rollout, largest_call, smallest
 
 
 class Config(StageConfig):
@@ -58,17 +59,26 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
     return reader.tokens(row, "completion", where)
 
 
+def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall:
+    size = training.micro_batch_size or training.batch_size
+    return largest_call("the loss", lengths, size, training.packing, objective=REINFORCE())
+
+
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or what is left of it; returns the run's summary.
 
     Raises UserError, before the first update, for what cannot be used.
     """
     with prepared(config, "sft", resume) as (device, checkpoint):
-        policy = load_policy(config.model, device, packing=config.training.packing)
-        reader = Reader(policy.tokenizer, smallest(config.training.max_length, max_positions(policy.model)))
+        training = config.training
+        check_budget(training, config.model, device, [_largest_call(training, [1])])
+        policy = load_policy(config.model, device, packing=training.packing)
+        reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
         rows = reader.load(config.data.path, parse)
         held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
-        return fit(SFT(policy, config.training), rows, held_out, config, "sft", checkpoint)
+        lengths = [len(row.completion) for row in rows + held_out]
+        check_budget(training, config.model, device, [_largest_call(training, lengths)], policy)
+        return fit(SFT(policy, training), rows, held_out, config, "sft", checkpoint)
 
 
 def main(argv: list[str]) -> int:

@@ -1,13 +1,16 @@
 """Everything that a run holds, made from its config: what is trained, what it is held to, and what changes by step."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .. import KL, GammaWeight, Objective, RolloutCorrection
+from .. import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
 from ..integrations.routing import has_routers
+from ..locality import Given
 from ..runs.data import Example, PromptSampler, TextStream, load_examples
 from ..runs.errors import UserError
+from ..runs.memory_needs import LossCall, check_budget
 from ..runs.optimizer import find_device, make_optimizer
 from ..runs.policy import Policy, load_policy, max_positions, reference_of
 from ..runs.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
@@ -53,14 +56,20 @@ class Run:
     @property
     def reads_sampler(self) -> bool:
         """Whether the loss itself reads the sampler's log-probabilities."""
-        objective = self.objective
-        corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
-        return corrects or isinstance(objective.gate, GammaWeight)
+        return _reads_sampler(self.objective)
+
+
+def _reads_sampler(objective: Objective) -> bool:
+    corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
+    return corrects or isinstance(objective.gate, GammaWeight)
 
 
 def make_run(config: Config) -> Run:
     """Load and check all there is. Raises UserError for what is wrong in the config, dataset, model or reward."""
     device = find_device(config.training.device)
+    objective, kl, entropy = _objective(config, device)
+    calls = _loss_calls(config, objective)
+    check_budget(config.training, config.model, device, calls)
     reward = config.reward
     rewards = make_rewards(
         reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
@@ -70,7 +79,7 @@ def make_run(config: Config) -> Run:
     if "reward" in metrics:
         raise UserError('evaluation.metrics: the name "reward" is that of the reward itself')
     policy = load_policy(config.model, device, packing=config.training.packing)
-    objective, kl, entropy = _objective(config, device)
+    check_budget(config.training, config.model, device, calls, policy)
     reads_reference = objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
     limit = max_positions(policy.model)
@@ -95,6 +104,25 @@ def make_run(config: Config) -> Run:
         config, policy, objective, rewards, steps_reward, sampler, held_out, metrics, reference, critic, kl,
         entropy, stream, optimizer, scheduler, generator,
     )  # fmt: skip
+
+
+def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
+    """The largest calls of the vocabulary's losses that the config allows: every completion as long as it may be."""
+    training, sampling, text = config.training, config.rollout, config.pretraining
+    sequences, longest = sampling.prompts_per_step * sampling.num_generations, sampling.max_new_tokens
+    micro = min(training.micro_batch_size or sequences, sequences)
+    update = min(micro, -(-sequences // training.minibatches)) * longest
+    on_policy = training.epochs * training.minibatches == 1
+    uneven = config.advantages.estimator in ("batch", "process", "gae")
+    given = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
+    shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
+    calls = [LossCall("the policy's loss", update, update, objective=objective, given=given, own_leaf=True, **shared)]
+    if not on_policy or config.kl is not None or (objective.kl is not None and objective.kl.needs_reference):
+        calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
+    if text is not None:
+        tokens = text.batch_size * (text.length - 1)
+        calls.append(LossCall("pretraining's loss", tokens, tokens, text.length - 1, False, REINFORCE()))
+    return calls
 
 
 def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:
