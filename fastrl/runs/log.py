@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from ..dependencies import how_to_install
 from .errors import UserError
+from .health import Watch
 from .report import plot_curves, write_report
 from .sections import LoggingConfig
 from .settings import Section
@@ -37,6 +39,7 @@ class RunLog:
         self.directory, self.steps, self.shown = settings.output_dir, steps, shown
         self.path = self.directory / "metrics.jsonl"
         self.last: dict[str, float | None] = {}
+        self.watch = Watch(config, steps)
         wandb = _import_wandb() if settings.wandb is not None else None  # before anything is replaced
         if step == 0:
             _prepare(self.directory, settings.overwrite)
@@ -86,7 +89,7 @@ class RunLog:
     def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
         """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
 
-        ``samples`` go to ``samples.jsonl``, from which the report shows some.
+        ``samples`` go to ``samples.jsonl``, from which the report shows some. A run that learns nothing is warned of.
         """
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         try:
@@ -107,6 +110,8 @@ class RunLog:
         seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
         left = tqdm.format_interval(seconds)
         self.bar.write(f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}  left {left}")
+        for line in self.watch.look(numbers):
+            self.bar.write(f"fastrl: warning: step {step}: {line}", file=sys.stderr)
         self.bar.update()
         self.last |= record
 

@@ -27,7 +27,9 @@ PANELS = {
 }
 # Section of the report -> its panels; a name that ends in "/" stands for a panel for each metric that begins so.
 SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "Reward and evaluation": (("reward", "eval/reward"), ("reward_std",), ("without_reward",), ("eval/",)),
+    "Reward and evaluation": (
+        ("reward", "eval/reward"), ("reward_std",), ("without_reward", "without_variance"), ("eval/",),
+    ),
     "Loss, entropy and KL": (
         ("loss", "policy_loss"), ("value_loss",), ("pretraining_loss",), ("entropy",), ("kl",), ("kl_reference",),
         ("approx_kl",), ("kl_coef",), ("entropy_coef",), ("accuracy",), ("margin",),

@@ -11,7 +11,7 @@ import torch
 from transformers import set_seed
 
 from ..runs.generation import completion_texts, generate
-from .experience import average
+from ..runs.health import average
 from .run import Run
 
 

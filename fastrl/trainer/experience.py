@@ -2,8 +2,6 @@
 
 import bisect
 import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from .. import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
 from ..runs.data import Example
 from ..runs.generation import completion_texts, ended_by_eos, generate
+from ..runs.health import describe
 from ..runs.policy import Policy
 from ..runs.rollout import Rollout, join, rollout_logprobs
 from ..runs.timing import timed
@@ -80,7 +79,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
 
     rollout = join(rollouts)
     ended = ended_by_eos(run.policy, rollout)
-    numbers |= describe(rollout, ended, values, by_scorer)
+    numbers |= describe(rollout, ended, values, by_scorer, groups, steps if run.steps_reward else None)
     rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
     rollout = replace(
         rollout,
@@ -114,28 +113,6 @@ def _shown(examples: list[Example], texts: list[str], values: list[float | None]
         {"prompt": example.prompt, "completion": text, "reward": value}
         for example, text, value in zip(examples, texts, values, strict=True)
     ]
-
-
-def describe(
-    rollout: Rollout, ended: Tensor, rewards: Sequence[float | None], by_scorer: dict[str, list[float | None]]
-) -> dict[str, float]:
-    """A rollout's own numbers: rewards (without the Nones), lengths in tokens, the share that ended without EOS."""
-    given = [value for value in rewards if value is not None]
-    parts = {f"reward/{name}": average(values) for name, values in by_scorer.items() if len(by_scorer) > 1}
-    return {
-        "reward": average(rewards),
-        "reward_std": statistics.pstdev(given) if given else math.nan,
-        **parts,
-        "without_reward": 1 - len(given) / len(rewards),
-        "length": rollout.completion_mask.sum(1).double().mean().item(),
-        "truncated": 1 - ended.double().mean().item(),
-    }
-
-
-def average(values: Sequence[float | None]) -> float:
-    """The mean of what is not None, NaN of nothing."""
-    given = [value for value in values if value is not None]
-    return statistics.fmean(given) if given else math.nan
 
 
 def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:

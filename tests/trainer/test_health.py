@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import fastrl.trainer.train as module
 import fastrl.trainer.update as updating
 from fastrl.runs.checkpoint import NUMBERS
 from fastrl.runs.errors import UserError
+from fastrl.runs.health import Watch, describe
+from fastrl.runs.rollout import Rollout
 from fastrl.trainer.train import train
 
 BAD = {"nan": math.nan, "inf": math.inf}
@@ -267,3 +270,86 @@ def test_a_reward_that_raises_for_samples_together_says_so(rewarded, condition, 
     config = rewarded(f"if {condition}:\n    raise OSError('the judge is away')\nreturn [0.0] * len(prompts)")
     with pytest.raises(UserError, match=r"raised OSError: the judge is away \(.*mine\.py:3\) " + expected):
         train(config)
+
+
+# --- nothing to learn -----------------------------------------------------------------------------------------------
+
+PATCHES = {"kl_coef": 0.0, "entropy_coef": 0.0}
+
+
+def warnings(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if "warning: step" in line]
+
+
+@pytest.mark.parametrize(
+    ("body", "tables", "share", "step", "expected"),
+    [
+        ("return [None] * len(prompts)", {}, 1, 1, "every reward is None, so nothing is learned"),
+        ("return [0.5] * len(prompts)", {}, 1, 5, "in the last 5 steps every completion got the reward 0.5"),
+        ("return [0.5] * len(prompts)", {"rollout": {"max_new_tokens": 1}}, 1, 5, "no advantage tells them apart"),
+        ("return [float(prompt[0]) for prompt in prompts]", {}, 1, 5, "all completions of a prompt got the same"),
+        (
+            "return [float(i % 2) for i in range(len(prompts))]",
+            {"optimizer": {"max_grad_norm": 1.0}, "rollout_correction": {"mode": "mask", "low": 5.0, "high": 6.0}},
+            0, 5, "the gradient was exactly 0 in the last 5 steps: every token's weight is 0",
+        ),
+        ("return [float(i % 2) for i in range(len(prompts))]", {}, 0, None, None),
+    ],
+)  # fmt: skip
+def test_a_run_that_learns_nothing_says_so_once(rewarded, capsys, body, tables, share, step, expected):
+    config = rewarded(body, objective={"name": "grpo"} | PATCHES, training={"steps": 7, "minibatches": 1}, **tables)
+    train(config)
+    said = warnings(capsys)
+    assert {record["without_variance"] for record in records(config)} == {share}
+    if expected is None:
+        assert not said
+    else:
+        (line,) = said
+        assert line.startswith(f"fastrl: warning: step {step}: ") and expected in line
+
+
+def test_a_short_run_need_not_be_five_steps_long_to_be_warned_of(rewarded, capsys):
+    train(rewarded("return [1.0] * len(prompts)", training={"steps": 2, "minibatches": 1}))
+    (line,) = warnings(capsys)
+    assert "step 2: in the last 2 steps every completion got the reward 1" in line
+
+
+def test_which_groups_have_no_variance():
+    mask = torch.ones(8, 3, dtype=torch.bool)
+    rollout = Rollout(torch.zeros(8, 3, dtype=torch.long), mask, 0)
+    groups = [0, 0, 1, 1, 2, 2, 3, 3]
+
+    def share(rewards, groups=groups, steps=None):
+        return describe(rollout, mask[:, 0], rewards, {}, groups, steps).get("without_variance")
+
+    assert share([1.0, 2.0, 1.0, 1.0, None, None, None, 3.0]) == 3 / 4
+    assert share([1.0, 2.0] * 4) == 0
+    assert share([1.0, 2.0] * 4, list(range(8))) is None  # one completion a prompt: nothing to compare
+    # Of process rewards it is the steps' that differ, within a completion too.
+    steps = [[(1, 0.0), (2, 1.0)], [], [(1, 1.0)], [(1, 1.0)], [], [], [(1, 0.0)], [(1, 1.0)]]
+    assert share([1.0, 2.0] * 4, steps=steps) == 2 / 4
+    assert share([1.0, 2.0] * 3 + [1.0, None], steps=steps) == 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({"loss": 0.0, "grad_norm": 0.0}, "exactly 0 in the last 5 steps: the loss is 0 too"),
+        ({"loss": 1.0, "grad_norm": 0.0}, "no weight that is trained reaches the loss"),
+        ({"loss": 1.0, "grad_norm": 1e-30}, None),
+        ({"loss": 1.0}, None),
+    ],
+)
+def test_a_stage_without_a_gradient_is_warned_of(numbers, expected):
+    watch = Watch(SimpleNamespace(), 100)
+    said = [watch.look(numbers) for _ in range(12)]
+    assert [bool(lines) for lines in said] == [expected is not None and step == 5 for step in range(1, 13)]
+    assert expected is None or expected in said[4][0]
+    watch = Watch(SimpleNamespace(), 100)  # a step with a gradient begins the count again
+    assert not any(watch.look(numbers if step % 5 else {"grad_norm": 1.0}) for step in range(12))
+
+
+def test_why_no_token_counts():
+    watch = Watch(SimpleNamespace(advantages=SimpleNamespace(estimator="gae")), 1)
+    numbers = {"reward": 1.0, "reward_std": 1.0, "truncated": 1.0, "tokens": 0, "grad_norm": 0.0}
+    assert "cut off at rollout.max_new_tokens (reward.overlong_filter)" in watch.look(numbers)[0]
