@@ -184,7 +184,9 @@ def test_sets_of_thousands(backend: str, backend_device: str, monkeypatch: pytes
         logp = fastrl.linear_token_logprobs(h, w, targets, sampling_mask=sets).logprobs
         found = (logp.detach(), *torch.autograd.grad(logp.sum(), (h, w)))
         for what, a, e, t in zip(("logprobs", "d_hidden", "d_weight"), found, *truths, strict=True):
-            assert_as_good_as_torch(a, e, t, MARGIN, what)
+            scale = e.abs().max().clamp_min(1)
+            # 5000 terms are added one after the other, half a unit in the last place each, where torch adds in a tree
+            assert_as_good_as_torch(a / scale, e / scale, t / scale, 5000**0.5 * 2**-24, what)
 
 
 @pytest.mark.parametrize("kind", ["narrow", "mixed"])
