@@ -189,7 +189,7 @@ int32_t fastrl_row_visit(const Rows* arguments, const Visit* visit) {
         const float old = or_else(v.old, row, found.logprob);
         terms = formulas::token_terms(
             formulas::GATE_VALUE[v.gate], formulas::GATE_WEIGHT[v.gate], formulas::GATE_SIDE[v.gate],
-            formulas::KL_VALUE[v.kl], formulas::KL_SLOPE[v.kl], formulas::KL_RATIO_SLOPE[v.kl],
+            formulas::KL_VALUE[v.kl], formulas::KL_GRADIENT[v.kl],
             formulas::ROLLOUT_WEIGHT[v.rollout_mode], found.logprob, found.entropy, old,
             or_else(v.ref, row, found.logprob), or_else(v.rollout, row, old), v.advantages[row], v.policy_weights[row],
             or_else(v.kl_weights, row, 0.0f), or_else(v.entropy_weights, row, 0.0f), v.entropy_threshold,

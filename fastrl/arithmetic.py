@@ -23,6 +23,23 @@ def expm1(x: Tensor) -> Tensor:
     return torch.expm1(x)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In float64, where the device has it (Apple's GPUs do not)."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def expm1_minus(x: Tensor) -> Tensor:
+    """e**x - 1 - x without cancellation near 0."""
+    wide = _wide(x)
+    return (torch.expm1(wide) - wide).to(x.dtype)
+
+
+def exp_of_exp(x: Tensor, a: Tensor, b: Value) -> Tensor:
+    """e**(b - a (e**x - 1)), whose relative error is the exponent's absolute one: formed in float64 as it is large."""
+    exponent = (_wide(b) if isinstance(b, Tensor) else b) - a * torch.expm1(_wide(x))
+    return torch.exp(exponent).to(x.dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e**-x)."""
     return torch.sigmoid(x)
@@ -46,7 +63,8 @@ def where(condition: Tensor, a: Value, b: Value) -> Tensor:
     """a where the condition holds, else b; of two floats float32 where the condition is, whatever torch's defaults."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.where(condition, a, b)
-    return condition.to(torch.float32) * (a - b) + b
+    indicator = condition.to(torch.float32)
+    return indicator if (a, b) == (1.0, 0.0) else indicator * (a - b) + b
 
 
 def detach(x: Value) -> Value:

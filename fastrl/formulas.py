@@ -1,23 +1,31 @@
 """The objectives' arithmetic, one token at a time, each formula written once (ratio gates, KL estimators, weights).
 
 Only straight-line arithmetic on the names of `arithmetic.py`, literals and other formulas of this file may appear here:
-the same functions run in torch (with autograd), inside the Triton kernels and, translated, inside the C++ kernels.
+the same functions run in torch, inside the Triton kernels and, translated, inside the C++ kernels.
 
 Every gate is three functions of the same arguments, `p0..p3` being the gate's own numbers:
 
-    value(log_ratio, logp, advantage, p0, p1, p2, p3)     the per-token loss f; torch differentiates it
-    weight(log_ratio, active, advantage, p0, p1, p2, p3)  g >= 0 with d f / d logp = -advantage * g, for the kernels
+    value(log_ratio, logp, advantage, p0, p1, p2, p3)     the per-token loss f
+    weight(log_ratio, active, advantage, p0, p1, p2, p3)  g >= 0 with d f / d logp = -advantage * g
     side(log_ratio, advantage, p0, p1, p2, p3)            +1 clipped above, -1 clipped below, 0 not clipped
 
 `log_ratio` is already clamped; `active` is 1 where the clamp left it alone and 0 where it did not, and a gate whose
-gradient passes through the ratio multiplies it in. Every KL estimator is three functions of `d = ref - logp` and
-`log_ratio = logp - old`: its value and its derivatives in `d` and in `log_ratio`.
+gradient passes through the ratio multiplies it in. Every KL estimator is two functions of `d = ref - logp` and
+`log_ratio = logp - old`, both clamped:
+
+    value(d, log_ratio)                       the estimate
+    gradient(d, log_ratio, active_d, active)  d value / d logp; active_d and active are 1 where d and log_ratio pass it
+
+Weights and gradients are what c is made of on every backend, torch too, where autograd would add up parts that cancel
+(k3's gradient, 1 - e^d, as (1 + (e^d - 1)) - 1). Each is written to keep its relative accuracy in float32, to 1e-5
+wherever it is above 1e-30. Only second derivatives are autograd's, those of weights and gradients: a ratio that is
+constant for the first derivative is detached for the second.
 """
 
 # ruff: noqa: D103  (the module's docstring is the contract that all of these share)
 # mypy: disable-error-code="no-untyped-def"
 
-from .arithmetic import detach, exp, expm1, maximum, minimum, sigmoid, where
+from .arithmetic import detach, exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid, where
 
 # --- gates: the CPI / TRPO surrogate, and REINFORCE -------------------------------------------------------------------
 
@@ -77,21 +85,20 @@ def soft_value(log_ratio, logp, advantage, tau_pos, tau_neg, p2, p3):
 
 def soft_weight(log_ratio, active, advantage, tau_pos, tau_neg, p2, p3):
     tau = where(advantage > 0.0, tau_pos + 0.0 * advantage, tau_neg)  # the sum gives tau the advantage's dtype
-    ratio = exp(log_ratio)
-    z = tau * (ratio - 1.0)
-    # sech^2(z / 2), written so that neither tail cancels
-    return 4.0 * sigmoid(z) * sigmoid(-z) * ratio * active
+    # r sech^2(z / 2) = 4 r e^-|z| / (1 + e^-|z|)^2 with z = tau (r - 1): neither tail cancels or overflows
+    tail = exp_of_exp(log_ratio, where(log_ratio < 0.0, -tau, tau), 0.0)
+    return 4.0 * tail / ((1.0 + tail) * (1.0 + tail)) * exp(log_ratio) * active
 
 
 # --- gate: stop-gradient clip (CISPO) ---------------------------------------------------------------------------------
 
 
-def stop_gradient_clip_value(log_ratio, logp, advantage, cap, low, p2, p3):
-    return -detach(maximum(minimum(exp(log_ratio), cap), low)) * advantage * logp
-
-
 def stop_gradient_clip_weight(log_ratio, active, advantage, cap, low, p2, p3):
-    return maximum(minimum(exp(log_ratio), cap), low)
+    return detach(maximum(minimum(exp(log_ratio), cap), low))
+
+
+def stop_gradient_clip_value(log_ratio, logp, advantage, cap, low, p2, p3):
+    return -stop_gradient_clip_weight(log_ratio, 1.0, advantage, cap, low, p2, p3) * advantage * logp
 
 
 def stop_gradient_clip_side(log_ratio, advantage, cap, low, p2, p3):
@@ -102,25 +109,25 @@ def stop_gradient_clip_side(log_ratio, advantage, cap, low, p2, p3):
 # --- gate: gamma weight (VESPO); log_ratio is the response's log W ----------------------------------------------------
 
 
-def gamma_phi(log_ratio, advantage, k_pos, lam_pos, k_neg, lam_neg):
+def gamma_weight(log_ratio, active, advantage, k_pos, lam_pos, k_neg, lam_neg):
     k = where(advantage >= 0.0, k_pos + 0.0 * advantage, k_neg)
     lam = where(advantage >= 0.0, lam_pos + 0.0 * advantage, lam_neg)
     log_w = minimum(maximum(log_ratio, -18.420680743952367), 20.0)  # [ln 1e-8, 20]
-    return exp(lam + k * log_w - lam * exp(log_w))
+    return detach(exp_of_exp(log_w, lam, k * log_w))
 
 
 def gamma_value(log_ratio, logp, advantage, k_pos, lam_pos, k_neg, lam_neg):
-    return -detach(gamma_phi(log_ratio, advantage, k_pos, lam_pos, k_neg, lam_neg)) * advantage * logp
+    return -gamma_weight(log_ratio, 1.0, advantage, k_pos, lam_pos, k_neg, lam_neg) * advantage * logp
 
 
-def gamma_weight(log_ratio, active, advantage, k_pos, lam_pos, k_neg, lam_neg):
-    return gamma_phi(log_ratio, advantage, k_pos, lam_pos, k_neg, lam_neg)
+# --- KL estimators: value, d value / d logp ---------------------------------------------------------------------------
 
 
-# --- KL estimators: value, d value / d d, d value / d log_ratio -------------------------------------------------------
+def kl_none_value(d, log_ratio):
+    return 0.0 * d
 
 
-def zero(d, log_ratio):
+def kl_none_gradient(d, log_ratio, active_d, active):
     return 0.0 * d
 
 
@@ -128,56 +135,51 @@ def kl_k1_value(d, log_ratio):
     return -d
 
 
-def kl_k1_slope(d, log_ratio):
-    return 0.0 * d - 1.0
+def kl_k1_gradient(d, log_ratio, active_d, active):
+    return active_d
 
 
 def kl_k2_value(d, log_ratio):
     return 0.5 * d * d
 
 
-def kl_k2_slope(d, log_ratio):
-    return d
+def kl_k2_gradient(d, log_ratio, active_d, active):
+    return -d * active_d
 
 
 def kl_k3_value(d, log_ratio):
-    return expm1(d) - d
+    return expm1_minus(d)
 
 
-def kl_k3_slope(d, log_ratio):
-    return expm1(d)
+def kl_k3_gradient(d, log_ratio, active_d, active):
+    return -expm1(d) * active_d
 
 
 def kl_k3_unbiased_value(d, log_ratio):
-    return exp(log_ratio) * kl_k3_value(d, log_ratio)
+    return exp(log_ratio) * expm1_minus(d)
 
 
-def kl_k3_unbiased_slope(d, log_ratio):
-    return exp(log_ratio) * expm1(d)
-
-
-def kl_k1_straight_value(d, log_ratio):
-    return kl_k2_value(d, log_ratio) + detach(kl_k1_value(d, log_ratio) - kl_k2_value(d, log_ratio))
-
-
-def kl_k3_straight_value(d, log_ratio):
-    return kl_k2_value(d, log_ratio) + detach(kl_k3_value(d, log_ratio) - kl_k2_value(d, log_ratio))
+def kl_k3_unbiased_gradient(d, log_ratio, active_d, active):
+    # r (e^d - 1 - d) through the ratio and -r (e^d - 1) through d: together r (logp - ref), without the exponentials
+    both = active_d * active
+    through_one = expm1_minus(d) * (active - both) - expm1(d) * (active_d - both)
+    return exp(log_ratio) * (through_one - d * both)
 
 
 def kl_forward_value(d, log_ratio):
-    return exp(d) * d - expm1(d)
+    return exp(d) * expm1_minus(-d)  # x d - (x - 1) with x = e^d, which would cancel near 0
 
 
-def kl_forward_slope(d, log_ratio):
-    return exp(d) * d
+def kl_forward_gradient(d, log_ratio, active_d, active):
+    return -exp(d) * d * active_d
 
 
 def kl_old_new_value(d, log_ratio):
-    return expm1(log_ratio) - log_ratio
+    return expm1_minus(log_ratio)
 
 
-def kl_old_new_ratio_slope(d, log_ratio):
-    return expm1(log_ratio)
+def kl_old_new_gradient(d, log_ratio, active_d, active):
+    return expm1(log_ratio) * active
 
 
 # --- rollout correction: the weight of a token (or a response) from log rho = log old - log rollout -------------------
@@ -208,27 +210,35 @@ def difference(a, b):
     return where((a == b) & (a < -3e38), 0.0, a - b)
 
 
-def within(x, bound):
-    return where((x >= -bound) & (x <= bound), 1.0, 0.0)
+def within(x, clamped):
+    return where(x == clamped, 1.0, 0.0)
+
+
+def possible(logp):
+    # What has probability 0 passes no gradient through a ratio: that is clamped, or 1 under both policies.
+    return where(logp > -3e38, 1.0, 0.0)
 
 
 # --- a row-local token, whole: what the kernels run -------------------------------------------------------------------
 
 
 def token_terms(
-    gate_value, gate_weight, gate_side, kl_value, kl_slope, kl_ratio_slope, rollout_weight,
+    gate_value, gate_weight, gate_side, kl_value, kl_gradient, rollout_weight,
     logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
     p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
 ):  # fmt: skip
     # Absent inputs arrive as neutral values: old = logp, ref = logp, rollout = old, entropy_threshold = -1e30.
     raw = difference(logp, old)
     log_ratio = clamp(raw, max_log_ratio)
-    active = within(raw, max_log_ratio)
+    free = within(raw, log_ratio)
     raw_d = difference(ref, logp)
     d = clamp(raw_d, max_log_ratio)
-    active_d = within(raw_d, max_log_ratio)
+    free_d = within(raw_d, d)
+    active = free * possible(logp)
+    active_d = free_d * possible(logp)
     raw_rho = difference(old, rollout)
-    rho = rollout_weight(clamp(raw_rho, max_log_ratio), rollout_low, rollout_high)
+    log_rho = clamp(raw_rho, max_log_ratio)
+    rho = rollout_weight(log_rho, rollout_low, rollout_high)
     kept = where(entropy >= entropy_threshold, rho, 0.0) * policy_weight
 
     weight = gate_weight(log_ratio, active, advantage, p0, p1, p2, p3)
@@ -236,11 +246,10 @@ def token_terms(
     kl = kl_value(d, log_ratio)
     policy = where(kept == 0.0, 0.0, kept * value)
     loss = policy + kl_weight * kl - entropy_weight * entropy
-    kl_gradient = kl_ratio_slope(d, log_ratio) * active - kl_slope(d, log_ratio) * active_d
-    c = where(kept == 0.0, 0.0, -kept * advantage * weight) + kl_weight * kl_gradient
+    c = where(kept == 0.0, 0.0, -kept * advantage * weight) + kl_weight * kl_gradient(d, log_ratio, active_d, active)
     h = -entropy_weight
 
     side = gate_side(log_ratio, advantage, p0, p1, p2, p3)
-    approx_kl = expm1(log_ratio) - log_ratio
-    clamped = 1.0 - active * active_d * within(raw_rho, max_log_ratio)
+    approx_kl = expm1_minus(log_ratio)
+    clamped = 1.0 - free * free_d * within(raw_rho, log_rho)
     return loss, policy, kl, exp(log_ratio), weight, side, approx_kl, clamped, c, h

@@ -1,7 +1,8 @@
 """An objective evaluated on log-probabilities in torch, differentiable by autograd: the readable loss, and its metrics.
 
 The fused paths run the same formulas inside kernels where tokens do not depend on each other (`row_objective` says
-when, and what the kernels are given), and this file where they do.
+when, and what the kernels are given), and this file where they do. The formulas' derivatives are those that the kernels
+use; autograd carries them from the ratio's level to the log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from torch import Tensor
 
 from . import formulas as f
 from .batch import Batch
-from .objectives import GATE_FORMULAS, KL, KL_FORMULAS, ROLLOUT_FORMULAS, GammaWeight, GeometricMean, Objective
+from .derivative import with_derivative
+from .objectives import (
+    DETACHED_GATES,
+    GATE_FORMULAS,
+    KL_FORMULAS,
+    ROLLOUT_FORMULAS,
+    GammaWeight,
+    GeometricMean,
+    Objective,
+)
 from .ops.contract import TERMS, RowInputs, RowObjective
 from .presets import PRESETS
 
@@ -39,10 +49,11 @@ CustomObjective = Callable[[Tensor, Tensor, LossContext], Tensor]
 
 
 class _Ratio(NamedTuple):
-    """The gate's ratio: its clamped log, 1 where the clamp left it alone, and 1 where an exponent was clamped."""
+    """A ratio's clamped log; 1 where its gradient passes, and what it passes to; 1 where an exponent was clamped."""
 
     log: Tensor
     active: Tensor
+    source: Tensor
     clamped: Tensor
 
 
@@ -71,13 +82,21 @@ def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) ->
         raise ValueError("entropy is needed by the objective's entropy terms, got None")
 
 
+def _token_ratio(logp: Tensor, baseline: Tensor, bound: float) -> _Ratio:
+    """The log-ratio of each token alone."""
+    raw = f.difference(logp, baseline)
+    log = f.clamp(raw, bound)
+    free = f.within(raw, log)
+    return _Ratio(log, free * f.possible(logp), logp, 1 - free)
+
+
 def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ratio:
     """The log-ratio that the gate reads, at the objective's level."""
     bound, responses = objective.max_log_ratio, batch.responses
+    if objective.ratio == "token":
+        return _token_ratio(logp, old, bound)
     raw = f.difference(logp, old)
-    clamped = 1 - f.within(raw, bound)
-    if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean):
-        return _Ratio(f.clamp(raw, bound), f.within(raw, bound), clamped)
+    clamped = 1 - f.within(raw, f.clamp(raw, bound))
     if isinstance(objective.gate, GeometricMean):
         clip, a = objective.gate.clip, batch.advantages
         raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
@@ -87,12 +106,13 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
     if objective.ratio != "sequence-product":
         total = total / batch.counts.clamp_min(1)
     level = responses.spread(total)
-    active = f.within(level, bound)
+    log = f.clamp(level, bound)
+    active = f.within(level, log)
     clamped = torch.maximum(clamped, 1 - active)
-    level = f.clamp(level, bound)
     if objective.ratio == "sequence-token":
-        return _Ratio(level.detach() + (logp - logp.detach()), torch.ones_like(active), clamped)
-    return _Ratio(level, active, clamped)
+        log = with_derivative(log, torch.ones_like(log), logp)
+        return _Ratio(log, f.possible(logp), logp, clamped)
+    return _Ratio(log, active, level, clamped)
 
 
 def rollout_weights(objective: Objective, batch: Batch, old: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -103,9 +123,9 @@ def rollout_weights(objective: Objective, batch: Batch, old: Tensor) -> tuple[Te
     log_rho = f.difference(old.detach(), batch.rollout)
     if correction.level == "sequence":
         log_rho = batch.responses.spread(batch.responses.sum(log_rho.where(batch.mask, 0.0)))
-    bound = objective.max_log_ratio
-    weight = ROLLOUT_FORMULAS[correction.mode](f.clamp(log_rho, bound), correction.low, correction.high)
-    return weight, 1 - f.within(log_rho, bound)
+    clamped = f.clamp(log_rho, objective.max_log_ratio)
+    weight = ROLLOUT_FORMULAS[correction.mode](clamped, correction.low, correction.high)
+    return weight, 1 - f.within(log_rho, clamped)
 
 
 def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> Tensor | None:
@@ -156,13 +176,28 @@ def _product(*factors: Tensor | None) -> Tensor | None:
     return math.prod(there[1:], start=there[0]) if there else None
 
 
-def _kl(kl: KL, batch: Batch, logp: Tensor, token: Tensor, gate: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Per-token KL (N,) and 1 where its exponent was clamped."""
-    unused = batch.ref is None or not kl.needs_reference
-    raw = torch.zeros_like(logp) if unused else f.difference(batch.ref, logp)
-    own = kl.kind == "k3-unbiased" and kl.ratio == "objective"
-    value = KL_FORMULAS[kl.kind][0](f.clamp(raw, bound), gate if own else token)
-    return value, 1 - f.within(raw, bound)
+def _kl(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, token: _Ratio) -> tuple[Tensor, Tensor]:
+    """Per-token KL (N,), with its derivative, and 1 where its exponent was clamped."""
+    assert objective.kl is not None
+    value_of, gradient_of = KL_FORMULAS[objective.kl.kind]
+    bound, unused = objective.max_log_ratio, batch.ref is None or not objective.kl.needs_reference
+    own = objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective" and objective.ratio != "token"
+    # Through a response's ratio and through d, a token's derivative are two numbers of the size e^d, which may cancel
+    # (a response of one token, or of tokens with equal d). They are added up in float64.
+    wide = logp.double() if own else logp
+    raw = torch.zeros_like(wide) if unused else f.difference(batch.ref, wide)
+    d = f.clamp(raw, bound)
+    free_d = f.within(raw, d)
+    active_d, clamped = free_d * f.possible(logp), 1 - free_d
+    if not own:
+        value = value_of(d.detach(), token.log.detach())
+        return with_derivative(value, gradient_of(d, token.log, active_d, token.active), logp), clamped
+    ratio = _ratio(objective, batch, wide, old.double())
+    value = value_of(d.detach(), ratio.log.detach())
+    nothing = torch.zeros_like(value)
+    through_d = with_derivative(value, gradient_of(d, ratio.log, active_d, nothing), wide)
+    through_ratio = with_derivative(nothing, gradient_of(d, ratio.log, nothing, ratio.active), ratio.source)
+    return (through_d + through_ratio).to(logp.dtype), clamped
 
 
 def objective_loss(
@@ -178,31 +213,29 @@ def objective_loss(
     logp and entropy (N,) carry the graph; weights (N,) are the aggregation's, detached.
     """
     settings = settings_of(objective)
-    bound = settings.max_log_ratio
     old = logp.detach() if batch.old is None else batch.old
     ratio = _ratio(settings, batch, logp, old)
-    token = f.clamp(f.difference(logp, old), bound)
+    token = ratio if settings.ratio == "token" else _token_ratio(logp, old, settings.max_log_ratio)
     clamped = ratio.clamped
-    if isinstance(objective, Objective):
-        value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
-        numbers = objective.gate.parameters()
-        value = value_of(ratio.log, logp, batch.advantages, *numbers)
-        with torch.no_grad():
-            weight = weight_of(ratio.log, ratio.active, batch.advantages, *numbers)
-            side = side_of(ratio.log, batch.advantages, *numbers)
-            if isinstance(objective.gate, GeometricMean):
-                side = _sides(objective.gate, batch, f.difference(logp, old))
-                weight = weight.where(side == 0, 0.0)
-    else:
-        value = _custom_value(objective, batch, token, logp, entropy, old, cu_seqlens)
-        weight = side = torch.full_like(logp, torch.nan)  # what a callable clips is not known
-
     omega, dropped, rho_clamped = _token_weights(settings, batch, logp, old, entropy)
     kept = weights if omega is None else weights * omega
-    policy = torch.where(kept == 0, 0.0, kept * value)
+    if isinstance(objective, Objective):
+        value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
+        a, numbers, log_ratio = batch.advantages, objective.gate.parameters(), ratio.log.detach()
+        weight = weight_of(ratio.log, ratio.active, a, *numbers)
+        side = _sides(objective, batch, logp, old, side_of(log_ratio, a, *numbers))
+        policy = torch.where(kept == 0, 0.0, kept * value_of(log_ratio, logp.detach(), a, *numbers))
+        source = logp if objective.gate.formula in DETACHED_GATES else ratio.source
+        policy = with_derivative(policy, torch.where(kept == 0, 0.0, -kept * a * weight), source)
+        if isinstance(objective.gate, GeometricMean):  # a clipped token passes nothing to the response's mean
+            weight = weight.where(side == 0, 0.0)
+    else:
+        value = _custom_value(objective, batch, token.log, logp, entropy, old, cu_seqlens)
+        policy = torch.where(kept == 0, 0.0, kept * value)
+        weight = side = torch.full_like(logp, torch.nan)  # what a callable clips is not known
     loss, kl = policy, torch.zeros_like(logp)
     if settings.kl is not None:
-        kl, kl_clamped = _kl(settings.kl, batch, logp, token, ratio.log, bound)
+        kl, kl_clamped = _kl(settings, batch, logp, old, token)
         loss = loss + weights * f.detach(settings.kl.coef) * kl
         clamped = torch.maximum(clamped, kl_clamped)
     if settings.has_entropy_term and entropy is not None:
@@ -211,15 +244,17 @@ def objective_loss(
     if rho_clamped is not None:
         clamped = torch.maximum(clamped, rho_clamped)
     with torch.no_grad():
-        approx_kl = f.kl_old_new_value(token, token)
+        approx_kl = f.kl_old_new_value(token.log, token.log)
         rest = torch.stack([policy, kl, ratio.log.exp(), weight, side, approx_kl, clamped])
         rest = rest.where(batch.mask, 0.0)
     return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), dropped
 
 
-def _sides(gate: GeometricMean, batch: Batch, raw: Tensor) -> Tensor:
-    """The sides that GMPO clips: each token's log-ratio, before the gate sees the response's."""
-    clip, a = gate.clip, batch.advantages
+def _sides(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, side: Tensor) -> Tensor:
+    """The gate's clipped sides; GMPO's clip is on each token's log-ratio, before the gate."""
+    if not isinstance(objective.gate, GeometricMean):
+        return side
+    clip, a, raw = objective.gate.clip, batch.advantages, f.difference(logp.detach(), old)
     return ((a > 0) & (raw > clip)).to(raw.dtype) - ((a < 0) & (raw < -clip)).to(raw.dtype)
 
 

@@ -30,17 +30,19 @@ GATE_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[
     "stop-gradient-clip": (f.stop_gradient_clip_value, f.stop_gradient_clip_weight, f.stop_gradient_clip_side),
     "gamma": (f.gamma_value, f.gamma_weight, f.never_clipped),
 }
-#: KL kind -> (value, its derivative in d = ref - logp, its derivative in log_ratio)
-KL_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "none": (f.zero, f.zero, f.zero),
-    "k1": (f.kl_k1_value, f.kl_k1_slope, f.zero),
-    "k2": (f.kl_k2_value, f.kl_k2_slope, f.zero),
-    "k3": (f.kl_k3_value, f.kl_k3_slope, f.zero),
-    "k3-unbiased": (f.kl_k3_unbiased_value, f.kl_k3_unbiased_slope, f.kl_k3_unbiased_value),
-    "k1+": (f.kl_k1_straight_value, f.kl_k2_slope, f.zero),
-    "k3+": (f.kl_k3_straight_value, f.kl_k2_slope, f.zero),
-    "forward": (f.kl_forward_value, f.kl_forward_slope, f.zero),
-    "old-new": (f.kl_old_new_value, f.zero, f.kl_old_new_ratio_slope),
+#: gates whose ratio is a constant factor, if there is one: their gradient passes through log pi itself
+DETACHED_GATES = ("reinforce", "stop-gradient-clip", "gamma")
+#: KL kind -> (value, its derivative in logp), see `formulas`; k1+ and k3+ are straight-through: k2's derivative
+KL_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "none": (f.kl_none_value, f.kl_none_gradient),
+    "k1": (f.kl_k1_value, f.kl_k1_gradient),
+    "k2": (f.kl_k2_value, f.kl_k2_gradient),
+    "k3": (f.kl_k3_value, f.kl_k3_gradient),
+    "k3-unbiased": (f.kl_k3_unbiased_value, f.kl_k3_unbiased_gradient),
+    "k1+": (f.kl_k1_value, f.kl_k2_gradient),
+    "k3+": (f.kl_k3_value, f.kl_k2_gradient),
+    "forward": (f.kl_forward_value, f.kl_forward_gradient),
+    "old-new": (f.kl_old_new_value, f.kl_old_new_gradient),
 }
 #: rollout correction mode -> weight
 ROLLOUT_FORMULAS: dict[str, Callable[..., Any]] = {

@@ -63,7 +63,7 @@ def kl_penalized_rewards(
         d = ref_logprobs.reshape(-1).double() - logprobs.reshape(-1).double()
         if kind == "k3":
             d = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        value, _, _ = KL_FORMULAS[kind]
+        value, _ = KL_FORMULAS[kind]
         rewards = (-beta * value(d, torch.zeros_like(d))).masked_fill(~counts, 0.0)
         # The last unmasked token of each response, -1 where there is none.
         position = torch.arange(d.numel(), device=d.device)

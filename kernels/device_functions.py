@@ -49,14 +49,19 @@ def _reduced(x):
 
 
 @triton.jit
-def _expm1_near_0(f):
-    """e**f - 1 for |f| <= 0.35, by its series."""
+def _expm1_rest(f):
+    """(e**f - 1 - f) / f**2 for |f| <= 0.35, by its series."""
     q = tl.fma(f, 1.9841270e-4, 1.3888889e-3)
     q = tl.fma(f, q, 8.3333333e-3)
     q = tl.fma(f, q, 4.1666667e-2)
     q = tl.fma(f, q, 1.6666667e-1)
-    q = tl.fma(f, q, 0.5)
-    return tl.fma(f * f, q, f)
+    return tl.fma(f, q, 0.5)
+
+
+@triton.jit
+def _expm1_near_0(f):
+    """e**f - 1 for |f| <= 0.35."""
+    return tl.fma(f * f, _expm1_rest(f), f)
 
 
 @triton.jit
@@ -71,6 +76,41 @@ def expm1(x):
     power, f = _reduced(x)
     # power = 1 gives the series itself; elsewhere power - 1 is at least 1/2 away from 0 and cancels nothing.
     return tl.where(x > 88.7, float("inf"), tl.fma(power, _expm1_near_0(f), power - 1.0))
+
+
+@triton.jit
+def expm1_minus(x):
+    """e**x - 1 - x, the series' own rest near 0."""
+    near = minimum(maximum(x, -0.35), 0.35)
+    return tl.where(near == x, near * near * _expm1_rest(near), expm1(x) - x)
+
+
+@triton.jit
+def _upper(x):
+    """x without the lower half of its digits: a product of two such numbers is exact."""
+    return (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp_of_exp(x, a, b):
+    """e**(b - a (e**x - 1)), for finite numbers.
+
+    An exponent of 70 may be off by 1e-5 when it is rounded a few times. So it is kept in two parts: what is exact in
+    float32, and a rest that is small.
+    """
+    power, f = _reduced(x)
+    q = _expm1_near_0(f)
+    s = tl.fma(power, q, power - 1.0)
+    s_upper, a_upper = _upper(s), _upper(a)
+    product = a_upper * s_upper
+    exponent = b - product
+    # What the subtraction above rounded away (two-sum), what e**x - 1 lost, and the other parts of its product with a.
+    part = exponent - b
+    lost = (b - (exponent - part)) - (product + part)
+    s_rest = (s - s_upper) + tl.fma(power, q, (power - 1.0) - s)
+    rest = lost - tl.fma(a, s_rest, (a - a_upper) * s_upper)
+    y = exp(exponent)
+    return tl.where(y == 0.0, 0.0, y * exp(rest))
 
 
 @triton.jit

@@ -19,6 +19,8 @@ from fastrl.ops.contract import TERMS
 _FUNCTIONS = {
     "exp": "inline double exp(double x) { return std::exp(x); }",
     "expm1": "inline double expm1(double x) { return std::expm1(x); }",
+    "expm1_minus": "inline double expm1_minus(double x) { return std::expm1(x) - x; }",
+    "exp_of_exp": "inline double exp_of_exp(double x, double a, double b) { return std::exp(b - a * std::expm1(x)); }",
     "sigmoid": "inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }",
     "minimum": "inline double minimum(double a, double b) { return a < b || a != a ? a : b; }",
     "maximum": "inline double maximum(double a, double b) { return a > b || a != a ? a : b; }",
@@ -119,7 +121,7 @@ def _table(name: str, functions: list[str]) -> str:
 
 def header() -> str:
     """The header `fastrl_formulas.h`: the formulas, and tables of them in the order of the dictionaries' keys."""
-    parts = ("VALUE", "WEIGHT", "SIDE"), ("VALUE", "SLOPE", "RATIO_SLOPE")
+    parts = ("VALUE", "WEIGHT", "SIDE"), ("VALUE", "GRADIENT")
     tables = [
         _table(f"{kind}_{part}", [functions[i].__name__ for functions in formulas_of.values()])
         for kind, names, formulas_of in (("GATE", parts[0], GATE_FORMULAS), ("KL", parts[1], KL_FORMULAS))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fastrl import formulas
-from fastrl.kernels.device_functions import exp, expm1, maximum, minimum, sigmoid
+from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import RowObjective
 
@@ -32,7 +32,7 @@ def detach(x):  # type: ignore[no-untyped-def]
     return x
 
 
-_ARITHMETIC = (exp, expm1, sigmoid, minimum, maximum, where, detach)
+_ARITHMETIC = (exp, expm1, expm1_minus, exp_of_exp, sigmoid, minimum, maximum, where, detach)
 #: What a rebound formula sees. `tl` is what the interpreter patches.
 _GLOBALS: dict[str, Any] = {"__name__": f"{__name__}.rebound", "tl": tl} | {f.__name__: f for f in _ARITHMETIC}
 
@@ -54,7 +54,7 @@ def _terms(  # type: ignore[no-untyped-def]
     p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
 ):  # fmt: skip
     return token_terms(  # type: ignore[name-defined]  # noqa: F821  (the names stand in the scope that it is bound to)
-        gate_value, gate_weight, gate_side, kl_value, kl_slope, kl_ratio_slope, rollout_weight,  # type: ignore[name-defined]  # noqa: F821
+        gate_value, gate_weight, gate_side, kl_value, kl_gradient, rollout_weight,  # type: ignore[name-defined]  # noqa: F821
         logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
         p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def _terms(  # type: ignore[no-untyped-def]
 @functools.cache
 def row_terms(gate: str, kl: str, rollout: str) -> Any:
     """`token_terms` with its formulas filled in: the device function that `row_visit` takes, one a combination."""
-    names = ("gate_value", "gate_weight", "gate_side", "kl_value", "kl_slope", "kl_ratio_slope", "rollout_weight")
+    names = ("gate_value", "gate_weight", "gate_side", "kl_value", "kl_gradient", "rollout_weight")
     chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl], ROLLOUT_FORMULAS[rollout])
     bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
     return _rebind(_terms, _GLOBALS | bound)

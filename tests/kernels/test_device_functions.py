@@ -41,6 +41,7 @@ SIGNS = torch.tensor([-1.0, 1.0]).repeat(2048)
     [
         ("exp", torch.exp, torch.empty(4096).uniform_(-86, 88), 3e-7),
         ("expm1", torch.expm1, _log_uniform(-80, 4.4) * SIGNS, 3e-7),
+        ("expm1_minus", lambda x: torch.expm1(x) - x, _log_uniform(-12, 4.4) * SIGNS, 5e-7),
         ("log", torch.log, _log_uniform(-80, 80), 3e-7),
         ("log", torch.log, 1 + _log_uniform(-14, -1), 3e-7),
         ("log1p", torch.log1p, _log_uniform(-80, 80), 3e-7),
@@ -57,6 +58,7 @@ def test_relative_accuracy(name: str, truth: object, inputs: Tensor, tolerance: 
     ("name", "x", "y"),
     [
         ("exp", -torch.inf, 0.0), ("exp", torch.inf, torch.inf), ("exp", 0.0, 1.0), ("exp", 1e4, torch.inf),
+        ("expm1_minus", -torch.inf, torch.inf), ("expm1_minus", 0.0, 0.0),
         ("expm1", -torch.inf, -1.0), ("expm1", torch.inf, torch.inf), ("expm1", 0.0, 0.0), ("expm1", 1e-30, 1e-30),
         ("log", 0.0, -torch.inf), ("log", torch.inf, torch.inf), ("log", 1.0, 0.0),
         ("log1p", 0.0, 0.0), ("log1p", 1e-30, 1e-30),
@@ -68,7 +70,7 @@ def test_ends(name: str, x: float, y: float, device: str) -> None:
     assert actual == torch.tensor(y).item()
 
 
-@pytest.mark.parametrize("name", ["exp", "expm1", "log", "log1p", "sigmoid"])
+@pytest.mark.parametrize("name", ["exp", "expm1", "expm1_minus", "log", "log1p", "sigmoid"])
 def test_nan_stays_nan(name: str, device: str) -> None:
     assert _evaluate(getattr(functions, name), torch.full((1024,), torch.nan), device).isnan().all()
 

@@ -222,6 +222,7 @@ def test_entropy_weights_replace_w_on_the_entropy_term_only() -> None:
 
 
 def test_gradcheck() -> None:
+    """Reverse and forward mode, batched, and the second derivatives: each formula's first derivative is by hand."""
     case = Case.make(8, False, False)
     for name in ("GRPO", "GSPO", "SAPO", "GMPO", "kl forward", "kl k3-unbiased", "objective's own ratio in the KL"):
         objective = OBJECTIVES[name].replace(entropy_coef=0.1)
@@ -232,7 +233,8 @@ def test_gradcheck() -> None:
             ).loss
 
         inputs = (case.logp.clone().requires_grad_(), case.entropy.clone().requires_grad_())
-        assert torch.autograd.gradcheck(loss, inputs), name
+        assert torch.autograd.gradcheck(loss, inputs, check_forward_ad=True, check_batched_grad=True), name
+        assert torch.autograd.gradgradcheck(loss, inputs), name
 
 
 def test_metrics_say_what_happened() -> None:

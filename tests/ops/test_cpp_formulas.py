@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 #: the header's tables -> how many arguments their functions take
-TABLES = {"GATE_VALUE": 7, "GATE_WEIGHT": 7, "GATE_SIDE": 6, "KL_VALUE": 2, "KL_SLOPE": 2, "KL_RATIO_SLOPE": 2,
+TABLES = {"GATE_VALUE": 7, "GATE_WEIGHT": 7, "GATE_SIDE": 6, "KL_VALUE": 2, "KL_GRADIENT": 4,
           "ROLLOUT_WEIGHT": 3}  # fmt: skip
 
 
@@ -66,7 +66,9 @@ def random_arguments(names: list[str], count: int = 200) -> list[dict[str, float
         if name in ("log_ratio", "logp", "advantage", "d", "log_rho", "x"):
             special = {7: 0.0, 11: torch.nan, 12: torch.inf, 13: -torch.inf}
             return special.get((i + len(name)) % 40, x)
-        return {"active": float(x > -1), "k_pos": 2 + x, "k_neg": 3 + x}.get(name, abs(x) * 0.7)
+        return {"active": float(x > -1), "active_d": float(x < 1), "k_pos": 2 + x, "k_neg": 3 + x}.get(
+            name, abs(x) * 0.7
+        )
 
     return [{name: one(name, i) for name in names} for i in range(count)]
 

@@ -1,0 +1,139 @@
+"""c = dL/dlogp by the closed forms of the papers, in float64: what every backend's float32 is held to.
+
+Written for a whole sweep at once and without `fastrl.formulas`. Nothing here cancels where c is not small.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.objectives import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+
+#: every gate with ordinary and extreme numbers, at each level that its ratio may have
+GATES: dict[str, Objective] = {
+    "surrogate": Objective(gate=NoGate()),
+    "reinforce": Objective(gate=NoGate(ratio=False)),
+    "clip": Objective(gate=Clip(0.2, 0.28)),
+    "clip, dual": Objective(gate=Clip(0.2, 0.2, dual=3.0)),
+    "clip, delta": Objective(gate=Clip(0.2, 0.2, delta=4.0)),
+    "clip, delta inside": Objective(gate=Clip(0.2, 0.5, delta=1.2)),
+    **{f"soft {tau}": Objective(gate=SoftGate(tau, tau)) for tau in (0.05, 0.7, 10.0, 100.0)},
+    "soft 1 and 1.05": Objective(gate=SoftGate(1.0, 1.05)),
+    "stop-gradient-clip": Objective(gate=StopGradientClip(5.0, 0.1)),
+    "gamma": Objective(gate=GammaWeight()),
+    "gamma, steep": Objective(gate=GammaWeight(5.0, 30.0, 0.5, 0.1)),
+    "geometric mean": Objective(gate=GeometricMean(0.4)),
+    "tight clamp": Objective(gate=SoftGate(3.0, 3.0), max_log_ratio=0.75),
+}
+ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new")
+
+
+class Sweep(NamedTuple):
+    """Tokens (N,) float64 whose numbers are float32's, as are their differences: log ratios, d = ref - logp, A."""
+
+    x: Tensor
+    d: Tensor
+    a: Tensor
+
+
+def sweep(size: int, unit: float, seed: int = 0) -> Sweep:
+    """Random tokens, |x| and |d| up to 21, multiples of `unit`: clamped ones, small ones, and the corners' ends."""
+    g = torch.Generator().manual_seed(seed)
+
+    def numbers() -> Tensor:
+        wide = torch.empty(size, dtype=torch.float64).uniform_(-21, 21, generator=g)
+        # Half of them where a soft gate's tail or a gamma weight is not yet nothing, a quarter small.
+        narrow = torch.empty(size, dtype=torch.float64).uniform_(-3, 6, generator=g)
+        small = torch.randn(size, generator=g, dtype=torch.float64) * 2.0 ** torch.empty(size).uniform_(-16, 0)
+        kind = torch.randint(4, (size,), generator=g)
+        x = torch.where(kind < 1, wide, torch.where(kind < 3, narrow, small))
+        return (x / unit).round() * unit
+
+    sizes = torch.tensor([1.0, -1.0, 0.375, -0.375, 2.0**-9, -250.0], dtype=torch.float64)
+    x, d, a = numbers(), numbers(), sizes[torch.randint(len(sizes), (size,), generator=g)]
+    ends = torch.tensor([-20.0, -16.0, 0.0, 0.5, 16.0, 18.0, 19.875, 20.0], dtype=torch.float64)
+    corners = torch.cartesian_prod(ends, ends, sizes[:2]).T
+    return Sweep(*(torch.cat(pair) for pair in zip((x, d, a), corners, strict=True)))
+
+
+def of_policy(objective: Objective, s: Sweep) -> Tensor:
+    """c of the policy's term, the response being one token."""
+    gate, bound, a = objective.gate, objective.max_log_ratio, s.a
+    x, passes = s.x.clamp(-bound, bound), _passes(objective, s).double()
+    r = x.exp()
+    if isinstance(gate, NoGate):
+        return -r * a * passes if gate.ratio else -a
+    if isinstance(gate, Clip):
+        low, high = 1 - gate.low, 1 + gate.high
+        delta, dual = gate.delta or math.inf, gate.dual or math.inf
+        good, bad = (r <= high) & (r <= delta), (r >= low) & ((r <= high) | (r <= delta)) & (r <= dual)
+        return -r * a * passes * torch.where(a > 0, good, bad)
+    if isinstance(gate, SoftGate):
+        tau = torch.where(a > 0, gate.tau_pos, gate.tau_neg)
+        tail = torch.exp(-(tau * torch.expm1(x)).abs())
+        return -a * r * 4 * tail / (1 + tail) ** 2 * passes
+    if isinstance(gate, StopGradientClip):
+        return -a * r.clamp(gate.low or 0.0, gate.cap)
+    if isinstance(gate, GammaWeight):
+        k, lam = (torch.where(a >= 0, *p) for p in ((gate.k_pos, gate.k_neg), (gate.lam_pos, gate.lam_neg)))
+        log_w = x.clamp(math.log(1e-8), 20)
+        return -a * torch.exp(k * log_w - lam * torch.expm1(log_w))
+    assert isinstance(gate, GeometricMean)
+    past = ((a > 0) & (s.x > gate.clip)) | ((a < 0) & (s.x < -gate.clip))
+    return torch.where(past, 0.0, -a * r * passes)
+
+
+def _passes(objective: Objective, s: Sweep) -> Tensor:
+    """Where the ratio's gradient is not 0: a response's own, of GSPO-token, is a constant, clamped or not."""
+    return (s.x.abs() <= objective.max_log_ratio) | (objective.ratio == "sequence-token")
+
+
+def of_kl(objective: Objective, s: Sweep) -> Tensor:
+    """c of the KL's term, the response being one token."""
+    assert isinstance(objective.kl, KL)
+    return float(objective.kl.coef) * _of_kl(objective, objective.kl, s)
+
+
+def _of_kl(objective: Objective, kl: KL, s: Sweep) -> Tensor:
+    bound = objective.max_log_ratio
+    x, d = s.x.clamp(-bound, bound), s.d.clamp(-bound, bound)
+    through_x = s.x.abs() <= bound if kl.ratio == "token" else _passes(objective, s)
+    r, through_d = x.exp(), s.d.abs() <= bound
+    of_d = {
+        "k1": torch.ones_like(d), "k2": -d, "k1+": -d, "k3+": -d, "k3": -torch.expm1(d), "forward": -d * d.exp(),
+    }  # fmt: skip
+    if kl.kind in of_d:
+        return of_d[kl.kind].where(through_d, 0.0)
+    if kl.kind == "old-new":
+        return torch.expm1(x).where(through_x, 0.0)
+    one = torch.where(through_x, r * (torch.expm1(d) - d), torch.where(through_d, -r * torch.expm1(d), 0.0))
+    return torch.where(through_x & through_d, -r * d, one)
+
+
+def assert_coefficients(actual: Tensor, expected: Tensor, what: str, edges: Tensor | None = None) -> None:
+    """The rule: a relative error of at most 1e-5 wherever |c| > 1e-30. At `edges` a clip may go either way."""
+    actual, seen = actual.double().cpu(), torch.ones_like(expected, dtype=torch.bool) if edges is None else ~edges
+    large = (expected.abs() > 1e-30) & seen
+    error = ((actual - expected) / expected).abs().where(large, 0.0).nan_to_num(nan=math.inf)
+    worst = error.argmax()
+    assert error[worst] <= 1e-5, (
+        f"{what}: {actual[worst].item():.7g} for {expected[worst].item():.7g} at {worst.item()}, relative error"
+        f" {error[worst].item():.2g}"
+    )
+    rest = actual[seen & ~large].abs()
+    assert (rest <= 1.00001e-30).all(), f"{what}: {rest.max().item():.7g} for nothing"
+
+
+def edges(objective: Objective, s: Sweep) -> Tensor:
+    """Tokens whose ratio lies on a gate's bound, up to float32's rounding."""
+    gate, r = objective.gate, s.x.exp()
+    bounds: list[float] = []
+    if isinstance(gate, Clip):
+        bounds = [1 - gate.low, 1 + gate.high, *(b for b in (gate.dual, gate.delta) if b is not None)]
+    if isinstance(gate, GeometricMean):
+        bounds = [math.exp(gate.clip), math.exp(-gate.clip)]
+    return sum(((r / b - 1).abs() < 1e-6 for b in bounds), torch.zeros_like(r, dtype=torch.bool))

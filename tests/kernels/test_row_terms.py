@@ -1,0 +1,66 @@
+"""The objectives' arithmetic as Triton runs it, a whole sweep in a few programs: c of every gate and estimator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from coefficients import ESTIMATORS, GATES, Sweep, assert_coefficients, edges, of_kl, of_policy, sweep
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from fastrl.objectives import KL, NoGate, Objective  # noqa: E402
+from fastrl.ops.contract import RowObjective  # noqa: E402
+from fastrl.ops.triton_formulas import device_objective  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+BLOCK = 4096
+#: logp = 0, so that old = -x and ref = d are exact
+TOKENS = Sweep(*(t[-4 * BLOCK :].float().double() for t in sweep(4 * BLOCK, 2.0**-40, seed=1)))
+
+
+@triton.jit
+def _terms(
+    old_ptr, ref_ptr, advantage_ptr, policy_weight, kl_weight, p0, p1, p2, p3, low, high, bound, c_ptr, kl_ptr,
+    OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    old, ref, a = tl.load(old_ptr + offsets), tl.load(ref_ptr + offsets), tl.load(advantage_ptr + offsets)
+    zero = 0.0 * old
+    _loss, _policy, kl, _ratio, _weight, _side, _approx_kl, _clamped, c, _h = OBJECTIVE(
+        zero, zero, old, ref, old, a, zero + policy_weight, zero + kl_weight, zero, zero - 1e30,
+        p0, p1, p2, p3, low, high, bound,
+    )  # fmt: skip
+    tl.store(c_ptr + offsets, c)
+    tl.store(kl_ptr + offsets, kl)
+
+
+def _run(objective: Objective, device: str, policy_weight: float) -> tuple[Tensor, Tensor]:
+    """c and the KL of TOKENS, with a KL coefficient of 1."""
+    kind = "none" if objective.kl is None else objective.kl.kind
+    row = RowObjective(
+        objective.gate.formula, objective.gate.parameters(), kind, "none", 0.0, 0.0, objective.max_log_ratio
+    )
+    terms, numbers = device_objective(row)
+    old, ref, a = (t.float().to(device) for t in (-TOKENS.x, TOKENS.d, TOKENS.a))
+    c, kl = torch.empty_like(old), torch.empty_like(old)
+    _terms[(len(old) // BLOCK,)](old, ref, a, policy_weight, 1.0, *numbers, c, kl, OBJECTIVE=terms, BLOCK=BLOCK)
+    return c.cpu(), kl.cpu()
+
+
+@pytest.mark.parametrize("name", [name for name in GATES if name != "geometric mean"])  # a surrogate to the kernels
+def test_gates(name: str, device: str) -> None:
+    c, _ = _run(GATES[name], device, 1.0)
+    assert_coefficients(c, of_policy(GATES[name], TOKENS), name, edges(GATES[name], TOKENS))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_estimators(kind: str, device: str) -> None:
+    for bound in (20.0, 0.75):
+        objective = Objective(gate=NoGate(), kl=KL(kind, 1.0), max_log_ratio=bound)
+        c, kl = _run(objective, device, 0.0)
+        assert_coefficients(c, of_kl(objective, TOKENS), f"{kind}, clamped at {bound}")
+    assert kl.isfinite().all() and (kind in ("k1", "k1+") or (kl >= 0).all())
