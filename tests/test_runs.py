@@ -199,10 +199,20 @@ def check_every_file(command, checkpoint, capfd):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    """The command as a process of its own."""
-    code = [sys.executable, "-m", "fastrl.cli", *command]
-    return subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
+    """Start a command as a process of its own, which does not outlive the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: list[str]) -> subprocess.Popen[str]:
+        code = [sys.executable, "-m", "fastrl.cli", *command]
+        started.append(subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
 
 
 def steps_of(folder: Path) -> int:
@@ -216,27 +226,25 @@ def wait_for(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
     while steps_of(folder) < steps:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            pytest.fail(f"step {steps} was not reached: {process.communicate(timeout=60)[0]}")
+            pytest.fail(f"step {steps} was not reached: {process.communicate(timeout=60)[0][-3000:]}")
         time.sleep(0.001)
 
 
-def test_a_live_process_keeps_its_folder_and_a_killed_one_leaves_it(arguments, tmp_path, capsys):
+def test_a_live_process_keeps_its_folder_and_a_killed_one_leaves_it(arguments, start, tmp_path, capsys):
     """The processes of all commands are in the slow test below; this is the fast one of them."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     assert main(arguments("sft", "whole")) == 0
     command = arguments("sft", "killed", checkpoint_every=1)
     process = start(command)
-    try:
-        wait_for(process, folder, 3)
-        process.send_signal(signal.SIGSTOP)  # it lives, and has time
-        before = files(folder)
-        for attempt in (command, [*command, "--resume"]):
-            assert main(attempt) == 2
-            assert f"is being written to by process {process.pid} (fastrl sft) on " in capsys.readouterr().err
-        assert files(folder) == before
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
+    wait_for(process, folder, 3)
+    process.send_signal(signal.SIGSTOP)  # it lives, and has time
+    before = files(folder)
+    for attempt in (command, [*command, "--resume"]):
+        assert main(attempt) == 2
+        assert f"is being written to by process {process.pid} (fastrl sft) on " in capsys.readouterr().err
+    assert files(folder) == before
+    process.kill()
+    process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and (folder / ".lock").exists()
     assert main([*command, "--resume"]) == 0
     assert records(folder) == records(whole) and results(folder) == results(whole)
@@ -245,11 +253,11 @@ def test_a_live_process_keeps_its_folder_and_a_killed_one_leaves_it(arguments, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_processes_of_every_command(name, arguments, tmp_path, monkeypatch):
+def test_processes_of_every_command(name, arguments, start, tmp_path, monkeypatch):
     """Two at once, kill -9, Ctrl-C and SIGTERM, each at a moment of chance; then it is the run without all that."""
     if "lora" in name:
         pytest.importorskip("peft")
-    monkeypatch.setattr(sys.modules[__name__], "STEPS", 400)
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 160)
     seed = random.randrange(10**6)
     print("seed", seed)
     draw = random.Random(seed)
@@ -260,13 +268,12 @@ def test_processes_of_every_command(name, arguments, tmp_path, monkeypatch):
     wait_for(process, folder, 3)
     process.send_signal(signal.SIGSTOP)
     before = files(folder)
-    for attempt in (command, [*command, "--resume"]):
-        second = start(attempt)
-        output, _ = second.communicate(timeout=300)
-        assert second.returncode == 2 and f"by process {process.pid} (fastrl {command[0]}) on " in output, output
+    second = start(command)  # which would overwrite it
+    output, _ = second.communicate(timeout=300)
+    assert second.returncode == 2 and f"by process {process.pid} (fastrl {command[0]}) on " in output, output
     assert files(folder) == before
     process.send_signal(signal.SIGCONT)
-    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
         time.sleep(draw.uniform(0, 0.2))
         process.send_signal(number)
         output, _ = process.communicate(timeout=300)
