@@ -80,7 +80,10 @@ class Watch:
         cut = ", and all were cut off at rollout.max_new_tokens" if numbers.get("truncated") == 1 else ""
         if self.estimator is not None:
             if numbers.get("without_reward") == 1:
-                yield "none", "every reward is None, so nothing is learned; what does the reward function wait for?"
+                yield (
+                    "none",
+                    "every reward is None: the reward function gives no completion a number, so nothing is learned",
+                )
                 return
             same = numbers.get("reward") == self.reward or math.isnan(self.reward)
             if self.estimator != "process" and numbers.get("reward_std") == 0 and same:

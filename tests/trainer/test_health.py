@@ -284,7 +284,7 @@ def warnings(capsys):
 @pytest.mark.parametrize(
     ("body", "tables", "share", "step", "expected"),
     [
-        ("return [None] * len(prompts)", {}, 1, 1, "every reward is None, so nothing is learned"),
+        ("return [None] * len(prompts)", {}, 1, 1, "every reward is None: the reward function gives no"),
         ("return [0.5] * len(prompts)", {}, 1, 5, "in the last 5 steps every completion got the reward 0.5"),
         ("return [0.5] * len(prompts)", {"rollout": {"max_new_tokens": 1}}, 1, 5, "no advantage tells them apart"),
         ("return [float(prompt[0]) for prompt in prompts]", {}, 1, 5, "all completions of a prompt got the same"),

@@ -14,7 +14,8 @@ from fastrl.trainer.train import train
 
 LOSS = {"loss", "policy_loss", "kl", "entropy", "ratio_mean", "ratio_max", "clip_frac", "clip_frac_low",
         "clip_frac_high", "gate_mean", "approx_kl", "ratio_clamped", "masked_off_policy", "tokens"}  # fmt: skip
-OURS = {"step", "reward", "reward_std", "without_reward", "length", "truncated", "grad_norm", "lr", "skipped_updates",
+OURS = {"step", "reward", "reward_std", "without_reward", "without_variance", "length", "truncated", "grad_norm", "lr",
+        "skipped_updates",
         "mismatch/abs_log_ratio", "mismatch/k3", "memory/peak_gib", "eval/reward", "eval/exact_match", "time/loss",
         "time/loss_share", "time/generate", "time/reward", "time/logprobs", "time/update", "time/step",
         "time/evaluation"}  # fmt: skip
@@ -161,7 +162,7 @@ def test_a_directory_that_is_no_run_is_left_alone(make_config, overwrite):
         ({"data": {"path": "nowhere.jsonl"}}, "nowhere.jsonl: cannot read"),
         ({"data": {"eval_path": "nowhere.jsonl"}}, "nowhere.jsonl: cannot read"),
         ({"model": {"config": None, "path": "./nowhere", "tokenizer": None}}, "nowhere"),
-        ({"model": {"tokenizer": "./nowhere"}}, "nowhere: cannot load the tokenizer"),
+        ({"model": {"tokenizer": "./nowhere"}}, "nowhere: no such directory"),
         ({"training": {"device": "abacus"}}, "training.device: cannot use 'abacus'"),
         ({"rollout": {"max_new_tokens": 30}}, "train.jsonl:1: the prompt has 4 tokens"),
     ],
