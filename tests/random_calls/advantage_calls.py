@@ -248,7 +248,7 @@ def sampling_mask_call(draw: Draw, compare: Comparison) -> None:
     }  # fmt: skip
     draw.tell(dtype=x.dtype, vocab=vocab, rows=n, **options)
     mask = fastrl.SamplingMask.from_logits(x, **options)
-    if options["top_k"] == 0 and options["top_p"] == 1 and options["min_p"] == 0:
+    if not 0 < options["top_k"] < vocab and options["top_p"] == 1 and options["min_p"] == 0:
         compare.equal("recorded sets", mask.token_ids.numel(), 0)
         return
     found = mask.to_dense(vocab)

@@ -48,8 +48,10 @@ def clip_gate(gate: Any, log: Tensor, advantage: Tensor, borders: list[Tensor]) 
 def soft_gate(gate: Any, log: Tensor, advantage: Tensor) -> Gated:
     ratio = log.exp()
     tau = either(advantage > 0, gate.tau_pos, gate.tau_neg)
-    value = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
-    return Gated(value, ratio / torch.cosh((tau * (ratio - 1) / 2).clamp(max=350)) ** 2, torch.zeros_like(ratio))
+    z = tau * (ratio - 1)
+    sigmoid = torch.where(z > 0, 1 - torch.sigmoid(-z), torch.sigmoid(z))  # each with its own slope's digits
+    value = -(4 / tau) * sigmoid * advantage
+    return Gated(value, ratio / torch.cosh((z / 2).clamp(max=350)) ** 2, torch.zeros_like(ratio))
 
 
 def stop_gradient_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor, borders: list[Tensor]) -> Gated:
@@ -69,6 +71,17 @@ def gamma_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor) -> Gated
     lam = either(advantage >= 0, gate.lam_pos, gate.lam_neg)
     weight = (lam + k * log - lam * log.exp()).exp()
     return Gated(-weight * advantage * logp, weight, torch.zeros_like(weight))
+
+
+def kl_slope(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """|dvalue / dlogp| by the table: what the slope's rounding error is relative to."""
+    return {
+        "k1": torch.ones_like(d),
+        "k3": torch.expm1(d),
+        "k3-unbiased": ratio * d,
+        "forward": d.exp() * d,
+        "old-new": torch.expm1(log_ratio),
+    }.get(kind, d).detach().abs()  # fmt: skip
 
 
 def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:

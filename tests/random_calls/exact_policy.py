@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from exact_gates import INFINITY, Gated, border, gated_terms, kl_term
+from exact_gates import INFINITY, Gated, border, gated_terms, kl_slope, kl_term
 from torch import Tensor
 
 import fastrl
@@ -243,9 +243,11 @@ class _Evaluation:
         self.kl = self.kl + (coef * w * value).sum()
         self.magnitude["kl"] = self.magnitude["kl"] + (abs(coef) * w * magnitude).detach().sum()
         self.token["kl"][rows] = value.detach()
-        shared = kl.kind == "k3-unbiased" and kl.ratio == "objective"
-        own = (magnitude.mean() if shared else magnitude) + d.exp() * (ratio if "unbiased" in kl.kind else 1.0)
-        self.c_magnitude[rows] += abs(coef) * w * own.detach()
+        slope = kl_slope(kl.kind, d, token_log, ratio)
+        if kl.kind == "k3-unbiased" and kl.ratio == "objective" and self.objective.ratio != "token":
+            # The response's ratio has a share in every token's logp: two parts that do not make one.
+            slope = ratio * torch.expm1(d).abs() + magnitude.mean()
+        self.c_magnitude[rows] += abs(coef) * w * slope.detach()
 
     def result(self) -> Exact:
         loss = self.policy + self.kl + self.bonus

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 EPS = 2.0**-24  # half a unit in the last place of 1 in float32
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float64: 2.0**-53}
+UNIT = {torch.float32: EPS, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
 
 
 @dataclass

@@ -98,7 +98,8 @@ class Vocabulary:
         draw, shape = self.draw, (*self.shape, self.vocab)
         x = self._numbers(self.tokens, self.vocab).to(self.dtype).double()
         needed = draw.often(0.85)
-        if len(shape) > 2 and shape[0] > 0 and not self.inplace and draw.often(0.07):
+        repeated = len(shape) > 2 and shape[0] > 0 and not self.inplace and not torch.isinf(x).any()
+        if repeated and draw.often(0.07):
             value, given = expanded(draw, x.view(shape), self.dtype, needed)
             x = value.reshape(self.tokens, self.vocab)
         else:
