@@ -16,6 +16,9 @@ endef
 
 .PHONY: demo test lint format bench clean
 
+# A stamp that a later line of its rule failed after would pass for a whole environment.
+.DELETE_ON_ERROR:
+
 demo: $(VENV)/.installed-demo
 	$(BIN)/fastrl train $(CONFIG)
 
