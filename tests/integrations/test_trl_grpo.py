@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "entropy_coef_delta": 0.03, "entropy_coef_max": 0.2, "entropy_target": 3.525,
     },
     "cispo, sequence level": {
-        "loss_type": "cispo", "epsilon_high": 1.001, "importance_sampling_level": "sequence", "beta": 0.1,
+        "loss_type": "cispo", "epsilon_high": 1.0025, "importance_sampling_level": "sequence", "beta": 0.1,
         "use_bias_correction_kl": True,
     },
     "sapo": {"loss_type": "sapo", "beta": 0.1, "temperature": 0.8},
