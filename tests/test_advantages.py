@@ -150,7 +150,7 @@ def test_advantages_carry_no_gradient():
         (torch.ones(2), [0, []], TypeError, r"group_ids\[1\] must be hashable.*list"),
         (torch.ones(2), torch.ones(2), TypeError, "group_ids must be one of.*float32"),
         (torch.ones(2), torch.ones(3).long(), ValueError, r"group_ids must have shape \(2,\).*\(3,\)"),
-        (torch.ones(2), torch.ones(2, device="meta").long(), ValueError, "group_ids must be on cpu.*meta"),
+        (torch.ones(2), torch.ones(2, device="meta").long(), TypeError, "group_ids must be a dense tensor.*meta"),
     ],
 )
 def test_bad_rewards_and_groups(function, rewards, ids, error, message):

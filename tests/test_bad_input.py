@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fastrl
+from fastrl import checks
 from fastrl.ops import backend as backends
 
 B, T, V, H = 2, 3, 7, 4
@@ -255,3 +256,8 @@ def test_a_missing_backend_says_why_and_falls_back_with_one_warning(monkeypatch:
     finally:
         for cached in (backends._why_unavailable, backends._default):
             cached.cache_clear()
+
+
+def test_tensors_on_two_devices() -> None:
+    with pytest.raises(ValueError, match="mask must be on cpu like targets, got meta"):
+        checks.same_device("mask", torch.ones(1, device="meta"), torch.ones(1), "targets")
