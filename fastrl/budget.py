@@ -67,8 +67,9 @@ def free_bytes(device: str) -> int | None:
 
 
 def text(size: int) -> str:
-    """Bytes for a person: "1.5 GiB"."""
+    """Bytes for a person: "1.5 GiB", to four digits, rounded up: `parse_budget` of it is never less than the size."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << power:
-            return f"{size / (1 << power):.4g} {unit}"
+            decimals = max(4 - len(str(size >> power)), 0)
+            return f"{-(-size * 10**decimals >> power) / 10**decimals:.15g} {unit}"
     return f"{size} B"

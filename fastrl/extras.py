@@ -11,19 +11,20 @@ They come from the statistics that a call has anyway and from passes of their ow
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import VocabularyArguments, plan_call
+from .arguments import VocabularyArguments
 from .budget import default_budget
-from .memory import ANY, Call, Plan, choose, possible_plans
+from .memory import Call, Plan, choose, possible_plans
 from .ops.backend import forced
 from .ops.contract import Statistics, Transform
 from .ops.forward import Limits, order, pass_tile
 from .ops.linear import linear_statistics
-from .ops.products import Head, Held, slices
+from .ops.products import Head, Held, Needs, slices
 from .reference.rows import transformed
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -59,14 +60,13 @@ def checked_extras(extras: object, sampling_mask: object) -> tuple[str, ...]:
 
 @torch.no_grad()
 def extras_ahead(
-    extras: tuple[str, ...], head: Head, args: VocabularyArguments, budget: int | None, copied: int
+    extras: tuple[str, ...], head: Head, args: VocabularyArguments, call: Call, chosen: Plan, budget: int | None
 ) -> Ahead:
-    """The passes of the extras asked for, one after the other within the budget."""
+    """The passes of the extras asked for, one after the other within the budget of a call whose plan is chosen."""
     if not {"mean_logits", "log_sum_sq_probs"} & set(extras):
         return Ahead(None, None)
     head = Head(*(None if x is None else x.detach() for x in head))  # type: ignore[arg-type]
-    call = plan_call(head, args, -1, scope=ANY, copied=copied)
-    plan, spare = _plan(call, budget)
+    plan, spare = _plan(call, chosen, budget)
     mean, half = None, None
     if "log_sum_sq_probs" in extras:
         half = _log_sum_half(head, args, plan)
@@ -79,14 +79,20 @@ def extras_ahead(
     return Ahead(mean, half)
 
 
-def _plan(call: Call, budget: int | None) -> tuple[Plan, int]:
-    """How statistics are formed within the budget, whatever `use_plan` wants of the call itself; what that leaves."""
+def _plan(call: Call, chosen: Plan, budget: int | None) -> tuple[Plan, int]:
+    """How statistics are formed within the budget, whatever `use_plan` wants of the call itself; what that leaves.
+
+    They fit where any plan of the call does: each forms them too, or holds (N, H) and a piece of a product beside a
+    tile, which is more. So the smallest budget is the call's own.
+    """
+    forward = replace(call, needs=Needs(False, False, False), slopes=1)
     if budget is None and torch.compiler.is_compiling():
-        return choose(call, budget), 0
-    size = default_budget(call.device) if budget is None else budget
-    plans = possible_plans(call, size, named=budget is not None)
-    plan = plans[0] if plans else choose(call, budget)  # which then says what the smallest budget is
-    return plan, size - plan.temporary_bytes
+        return choose(forward, budget), 0
+    # What is free may have become less since the call's own plan was chosen.
+    size = max(default_budget(call.device), chosen.temporary_bytes) if budget is None else budget
+    (plan,) = possible_plans(forward, size, named=budget is not None)
+    # Other passes follow, whose tiles are not to lie beside what these have freed.
+    return replace(plan, mapped=True), size - plan.temporary_bytes
 
 
 def extras_of(
@@ -160,7 +166,7 @@ def _mean_by_tiles(head: Head, args: VocabularyArguments, plan: Plan, spare: int
     most = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, most)) // (4 * _COPIES)
     tile = pass_tile("statistics", head, used, Limits(*plan.limits))
-    held = Held(head, tile, used.index is not None, backend)
+    held = Held(head, tile, used.index is not None, backend, plan.mapped)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         hidden = held.hidden(where)

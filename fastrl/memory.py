@@ -114,11 +114,12 @@ class Plan:
     tiles: dict[str, Tile]  # of each pass
     room: int  # bytes that a pass may take
     tile_bytes: int  # and one of its tiles
+    mapped: bool = False  # whether each pass's memory has to be gone before the next begins
 
     @property
     def limits(self) -> list[int]:
         """As the operators take them."""
-        return [self.room, self.tile_bytes]
+        return [self.room, self.tile_bytes, int(self.mapped)]
 
 
 @contextmanager
@@ -246,6 +247,9 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
         tiles[kind] = tile
         units += of_pass
         cost += tiling.pass_cost(kind, sizes, tile, of_pass)
-    most = max([0, *(tiling.pass_bytes(kind, sizes, tile, call.slopes) for kind, tile in tiles.items())])
+    taken = [tiling.pass_bytes(kind, sizes, tile, call.slopes) for kind, tile in tiles.items()]
+    most = max([0, *taken])
+    # An allocator may keep what a pass freed. Twice, as the tiles of fewer rows may be larger.
+    mapped = len(taken) > 1 and 2 * sum(taken) > room
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.kept)
-    return Plan(name, units, flops, fixed + most, cost, tiles, room, cap)
+    return Plan(name, units, flops, fixed + most, cost, tiles, room, cap, mapped)

@@ -149,9 +149,10 @@ def linear_token_logprobs(
     found = sampled_linear(head, args, sampling_mask, ANY, budget, copied)
     if found is not None:
         return TokenStats(found[0].view(targets.shape), found[1].view(targets.shape) if entropy else None)
-    ahead = extras_ahead(extras, head, args, budget, copied)
     call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)
-    stats = _statistics(head, args, choose(call, budget), call.slopes, -1, waits=True)
+    plan = choose(call, budget)
+    ahead = extras_ahead(extras, head, args, call, plan, budget)
+    stats = _statistics(head, args, plan, call.slopes, -1, waits=True)
     more = extras_of(extras, ahead, stats, args.mask, targets.shape)
     return TokenStats(stats[0].view(targets.shape), stats[1].view(targets.shape) if entropy else None, **more)
 

@@ -29,8 +29,8 @@ def gradients(
     restriction: Restriction | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dL/d(hidden, weight, bias) from c, h (N,), in the inputs' dtypes: the logits again, then the products."""
-    work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, restriction)
-    return work.run(plan, limits)
+    work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, limits, restriction)
+    return work.run(plan)
 
 
 class _Backward:
@@ -38,9 +38,10 @@ class _Backward:
 
     def __init__(
         self, head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
-        h: Tensor | None, needs: Needs, backend: str, num_tokens: int, restriction: Restriction | None,
+        h: Tensor | None, needs: Needs, backend: str, num_tokens: int, limits: Limits,
+        restriction: Restriction | None,
     ) -> None:  # fmt: skip
-        self.head, self.transform, self.needs, self.backend = head, transform, needs, backend
+        self.head, self.transform, self.needs, self.backend, self.limits = head, transform, needs, backend, limits
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
         self.undo = None
         c, h = self.order.of(c), self.order.of(h)  # type: ignore[assignment]
@@ -76,17 +77,17 @@ class _Backward:
             return products.empty(tuple(like.shape), like.dtype, like, self.backend)
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
-    def run(self, plan: str, limits: Limits) -> tuple[Tensor | None, ...]:
+    def run(self, plan: str) -> tuple[Tensor | None, ...]:
         """The passes that the plan and the needs ask for."""
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
             if self.needs.hidden and needs_head and plan != TWO_PASS:
-                self._weight_pass(pass_tile("both", self.head, self.order, limits), with_hidden=True)
+                self._weight_pass(self._tile("both"), with_hidden=True)
             else:
                 if self.needs.hidden:
-                    self._hidden_pass(pass_tile("hidden", self.head, self.order, limits))
+                    self._hidden_pass(self._tile("hidden"))
                 if needs_head:
-                    self._weight_pass(pass_tile("weight", self.head, self.order, limits), with_hidden=False)
+                    self._weight_pass(self._tile("weight"), with_hidden=False)
         return self.hidden, self.weight, self.bias
 
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
@@ -100,8 +101,11 @@ class _Backward:
         )  # fmt: skip
         return logits
 
+    def _tile(self, kind: str) -> Tile:
+        return pass_tile(kind, self.head, self.order, self.limits)
+
     def _held(self, tile: Tile) -> Held:
-        return Held(self.head, tile, self.order.index is not None, self.backend)
+        return Held(self.head, tile, self.order.index is not None, self.backend, bool(self.limits.mapped))
 
     def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Rows]]:
         """(places in the order, rows, hidden states (n, H), what row functions read)."""
@@ -127,7 +131,8 @@ class _Backward:
 
     def _float32(self, rows: int) -> Tensor:
         """Room for float32 sums (rows, H)."""
-        return torch.empty(rows, self.head.hidden.shape[1], dtype=torch.float32, device=self.head.hidden.device)
+        hidden, make = self.head.hidden, products.scratch if self.limits.mapped else products.empty
+        return make((rows, hidden.shape[1]), torch.float32, hidden, self.backend)
 
     def _weight_pass(self, tile: Tile, with_hidden: bool) -> None:
         """dL/dweight and dL/dbias, slice by slice, each written once; dL/dhidden with them, added up."""

@@ -25,6 +25,7 @@ class Limits(NamedTuple):
 
     room: int
     tile: int
+    mapped: int = 0  # 1: a pass's memory goes back to the system, as there is no room for another's beside it
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Rows(NamedTuple):
 def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int = 1, weight: bool = True) -> Tile:
     """The tile of a pass; the planner has seen to it that there is one."""
     sizes = head.sizes(order.count, weight)
-    tile = tiling.fit(kind, sizes, *limits, tiling.pass_units(kind, vectors), vectors)
+    tile = tiling.fit(kind, sizes, limits.room, limits.tile, tiling.pass_units(kind, vectors), vectors)
     if tile is None:
         least = tiling.least_bytes(kind, sizes, limits.tile, vectors)
         raise RuntimeError(f"the pass {kind!r} takes at least {least} bytes, got {limits.room}")
@@ -125,7 +126,7 @@ def statistics(
     if used.count == 0:
         return out
     tile = pass_tile("statistics", head, used, limits)
-    held = Held(head, tile, used.index is not None, backend)
+    held = Held(head, tile, used.index is not None, backend, bool(limits.mapped))
     rows = Rows(used.of(targets), used.of(transform.temperatures), restriction=used.sets(restriction))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)

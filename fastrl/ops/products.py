@@ -16,6 +16,9 @@ from fastrl.ops.backend import kernels
 from fastrl.ops.tiling import PIECE_BYTES, Sizes, Tile
 
 _LARGE = 8 << 20  # bytes from which memory comes fresh from the system anyway
+#: Bytes from which memory is mapped where it has to be gone once it is freed. malloc keeps what lay beneath something
+#: that is held, and puts the next pass's larger tile beside the hole: 18.8 MiB were resident where 12.5 were planned.
+_MAPPED = 1 << 20
 
 
 class Head(NamedTuple):
@@ -47,27 +50,45 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str
     return tensor
 
 
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
+    """`empty` that a CPU's system gets back when it is freed; each use pays for fresh pages."""
+    tensor = _mapped(shape, dtype, like, _MAPPED)
+    if tensor is None:
+        return empty(shape, dtype, like, backend)
+    kernels(backend, tensor).advise(tensor)
+    return tensor
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Zeros on the device of `like` few of whose rows will be written.
 
     On a CPU the system's own zero pages, of which only those that are written take time: filling a gradient of 300 MB
     costs more than a hundred kept products' worth of work.
     """
+    tensor = _mapped(shape, dtype, like, _LARGE)
+    return torch.zeros(shape, dtype=dtype, device=like.device) if tensor is None else tensor
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, least: int) -> Tensor | None:
+    """Zero pages of their own from the system, of at least so many bytes; None where that cannot be, or fewer."""
     size = dtype.itemsize * math.prod(shape)
-    if like.device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(shape, dtype=dtype, device=like.device)
+    if like.device.type != "cpu" or size < least or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return None
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Held:
-    """Memory for a chunk's hidden states and a tile of its logits, used again for the next."""
+    """Memory for a chunk's hidden states and a tile of its logits, used again for the next.
 
-    def __init__(self, head: Head, tile: Tile, gathers: bool, backend: str) -> None:
-        weight = head.weight
+    `mapped`: the system gets it back when it is freed.
+    """
+
+    def __init__(self, head: Head, tile: Tile, gathers: bool, backend: str, mapped: bool = False) -> None:
+        weight, make = head.weight, scratch if mapped else empty
         self.head = head
-        self._logits = empty((tile.rows * tile.columns,), weight.dtype, weight, backend)
-        self._rows = empty((tile.rows, weight.shape[1]), weight.dtype, weight, backend) if gathers else None
+        self._logits = make((tile.rows * tile.columns,), weight.dtype, weight, backend)
+        self._rows = make((tile.rows, weight.shape[1]), weight.dtype, weight, backend) if gathers else None
 
     def hidden(self, where: Tensor | slice) -> Tensor:
         """Hidden states (n, H) of these rows, together."""

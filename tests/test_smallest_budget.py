@@ -1,0 +1,218 @@
+"""The smallest budget that an error names is accepted, as a number and as text, and none below it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastrl
+from fastrl.budget import parse_budget, text
+from fastrl.cli import main
+from fastrl.extras import EXTRAS
+from fastrl.memory import use_plan
+
+Run = Callable[[int | str], None]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def custom(log_ratio: Tensor, advantages: Tensor, context: Any) -> Tensor:
+    return -log_ratio.exp() * advantages
+
+
+OBJECTIVES = {
+    "row-local": fastrl.GRPO(kl_coef=0.1, entropy_coef=0.1), "responses": fastrl.GSPO(), "callable": custom,
+    "dropped": fastrl.DeepSeekV32(kl_coef=0.1, off_policy_delta=0.1),
+    "batch": fastrl.Objective(top_entropy_fraction=0.2),
+}  # fmt: skip
+PLANS = (None, None, "forward", "forward-gradient", "keep", "frozen-head", "recompute", "two-pass", "sparse")
+
+
+def refusal(run: Run, budget: int | str) -> tuple[int, str]:
+    """The smallest budget that the error names, as a number and as text."""
+    with pytest.raises(ValueError, match="smallest possible is") as caught:
+        run(budget)
+    found = re.search(r"the smallest possible is (\d+) \((.+?)\)", str(caught.value))
+    assert found is not None, caught.value
+    return int(found[1]), found[2]
+
+
+def check(run: Run, tried: tuple[int, ...] = (0, 1)) -> None:
+    """`tried`: whether the number, its text, or both are given back."""
+    named = refusal(run, 1)
+    for i in tried:
+        run(named[i])
+    assert refusal(run, named[0] - 1) == named
+
+
+@given(size=st.integers(0, 2**60))
+def test_text_is_enough(size: int) -> None:
+    assert size <= (parse_budget(text(size)) if size else 0) <= size * 1.001  # four digits
+
+
+def test_exact_numbers_stay_exact() -> None:
+    assert [text(x) for x in (0, 1023, 1024, 3 << 19, 1 << 30, 10**4 << 30)] == [
+        "0 B", "1023 B", "1 KiB", "1.5 MiB", "1 GiB", "10000 GiB"
+    ]  # fmt: skip
+    assert text((1 << 30) + 1) == "1.001 GiB"
+
+
+class Case:
+    """A call drawn from what the linear functions take."""
+
+    def __init__(self, draw: Callable[[Any], Any]) -> None:
+        one = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+        self.n, width, vocab = one(1, 32, 40), one(1, 5, 65), one(1, 129, 300)
+        g = torch.Generator().manual_seed(0)
+        self.dtype, self.masked = one(*DTYPES), one(True, False)
+        self.needs = one("", "h", "w", "hw", "b", "hb", "hwb")
+        hidden = torch.randn(2, self.n + 1, width, generator=g).to(self.dtype)
+        # Without their last tokens, of which there is no view (N, H); or as they lie.
+        hidden = hidden[:, :-1] if one(True, False) else hidden[:, :-1].contiguous()
+        weight = torch.randn(vocab, width, generator=g).to(self.dtype)
+        if one(True, False):  # transposed
+            weight = weight.t().contiguous().t()
+        bias = torch.randn(vocab, generator=g).to(self.dtype) if "b" in self.needs else None
+        self.hidden, self.weight = (x.requires_grad_(k in self.needs) for x, k in ((hidden, "h"), (weight, "w")))
+        self.bias = None if bias is None else bias.requires_grad_()
+        shape = (2, self.n)
+        self.targets = torch.randint(vocab, shape, generator=g)
+        self.mask = torch.rand(shape, generator=g) > one(0.4, 0.4, 1.0) if self.masked else None
+        self.plan, self.autocast, self.backend = one(*PLANS), one(False, False, True), one("cpp", "torch")
+        temperature = one(1.0, torch.rand(shape, generator=g) + 0.5)
+        self.options = {"bias": self.bias, "softcap": one(None, 5.0), "temperature": temperature}
+        self.sets = None
+        if one(False, False, True):
+            sizes = torch.randint(one(0, 1), 4, (2 * self.n,), generator=g)
+            offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+            ids = torch.randint(vocab, (int(offsets[-1]),), generator=g)
+            self.sets = fastrl.SamplingMask(ids, offsets).with_targets(self.targets)
+        self.loss = getattr(self, one("logprobs", "logprobs", "policy", "policy", "cross_entropy", "dpo"))(one)
+
+    def logprobs(self, one: Any) -> Callable[[int | str], Tensor]:
+        extras = () if self.sets is not None else one((), EXTRAS, EXTRAS[:1], EXTRAS[1:])
+        entropy = one(True, False)
+
+        def loss(budget: int | str) -> Tensor:
+            found = fastrl.linear_token_logprobs(
+                self.hidden, self.weight, self.targets, mask=self.mask, sampling_mask=self.sets, entropy=entropy,
+                extras=extras, memory_budget=budget, **self.options,
+            )  # fmt: skip
+            return found.logprobs.sum() + (0 if found.entropy is None else found.entropy.sum())
+
+        return loss
+
+    def policy(self, one: Any) -> Callable[[int | str], Tensor]:
+        objective, on_policy = OBJECTIVES[one(*OBJECTIVES)], one(False, True)
+        advantages, ref = one(torch.ones(2), torch.zeros(2), torch.ones(2, self.n)), torch.full((2, self.n), -5.0)
+        count = one(None, 2 * self.n if self.mask is None else int(self.mask.sum()))
+        return lambda budget: fastrl.linear_policy_loss(
+            self.hidden, self.weight, self.targets, mask=self.mask, sampling_mask=self.sets, objective=objective,
+            advantages=advantages, old_logprobs=None if on_policy else ref, ref_logprobs=ref, num_tokens=count,
+            memory_budget=budget, **self.options,
+        ).loss  # fmt: skip
+
+    def cross_entropy(self, one: Any) -> Callable[[int | str], Tensor]:
+        reduction = one("mean", "none")
+        targets = self.targets if self.mask is None else self.targets.where(self.mask, -100)
+        return lambda budget: fastrl.linear_cross_entropy(
+            self.hidden, self.weight, targets, reduction=reduction, memory_budget=budget, **self.options
+        ).sum()
+
+    def dpo(self, one: Any) -> Callable[[int | str], Tensor]:
+        mask = torch.ones_like(self.targets) if self.mask is None else self.mask
+        return lambda budget: fastrl.linear_dpo_loss(
+            self.hidden, self.weight, self.targets, mask, torch.zeros(2), sampling_mask=self.sets, memory_budget=budget,
+            **self.options,
+        ).loss  # fmt: skip
+
+    def run(self, budget: int | str) -> None:
+        """The call and its backward."""
+        with (
+            fastrl.use_backend(self.backend),
+            use_plan(self.plan) if self.plan else nullcontext(),
+            torch.autocast("cpu", torch.bfloat16, enabled=self.autocast),
+        ):
+            loss = self.loss(budget)
+        if loss.requires_grad:
+            loss.backward()
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_what_an_error_names_is_accepted(data: st.DataObject) -> None:
+    case = Case(data.draw)
+    try:
+        case.run("1GiB")
+    except ValueError as error:
+        if "cannot be followed here" not in str(error):
+            raise
+        case.plan = None
+    check(case.run, (data.draw(st.integers(0, 1)),))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -> None:
+    """Their passes come first and need less: it is the call's own plan that the error has to speak of."""
+    hidden, weight = torch.randn(70, 9, requires_grad=True), torch.randn(300, 9, requires_grad=True)
+    targets = torch.zeros(70, dtype=torch.int64)
+
+    def run(budget: int | str, extras: tuple[str, ...] = (extra,)) -> None:
+        found = fastrl.linear_token_logprobs(
+            hidden, weight, targets, softcap=softcap, extras=extras, memory_budget=budget
+        )
+        found.logprobs.sum().backward()
+
+    check(run)
+    assert refusal(run, 1) == refusal(lambda budget: run(budget, ()), 1)
+    for plan in ("recompute", "two-pass"):
+        with use_plan(plan):
+            check(run)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 9999), st.integers(1, 5000), st.integers(1, 200_000)),
+    dtype=st.sampled_from(DTYPES), device=st.sampled_from(["cpu", "cuda"]),
+    objective=st.sampled_from(["GRPO", "GSPO", "DeepSeekV32", "logprobs"]), on_policy=st.booleans(),
+    gradients=st.sampled_from(["none", "hidden", "weight", "hidden,weight", "hidden,weight,bias"]),
+    kept=st.sampled_from([0, 0, 1000]),
+)  # fmt: skip
+@example((7, 7, 7), torch.float32, "cpu", "GRPO", False, "none", 0)
+def test_what_the_planner_names_is_accepted(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: str, objective: str, on_policy: bool, gradients: str,
+    kept: int,
+) -> None:  # fmt: skip
+    objectives = {"GRPO": fastrl.GRPO(), "GSPO": fastrl.GSPO(), "DeepSeekV32": OBJECTIVES["dropped"]}
+
+    def run(budget: int | str) -> None:
+        fastrl.plan_memory(
+            *sizes, dtype, budget, objective=objectives.get(objective), on_policy=on_policy, device=device, kept=kept,
+            gradients=[x for x in gradients.split(",") if x != "none"],
+        )  # fmt: skip
+
+    check(run)
+
+
+@pytest.mark.parametrize("objective", ["GRPO", "GSPO", "logprobs"])
+def test_what_the_command_names_is_accepted(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--tokens", "999", "--hidden", "777", "--vocab", "33333", "--device", "cpu"]
+
+    def run(budget: int | str) -> None:
+        if main([*arguments, "--objective", objective, "--budget", str(budget)]):
+            raise ValueError(capsys.readouterr().err)
+
+    check(run)
+    capsys.readouterr()
+    run("1GiB")
+    smallest = re.search(r"the smallest possible is (.+?) \(", capsys.readouterr().out)
+    assert smallest is not None
+    run(smallest[1])  # the table's own words
