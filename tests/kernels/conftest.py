@@ -19,9 +19,9 @@ def boolean_masks() -> Iterator[None]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     def checked(inner: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(builder: InterpreterBuilder, *args: Any) -> Any:
+        def call(builder: InterpreterBuilder, *args: Any, **options: Any) -> Any:
             assert args[place].data.dtype == np.bool_, f"a mask of {args[place].data.dtype}"
-            return inner(builder, *args)
+            return inner(builder, *args, **options)
 
         return call
 
