@@ -338,13 +338,13 @@ def test_bad_completions(model: Any) -> None:
         recorder.logprobs(tokens.float())
     with pytest.raises(TypeError, match="completions must be a tensor, got list"):
         recorder.logprobs(tokens.tolist())
-    with pytest.raises(TypeError, match="completions must be a dense tensor .* got a meta tensor"):
+    with pytest.raises(TypeError, match=r"completions must be a dense tensor .* got a meta tensor"):
         recorder.logprobs(tokens.to("meta"))
     with pytest.raises(ValueError, match=re.escape("counts must have shape (4, 6) (the shape of completions), got (4")):
         recorder.logprobs(tokens, counts[:, :5])
     with pytest.raises(TypeError, match=re.escape("counts must be one of torch.bool, got torch.int64")):
         recorder.logprobs(tokens, counts.long())
-    with pytest.raises(TypeError, match="counts must be a dense tensor .* got a meta tensor"):
+    with pytest.raises(TypeError, match=r"counts must be a dense tensor .* got a meta tensor"):
         recorder.logprobs(tokens, counts.to("meta"))
     tokens[2, -1] = VOCAB
     with pytest.raises(IndexError, match=re.escape(f"targets[2] is {VOCAB}, outside [0, {VOCAB})")):
