@@ -11,8 +11,8 @@ from .ops import cpp_build
 #: The oldest and the newest version of each that the whole test suite has run with.
 TESTED = {
     "python": ("3.11", "3.12"),
-    "torch": ("2.11.0", "2.15.0"),
-    "triton": ("3.6.0", "3.9.0"),
+    "torch": ("2.11.0", "2.13.0"),
+    "triton": ("3.6.0", "3.7.1"),
     "transformers": ("5.17.0", "5.23.0"),
 }
 

@@ -35,7 +35,6 @@ class Case:
     dtype: torch.dtype
     device: str = "cpu"
     warm: bool = True  # whether a first call, unmeasured, loads kernels and the library's own buffers
-    calls: int = 1  # measured, one after the other: the most that one took
     sets: str = ""  # "all": every token has a recorded set; "most": nine in ten; "wide": one in ten has half of V
     leaves: list[torch.Tensor] = field(default_factory=list)
 
@@ -159,13 +158,11 @@ def main() -> None:
                 )
                 results.append({"refused": words, "smallest": least})
                 continue
-            used = 0
-            for _ in range(case.calls):
-                case.clear()
-                before = len(chosen)
-                used = max(used, peak(call))
-                assert len(chosen) == before + 1, "one plan a call"
-                assert all(x.grad is None or bool(x.grad.isfinite().all()) for x in case.leaves)
+            case.clear()
+            before = len(chosen)
+            used = peak(call)
+            assert len(chosen) == before + 1, "one plan a call"
+            assert all(x.grad is None or bool(x.grad.isfinite().all()) for x in case.leaves)
             case.clear()
             plan = chosen[-1]
             results.append(
