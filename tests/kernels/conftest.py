@@ -20,7 +20,8 @@ def boolean_masks() -> Iterator[None]:
 
     def checked(inner: Callable[..., Any], place: int) -> Callable[..., Any]:
         def call(builder: InterpreterBuilder, *args: Any, **options: Any) -> Any:
-            assert args[place].data.dtype == np.bool_, f"a mask of {args[place].data.dtype}"
+            mask = np.asarray(args[place].data)  # of a handle, or of an array, which descriptors bring
+            assert mask.dtype == np.bool_, f"a mask of {mask.dtype}"
             return inner(builder, *args, **options)
 
         return call
