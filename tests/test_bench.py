@@ -264,7 +264,10 @@ def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(suites.Suite, "run", None)
+    def measured(*args: Any) -> Any:
+        pytest.fail("something was measured")
+
+    monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=measured))
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit):
         main(["--suite", "logits", "--shape", "8x8", "--out", str(tmp_path / "file")])
