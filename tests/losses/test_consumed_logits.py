@@ -12,7 +12,7 @@ import fastrl
 
 B, T, V = 3, 4, 7
 TARGETS = torch.randint(0, V, (B, T))
-SETS = fastrl.SamplingMask.from_dense(torch.ones(B * T, V, dtype=torch.bool).index_fill(1, torch.tensor([0]), True))
+SETS = fastrl.SamplingMask.from_dense(torch.ones(B * T, V, dtype=torch.bool))
 PPO: dict[str, Any] = {"objective": fastrl.PPO(), "advantages": torch.randn(B) + 2, "inplace": True}
 GSPO = {**PPO, "objective": fastrl.GSPO(), "old_logprobs": torch.randn(B, T)}
 
@@ -78,4 +78,4 @@ def test_other_parts_of_the_same_memory_are_logits() -> None:
 def test_logits_that_were_not_consumed() -> None:
     for logits, inplace in ((fresh(), False), (torch.randn(B, T, V), True)):
         for _ in range(2):
-            loss(logits, inplace=inplace)
+            assert torch.isfinite(loss(logits, inplace=inplace))
