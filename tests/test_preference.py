@@ -112,7 +112,7 @@ ONE = torch.ones(2)
         (lambda: fastrl.dpo_loss(ONE, ONE, [1], ONE), TypeError, "ref_chosen must be a tensor, got list"),
         (lambda: fastrl.dpo_loss(ONE, ONE, ONE, ONE, beta=0), ValueError, "beta must be finite and > 0, got 0"),
         (lambda: fastrl.reward_model_loss(ONE, torch.ones(3), ONE.long()), ValueError, "ranks must have shape (2,)"),
-        (lambda: fastrl.reward_model_loss(ONE, [1, 2], ONE.long()), TypeError, "ranks must be a real tensor, got list"),
+        (lambda: fastrl.reward_model_loss(ONE, [1, 2], ONE.long()), TypeError, "ranks must be a tensor, got list"),
         (lambda: fastrl.reward_model_loss(ONE, ONE, ONE), TypeError, "prompt_ids must be one of"),
         (
             lambda: fastrl.linear_dpo_loss(torch.ones(3, 2, 4), torch.ones(5, 4), torch.ones(3, 2).long(),

@@ -66,7 +66,7 @@ def test_every_token_sums_the_steps_that_end_at_it_or_later(batch: tuple[Any, ..
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"step_rewards": [1.0]}, TypeError, "step_rewards must be a tensor of shape (responses, steps), got list"),
+        ({"step_rewards": [1.0]}, TypeError, "step_rewards must be a tensor, got list"),
         ({"step_rewards": torch.ones(2)}, ValueError, "must be real, of shape (responses, steps), got (2,)"),
         ({"step_ends": torch.ones(2, 2)}, TypeError, "step_ends must be one of"),
         ({"step_ends": torch.tensor([[0, 1], [0, 3]])}, ValueError,

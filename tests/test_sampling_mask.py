@@ -112,7 +112,7 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
     ("make", "error", "words"),
     [
         (lambda: SamplingMask([1], [0, 1]), TypeError, "token_ids must be a tensor, got list"),
-        (lambda: SamplingMask(torch.ones(1), torch.tensor([0, 1])), TypeError, "token_ids must be int32 or int64"),
+        (lambda: SamplingMask(torch.ones(1), torch.tensor([0, 1])), TypeError, "token_ids must be one of torch.int32"),
         (lambda: SamplingMask(torch.ones(1, 1).int(), torch.tensor([0, 1])), ValueError, "got shape (1, 1)"),
         (lambda: SamplingMask(torch.tensor([1]), torch.tensor([1, 1])), ValueError, "offsets must begin with 0, got 1"),
         (
@@ -131,7 +131,7 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
         (lambda: SamplingMask(torch.tensor([1]), torch.tensor([], dtype=torch.int64)), ValueError, "(N + 1,)"),
         (lambda: SamplingMask.from_lists([[1], [2, -1]]), ValueError, "lists[1] must hold integers in"),
         (lambda: SamplingMask.from_lists([[True]]), ValueError, "lists[0] must hold integers"),
-        (lambda: SamplingMask.from_dense(torch.eye(3)), TypeError, "kept must be a bool tensor (..., V)"),
+        (lambda: SamplingMask.from_dense(torch.eye(3)), TypeError, "kept must be one of torch.bool, got"),
         (lambda: SamplingMask.from_dense(torch.tensor(True)), ValueError, "shape (..., V)"),
         (lambda: SamplingMask.from_dense(torch.tensor([[True], [False]])), ValueError, "kept row 1 keeps nothing"),
         (lambda: SamplingMask.from_scores([]), ValueError, "at least one, got []"),
@@ -144,7 +144,7 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
         (lambda: SamplingMask.from_lists([[1]]).to_dense(0), ValueError, "vocab_size must be an int of at least 1"),
         (lambda: SamplingMask.concat([]), ValueError, "at least one SamplingMask"),
         (lambda: SamplingMask.concat([3]), TypeError, "masks[0] must be a SamplingMask, got int"),
-        (lambda: SamplingMask.from_lists(LISTS).index([0]), TypeError, "rows must be a bool, int64 or int32 tensor"),
+        (lambda: SamplingMask.from_lists(LISTS).index([0]), TypeError, "rows must be a tensor, got list"),
         (lambda: SamplingMask.from_lists(LISTS).index(torch.tensor([4])), IndexError, "rows must be in [-4, 4), got 4"),
         (lambda: SamplingMask.from_lists(LISTS).index(torch.tensor([True])), ValueError, "rows must have shape (4,)"),
         (lambda: SamplingMask.from_lists(LISTS).to_dense(9), ValueError, "row 3 has token id 9, outside"),
