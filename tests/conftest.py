@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -14,11 +16,23 @@ if not torch.cuda.is_available():
 
 import fastrl
 
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    import interpreter
+
+    interpreter.quicken()
+
 pytest_plugins = ["random_calls.seed"]
 
 # Workers side by side share the cores.
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: full collections of garbage, of which there are thousands, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -34,6 +48,17 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend in turn, forced; a GPU's tensors cannot go to the C++ one, which is tested on the CPU then."""
     with fastrl.use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(params=["quick", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request: pytest.FixtureRequest, backend: str) -> str:
+    """What torch.compile compiles by: inductor with one backend, whose operators are as opaque to it as the others'.
+
+    With those the graphs run as they were traced, and in the slow tests by inductor too.
+    """
+    if backend == "cpp" and request.param == "inductor":
+        pytest.skip("is not slow here, and tested")
+    return "inductor" if backend == "cpp" or request.param == "inductor" else "aot_eager"
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import torch
 
 import fastrl
 from fastrl.memory import ANY, Call, choose
-from fastrl.ops import products
 from fastrl.ops.products import Needs
 
 MIB = 2**20
+SLOW = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads and resets a process' peak in /proc")
 
 # N, H, V: a tile's rows and columns both cut (tokens above all; the vocabulary above all), and a wide hidden state.
@@ -79,13 +79,12 @@ def check(found: list[dict[str, Any]]) -> None:
 
 
 @linux
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_budgets_are_kept(dtype: str) -> None:
-    check(measure(dtype, "cpp", SHAPES[:1], [16], masks=[True]))
+def test_budgets_are_kept() -> None:
+    check(measure("float32", "cpp", SHAPES[:1], [16], masks=[True]))
 
 
 @linux
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("dtype", "backend"), [("float32", "cpp"), ("bfloat16", "cpp"), ("float16", "cpp"), ("float32", "torch")]
 )
@@ -102,8 +101,15 @@ def test_budgets_are_kept_on_the_grid(dtype: str, backend: str) -> None:
 
 
 @linux
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_budgets_are_kept_with_sampling_masks(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "budgets"),
+    [
+        ("float32", [64]),
+        pytest.param("float32", [16, 64, 80], marks=SLOW),
+        pytest.param("bfloat16", [16, 64, 80], marks=SLOW),
+    ],
+)
+def test_budgets_are_kept_with_sampling_masks(dtype: str, budgets: list[int]) -> None:
     """30,000 tokens x 32 ids: what an id costs decides; 3,000 tokens, 300 of which have sets of 4,096.
 
     The dense rows' products are small: V = 8192, H = 4.
@@ -111,15 +117,16 @@ def test_budgets_are_kept_with_sampling_masks(dtype: str) -> None:
     cases = [
         {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (n, 4, 8192), "budget": budget * MIB,
          "masked": False, "sets": sets}
-        for n, sets in ((30_000, "all"), (30_000, "most"), (3_000, "wide")) for budget in (16, 64, 80)
+        for n, sets in ((30_000, "all"), (30_000, "most"), (3_000, "wide")) for budget in budgets
     ]  # fmt: skip
     check(run(dtype, "cpp", cases))
 
 
 @linux
-def test_budgets_are_kept_where_rows_decide() -> None:
+@pytest.mark.parametrize("budgets", [[30], pytest.param([20, 40], marks=SLOW)])
+def test_budgets_are_kept_where_rows_decide(budgets: list[int]) -> None:
     """Each plan within 10 MiB of the least that it takes: 300 bytes a row are 29 MiB here."""
-    check(measure("float32", "cpp", [MANY_ROWS], [20, 30, 40], masks=[True]))
+    check(measure("float32", "cpp", [MANY_ROWS], budgets, masks=[True]))
 
 
 @linux
@@ -131,22 +138,29 @@ def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> No
     )  # fmt: skip
     assert choose(call, 16 * MIB).mapped
     assert not choose(call, 1024 * MIB).mapped
-    kept = {}
-    for make in (torch.empty, lambda *size: products.scratch(size, torch.float32, torch.empty(0), "torch")):
-        torch.empty(24 * MIB // 4).fill_(0.0)  # freed: from now on malloc takes so much from its heap
-        before = _resident()
-        tile = make(16 * MIB // 4).fill_(0.0)
-        above = [torch.zeros(1000) for _ in range(100)]
-        assert _resident() - before > 15 * MIB
-        del tile
-        kept[make] = _resident() - before
-        del above
-    by_malloc, mapped = kept.values()
-    assert mapped < 2 * MIB, (by_malloc, mapped)  # how much malloc keeps depends on what else the process holds
+    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True, timeout=100)
+    by_malloc, mapped = map(int, done.stdout.split())
+    assert mapped < 2 * MIB < 15 * MIB < by_malloc
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+#: Prints how many bytes stay resident of 16 MiB that were freed, by malloc and as a plan's tile.
+_FREED = """
+import os, pathlib, torch
+from fastrl.ops import products
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+for make in (torch.empty, lambda *size: products.scratch(size, torch.float32, torch.empty(0), "torch")):
+    torch.empty(6 * 2**20).fill_(0.0)  # freed: from now on malloc takes so much from its heap
+    before = resident()
+    tile = make(4 * 2**20).fill_(0.0)
+    above = [torch.zeros(1000) for _ in range(100)]
+    assert resident() - before > 15 * 2**20
+    del tile
+    print(resident() - before)
+    del above
+"""
 
 
 @pytest.mark.gpu
@@ -176,7 +190,7 @@ def test_budgets_are_kept_on_a_gpu(plan: str | None, objective: str, needs: str,
 
 
 @linux
-@pytest.mark.slow
+@SLOW
 def test_a_step_of_32768_tokens_times_151936_entries_within_256_mib() -> None:
     """Whole logits would be 18.6 GiB in float32, several times over; H = 64 keeps it to minutes on two cores."""
     case = {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (32768, 64, 151936), "budget": 256 * MIB}
@@ -190,9 +204,9 @@ def test_a_step_of_32768_tokens_times_151936_entries_within_256_mib() -> None:
 @pytest.mark.parametrize("objective", ["GRPO", "GSPO"])
 @pytest.mark.parametrize(
     ("shape", "most"),
-    [  # one float32 tensor of tokens x vocabulary would be 1187 MiB, and 9.3 GiB
-        ((2048, 16, 151936), 256),
-        pytest.param((16384, 128, 151936), 512, marks=pytest.mark.slow),
+    [  # one float32 tensor of tokens x vocabulary would be 594 MiB, and 9.3 GiB
+        ((1024, 16, 151936), 256),
+        pytest.param((16384, 128, 151936), 512, marks=SLOW),
     ],
 )
 def test_no_tensor_of_tokens_by_vocabulary_without_a_budget(

@@ -91,8 +91,8 @@ def peak_temporary_bytes(run: Run, device: str) -> int | None:
     buffers and counts only pages that were touched.
     """
     run.restore()
-    gc.collect()
     if device == "cuda":
+        gc.collect()
         synchronize(device)
         torch.cuda.reset_peak_memory_stats()
         outcome = run.call()

@@ -66,9 +66,6 @@ def _assert_visit(
     cases.assert_close(visit.entropy, truth.entropy, float32.entropy, allowed, "entropy")
     for name, *values in zip(TERMS, visit.terms, truth.terms, float32.terms, strict=True):
         cases.assert_close(*values, allowed, name, {"loss": loss_size, "kl": kl_size}.get(name))
-    # A ratio's relative error is its log-probability's absolute one, a few units in the last place of |logp|: up to 5
-    # the margin has room for it.
-    gradient_size = gradient_size * (truth.logprobs.abs() / 5).nan_to_num().clamp(1.0, 100.0).view(*logits.shape[:2], 1)
     error = cases.gradient_error(gradient, x, gradient_size)
     bound = cases.gradient_error(x32, x, gradient_size) + allowed
     assert error <= bound, f"gradient: error {error:.3e}, allowed {bound:.3e}"
@@ -79,19 +76,31 @@ def _sizes(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
     inputs: RowInputs,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """What loss (N,), gradient (A, B, V) and KL (N,) sum up, each part's absolute value: they may cancel."""
+    """What loss (N,), gradient (A, B, V) and KL (N,) sum up, each part's absolute value: they may cancel.
+
+    The gradient also has the size of what a fifth of log p changes in it, at its slope in log p: a ratio's relative
+    error is the absolute one of log p, a few units in the last place, and k3-unbiased's c, r (logp - ref), can be small
+    where its slope is not. The 5e-6 allowed of it is 1e-6 of log p.
+    """
     losses, gradients, kl = torch.zeros(()), torch.zeros(()), None
     zeros = torch.zeros_like(inputs.policy_weights)
+    step = 1e-5  # far from every clip
+    shifted = {name: getattr(inputs, name) for name in ("old", "ref", "rollout")}
+    shifted = {name: value - step for name, value in shifted.items() if value is not None}  # log p alone is higher
     for part in ("policy_weights", "kl_weights", "entropy_weights"):
         without = {"policy_weights": zeros, "kl_weights": None, "entropy_weights": None}
         without[part] = getattr(inputs, part)
         x = logits.double()
         terms = reference.row_visit(x, targets, mask, transform, objective, inputs._replace(**without)).terms
-        losses, gradients = losses + terms[0].abs(), gradients + x.abs()
+        moved = logits.double()
+        reference.row_visit(moved, targets, mask, transform, objective, inputs._replace(**without, **shifted))
+        change = ((moved - x).abs() / step).flatten(0, 1)
         # A difference of logarithms can be small and its error not: a term also has the size of its slope times a
         # tenth of log p (k3 near the reference, times a ratio of e^20). The 5e-6 allowed of it is 5e-7 of log p, four
         # to eight units in the last place. The slope is read off the target's gradient.
         logp = reference.row_statistics(logits.double(), targets, mask, transform).logprobs
+        amplified = (change * logp.abs()[:, None] / 5).nan_to_num(posinf=0.0)
+        losses, gradients = losses + terms[0].abs(), gradients + x.abs() + amplified.view_as(x)
         valid = targets.clamp(0, logits.shape[-1] - 1)
         slope = x.flatten(0, 1).gather(1, valid[:, None])[:, 0].abs() / (-torch.expm1(logp)).clamp_min(1e-30)
         sensitivity = (slope * logp.abs() / 10).nan_to_num(posinf=0.0)
