@@ -50,17 +50,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=["quick", pytest.param("inductor", marks=pytest.mark.slow)])
-def compiler(request: pytest.FixtureRequest, backend: str) -> str:
-    """What torch.compile compiles by: inductor with one backend, whose operators are as opaque to it as the others'.
-
-    With those the graphs run as they were traced, and in the slow tests by inductor too.
-    """
-    if backend == "cpp" and request.param == "inductor":
-        pytest.skip("is not slow here, and tested")
-    return "inductor" if backend == "cpp" or request.param == "inductor" else "aot_eager"
-
-
 @pytest.fixture
 def backend_device(backend: str) -> str:
     """The device that the forced backend takes."""

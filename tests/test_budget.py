@@ -80,7 +80,7 @@ def check(found: list[dict[str, Any]]) -> None:
 
 @linux
 def test_budgets_are_kept() -> None:
-    check(measure("float32", "cpp", SHAPES[:1], [16], masks=[True]))
+    check(measure("float32", "cpp", [(2048, 256, 8192)], [16], masks=[True]))
 
 
 @linux
@@ -204,8 +204,8 @@ def test_a_step_of_32768_tokens_times_151936_entries_within_256_mib() -> None:
 @pytest.mark.parametrize("objective", ["GRPO", "GSPO"])
 @pytest.mark.parametrize(
     ("shape", "most"),
-    [  # one float32 tensor of tokens x vocabulary would be 594 MiB, and 9.3 GiB
-        ((1024, 16, 151936), 256),
+    [  # one float32 tensor of tokens x vocabulary would be 445 MiB, and 9.3 GiB
+        ((768, 16, 151936), 200),
         pytest.param((16384, 128, 151936), 512, marks=SLOW),
     ],
 )

@@ -10,6 +10,9 @@ import torch
 import fastrl
 from fastrl.ops import kept, kept_linear, linear, rows, visits
 
+SLOW = pytest.mark.slow
+# A graph is the same whatever backend its operators call, and the interpreter takes its time.
+TRITON = pytest.param("triton", marks=() if torch.cuda.is_available() else SLOW)
 B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view and a mask differ from each other
 
 
@@ -24,6 +27,7 @@ def tensors(backend_device: str) -> dict[str, torch.Tensor]:
     return {k: v.to(backend_device) for k, v in made.items()}
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp", TRITON], indirect=True)
 def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     logits = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
@@ -91,7 +95,8 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         torch.library.opcheck(operator, arguments)
 
 
-def test_fullgraph_compile(backend: str, compiler: str, tensors: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("torch", marks=SLOW), TRITON], indirect=True)
+def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     """One graph, the numbers of eager, forward and backward; new temperatures do not break it."""
     torch.compiler.reset()  # graphs of the other backends count towards the limit of recompilations
     targets, mask = tensors["targets"], tensors["mask"]
@@ -143,14 +148,14 @@ def test_fullgraph_compile(backend: str, compiler: str, tensors: dict[str, torch
         (masked_losses, (leaves["logits"], *head)),
     ):
         wanted = [x for x in arguments if isinstance(x, torch.Tensor)]
-        compiled = torch.compile(function, fullgraph=True, backend=compiler)
+        compiled = torch.compile(function, fullgraph=True)
         eager, value = function(*arguments), compiled(*arguments)
         torch.testing.assert_close(value, eager)
         for actual, expected in zip(
             torch.autograd.grad(value, wanted), torch.autograd.grad(eager, wanted), strict=True
         ):
             torch.testing.assert_close(actual, expected)
-    again = torch.compile(from_logits, fullgraph=True, backend=compiler)
+    again = torch.compile(from_logits, fullgraph=True)
     for temperature in (0.8, 0.7):
         torch.testing.assert_close(again(leaves["logits"], temperature), from_logits(leaves["logits"], temperature))
 

@@ -20,6 +20,7 @@ GPUS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
+VENDORS = ("sm_90", "gfx942")  # one of each, which the fast tests compile for
 
 
 def run_program(program: ModuleType, *arguments: str) -> Any:

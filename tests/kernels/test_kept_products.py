@@ -211,14 +211,14 @@ def _check_segments(gradient: Tensor, hidden: Tensor, by_token: ByToken, vocab: 
 
 
 def test_long_segments(device: str) -> None:
-    # One piece; two, the second of 1 entry; three, likewise.
-    lengths = [300, 1, 513, 2, 769]
+    # One piece; two, the second of 1 entry.
+    lengths = [300, 1, 513]
     gradient, by_token = _segments(lengths, 10, 5, device)
     _check_segments(gradient, _matrix(10, 8, torch.float32, device), by_token, 2 * len(lengths))
 
 
 def test_a_wide_row(device: str) -> None:
-    kept = kept_cases.kept_sets((3, 800, 2), 1200, device)
+    kept = kept_cases.kept_sets((3, 600, 2), 1200, device)
     weight, gradient = _matrix(1200, 8, torch.float32, device), _gradient(kept)
     out = torch.full((3, 8), 7.0, device=device)
     kept_hidden(gradient, weight, *kept, out)
@@ -226,12 +226,12 @@ def test_a_wide_row(device: str) -> None:
     _check_sums(out, rows, gradient, weight[kept.token_ids.long()], 3, torch.zeros_like(out), "hidden")
     # A row's pieces are its own: alone, it has the same bits.
     alone = torch.full((1, 8), 7.0, device=device)
-    one = kept.token_ids[3:803], torch.tensor([0, 800], device=device), kept.counts[:1]
-    kept_hidden(gradient[3:803], weight, *one, alone)
+    one = kept.token_ids[3:603], torch.tensor([0, 600], device=device), kept.counts[:1]
+    kept_hidden(gradient[3:603], weight, *one, alone)
     assert torch.equal(alone[0], out[1])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_segments_of_all_lengths_at_all_places(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight_kernels = pytest.importorskip("fastrl.kernels.kept_weight")
     # Pieces of 16 and groups of 8: a few hundred positions meet every case that thousands would.
