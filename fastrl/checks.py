@@ -66,8 +66,8 @@ def _why_not_in_memory(value: Tensor) -> str | None:
     if value.is_meta:
         return "a meta tensor, which has a shape alone"
     try:
-        missing = value.numel() > 0 and not _address(value)
-    except RuntimeError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
+        missing = not lies_in_memory(value)
+    except NotImplementedError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
         missing = False
     wraps = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _address(value)
     if not missing and not wraps:
@@ -76,9 +76,26 @@ def _why_not_in_memory(value: Tensor) -> str | None:
         return "a DTensor: pass .to_local(), this rank's part, or .full_tensor(), the whole"
     if kind == "FakeTensor":
         return "a FakeTensor, which has a shape alone"
+    if kind == "AsyncCollectiveTensor":
+        return "an AsyncCollectiveTensor: .wait() gives the tensor"
     if wraps:
         return f"{kind}, a subclass around other tensors: pass the tensor that it wraps"
     return "one whose memory was freed (FSDP frees what it reshards: pass it inside its module's forward)"
+
+
+def lies_in_memory(value: Tensor) -> bool:
+    """Whether the storage is there, as far as the strides reach into it: that of a freed view has an address too."""
+    if not value.numel():
+        return True
+    storage = value.untyped_storage()
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    reach = (value.storage_offset() + last + 1) * value.element_size()
+    try:
+        with warnings.catch_warnings():  # a fake tensor's address is 0, with a warning
+            warnings.simplefilter("ignore")
+            return storage.data_ptr() != 0 and storage.nbytes() >= reach
+    except RuntimeError:  # a wrapper's storage has none
+        return False
 
 
 def _address(value: Tensor) -> int:

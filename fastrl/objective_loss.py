@@ -63,7 +63,8 @@ def settings_of(objective: Objective | CustomObjective) -> Objective:
         return objective
     if not callable(objective):
         raise TypeError(f"objective must be an Objective or a callable, got {type(objective).__name__}")
-    if isinstance(objective, type) or getattr(objective, "__name__", "") in PRESETS:
+    presets: list[object] = [*PRESETS.values()]
+    if isinstance(objective, type) or any(objective is preset for preset in presets):
         name = getattr(objective, "__name__", repr(objective))
         raise TypeError(f"objective must be an Objective or a callable, got {name} itself: call it, as in {name}(...)")
     return Objective(

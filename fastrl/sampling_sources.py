@@ -98,6 +98,10 @@ def listed_record(given: Any, name: str = "lists") -> Record:
         isinstance(part, str | bytes | Mapping) or has_field(part, "meta_info") or _is_nested(part) for part in parts
     ):
         return _joined([listed_record(part, f"{name}[{i}]") for i, part in enumerate(parts)])
+    if parts and all(part is None for part in parts):  # responses, of which none was recorded
+        raise ValueError(
+            f"{name} must hold a list of token ids for each token ([] where none were recorded), got None. {_SGLANG}"
+        )
     return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(parts)])
 
 

@@ -60,6 +60,20 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
+def freed_view(x: Tensor) -> Tensor:
+    """Its address is not 0, but how far into its storage it began."""
+    held = torch.stack([x, x])
+    x = held[1]
+    held.untyped_storage().resize_(0)
+    return x
+
+
+def shrunk(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(x.numel() * x.element_size() - 1)
+    return x
+
+
 def quantised(x: Tensor) -> Tensor:
     return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
 
@@ -74,6 +88,7 @@ def jagged(x: Tensor) -> Tensor:
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "wrapper": Wrapper, "DTensor": distributed, "fake": fake, "meta": lambda x: x.to("meta"), "freed": freed,
+    "freed view": freed_view, "shrunk": shrunk,
     "sparse": lambda x: x.to_sparse(), "csr": lambda x: x.to_sparse_csr(), "nested": nested, "jagged": jagged,
     "quantised": quantised, "complex": lambda x: x.to(torch.complex64),
 }  # fmt: skip

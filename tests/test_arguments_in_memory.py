@@ -86,6 +86,6 @@ def test_the_error_says_what_to_do(make: Callable[[Tensor], Tensor], message: st
 
 
 def test_no_pointer_is_taken_from_a_tensor_without_memory() -> None:
-    with pytest.raises(ValueError, match="old must hold its numbers in memory, got Tensor at address 0"):
+    with pytest.raises(ValueError, match="old must hold its numbers in memory, got Tensor without"):
         pointer("old", KINDS["freed"](torch.ones(3)), 3)
     assert pointer("old", torch.empty(0), 0) == 0

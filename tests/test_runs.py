@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -165,6 +166,7 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
     assert json.loads((folder / "summary.json").read_text())["interrupted"] == number.name
 
     check_every_file(command, folder / "checkpoints" / "step-000006", capfd)
+    check_the_record(command, folder / "metrics.jsonl", capfd)
     monkeypatch.delattr("fastrl.stages.dpo.DPO.before")  # it is in the checkpoint: the model may have moved since
     assert main([*command, "--resume"]) == 0
     assert records(folder) == records(whole)
@@ -194,6 +196,46 @@ def check_every_file(command, checkpoint, capfd):
     assert main([*command, "--resume"]) == 2
     assert f"the checkpoint is damaged: {file} is missing; " in capfd.readouterr().err
     (checkpoint / file).write_bytes(content)
+
+
+def check_the_record(command, path, capfd):
+    """A damaged metrics.jsonl is refused by its line, and left as it is."""
+    content = path.read_bytes()
+    for damaged, line in ((b"\0\0\n" + content, 1), (content + b"{}\n", 7), (content.replace(b"{", b"[", 1), 1)):
+        path.write_bytes(damaged)
+        capfd.readouterr()
+        assert main([*command, "--resume"]) == 2
+        assert f"fastrl: {path}:{line}: is not a step's record, so the file is damaged (" in capfd.readouterr().err
+        assert path.read_bytes() == damaged
+    path.write_bytes(content)
+
+
+def test_a_record_that_lacks_steps_is_told(arguments, at_step, tmp_path, capfd):
+    command = arguments("sft", "run")
+    at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(command) == 143
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    assert main([*command, "--resume"]) == 0
+    assert f"fastrl: warning: {path}: not all steps up to the checkpoint's, 6, are in it\n" in capfd.readouterr().err
+
+
+def test_a_model_that_cannot_be_saved_is_in_the_checkpoint(arguments, tmp_path, capfd, monkeypatch):
+    command, folder = arguments("sft", "run"), tmp_path / "run"
+
+    def full(stage: Any, directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastrl.stages.loop.PolicyStage.save", full)
+        assert main(command) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        f"fastrl: {folder / 'model'}: cannot save the model: [Errno 28] No space left on device; it is in "
+        f"{folder / 'checkpoints' / 'step-000012'}, and --resume writes it again"
+    )
+    assert not list(folder.glob("*model*"))
+    assert main([*command, "--resume"]) == 0 and (folder / "model" / "model.safetensors").exists()
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

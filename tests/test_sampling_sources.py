@@ -167,7 +167,15 @@ def test_what_vllm_did_not_record_says_how_to_record_it(record: Any, where: str)
 
 @pytest.mark.parametrize(
     "record",
-    [None, "null", {"output_token_sampling_mask": None}, {"meta_info": None}, [ONE, None], [[[1]], "null"]],
+    [
+        None,
+        "null",
+        {"output_token_sampling_mask": None},
+        {"meta_info": None},
+        [ONE, None],
+        [[[1]], "null"],
+        [None, None],
+    ],
 )
 def test_what_sglang_did_not_record_says_how_to_record_it(record: Any) -> None:
     with pytest.raises(ValueError, match=r"^lists.* must hold a list .* got None\. SGLang .*return_sampling_mask=True"):

@@ -76,5 +76,6 @@ def refuse(rows: Tensor) -> None:
     if version == rows._version and any(_Region.of(rows).overlaps(region) for region in regions):
         raise RuntimeError(
             "the logits were consumed by an earlier call (inplace=True): their memory holds its gradient. Compute them"
-            " again, or copy_ new ones into it, or leave inplace=True out of the earlier call"
+            " again, or write new ones into it where autograd sees it (with torch.no_grad(): logits.copy_(...)), or"
+            " leave inplace=True out of the earlier call"
         )

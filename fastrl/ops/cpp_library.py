@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.checks import lies_in_memory
 from fastrl.ops import cpp_build, cpp_formulas
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -93,10 +94,9 @@ def pointer(name: str, tensor: Tensor | None, count: int, dtype: torch.dtype = t
 
 def address(name: str, tensor: Tensor) -> int:
     """Where the numbers begin; ValueError where there are some and they lie nowhere: C++ would take that for absent."""
-    at = tensor.data_ptr()
-    if at == 0 and tensor.numel():
-        raise ValueError(f"{name} must hold its numbers in memory, got {type(tensor).__name__} at address 0")
-    return at
+    if not lies_in_memory(tensor):
+        raise ValueError(f"{name} must hold its numbers in memory, got {type(tensor).__name__} without")
+    return tensor.data_ptr()
 
 
 def strides(name: str, logits: Tensor) -> tuple[int, int]:

@@ -160,8 +160,8 @@ class PromptSampler:
 
     @cached_property
     def digest(self) -> str:
-        """What the prompts are, in short."""
-        return digest(example.token_ids for example in self.examples)
+        """What the examples are, in short: the prompts, and what the reward reads."""
+        return digest([example.token_ids, example.columns] for example in self.examples)
 
     def next(self, count: int) -> list[Example]:
         """The next ``count`` examples."""

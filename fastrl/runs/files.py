@@ -18,9 +18,11 @@ def whole_directory(directory: Path, unfinished: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True)
         yield unfinished
         flush(unfinished)
-        if directory.exists():
-            remove(directory)
+        earlier = directory.exists() and _put_aside(directory)
         unfinished.rename(directory)
+        _wait_for(directory.parent)
+        if earlier:
+            shutil.rmtree(earlier)
     except BaseException:  # Ctrl-C too: what is there of it takes room and is no use
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -28,17 +30,25 @@ def whole_directory(directory: Path, unfinished: Path) -> Iterator[Path]:
 
 def remove(directory: Path) -> None:
     """Remove a directory of which half must not be left under its name by a process that is killed here."""
+    shutil.rmtree(_put_aside(directory))
+
+
+def _put_aside(directory: Path) -> Path:
     removed = directory.with_name(".removed")
     shutil.rmtree(removed, ignore_errors=True)
     directory.rename(removed)
-    shutil.rmtree(removed)
+    return removed
 
 
 def flush(directory: Path) -> None:
     """Wait until a directory and all in it are on the disk: a machine that dies could leave names on empty files."""
     for path in (*directory.rglob("*"), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _wait_for(path)
+
+
+def _wait_for(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,7 +49,8 @@ class RunLog:
             for path in (self.path, self.directory / "samples.jsonl"):
                 self._cut(path, step)
         values = config.model_dump(mode="json")
-        (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        with _writing(self.directory / "config.json"):
+            (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         # Before there is a record: nothing is lost then if the same command is tried again.
         self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
@@ -77,14 +80,34 @@ class RunLog:
         # Bytes, for a text may hold other line separators. What follows the last end was being written when the run
         # was killed.
         lines = path.read_bytes().split(b"\n")[:-1]
-        records = [(line, json.loads(line)) for line in lines]
-        kept = [(line, record) for line, record in records if record.pop("step") <= step]
+        steps, kept = [], []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                at = int(record.pop("step"))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise UserError(
+                    f"{path}:{number}: is not a step's record, so the file is damaged ({type(error).__name__}: "
+                    f"{error}); move it away to go on without what it holds"
+                ) from error
+            if at <= step:
+                steps.append(at)
+                kept.append((line, record))
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(b"".join(line + b"\n" for line, _ in kept))
-        unfinished.replace(path)
+        with _writing(path):
+            unfinished.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+            unfinished.replace(path)
         if path == self.path:
+            if steps != list(range(1, step + 1)):
+                print(
+                    f"fastrl: warning: {path}: not all steps up to the checkpoint's, {step}, are in it", file=sys.stderr
+                )
             for _, record in kept:
                 self.last |= record
+
+    def sync(self) -> None:
+        """Wait until the records are on the disk: a checkpoint must not know of steps that a dead machine forgot."""
+        os.fsync(self.file.fileno())
 
     def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
         """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
@@ -92,13 +115,12 @@ class RunLog:
         ``samples`` go to ``samples.jsonl``, from which the report shows some. A run that learns nothing is warned of.
         """
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        try:
+        with _writing(self.path, f" step {step}"):
             self.file.write(json.dumps({"step": step, **record}) + "\n")
             self.file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot write step {step}: {error}; what is saved can be resumed") from error
         if samples:
-            with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
+            path = self.directory / "samples.jsonl"
+            with _writing(path, f" step {step}"), path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
         if self.writer is not None:
             for name, value in numbers.items():
@@ -118,8 +140,10 @@ class RunLog:
     def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Write the summary (the last value of every metric, and ``extra``), curves and report; returns the summary."""
         summary = {**self.last, **extra}
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self.draw()
+        with _writing(self.directory / "summary.json"):
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        with _writing(self.directory / "report.html"):
+            self.draw()
         return summary
 
     def draw(self) -> None:
@@ -127,6 +151,14 @@ class RunLog:
         records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
         plot_curves(records, self.directory / "curves.png")
         write_report(self.directory)
+
+
+@contextmanager
+def _writing(path: Path, what: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot write{what}: {error}; what is saved can be resumed") from error
 
 
 def check_output(directory: Path, overwrite: bool) -> None:

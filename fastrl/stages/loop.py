@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
@@ -145,11 +146,19 @@ def fit(
             log.write(step, numbers)
             interrupted = signals[0] if signals and step < steps else None
             if interrupted or due(step, logging.checkpoint_every, step == steps):
+                log.sync()
                 write_checkpoint(config, logging, trained, step, {"order": batches.order}, kept)
             if interrupted:
                 break
         if not interrupted:
-            save_model(stage, logging.output_dir / "model")
+            model = logging.output_dir / "model"
+            try:
+                save_model(stage, model)
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{model}: cannot save the model: {error}; it is in {checkpoint_of(logging, step)}, and --resume "
+                    "writes it again"
+                ) from error
         return log.summarize({"steps": step, "seconds": time.perf_counter() - started, "interrupted": interrupted})
 
 

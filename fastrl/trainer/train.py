@@ -75,6 +75,7 @@ def _train(config: Config, checkpoint: Path | None) -> dict[str, Any]:
             log.write(step, numbers, samples)
             interrupted = None if last or not signals else signals[0]
             if interrupted or due(step, logging.checkpoint_every, last):
+                log.sync()
                 save_checkpoint(run)
             if interrupted:
                 break

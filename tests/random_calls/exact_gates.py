@@ -66,7 +66,7 @@ def stop_gradient_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor, 
 
 
 def gamma_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor) -> Gated:
-    log = log.detach()
+    log = log.detach().clamp(math.log(1e-8), 20.0)
     k = either(advantage >= 0, gate.k_pos, gate.k_neg)
     lam = either(advantage >= 0, gate.lam_pos, gate.lam_neg)
     weight = (lam + k * log - lam * log.exp()).exp()
@@ -84,6 +84,11 @@ def kl_slope(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> Tensor:
     }.get(kind, d).detach().abs()  # fmt: skip
 
 
+def with_slope(value: Tensor, slope: Tensor, x: Tensor) -> Tensor:
+    """A value whose derivative is not left to autograd, which would add up parts that cancel."""
+    return value.detach() + slope.detach() * (x - x.detach())
+
+
 def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """The estimator's value with its graph, and what its rounding errors are relative to; d is not read for old-new."""
     k2 = d * d / 2
@@ -92,7 +97,7 @@ def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Ten
     if kind == "k2":
         return k2, k2
     if kind == "k3":
-        return torch.expm1(d) - d, torch.expm1(d).abs() + d.abs()
+        return with_slope(torch.expm1(d) - d, torch.expm1(d), d), torch.expm1(d).abs() + d.abs()
     if kind == "k3-unbiased":
         return ratio * (torch.expm1(d) - d), ratio * (torch.expm1(d).abs() + d.abs())
     if kind == "k1+":
@@ -100,9 +105,10 @@ def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Ten
     if kind == "k3+":
         return (torch.expm1(d) - d).detach() + (k2 - k2.detach()), torch.expm1(d).abs() + d.abs()
     if kind == "forward":
-        return d.exp() * d - torch.expm1(d), d.exp() * d.abs() + torch.expm1(d).abs()
+        return with_slope(d.exp() * d - torch.expm1(d), d.exp() * d, d), d.exp() * d.abs() + torch.expm1(d).abs()
     assert kind == "old-new", kind
-    return torch.expm1(log_ratio) - log_ratio, torch.expm1(log_ratio).abs() + log_ratio.abs()
+    value = with_slope(torch.expm1(log_ratio) - log_ratio, torch.expm1(log_ratio), log_ratio)
+    return value, torch.expm1(log_ratio).abs() + log_ratio.abs()
 
 
 def either(choice: Tensor, first: float, second: float) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from exact_gates import INFINITY, Gated, border, gated_terms, kl_slope, kl_term
+from exact_gates import INFINITY, Gated, border, gated_terms, kl_slope, kl_term, with_slope
 from torch import Tensor
 
 import fastrl
@@ -136,10 +136,8 @@ class _Evaluation:
             log = log_ratio.sum()
             if self.batch.rollout is not None:
                 log = log + (self.old[rows] - self.batch.rollout[rows]).sum()
-            low, high = max(math.log(1e-8), -objective.max_log_ratio), min(20.0, objective.max_log_ratio)
-            self.borders += [log.detach() - low, log.detach() - high]
-            self.token["clamped"][rows] = ((log < low) | (log > high)).double().detach().expand(n)
-            return log.clamp(low, high).expand(n), 0.0
+            self.borders += [log.detach() - math.log(1e-8), log.detach() - 20.0]  # the gate's own
+            return self._clamp(log, rows).expand(n), 0.0
         if isinstance(objective.gate, fastrl.GeometricMean):
             bound = objective.gate.clip
             high, low = (advantage > 0) & (log_ratio > bound), (advantage < 0) & (log_ratio < -bound)
@@ -239,6 +237,12 @@ class _Evaluation:
         else:
             ratio = token_log.exp()
         value, magnitude = kl_term(kl.kind, d, token_log, ratio)
+        if kl.kind == "k3-unbiased" and (kl.ratio != "objective" or self.objective.ratio == "token"):
+            # Through the token's own ratio and through d: r (logp - ref), where neither is clamped.
+            free_d = (self.batch.ref[rows] - self.logp[rows]).abs() <= limit
+            free = (self.logp[rows] - self.old[rows]).abs() <= limit
+            apart = torch.where(free, value, 0.0) - torch.where(free_d, ratio * torch.expm1(d), 0.0)
+            value = with_slope(value, torch.where(free & free_d, -ratio * d, apart), self.logp[rows])
         coef = float(kl.coef)
         self.kl = self.kl + (coef * w * value).sum()
         self.magnitude["kl"] = self.magnitude["kl"] + (abs(coef) * w * magnitude).detach().sum()

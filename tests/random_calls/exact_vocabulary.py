@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SMALLEST = 2.0**-126  # float32's normal numbers; what is below may be 0
 EPS = 2.0**-24  # half a unit in the last place of 1 in float32
 UNIT = {torch.float32: EPS, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
 
@@ -86,7 +87,8 @@ def statistics(x: Tensor, x_error: Tensor, targets: Tensor, mask: Tensor, settin
     error_y = z_error.gather(1, y[:, None])[:, 0]
     others = torch.where(target, 0.0, p)
     missing = -torch.expm1(logp)
-    logp_error = (others * z_error).sum(1) + missing * error_y + 16 * EPS * logp.abs() + 2 * EPS * missing + 1e-37
+    logp_error = (others * z_error).sum(1) + missing * error_y + 16 * EPS * logp.abs() + 2 * EPS * missing
+    logp_error = logp_error + vocab * SMALLEST  # what each of the others may lose
     entropy_error = (p * (surprise - entropy[:, None]).abs() * z_error).sum(1)
     entropy_error = entropy_error + 8 * EPS * (1 + math.log(vocab) + (p * (finite - top).abs()).sum(1))
     keep = mask.double()
@@ -131,8 +133,8 @@ def gradient(rows: Rows, c: Tensor, h: Tensor, c_error: Tensor, h_error: Tensor,
 def rounded(given: Gradient, dtype: torch.dtype, times: int = 2) -> Gradient:
     """The same where each entry is rounded to dtype that many times; below float16's range absolute."""
     if dtype == torch.float32:
-        return Gradient(given.value, given.error + 4 * EPS * given.parts + 1e-38, given.parts)
-    floor = 2.0**-24 if dtype == torch.float16 else 1e-38
+        return Gradient(given.value, given.error + 4 * EPS * given.parts + 8 * SMALLEST, given.parts)
+    floor = 2.0**-24 if dtype == torch.float16 else 8 * SMALLEST
     error = given.error + times * UNIT[dtype] * given.value.abs() + times * floor
     return Gradient(given.value, error, given.parts)
 

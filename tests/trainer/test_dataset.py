@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from fastrl.runs.data import PromptSampler, load_examples
+from fastrl.runs.data import Example, PromptSampler, load_examples
 from fastrl.runs.errors import UserError
 
 
@@ -86,3 +86,11 @@ def test_the_sampler_shows_every_example_once_an_epoch_and_repeats_with_its_seed
         assert sorted(first[7 * epoch : 7 * epoch + 7]) == [f"{i}=" for i in range(7)]
     assert first == drawn(0) != drawn(1)
     assert first[:7] != first[7:14]
+
+
+def test_the_digest_is_of_prompts_and_of_what_the_reward_reads():
+    def digest(ids, **columns):
+        return PromptSampler([Example("p", columns, ids)], seed=0).digest
+
+    assert digest([1, 2], answer="3") == digest([1, 2], answer="3")
+    assert len({digest([1, 2], answer="3"), digest([1, 2], answer="4"), digest([1, 3], answer="3")}) == 3
