@@ -16,7 +16,7 @@ REQUIREMENTS = {
     "tabulate": "tabulate",
     "tensorboard": "tensorboard",
     "tqdm": "tqdm",
-    "transformers": "transformers>=5",
+    "transformers": "transformers>=5.17",
     "trl": "trl>=1.16",
     "verl": "verl==0.9.1",
     "wandb": "wandb",

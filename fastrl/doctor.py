@@ -8,7 +8,7 @@ from . import dependencies
 from .bench import machine
 from .ops import cpp_build
 
-#: The oldest and the newest version of each that the whole test suite has run with.
+#: The oldest and the newest version of each that `make test` has passed with, whole but for what the README leaves out.
 TESTED = {
     "python": ("3.11", "3.12"),
     "torch": ("2.11.0", "2.13.0"),

@@ -397,4 +397,4 @@ def test_a_model_that_cannot_generate_so_is_named() -> None:
 def test_without_transformers_the_package_is_named() -> None:
     code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "pip install 'transformers>=5'" in done.stderr
+    assert done.returncode != 0 and "pip install 'transformers>=5.17'" in done.stderr

@@ -114,8 +114,6 @@ def _load_adapters(model: Any, name: str) -> None:
         raise UserError(f"{name}: holds adapters, which need peft ({error}): pip install peft") from error
     except Exception as error:  # as above
         raise _cannot_load("adapters", name, error) from error
-    if info is None:  # the first releases of transformers 5 do not tell
-        return
     # All weights but the adapters' are from elsewhere.
     missing = {key for key in info.missing_keys if key not in before}
     found = {"missing_keys": missing, "unexpected_keys": info.unexpected_keys, "mismatched_keys": info.mismatched_keys}

@@ -129,7 +129,7 @@ def test_many_experts_need_int32() -> None:
 def test_without_transformers_the_package_is_named() -> None:
     code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.routing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "pip install 'transformers>=5'" in done.stderr
+    assert done.returncode != 0 and "pip install 'transformers>=5.17'" in done.stderr
 
 
 def test_a_router_that_returns_another_order_is_named(one_model: Any) -> None:
