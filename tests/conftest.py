@@ -29,7 +29,7 @@ torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: full collections of garbage, of which there are thousands, need not look at it."""
+    """What is imported by now stays: full collections of garbage need not look at it."""
     gc.collect()
     gc.freeze()
 
