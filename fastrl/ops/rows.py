@@ -150,7 +150,9 @@ def as_rows(logits: Tensor, inplace: bool) -> Tensor:
     if rows is not None and rows.stride(-1) != 1 and vocab > 1:
         rows = None
     if inplace:
-        broadcast = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+        broadcast = logits.numel() > 0 and any(
+            stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)
+        )
         if rows is None or broadcast:
             raise ValueError(
                 "inplace=True needs logits that are dense in the vocabulary, not broadcast, and regular in their"

@@ -211,6 +211,13 @@ def test_empty_batches_reach_every_input(backend: str, backend_device: str, name
         assert x.grad is not None and x.grad.shape == x.shape and x.grad.abs().sum() == 0
 
 
+def test_no_tokens_are_not_broadcast() -> None:
+    """Strides of 0 write nothing twice where there is nothing."""
+    logits = torch.zeros(5, 0, V).as_strided((5, 0, V), (0, V, 1)).requires_grad_()
+    arguments: dict[str, Any] = {"objective": fastrl.PPO(), "advantages": torch.ones(5), "inplace": True}
+    assert fastrl.logits_policy_loss(logits, torch.zeros(5, 0, dtype=torch.int64), **arguments).loss == 0
+
+
 def test_float16_with_large_ratios(backend: str, backend_device: str) -> None:
     """A coefficient of w A r with r = e^10 fits float16 once it is scaled by what it is, not by w A."""
     problem = Problem(backend_device, on_policy=False)
