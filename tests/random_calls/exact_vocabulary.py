@@ -7,7 +7,7 @@ each logit (what its own arithmetic in float32, or a product in 16 bits, may cos
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,11 +100,16 @@ def statistics(x: Tensor, x_error: Tensor, targets: Tensor, mask: Tensor, settin
 
 @dataclass
 class Gradient:
-    """dL/dx (N, V), its allowed error, and the sum of its parts' absolute values."""
+    """dL/dx (N, V), its allowed error, the sum of its parts' absolute values, and the largest |c| or |h| of all."""
 
     value: Tensor
     error: Tensor
     parts: Tensor
+    largest: float
+
+    def times(self, factor: float) -> Gradient:
+        size = abs(factor)
+        return Gradient(factor * self.value, size * self.error, size * self.parts, size * self.largest)
 
 
 def gradient(rows: Rows, c: Tensor, h: Tensor, c_error: Tensor, h_error: Tensor, mask: Tensor) -> Gradient:
@@ -127,16 +132,17 @@ def gradient(rows: Rows, c: Tensor, h: Tensor, c_error: Tensor, h_error: Tensor,
     error = rows.slope * error + slope_error * parts
     keep = mask[:, None]
     zero = torch.zeros_like(value)
-    return Gradient(*(torch.where(keep, t, zero) for t in (rows.slope * value, error, rows.slope * parts)))
+    largest = max((float(t[keep].abs().max()) for t in (c, h) if keep.any()), default=0.0)
+    return Gradient(*(torch.where(keep, t, zero) for t in (rows.slope * value, error, rows.slope * parts)), largest)
 
 
 def rounded(given: Gradient, dtype: torch.dtype, times: int = 2) -> Gradient:
     """The same where each entry is rounded to dtype that many times; below float16's range absolute."""
     if dtype == torch.float32:
-        return Gradient(given.value, given.error + 4 * EPS * given.parts + 8 * SMALLEST, given.parts)
+        return replace(given, error=given.error + 4 * EPS * given.parts + 8 * SMALLEST)
     floor = 2.0**-24 if dtype == torch.float16 else 8 * SMALLEST
     error = given.error + times * UNIT[dtype] * given.value.abs() + times * floor
-    return Gradient(given.value, error, given.parts)
+    return replace(given, error=error)
 
 
 @dataclass
@@ -166,8 +172,8 @@ class Head:
         """Value and allowed error of dL/dhidden, dL/dweight and dL/dbias."""
         unit = 4 * UNIT[self.dtype] + 16 * EPS
         error = g.error + unit * g.parts
-        if self.dtype == torch.float16 and g.parts.numel():  # scaled by a power of two, so relative to the largest
-            error = error + 2.0**-22 * g.parts.amax()
+        if self.dtype == torch.float16:  # each c and h is scaled by the power of two that makes the largest of them 1
+            error = error + 2.0**-24 * g.largest
         hidden, weight = self.hidden, self.weight
         found = {
             "hidden": (g.value @ weight, error @ weight.abs()),

@@ -82,8 +82,7 @@ def vocabulary_policy_call(draw: Draw, compare: Comparison, *, linear: bool) -> 
         if work.differentiable:
             factor = backward(draw, out.loss, work, draw.choice((1.0, 1.0, 0.37, -2.0)))
             g = work.slopes(expected.c, expected.h, expected.c_error, expected.h_error)
-            scaled = type(g)(factor * g.value, abs(factor) * g.error, abs(factor) * g.parts)
-            work.compare_gradients(compare, scaled)
+            work.compare_gradients(compare, g.times(factor))
 
 
 def made(draw: Draw, function: Any, work: Vocabulary, **options: Any) -> Any:
@@ -144,9 +143,11 @@ class Expected:
     ) -> None:  # fmt: skip
         self.exact = exact_policy(objective, batch, logp, entropy)
         moved = []
-        for signs in (1.0, 2 * draw.integers(2, len(logp)).double() - 1):
-            other = None if entropy is None else entropy + signs * entropy_error
-            moved.append(exact_policy(objective, batch, logp + signs * logp_error, other))
+        drawn = 2 * draw.integers(2, len(logp)).double() - 1
+        # Together, at random, and as the loss feels it most: of two tokens that nearly cancel, the first two may too.
+        for signs in ((1.0, 1.0), (drawn, drawn), (self.exact.c.sign(), self.exact.h.sign())):
+            other = None if entropy is None else entropy + signs[1] * entropy_error
+            moved.append(exact_policy(objective, batch, logp + signs[0] * logp_error, other))
         self.unit, self.tokens = unit, batch.tokens
         self.unknown = {"entropy"} if entropy is None else set()
         if not isinstance(objective, fastrl.Objective):
