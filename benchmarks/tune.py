@@ -1,12 +1,11 @@
-"""The sizes that row kernels and store-free head could have, each timed at each shape: what a default is chosen by.
+"""The sizes that row kernels could have, each timed at each shape: what a default is chosen by.
 
     python benchmarks/tune.py --out DIR                         # all kernels, at the logits suite's GPU shapes
     python benchmarks/tune.py --out DIR --kernel visit --shape 8192x151936
-    python benchmarks/tune.py --out DIR --kernel head --shape 8192x4096x151936
 
 Prints the fastest first, the default marked, and writes tune.json. Statistics and visit must keep the same `vector`,
 `block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A choice takes
-2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of the visit, 20 of the head.
+2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of the visit.
 """
 
 from __future__ import annotations
@@ -31,15 +30,8 @@ from fastrl.bench.clock import time_runs
 from fastrl.bench.measure import default_device
 from fastrl.bench.subjects import Outcome, Run
 from fastrl.bench.suites import SUITES
-from fastrl.kernels import linear_statistics, row_gradient, row_statistics, row_visit
-from fastrl.kernels.configuration import (
-    Configuration,
-    TileConfiguration,
-    configuration,
-    launch_options,
-    multiprocessors,
-    tile_configuration,
-)
+from fastrl.kernels import row_gradient, row_statistics, row_visit
+from fastrl.kernels.configuration import Configuration, configuration, launch_options
 from fastrl.ops import triton_backend
 from fastrl.ops.contract import RowInputs, RowObjective, Transform
 
@@ -106,26 +98,6 @@ def row_call(kernel: str, n: int, vocab: int, dtype: torch.dtype, device: str) -
     return lambda: triton_backend.row_visit(logits, targets, None, identity, CLIP, inputs), 2 * once
 
 
-def head_choices(hidden: torch.Tensor, weight: torch.Tensor) -> list[Choice]:
-    """Tiles of the store-free head; the default first."""
-    base = tile_configuration(hidden, weight, False)
-    tiles = [(128, 256, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (256, 128, 8)]
-    found = [base]
-    for (rows, columns, warps), stages, split in itertools.product(tiles, (3, 4), (2048, 4096)):
-        sizes = base._replace(rows=rows, columns=columns, warps=warps, stages=stages, split=split)
-        if sizes != base:
-            found.append(sizes)
-    return [sizes._asdict() for sizes in found]
-
-
-def head_call(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, choice: Choice) -> Any:
-    """The store-free head with these sizes."""
-    programs = multiprocessors(hidden)
-    return linear_statistics.launch(
-        TileConfiguration(**choice), programs, hidden, weight, None, targets, 1.0, None, 1.0, 0.0
-    )
-
-
 def timed(call: Callable[[], Any], device: str) -> float:
     """Milliseconds, the median, with a cold cache."""
 
@@ -164,31 +136,21 @@ def run_rows(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, device: st
     return rows
 
 
-def run_head(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Choice]:
-    """The sweep of the store-free head at N x H x V."""
-    n, width, vocab = shape
-    hidden, weight = (torch.randn(m, width, device=device).to(dtype) for m in (n, vocab))
-    targets = torch.randint(vocab, (n,), device=device)
-    return sweep(head_choices(hidden, weight), partial(head_call, hidden, weight, targets), device)
-
-
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", choices=[*ROW_KERNELS, "head"], action="append")
-    parser.add_argument("--shape", action="append", metavar="NxV|NxHxV", help="head: NxHxV; the others: NxV")
+    parser.add_argument("--kernel", choices=[*ROW_KERNELS], action="append")
+    parser.add_argument("--shape", action="append", metavar="NxV")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args(argv)
     dtype, device = getattr(torch, options.dtype), default_device()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or []]
-    shapes = shapes or [*SUITES["logits"].defaults["cuda"], SUITES["linear"].defaults["cuda"][0]]
+    shapes = shapes or SUITES["logits"].defaults["cuda"]
     options.out.mkdir(parents=True, exist_ok=True)
     found = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv]), "sweeps": []}
-    for kernel, shape in itertools.product(options.kernel or [*ROW_KERNELS, "head"], shapes):
-        if len(shape) != (3 if kernel == "head" else 2):
-            continue
+    for kernel, shape in itertools.product(options.kernel or ROW_KERNELS, shapes):
         torch.manual_seed(0)
-        rows = run_head(shape, dtype, device) if kernel == "head" else run_rows(kernel, shape, dtype, device)
+        rows = run_rows(kernel, shape, dtype, device)
         found["sweeps"].append({"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": rows})
         (options.out / "tune.json").write_text(json.dumps(found, indent=2) + "\n")
         print(f"\n{kernel} {'x'.join(map(str, shape))} {options.dtype}")

@@ -1,16 +1,13 @@
-"""How rows and products are cut: the one place where block sizes are chosen, and the strides that the kernels take.
+"""How rows are cut: the one place where block sizes are chosen, and the strides that the kernels take.
 
 A row's accumulators depend on `vector`, `block` and `segments` only, and these on V and the dtype only: so a row's
-statistics are bitwise the same in any batch, at any address, and in `row_statistics` and `row_visit` alike. Those of a
-row of a product depend on `split`, `columns`, `depth` and `piece`, and these on the device, the dtype, the alignment
-and whether there is a softcap.
+statistics are bitwise the same in any batch, at any address, and in `row_statistics` and `row_visit` alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -59,65 +56,6 @@ def launch_options(warps: int, light: bool, warp: int = _WARP) -> dict[str, Any]
     elif warp == 32 and warps <= 16:
         options["maxnreg"] = 128
     return options
-
-
-class TileConfiguration(NamedTuple):
-    """Sizes for hidden states (N, H) times a head (V, H), tile by tile."""
-
-    rows: int  # of a tile
-    columns: int  # of a tile: vocabulary entries
-    depth: int  # entries of H that a step of a tile's sum takes
-    piece: int  # columns of a tile that are folded into a row's accumulators at once
-    stages: int  # steps that are loaded ahead, the present one included
-    vector: int  # entries that a load by address takes at once; 1 where tma
-    tma: bool  # loads by the tensor memory accelerator, from descriptors
-    registers: int | None = None  # the most for a thread; None: the compiler's own choice
-    warps: int = 8
-    split: int = 2048  # columns of a work item, a multiple of `columns`
-
-
-def tile_sizes(itemsize: int, aligned: bool, tma: bool, softcap: bool, warp: int = _WARP) -> TileConfiguration:
-    """The sizes for entries of `itemsize` bytes; aligned: whole vectors, in length and address.
-
-    Each was compiled for its targets without a spill or a stack. 8 warps hold 128 x 256 sums in half of their
-    registers; loads by address take the rest, so there it is 128 x 128, and half the depth where they are narrow and
-    pass through registers. 256 columns folded at once spill with a softcap on sm_90 and always on sm_100, 64 spill with
-    a softcap on sm_90.
-
-    2048 columns a work item: 4800 of them at N = 8192 and V = 151,936, a third of a millisecond each on an H200 if all
-    goes well, so that programs end within 3 % of each other; and 900 bytes of partial sums a row.
-    """
-    vector = 16 // itemsize if aligned else 1
-    if itemsize == 4:
-        # Exact products, on CUDA without tensor cores. Left alone, ptxas stops at 128 registers and spills.
-        return TileConfiguration(64, 64, 16, 32, 2, vector, False, 255 if warp == 32 else None)
-    piece = 32 if softcap or warp == 64 else 64
-    if tma:
-        return TileConfiguration(128, 256, 64, piece, 4, 1, True)
-    return TileConfiguration(128, 128, 64 if aligned else 32, piece, 2 if warp == 64 else 3, vector, False)
-
-
-def tile_launch_options(sizes: TileConfiguration) -> dict[str, Any]:
-    """The compiler's options for these sizes."""
-    options = {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True}
-    return options | ({} if sizes.registers is None else {"maxnreg": sizes.registers})
-
-
-def tile_configuration(hidden: Tensor, weight: Tensor, softcap: bool) -> TileConfiguration:
-    """The sizes for these matrices on their device."""
-    vector = 16 // hidden.element_size()
-    aligned, tma = True, _has_tma(hidden.device)
-    for matrix in (hidden, weight):
-        strides = matrix.stride(0) % vector == 0 and matrix.data_ptr() % 16 == 0
-        aligned &= strides and matrix.shape[1] % vector == 0
-        tma &= strides and matrix.stride(0) >= matrix.shape[1]  # a descriptor's rows do not overlap
-    return tile_sizes(hidden.element_size(), aligned, tma, softcap)
-
-
-@cache
-def _has_tma(device: torch.device) -> bool:
-    """Hopper and the Blackwells of data centres; others have none, or too little shared memory for the tiles."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def multiprocessors(tensor: Tensor) -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 
 import torch
 
 import fastrl
-from fastrl.ops.contract import Transform
 
 from . import heads, peers, plain
 from .heads import Candidate
 from .problems import LinearProblem
-from .subjects import Outcome, Run, Subject, Unavailable
+from .subjects import Outcome, Run, Subject
 from .works import COMPILED, EAGER, Work, compiled
 
 
@@ -76,7 +74,6 @@ def _statistics_subjects(problem: LinearProblem) -> list[Subject]:
     tile = 1 << 30
     return [
         Subject("fastrl", partial(_statistics, problem), 2 * tile, ours=True),
-        Subject("fastrl, store-free kernel", partial(_store_free_statistics, problem), tile, ours=True),
         Subject(EAGER, partial(_plain_statistics, problem, compile=False), size.once + 3 * size.wide),
         Subject(COMPILED, partial(_plain_statistics, problem, compile=True), size.once + size.wide),
         Subject("TRL chunked head", partial(peers.trl_linear_statistics, problem), tile),
@@ -87,21 +84,6 @@ def _statistics_subjects(problem: LinearProblem) -> list[Subject]:
 def _statistics(problem: LinearProblem) -> Run:
     def call() -> Outcome:
         found = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
-        return Outcome(None, found.logprobs, found.entropy, {})
-
-    return Run(call)
-
-
-def _store_free_statistics(problem: LinearProblem) -> Run:
-    """The kernel by itself: the function above may choose another way at this size."""
-    if problem.hidden.device.type != "cuda":
-        raise Unavailable("its Triton kernel needs a GPU")
-    kernel = getattr(import_module("fastrl.ops.triton_backend"), "linear_statistics", None)
-    if kernel is None:
-        raise Unavailable("this version of fastrl has no such kernel")
-
-    def call() -> Outcome:
-        found = kernel(problem.hidden, problem.weight, None, problem.tokens.targets, Transform())
         return Outcome(None, found.logprobs, found.entropy, {})
 
     return Run(call)

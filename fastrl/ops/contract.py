@@ -20,9 +20,6 @@ The same for rows that keep a few vocabulary entries each (`Kept`), whose logits
 
 and `kept_sets(logits, temperature, top_k, top_p, min_p)`, which finds the entries that a sampler would keep.
 
-It may also have `linear_statistics(hidden, weight, bias, targets, transform) -> Statistics`, of logits that it never
-stores; nothing needs it.
-
 Shapes. `logits` is (A, B, V), float32, bfloat16 or float16, any strides on the first two dimensions and stride 1 on the
 last; N = A * B rows in row-major order. Everything per row is (N,) and contiguous: `targets` int64, `mask` bool or None
 (all count), the rest float32. Where the mask is False nothing is read: statistics are 0, gradient rows are 0.

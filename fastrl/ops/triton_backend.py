@@ -8,7 +8,6 @@ from fastrl.kernels import kept_hidden as kept_hidden_kernel
 from fastrl.kernels import kept_products as kept_products_kernel
 from fastrl.kernels import kept_statistics as kept_statistics_kernels
 from fastrl.kernels import kept_weight as kept_weight_kernel
-from fastrl.kernels import linear_statistics as linear_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
 from fastrl.kernels import row_visit as visit_kernel
@@ -20,7 +19,7 @@ from fastrl.ops.triton_formulas import device_objective
 
 __all__ = [
     "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
-    "kept_weight", "linear_statistics", "row_gradient", "row_statistics", "row_visit", "scale_",
+    "kept_weight", "row_gradient", "row_statistics", "row_visit", "scale_",
 ]  # fmt: skip
 
 
@@ -103,15 +102,3 @@ def kept_weight(
     _check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
     ids, entries, rows = by_token
     kept_weight_kernel.kept_weight(gradient, hidden, ids, entries, rows, out, out_bias, add)
-
-
-def linear_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: Transform
-) -> Statistics:
-    """`row_statistics` of the logits hidden (N, H) weight (V, H)^T + bias, none of which is stored; all rows count.
-
-    Nothing uses it by default: it becomes the default only where a measurement on a GPU says that it beats the library
-    GEMM + row kernel. Its logits are float32, where a GEMM rounds them to the matrices' dtype; so log-probabilities of
-    one run that are to be compared must all come from here, or none.
-    """
-    return Statistics(*linear_kernel.linear_statistics(hidden, weight, bias, targets, *transform))
