@@ -118,9 +118,12 @@ def summary(calls: list[tuple[list[Piece], float, float]], width: int) -> dict[s
     ]
     wall, busy = (sum(call[place] for call in calls) / len(calls) for place in (1, 2))
     return {
-        "milliseconds_wall": wall, "milliseconds_busy": busy, "milliseconds_gaps": wall - busy,
-        "groups": [row for row in rows if not row["name"]], "kernels": [row for row in rows if row["name"]],
-    }  # fmt: skip
+        "milliseconds_wall": wall,
+        "milliseconds_busy": busy,
+        "milliseconds_gaps": wall - busy,
+        "groups": [row for row in rows if not row["name"]],
+        "kernels": [row for row in rows if row["name"]],
+    }
 
 
 def main(argv: Sequence[str]) -> None:
@@ -135,10 +138,15 @@ def main(argv: Sequence[str]) -> None:
     run = heads.subject(problem, heads.ours(options.budget)).prepare()
     calls = [profiled(run.call, device) for _ in range(2 + _CALLS)][2:]  # after kernels and the profiler are warm
     found = {
-        **machine.describe([]), "command": " ".join(["python benchmarks/profile_loss.py", *argv]),
-        "shape": {"N": n, "H": width, "V": vocab}, "dtype": options.dtype, "budget": options.budget,
-        "plan": Way("", budget=options.budget).taken(problem), "calls": _CALLS, **summary(calls, width),
-    }  # fmt: skip
+        **machine.describe([]),
+        "command": " ".join(["python benchmarks/profile_loss.py", *argv]),
+        "shape": {"N": n, "H": width, "V": vocab},
+        "dtype": options.dtype,
+        "budget": options.budget,
+        "plan": Way("", budget=options.budget).taken(problem),
+        "calls": _CALLS,
+        **summary(calls, width),
+    }
     name = "-".join(filter(None, ("profile", options.shape, options.dtype, options.budget)))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")

@@ -86,8 +86,10 @@ TARGETS = [
         Target("plans", work, f"fastrl, {subject}", bound, least=((("H", width)),), most=(("H", width), *_SHORT))
         for width, bound in ((4096, 1.10), (2048, 1.15))
         for work, subject in (
-            ("loss and gradients", "no budget"), ("loss and gradients", "recompute"),
-            ("loss and gradients", "budget 512MiB"), ("loss, frozen head", "frozen head, frozen-head"),
+            ("loss and gradients", "no budget"),
+            ("loss and gradients", "recompute"),
+            ("loss and gradients", "budget 512MiB"),
+            ("loss, frozen head", "frozen head, frozen-head"),
             ("forward only", "linear_token_logprobs with entropy"),
         )
     ),
@@ -95,11 +97,9 @@ TARGETS = [
     Target("plans", "loss and gradients", "fastrl, budget 1GiB", 1.0, field="peak_temporary_bytes", least=_LONG),
     *(
         Target("linear", "loss and gradients", "fastrl", bound, over, faster=True)
-        for over, bound in (
-            ("TRL chunked head", 1.25), ("Liger LigerFusedLinearGRPOLoss", 3.0), ("eager torch", 1.3)
-        )
+        for over, bound in (("TRL chunked head", 1.25), ("Liger LigerFusedLinearGRPOLoss", 3.0), ("eager torch", 1.3))
     ),
-]  # fmt: skip
+]
 
 
 def sections(folder: Path) -> Iterator[list[Row]]:

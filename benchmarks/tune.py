@@ -52,9 +52,12 @@ def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
     default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64, "apart": None}
     found = [default]
     for block, segments, warps, registers, apart in itertools.product(
-        (1024, 2048, 4096, 8192), (1, 2, 4) if kernel == "visit" else (base.segments,), (4, 8, 16, 32), (64, None),
+        (1024, 2048, 4096, 8192),
+        (1, 2, 4) if kernel == "visit" else (base.segments,),
+        (4, 8, 16, 32),
+        (64, None),
         (True, False) if kernel == "statistics" else (None,),
-    ):  # fmt: skip
+    ):
         entries = block * (segments if kernel == "visit" else 1) // (32 * warps)  # of a thread, in a step
         choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers, "apart": apart}
         if choice != default and 8 <= entries <= 32 and (registers or 0) * 32 * warps <= 65536:

@@ -124,6 +124,13 @@ def plan_call(head: Head, args: VocabularyArguments, rows: int, **what: Any) -> 
     vocab, width = head.weight.shape
     device = head.weight.device.type
     return Call(
-        rows=counted_rows(args) if rows < 0 else rows, hidden=width, vocab=vocab, dtype=head.weight.dtype,
-        device=device, needs=needs, all_rows=args.targets.shape[0], backend=resolved(forced(), device), **what,
-    )  # fmt: skip
+        rows=counted_rows(args) if rows < 0 else rows,
+        hidden=width,
+        vocab=vocab,
+        dtype=head.weight.dtype,
+        device=device,
+        needs=needs,
+        all_rows=args.targets.shape[0],
+        backend=resolved(forced(), device),
+        **what,
+    )

@@ -61,14 +61,25 @@ def linear_cross_entropy(
         temperature = temperature[None] if isinstance(temperature, Tensor) else temperature
     mask = targets != ignore_index
     head: dict[str, Any] = {
-        "bias": bias, "mask": mask, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap,
-        "memory_budget": memory_budget, "tp_group": tp_group,
-    }  # fmt: skip
+        "bias": bias,
+        "mask": mask,
+        "temperature": temperature,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "memory_budget": memory_budget,
+        "tp_group": tp_group,
+    }
     if reduction == "none":
         return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
     one = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
     loss = linear_policy_loss(
-        hidden, weight, targets, objective=REINFORCE(), advantages=one, num_tokens=num_tokens,
-        denominator=1.0 if reduction == "sum" else denominator, **head,
-    )  # fmt: skip
+        hidden,
+        weight,
+        targets,
+        objective=REINFORCE(),
+        advantages=one,
+        num_tokens=num_tokens,
+        denominator=1.0 if reduction == "sum" else denominator,
+        **head,
+    )
     return loss.loss

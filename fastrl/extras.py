@@ -124,9 +124,20 @@ def _log_sum_half(head: Head, args: VocabularyArguments, plan: Plan) -> Tensor:
     """log_sum at half the temperature, where every z is exactly twice as large, and so is their maximum."""
     _, temperatures, scale, softcap = transform = args.transform
     found: Any = linear_statistics(
-        *head, args.targets, args.mask, None if temperatures is None else temperatures / 2, transform.temperature / 2,
-        scale, softcap, forced(), -1, False, plan.name, plan.limits, 0,
-    )  # fmt: skip
+        *head,
+        args.targets,
+        args.mask,
+        None if temperatures is None else temperatures / 2,
+        transform.temperature / 2,
+        scale,
+        softcap,
+        forced(),
+        -1,
+        False,
+        plan.name,
+        plan.limits,
+        0,
+    )
     return Statistics(*found[:4]).log_sum
 
 

@@ -223,10 +223,30 @@ def possible(logp):
 
 
 def token_terms(
-    gate_value, gate_weight, gate_side, kl_value, kl_gradient, rollout_weight,
-    logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
-    p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
-):  # fmt: skip
+    gate_value,
+    gate_weight,
+    gate_side,
+    kl_value,
+    kl_gradient,
+    rollout_weight,
+    logp,
+    entropy,
+    old,
+    ref,
+    rollout,
+    advantage,
+    policy_weight,
+    kl_weight,
+    entropy_weight,
+    entropy_threshold,
+    p0,
+    p1,
+    p2,
+    p3,
+    rollout_low,
+    rollout_high,
+    max_log_ratio,
+):
     # Absent inputs arrive as neutral values: old = logp, ref = logp, rollout = old, entropy_threshold = -1e30.
     raw = difference(logp, old)
     log_ratio = clamp(raw, max_log_ratio)

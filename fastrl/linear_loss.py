@@ -40,9 +40,14 @@ class _Host(NamedTuple):
 
 
 def planned_linear_loss(
-    problem: Problem, head: Head, args: VocabularyArguments, sampling_mask: object, num_tokens: int | None,
-    budget: int | None, copied: int,
-) -> PolicyLoss:  # fmt: skip
+    problem: Problem,
+    head: Head,
+    args: VocabularyArguments,
+    sampling_mask: object,
+    num_tokens: int | None,
+    budget: int | None,
+    copied: int,
+) -> PolicyLoss:
     """The loss of a checked problem; num_tokens as the caller gave it, `copied` bytes spent already."""
     count = _known_count(num_tokens, args)
     if count >= 0 and args.mask is not None:
@@ -59,9 +64,14 @@ def planned_linear_loss(
     host = _ask(problem, args, count) if any(needs) and depends in (RESPONSE, BATCH) else None
     rows = count if host is None else sum(host.counts)
     call = plan_call(
-        head, args, rows, scope=depends, longest=max(host.counts, default=0) if host is not None else max(rows, 0),
-        slopes=slopes(problem.objective), copied=copied,
-    )  # fmt: skip
+        head,
+        args,
+        rows,
+        scope=depends,
+        longest=max(host.counts, default=0) if host is not None else max(rows, 0),
+        slopes=slopes(problem.objective),
+        copied=copied,
+    )
     plan = memory.choose(call, budget)
     if plan.name == "keep":
         return _keep(problem, head, args, needs, plan, host, count)
@@ -110,10 +120,26 @@ def _visit(
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
     transform = args.transform
     loss, logprobs, entropy, terms, *_ = linear_visit(
-        *head, args.targets, args.mask, transform.temperatures, *inputs, spec.gate, list(spec.gate_parameters), spec.kl,
-        spec.rollout, spec.rollout_low, spec.rollout_high, spec.max_log_ratio, list(needs), transform.temperature,
-        transform.logit_scale, transform.softcap, forced(), num_tokens, plan.limits,
-    )  # fmt: skip
+        *head,
+        args.targets,
+        args.mask,
+        transform.temperatures,
+        *inputs,
+        spec.gate,
+        list(spec.gate_parameters),
+        spec.kl,
+        spec.rollout,
+        spec.rollout_low,
+        spec.rollout_high,
+        spec.max_log_ratio,
+        list(needs),
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+        forced(),
+        num_tokens,
+        plan.limits,
+    )
     return from_visit(problem, Visit(logprobs, entropy, terms), loss, clamped=clamped)
 
 
@@ -131,9 +157,14 @@ def _visit_by_callable(
 
 
 def _keep(
-    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, host: _Host | None,
+    problem: Problem,
+    head: Head,
+    args: VocabularyArguments,
+    needs: Needs,
+    plan: Plan,
+    host: _Host | None,
     num_tokens: int,
-) -> PolicyLoss:  # fmt: skip
+) -> PolicyLoss:
     """The keep plan: a chunk holds the logits of whole responses until their objective is known."""
     batch, total = problem.batch, args.targets.shape[0]
     if host is None:  # one chunk, of all rows
@@ -190,9 +221,15 @@ def _order_of_responses(
 
 
 def _visit_in_torch(
-    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, used: Order, chunks: list[Chunk],
-    part: _Part, dropped: Tensor | None,
-) -> PolicyLoss:  # fmt: skip
+    problem: Problem,
+    head: Head,
+    args: VocabularyArguments,
+    needs: Needs,
+    used: Order,
+    chunks: list[Chunk],
+    part: _Part,
+    dropped: Tensor | None,
+) -> PolicyLoss:
     """A visit with the objective in torch between each chunk's statistics and its gradient."""
     checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
     backend = forced()
@@ -201,16 +238,32 @@ def _visit_in_torch(
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         visit, gradients = visit_ops.visit(
-            Head(*inputs), args.targets, args.transform, used, chunks, visit_chunk, needs, backend,  # type: ignore[arg-type]
-        )  # fmt: skip
+            Head(*inputs),  # type: ignore[arg-type]
+            args.targets,
+            args.transform,
+            used,
+            chunks,
+            visit_chunk,
+            needs,
+            backend,
+        )
         found[:] = [visit]
         return visit.terms[0].sum(), gradients
 
     batch = problem.batch
     reads = (
-        args.targets, args.mask, args.transform.temperatures, problem.weights, batch.advantages, batch.old, batch.ref,
-        batch.rollout, batch.token_weights, batch.entropy_weights, batch.entropy_threshold,
-    )  # fmt: skip
+        args.targets,
+        args.mask,
+        args.transform.temperatures,
+        problem.weights,
+        batch.advantages,
+        batch.old,
+        batch.ref,
+        batch.rollout,
+        batch.token_weights,
+        batch.entropy_weights,
+        batch.entropy_threshold,
+    )
     loss = attach_gradients(run, head, backend, consume=False, reads=reads)
     return from_visit(problem, found[0], loss, dropped=dropped)
 

@@ -42,9 +42,14 @@ class Problem(NamedTuple):
 
 
 def make_problem(
-    objective: Objective | CustomObjective, targets: Tensor, targets_name: str, has_entropy: bool,
-    denominator: float | Tensor | None, dtype: torch.dtype, **inputs: Any,
-) -> Problem:  # fmt: skip
+    objective: Objective | CustomObjective,
+    targets: Tensor,
+    targets_name: str,
+    has_entropy: bool,
+    denominator: float | Tensor | None,
+    dtype: torch.dtype,
+    **inputs: Any,
+) -> Problem:
     """Check the arguments that all entry points share."""
     settings = settings_of(objective)
     if denominator is not None:
@@ -80,6 +85,8 @@ def from_visit(
     if clamped is not None:
         terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
     return PolicyLoss(
-        loss, metrics(terms, batch, found.entropy, dropped), found.logprobs.view(batch.shape),
+        loss,
+        metrics(terms, batch, found.entropy, dropped),
+        found.logprobs.view(batch.shape),
         found.entropy.view(batch.shape),
-    )  # fmt: skip
+    )

@@ -67,9 +67,14 @@ class Call:
     def sizes(self) -> Sizes:
         """What tiles are chosen by."""
         return Sizes(
-            self.rows, self.hidden, self.vocab, self.dtype.itemsize, self.device, self.dtype == torch.float16,
+            self.rows,
+            self.hidden,
+            self.vocab,
+            self.dtype.itemsize,
+            self.device,
+            self.dtype == torch.float16,
             self.needs.weight,
-        )  # fmt: skip
+        )
 
     def held(self, name: str) -> int:
         """Temporary memory of a plan beside its passes: the rows' numbers, and what the backward is handed."""

@@ -260,18 +260,28 @@ def _sides(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, side: 
 
 
 def _custom_value(
-    objective: CustomObjective, batch: Batch, log_ratio: Tensor, logp: Tensor, entropy: Tensor | None, old: Tensor,
+    objective: CustomObjective,
+    batch: Batch,
+    log_ratio: Tensor,
+    logp: Tensor,
+    entropy: Tensor | None,
+    old: Tensor,
     cu_seqlens: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The callable's per-token loss (N,); it sees tensors shaped like the targets."""
 
     def shaped(x: Tensor | None) -> Any:
         return None if x is None else x.reshape(batch.shape)
 
     context = LossContext(
-        shaped(logp), shaped(entropy), shaped(old), shaped(batch.ref), shaped(batch.rollout), shaped(batch.mask),
+        shaped(logp),
+        shaped(entropy),
+        shaped(old),
+        shaped(batch.ref),
+        shaped(batch.rollout),
+        shaped(batch.mask),
         cu_seqlens,
-    )  # fmt: skip
+    )
     value = objective(shaped(log_ratio), shaped(batch.advantages), context)
     if not isinstance(value, Tensor) or value.shape != batch.shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -294,7 +304,8 @@ def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor
     return {
         "policy_loss": total["policy"],
         "kl": mean["kl"],
-        "entropy": torch.full_like(nothing, torch.nan) if entropy is None
+        "entropy": torch.full_like(nothing, torch.nan)
+        if entropy is None
         else batch.flat(entropy.detach().float()).sum() / count,
         "ratio_mean": mean["ratio"],
         "ratio_max": ratio.amax() if terms.shape[1] else nothing,
@@ -306,7 +317,7 @@ def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor
         "ratio_clamped": total["clamped"],
         "masked_off_policy": nothing if dropped is None else dropped.float().sum(),
         "tokens": tokens,
-    }  # fmt: skip
+    }
 
 
 def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:

@@ -59,8 +59,10 @@ def _check(name: str, value: object, low: float, *, strict: bool = False, high: 
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value < low or (strict and value == low) or value > high:
-        raise ValueError(f"{name} must be {'>' if strict else '>='} {low:g}"
-                         f"{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}")  # fmt: skip
+        raise ValueError(
+            f"{name} must be {'>' if strict else '>='} {low:g}"
+            f"{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}"
+        )
 
 
 class Gate(Protocol):

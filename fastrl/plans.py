@@ -57,9 +57,14 @@ class MemoryPlans:
             return ("", name, "", "", "", f"from {text(self.least[name])}", "")
         tiles = ", ".join(f"{kind} {tile.rows} x {tile.columns}" for kind, tile in plan.tiles.items())
         return (
-            "->" if name == self.chosen.name else "", name, f"{plan.units}U", f"{plan.flops / 1e12:.3g}",
-            f"{plan.cost / self.chosen.cost:.2f}", text(plan.temporary_bytes), tiles,
-        )  # fmt: skip
+            "->" if name == self.chosen.name else "",
+            name,
+            f"{plan.units}U",
+            f"{plan.flops / 1e12:.3g}",
+            f"{plan.cost / self.chosen.cost:.2f}",
+            text(plan.temporary_bytes),
+            tiles,
+        )
 
 
 def plan_memory(
@@ -121,10 +126,17 @@ def plan_memory(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
     call = Call(
-        rows=unrecorded if kept else tokens, hidden=hidden, vocab=vocab, dtype=dtype, device=device,
-        needs=Needs(*(name in gradients for name in _INPUTS)), longest=longest or tokens, all_rows=tokens, kept=kept,
+        rows=unrecorded if kept else tokens,
+        hidden=hidden,
+        vocab=vocab,
+        dtype=dtype,
+        device=device,
+        needs=Needs(*(name in gradients for name in _INPUTS)),
+        longest=longest or tokens,
+        all_rows=tokens,
+        kept=kept,
         **_objective(objective, on_policy),
-    )  # fmt: skip
+    )
     given = parse_budget(budget, "budget")
     chosen = choose(call, given)
     size = default_budget(device) if given is None else given
@@ -146,12 +158,19 @@ def main(argv: Sequence[str]) -> int:
     name = options.objective
     try:
         found = plan_memory(
-            options.tokens, options.hidden, options.vocab, _DTYPES[options.dtype], options.budget,
+            options.tokens,
+            options.hidden,
+            options.vocab,
+            _DTYPES[options.dtype],
+            options.budget,
             objective=None if name == "logprobs" else any_numbers(name),
             gradients=[x for x in options.gradients.split(",") if x not in ("", "none")],
-            on_policy=options.on_policy, longest=options.longest, kept=options.kept, unrecorded=options.unrecorded,
+            on_policy=options.on_policy,
+            longest=options.longest,
+            kept=options.kept,
+            unrecorded=options.unrecorded,
             device=options.device,
-        )  # fmt: skip
+        )
     except ValueError as error:
         print(f"fastrl plan: {error}", file=sys.stderr)
         return 2
@@ -174,9 +193,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=_DTYPES, default="bfloat16")
     names = [*PRESETS, "logprobs"]
     add(
-        "--objective", choices=names, default="GRPO", metavar="NAME",
+        "--objective",
+        choices=names,
+        default="GRPO",
+        metavar="NAME",
         help=f"one of {', '.join(PRESETS)}; or logprobs, for log-probabilities alone; default: %(default)s",
-    )  # fmt: skip
+    )
     add("--gradients", default="hidden,weight", help="some of hidden,weight,bias, or none; default: %(default)s")
     add("--on-policy", action="store_true", help="without old log-probabilities")
     add("--longest", type=int, help="tokens of the longest response; default: all")

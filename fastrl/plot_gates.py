@@ -152,9 +152,15 @@ def _name(panel: Axes, gate: Gate, members: dict[str, Objective]) -> None:
         f"{type(gate).__name__}({told})\n{' or '.join(sorted(levels))} ratio", loc="left", fontsize=7.5, color="#59636e"
     )
     panel.annotate(
-        ", ".join(members), (0, 1), (0, 29), "axes fraction", textcoords="offset points", fontsize=9.5,
-        fontweight="bold", color=INK,
-    )  # fmt: skip
+        ", ".join(members),
+        (0, 1),
+        (0, 29),
+        "axes fraction",
+        textcoords="offset points",
+        fontsize=9.5,
+        fontweight="bold",
+        color=INK,
+    )
 
 
 def _key() -> list[Any]:

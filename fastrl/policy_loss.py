@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .arguments import (
-    VocabularyArguments,
-    checked_head,
-    checked_logits,
-    consumes,
-    forms_gradient,
-    vocabulary_arguments,
-)
+from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, forms_gradient, vocabulary_arguments
 from .budget import parse_budget
 from .linear_loss import planned_linear_loss
 from .locality import Given, why_not_row_local
@@ -83,11 +76,22 @@ def policy_loss(
         checks.same_device("entropy", entropy, logprobs, "logprobs")
         entropy = entropy.to(dtype)
     problem = make_problem(
-        objective, logprobs, "logprobs", entropy is not None, denominator, dtype, advantages=advantages, mask=mask,
-        old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
-        token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
+        objective,
+        logprobs,
+        "logprobs",
+        entropy is not None,
+        denominator,
+        dtype,
+        advantages=advantages,
+        mask=mask,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        token_weights=token_weights,
+        entropy_weights=entropy_weights,
+        entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
     return from_statistics(problem, logprobs.to(dtype), entropy)
 
 
@@ -129,11 +133,22 @@ def logits_policy_loss(
     logits, targets = checked_logits(logits, targets, inplace)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     problem = make_problem(
-        objective, targets, "targets", True, denominator, torch.float32, advantages=advantages, mask=mask,
-        old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
-        token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
+        objective,
+        targets,
+        "targets",
+        True,
+        denominator,
+        torch.float32,
+        advantages=advantages,
+        mask=mask,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        token_weights=token_weights,
+        entropy_weights=entropy_weights,
+        entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
     sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
     backend = forced()
     consume = consumes(logits, inplace)
@@ -221,9 +236,20 @@ def linear_policy_loss(
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     problem = make_problem(
-        objective, targets, "targets", True, denominator, torch.float32, advantages=advantages, mask=mask,
-        old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
-        token_weights=token_weights, entropy_weights=entropy_weights, entropy_threshold=entropy_threshold,
+        objective,
+        targets,
+        "targets",
+        True,
+        denominator,
+        torch.float32,
+        advantages=advantages,
+        mask=mask,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        token_weights=token_weights,
+        entropy_weights=entropy_weights,
+        entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
     return planned_linear_loss(problem, head, args, sampling_mask, num_tokens, budget, copied)

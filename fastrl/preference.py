@@ -111,9 +111,18 @@ def linear_dpo_loss(
     beta = checks.number("beta", beta, positive=True)
 
     found = linear_token_logprobs(
-        hidden, weight, targets, bias=bias, mask=mask, temperature=temperature, sampling_mask=sampling_mask,
-        logit_scale=logit_scale, softcap=softcap, memory_budget=memory_budget, tp_group=tp_group,
-    )  # fmt: skip
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        temperature=temperature,
+        sampling_mask=sampling_mask,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        memory_budget=memory_budget,
+        tp_group=tp_group,
+    )
     rewards = beta * (responses.sum(found.logprobs.reshape(-1)) - ref.detach().float())
     chosen, rejected = rewards.chunk(2) if responses.count else (rewards, rewards)
     margins = chosen - rejected

@@ -118,10 +118,25 @@ def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta:
 PRESETS: dict[str, Callable[..., Objective]] = {
     preset.__name__: preset
     for preset in (
-        REINFORCE, GPG, CPI, PPO, PPOKL, GRPO, DrGRPO, BNPO, DAPO, GSPO, GSPOToken, SAPO, CISPO, GMPO, LUSPO, VESPO,
+        REINFORCE,
+        GPG,
+        CPI,
+        PPO,
+        PPOKL,
+        GRPO,
+        DrGRPO,
+        BNPO,
+        DAPO,
+        GSPO,
+        GSPOToken,
+        SAPO,
+        CISPO,
+        GMPO,
+        LUSPO,
+        VESPO,
         DeepSeekV32,
     )
-}  # fmt: skip
+}
 
 
 def any_numbers(name: str) -> Objective:

@@ -102,9 +102,18 @@ def sampled_logits(
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
     transform = args.transform
     logprobs, entropies, *_ = kept_row_statistics(
-        rows, args.targets, sampled.dense, transform.temperatures, *sampled.kept, list(sampled.wide or ()),
-        transform.temperature, transform.logit_scale, transform.softcap, backend, consume,
-    )  # fmt: skip
+        rows,
+        args.targets,
+        sampled.dense,
+        transform.temperatures,
+        *sampled.kept,
+        list(sampled.wide or ()),
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+        backend,
+        consume,
+    )
     return logprobs, entropies
 
 
@@ -141,8 +150,18 @@ def sampled_linear(
     plan = choose(call, budget)
     transform = args.transform
     logprobs, entropies, *_ = kept_linear_statistics(
-        *head, args.targets, sampled.dense, transform.temperatures, *sampled.kept, list(sampled.wide or ()),
-        transform.temperature, transform.logit_scale, transform.softcap, forced(), sampled.num_dense, plan.name,
+        *head,
+        args.targets,
+        sampled.dense,
+        transform.temperatures,
+        *sampled.kept,
+        list(sampled.wide or ()),
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+        forced(),
+        sampled.num_dense,
+        plan.name,
         plan.limits,
-    )  # fmt: skip
+    )
     return logprobs, entropies

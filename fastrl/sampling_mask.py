@@ -210,9 +210,10 @@ class SamplingMask:
                 raise ValueError(f"masks[{i}] must be on {masks[0].device} like masks[0], got {mask.device}")
         lengths = torch.cat([mask.lengths for mask in masks])
         facts = _Facts(
-            max(mask._facts.largest_id for mask in masks), max(mask._facts.longest for mask in masks),
+            max(mask._facts.largest_id for mask in masks),
+            max(mask._facts.longest for mask in masks),
             sum(mask._facts.unrecorded for mask in masks),
-        )  # fmt: skip
+        )
         return cls._made(torch.cat([mask.token_ids for mask in masks]), offsets_of(lengths), facts)
 
     @classmethod

@@ -92,9 +92,16 @@ def logits_stats(
         return sampled_logits(rows, args, sampled, backend, consume)
     transform = args.transform
     logprobs, entropies, *_ = row_statistics(
-        rows, args.targets, args.mask, transform.temperatures, transform.temperature, transform.logit_scale,
-        transform.softcap, backend, consume,
-    )  # fmt: skip
+        rows,
+        args.targets,
+        args.mask,
+        transform.temperatures,
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+        backend,
+        consume,
+    )
     return logprobs, entropies
 
 
@@ -174,8 +181,20 @@ def _statistics(
     """All of `linear_stats`' row statistics, of which the first two are differentiable."""
     transform = args.transform
     found: Any = linear_statistics(
-        head.hidden, head.weight, head.bias, args.targets, args.mask, transform.temperatures, transform.temperature,
-        transform.logit_scale, transform.softcap, forced(), num_tokens, waits, plan.name,
-        plan.limits, slopes if plan.name == "frozen-head" else 0,
-    )  # fmt: skip
+        head.hidden,
+        head.weight,
+        head.bias,
+        args.targets,
+        args.mask,
+        transform.temperatures,
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+        forced(),
+        num_tokens,
+        waits,
+        plan.name,
+        plan.limits,
+        slopes if plan.name == "frozen-head" else 0,
+    )
     return Statistics(*found[:4])

@@ -18,9 +18,14 @@ OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 @triton.jit(
     do_not_specialize=["rows", "vocab", "splits"],
     do_not_specialize_on_alignment=[
-        "partials_ptr", "target_logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "out_ptr",
+        "partials_ptr",
+        "target_logits_ptr",
+        "targets_ptr",
+        "mask_ptr",
+        "temperatures_ptr",
+        "out_ptr",
     ],
-)  # fmt: skip
+)
 def combine_splits_kernel(
     partials_ptr,  # (3, S, N) float32
     target_logits_ptr,  # (N,) float32

@@ -244,7 +244,9 @@ def tile(start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
-def _column(row_ptr, start, vocab, i: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr):  # noqa: E501  # fmt: skip
+def _column(
+    row_ptr, start, vocab, i: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr
+):
     """Entry i of each vector, (R,)."""
     columns = start + tl.arange(0, R) * VEC + i
     if TAIL:
@@ -255,9 +257,15 @@ def _column(row_ptr, start, vocab, i: tl.constexpr, R: tl.constexpr, VEC: tl.con
 
 @triton.jit
 def load_vectors(
-    row_ptr, start, vocab,
-    R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    start,
+    vocab,
+    R: tl.constexpr,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr,
+    EVICT: tl.constexpr,
+):
     """The block at `start`, (R, VEC) float32, each vector in one thread whatever the row's alignment; -inf outside V.
 
     An aligned vector is one 16-byte load. Otherwise VEC narrow loads are joined into the same layout, so that sums
@@ -286,11 +294,23 @@ def load_vectors(
     else:
         tl.static_assert(VEC == 4 or VEC == 8)
         # Entry by entry. join(a, b) appends an axis of length 2: entries that differ in their highest bit come first.
-        x0 = tl.join(_column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
-        x1 = tl.join(_column(row_ptr, start, vocab, 1, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, VEC // 2 + 1, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
+        x0 = tl.join(
+            _column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT),
+            _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT),
+        )
+        x1 = tl.join(
+            _column(row_ptr, start, vocab, 1, R, VEC, TAIL, EVICT),
+            _column(row_ptr, start, vocab, VEC // 2 + 1, R, VEC, TAIL, EVICT),
+        )
         if VEC == 8:
-            x2 = tl.join(_column(row_ptr, start, vocab, 2, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, 6, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
-            x3 = tl.join(_column(row_ptr, start, vocab, 3, R, VEC, TAIL, EVICT), _column(row_ptr, start, vocab, 7, R, VEC, TAIL, EVICT))  # noqa: E501  # fmt: skip
+            x2 = tl.join(
+                _column(row_ptr, start, vocab, 2, R, VEC, TAIL, EVICT),
+                _column(row_ptr, start, vocab, 6, R, VEC, TAIL, EVICT),
+            )
+            x3 = tl.join(
+                _column(row_ptr, start, vocab, 3, R, VEC, TAIL, EVICT),
+                _column(row_ptr, start, vocab, 7, R, VEC, TAIL, EVICT),
+            )
             x0 = tl.join(x0, x2)
             x1 = tl.join(x1, x3)
         return tl.reshape(tl.join(x0, x1), [R, VEC]).to(tl.float32)
@@ -407,10 +427,26 @@ def gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP: tl.conste
 
 @triton.jit
 def gradient_step(
-    row_ptr, out_ptr, start, vocab, column, maximum_z, a, b, shift2, at_target, outer, inner2,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    out_ptr,
+    start,
+    vocab,
+    column,
+    maximum_z,
+    a,
+    b,
+    shift2,
+    at_target,
+    outer,
+    inner2,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    R: tl.constexpr,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr,
+    EVICT: tl.constexpr,
+):
     """Load the block at `start`, form its gradient, store it; out_ptr may be row_ptr."""
     columns, mask = tile(start, vocab, R, VEC, ALIGNED)
     if ALIGNED:

@@ -33,10 +33,7 @@ def launch_options(warp: int = _WARP) -> dict[str, Any]:
     return {"num_warps": _THREADS // warp, "num_stages": 1, "enable_fp_fusion": True}
 
 
-@triton.jit(
-    do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["offsets_ptr", "counts_ptr", "out_ptr"],
-)
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["offsets_ptr", "counts_ptr", "out_ptr"])
 def entry_rows_kernel(
     offsets_ptr,  # (N + 1,) int64
     counts_ptr,  # (N,) uint8

@@ -51,9 +51,8 @@ def value_of(key):
 
 @triton.jit
 def load_z(
-    row_ptr, start, vocab, temperature,
-    R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    row_ptr, start, vocab, temperature, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr
+):
     """z of the block at `start`, (R, VEC) float32, -inf outside the row."""
     z = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, True, "")
     if SCALED:
@@ -68,9 +67,26 @@ def fixed(w, UNIT: tl.constexpr):
 
 @triton.jit
 def weigh(
-    row_ptr, vocab, temperature, maximum, floor, low, high, t1, t2, t3, t4, t5, t6, t7,
-    MASS: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    vocab,
+    temperature,
+    maximum,
+    floor,
+    low,
+    high,
+    t1,
+    t2,
+    t3,
+    t4,
+    t5,
+    t6,
+    t7,
+    MASS: tl.constexpr,
+    SCALED: tl.constexpr,
+    R: tl.constexpr,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Weights of the entries from `floor` on: all, and those <= t1 ... t7; the least and largest z in (low, high]."""
     UNIT: tl.constexpr = FIXED if MASS else 1.0
     total = tl.zeros([R], tl.int64)
@@ -126,9 +142,18 @@ def narrowed(key, weight, limit, low, high, below):
 
 @triton.jit
 def search(
-    row_ptr, vocab, temperature, maximum, floor, kept,
-    MASS: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    vocab,
+    temperature,
+    maximum,
+    floor,
+    kept,
+    MASS: tl.constexpr,
+    SCALED: tl.constexpr,
+    R: tl.constexpr,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """The key of the pivot among entries from the key `floor` on, and the weight left of the limit at the pivot.
 
     kept: how many entries, or the share of the mass that may go (MASS).
@@ -147,10 +172,26 @@ def search(
         k6 = threshold(6, sweep, low, high, maximum)
         k7 = threshold(7, sweep, low, high, maximum)
         total, sums, least, most = weigh(
-            row_ptr, vocab, temperature, maximum, value_of(floor), value_of(low), value_of(high),
-            value_of(k1), value_of(k2), value_of(k3), value_of(k4), value_of(k5), value_of(k6), value_of(k7),
-            MASS, SCALED, R, VEC, ALIGNED,
-        )  # fmt: skip
+            row_ptr,
+            vocab,
+            temperature,
+            maximum,
+            value_of(floor),
+            value_of(low),
+            value_of(high),
+            value_of(k1),
+            value_of(k2),
+            value_of(k3),
+            value_of(k4),
+            value_of(k5),
+            value_of(k6),
+            value_of(k7),
+            MASS,
+            SCALED,
+            R,
+            VEC,
+            ALIGNED,
+        )
         if MASS:
             limit = (total.to(tl.float64) * kept).to(tl.int64)
         else:
@@ -174,7 +215,9 @@ def search(
 
 
 @triton.jit
-def largest(row_ptr, vocab, temperature, SCALED: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr):  # noqa: E501  # fmt: skip
+def largest(
+    row_ptr, vocab, temperature, SCALED: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr
+):
     """The row's largest z, and whether it has a NaN."""
     found = tl.full([R], -float("inf"), tl.float32)
     nan = tl.zeros([R], tl.int32)

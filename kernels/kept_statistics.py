@@ -32,9 +32,15 @@ OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
-        "values_ptr", "targets_ptr", "token_ids_ptr", "offsets_ptr", "counts_ptr", "temperatures_ptr", "out_ptr"
+        "values_ptr",
+        "targets_ptr",
+        "token_ids_ptr",
+        "offsets_ptr",
+        "counts_ptr",
+        "temperatures_ptr",
+        "out_ptr",
     ],
-)  # fmt: skip
+)
 def kept_statistics_kernel(
     values_ptr,  # (nnz,) float32
     targets_ptr,  # (N,) int64
@@ -134,10 +140,21 @@ def kept_statistics(
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "values_ptr", "out_ptr", "targets_ptr", "token_ids_ptr", "offsets_ptr", "counts_ptr", "temperatures_ptr",
-        "logprobs_ptr", "entropy_ptr", "maximum_ptr", "log_sum_ptr", "c_ptr", "h_ptr",
-    ],
-)  # fmt: skip
+        "values_ptr",
+        "out_ptr",
+        "targets_ptr",
+        "token_ids_ptr",
+        "offsets_ptr",
+        "counts_ptr",
+        "temperatures_ptr",
+        "logprobs_ptr",
+        "entropy_ptr",
+        "maximum_ptr",
+        "log_sum_ptr",
+        "c_ptr",
+        "h_ptr",
+    ]
+)
 def kept_gradient_kernel(
     values_ptr,  # (nnz,) float32
     out_ptr,  # (nnz,) float32; may be values_ptr

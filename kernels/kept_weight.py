@@ -33,10 +33,7 @@ PIECES_CHUNK = 512  # columns of a program that adds pieces: a vector of float32
 HEADS_BLOCK = 1024
 
 
-@triton.jit(
-    do_not_specialize=["nnz", "segments"],
-    do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"],
-)
+@triton.jit(do_not_specialize=["nnz", "segments"], do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"])
 def heads_kernel(
     ids_ptr,  # (nnz,) int32
     heads_ptr,  # (segments,) int64: out: where each segment that has any begins
@@ -69,9 +66,15 @@ def store_sum(out_ptr, value, mask, ADD: tl.constexpr):
 @triton.jit(
     do_not_specialize=["nnz", "segments", "hidden_size", "stride_source", "stride_out"],
     do_not_specialize_on_alignment=[
-        "gradient_ptr", "entries_ptr", "source_rows_ptr", "ids_ptr", "heads_ptr", "out_bias_ptr", "bias_partials_ptr",
+        "gradient_ptr",
+        "entries_ptr",
+        "source_rows_ptr",
+        "ids_ptr",
+        "heads_ptr",
+        "out_bias_ptr",
+        "bias_partials_ptr",
     ],
-)  # fmt: skip
+)
 def segment_sums_kernel(
     gradient_ptr,  # (nnz,) float32
     entries_ptr,  # (nnz,) int64: where the gradient of each position lies; None: at the position

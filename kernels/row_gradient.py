@@ -29,10 +29,19 @@ _BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to cut
 @triton.jit(
     do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "out_stride_a", "out_stride_b"],
     do_not_specialize_on_alignment=[
-        "logits_ptr", "out_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "logprobs_ptr", "entropy_ptr",
-        "maximum_ptr", "log_sum_ptr", "c_ptr", "h_ptr",
+        "logits_ptr",
+        "out_ptr",
+        "targets_ptr",
+        "mask_ptr",
+        "temperatures_ptr",
+        "logprobs_ptr",
+        "entropy_ptr",
+        "maximum_ptr",
+        "log_sum_ptr",
+        "c_ptr",
+        "h_ptr",
     ],
-)  # fmt: skip
+)
 def row_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     out_ptr,  # (A, B, V), unit stride on V; may be logits_ptr
@@ -99,14 +108,48 @@ def row_gradient_kernel(
     whole = (span // STEP) * STEP
     for start in range(0, whole, STEP):
         gradient_step(
-            row_ptr, out_row_ptr, start, span, column, maximum_z, a, b, shift2, at_target, outer, inner2,
-            SOFTCAP, h_ptr is not None, R, VEC, ALIGNED, False, "evict_first",
-        )  # fmt: skip
+            row_ptr,
+            out_row_ptr,
+            start,
+            span,
+            column,
+            maximum_z,
+            a,
+            b,
+            shift2,
+            at_target,
+            outer,
+            inner2,
+            SOFTCAP,
+            h_ptr is not None,
+            R,
+            VEC,
+            ALIGNED,
+            False,
+            "evict_first",
+        )
     if whole < span:
         gradient_step(
-            row_ptr, out_row_ptr, whole, span, column, maximum_z, a, b, shift2, at_target, outer, inner2,
-            SOFTCAP, h_ptr is not None, R, VEC, ALIGNED, True, "evict_first",
-        )  # fmt: skip
+            row_ptr,
+            out_row_ptr,
+            whole,
+            span,
+            column,
+            maximum_z,
+            a,
+            b,
+            shift2,
+            at_target,
+            outer,
+            inner2,
+            SOFTCAP,
+            h_ptr is not None,
+            R,
+            VEC,
+            ALIGNED,
+            True,
+            "evict_first",
+        )
 
 
 def row_gradient(

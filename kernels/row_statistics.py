@@ -47,9 +47,14 @@ _PROGRAMS = 4
 @triton.jit(
     do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
     do_not_specialize_on_alignment=[
-        "logits_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "out_ptr", "target_logits_ptr",
+        "logits_ptr",
+        "targets_ptr",
+        "mask_ptr",
+        "temperatures_ptr",
+        "out_ptr",
+        "target_logits_ptr",
     ],
-)  # fmt: skip
+)
 def row_statistics_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     targets_ptr,  # (N,) int64, N = A * B

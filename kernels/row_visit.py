@@ -38,11 +38,22 @@ from fastrl.kernels.device_functions import (
 @triton.jit(
     do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
     do_not_specialize_on_alignment=[
-        "logits_ptr", "gradient_ptr", "targets_ptr", "mask_ptr", "temperatures_ptr", "advantages_ptr",
-        "policy_weights_ptr", "old_ptr", "ref_ptr", "rollout_ptr", "kl_weights_ptr", "entropy_weights_ptr",
-        "entropy_threshold_ptr", "out_ptr",
+        "logits_ptr",
+        "gradient_ptr",
+        "targets_ptr",
+        "mask_ptr",
+        "temperatures_ptr",
+        "advantages_ptr",
+        "policy_weights_ptr",
+        "old_ptr",
+        "ref_ptr",
+        "rollout_ptr",
+        "kl_weights_ptr",
+        "entropy_weights_ptr",
+        "entropy_threshold_ptr",
+        "out_ptr",
     ],
-)  # fmt: skip
+)
 def row_visit_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     gradient_ptr,  # (A, B, V) contiguous, or None: the logits become the gradient
@@ -150,9 +161,24 @@ def row_visit_kernel(
     if entropy_threshold_ptr is not None:
         entropy_threshold = tl.load(entropy_threshold_ptr)
     t0, t1, t2, t3, t4, t5, t6, t7, c, h = OBJECTIVE(
-        logprob, entropy, old, ref, rollout, tl.load(advantages_ptr + row), tl.load(policy_weights_ptr + row),
-        kl_weight, entropy_weight, entropy_threshold, p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
-    )  # fmt: skip
+        logprob,
+        entropy,
+        old,
+        ref,
+        rollout,
+        tl.load(advantages_ptr + row),
+        tl.load(policy_weights_ptr + row),
+        kl_weight,
+        entropy_weight,
+        entropy_threshold,
+        p0,
+        p1,
+        p2,
+        p3,
+        rollout_low,
+        rollout_high,
+        max_log_ratio,
+    )
     tl.store(out_ptr, logprob)
     tl.store(out_ptr + stride_out, entropy)
     tl.store(out_ptr + 2 * stride_out, t0)
@@ -174,20 +200,52 @@ def row_visit_kernel(
 
     # Loop, back: the gradient over the logits. Rows that are not aligned need more registers: half as much at a time.
     BACK: tl.constexpr = STEP if ALIGNED else STEP // 2
-    a, b, shift2, at_column = gradient_scalars(
-        logprob, entropy, log_sum, c, h if ENTROPY else None, slope
-    )  # fmt: skip
+    a, b, shift2, at_column = gradient_scalars(logprob, entropy, log_sum, c, h if ENTROPY else None, slope)
     whole = (vocab // BACK) * BACK
     if whole < vocab:
         gradient_step(
-            row_ptr, to_ptr, whole, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
-            SOFTCAP, ENTROPY, BACK // VEC, VEC, ALIGNED, True, "evict_first",
-        )  # fmt: skip
+            row_ptr,
+            to_ptr,
+            whole,
+            vocab,
+            column,
+            maximum,
+            a,
+            b,
+            shift2,
+            at_column,
+            outer,
+            inner2,
+            SOFTCAP,
+            ENTROPY,
+            BACK // VEC,
+            VEC,
+            ALIGNED,
+            True,
+            "evict_first",
+        )
     for done in range(0, whole, BACK):
         gradient_step(
-            row_ptr, to_ptr, whole - BACK - done, vocab, column, maximum, a, b, shift2, at_column, outer, inner2,
-            SOFTCAP, ENTROPY, BACK // VEC, VEC, ALIGNED, False, "evict_first",
-        )  # fmt: skip
+            row_ptr,
+            to_ptr,
+            whole - BACK - done,
+            vocab,
+            column,
+            maximum,
+            a,
+            b,
+            shift2,
+            at_column,
+            outer,
+            inner2,
+            SOFTCAP,
+            ENTROPY,
+            BACK // VEC,
+            VEC,
+            ALIGNED,
+            False,
+            "evict_first",
+        )
 
 
 def row_visit(

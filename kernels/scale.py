@@ -53,12 +53,7 @@ def scale_(
         return tensor.mul_(factor)  # a view with gaps; also without a sync
     with on_device(tensor):
         scale_kernel[(triton.cdiv(entries, _BLOCK * _BLOCKS_A_PROGRAM),)](
-            tensor,
-            factor,
-            entries,
-            BLOCK=_BLOCK,
-            BLOCKS=_BLOCKS_A_PROGRAM,
-            **launch_options(8, light=True),
+            tensor, factor, entries, BLOCK=_BLOCK, BLOCKS=_BLOCKS_A_PROGRAM, **launch_options(8, light=True)
         )
     return tensor
 

@@ -17,9 +17,10 @@ from fastrl.bench.measure import Run, peak_temporary_bytes
 
 RESPONSES = 8
 OBJECTIVES = {
-    "GRPO": fastrl.GRPO(entropy_coef=0.01), "GSPO": fastrl.GSPO(clip_low=0.3, clip_high=0.3),
+    "GRPO": fastrl.GRPO(entropy_coef=0.01),
+    "GSPO": fastrl.GSPO(clip_low=0.3, clip_high=0.3),
     "DeepSeekV32": fastrl.DeepSeekV32(kl_coef=0.1, off_policy_delta=0.1, entropy_coef=0.01),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -71,10 +72,19 @@ class Case:
                     loss = out.logprobs.sum() + (0 if out.entropy is None else out.entropy.sum())
                 else:
                     out = fastrl.linear_policy_loss(
-                        made[0], made[1], targets, bias=bias, objective=OBJECTIVES[self.objective], mask=mask,
-                        advantages=advantages, old_logprobs=old, ref_logprobs=old, cu_seqlens=offsets,
-                        memory_budget=self.budget, sampling_mask=sampling_mask,
-                    )  # fmt: skip
+                        made[0],
+                        made[1],
+                        targets,
+                        bias=bias,
+                        objective=OBJECTIVES[self.objective],
+                        mask=mask,
+                        advantages=advantages,
+                        old_logprobs=old,
+                        ref_logprobs=old,
+                        cu_seqlens=offsets,
+                        memory_budget=self.budget,
+                        sampling_mask=sampling_mask,
+                    )
                     loss = out.loss
             if loss.requires_grad:
                 loss.backward()

@@ -103,9 +103,7 @@ def _of_kl(objective: Objective, kl: KL, s: Sweep) -> Tensor:
     x, d = s.x.clamp(-bound, bound), s.d.clamp(-bound, bound)
     through_x = s.x.abs() <= bound if kl.ratio == "token" else _passes(objective, s)
     r, through_d = x.exp(), s.d.abs() <= bound
-    of_d = {
-        "k1": torch.ones_like(d), "k2": -d, "k1+": -d, "k3+": -d, "k3": -torch.expm1(d), "forward": -d * d.exp(),
-    }  # fmt: skip
+    of_d = {"k1": torch.ones_like(d), "k2": -d, "k1+": -d, "k3+": -d, "k3": -torch.expm1(d), "forward": -d * d.exp()}
     if kl.kind in of_d:
         return of_d[kl.kind].where(through_d, 0.0)
     if kl.kind == "old-new":

@@ -87,11 +87,20 @@ def jagged(x: Tensor) -> Tensor:
 
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "wrapper": Wrapper, "DTensor": distributed, "fake": fake, "meta": lambda x: x.to("meta"), "freed": freed,
-    "freed view": freed_view, "shrunk": shrunk,
-    "sparse": lambda x: x.to_sparse(), "csr": lambda x: x.to_sparse_csr(), "nested": nested, "jagged": jagged,
-    "quantised": quantised, "complex": lambda x: x.to(torch.complex64),
-}  # fmt: skip
+    "wrapper": Wrapper,
+    "DTensor": distributed,
+    "fake": fake,
+    "meta": lambda x: x.to("meta"),
+    "freed": freed,
+    "freed view": freed_view,
+    "shrunk": shrunk,
+    "sparse": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "nested": nested,
+    "jagged": jagged,
+    "quantised": quantised,
+    "complex": lambda x: x.to(torch.complex64),
+}
 
 
 def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -105,21 +114,33 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     integers = torch.tensor([0, 0])
     logits = {"logits": normal(B, T, V).requires_grad_()}
     head = {
-        "hidden": normal(B, T, H).requires_grad_(), "weight": normal(V, H).requires_grad_(),
+        "hidden": normal(B, T, H).requires_grad_(),
+        "weight": normal(V, H).requires_grad_(),
         "bias": normal(V).requires_grad_(),
-    }  # fmt: skip
+    }
     vocabulary = {"targets": targets, "mask": mask, "temperature": torch.ones(B, T)}
     batch = {
-        "advantages": normal(B), "old_logprobs": normal(B, T), "ref_logprobs": normal(B, T),
-        "rollout_logprobs": normal(B, T), "token_weights": mask.clone(), "entropy_weights": mask.clone(),
-        "entropy_threshold": torch.tensor(0.0), "denominator": torch.tensor(3.0),
-    }  # fmt: skip
+        "advantages": normal(B),
+        "old_logprobs": normal(B, T),
+        "ref_logprobs": normal(B, T),
+        "rollout_logprobs": normal(B, T),
+        "token_weights": mask.clone(),
+        "entropy_weights": mask.clone(),
+        "entropy_threshold": torch.tensor(0.0),
+        "denominator": torch.tensor(3.0),
+    }
     packed = {
-        **batch, "logprobs": normal(B * T), "advantages": normal(B), "entropy": normal(B * T).abs(),
-        **{k: normal(B * T) for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights",
-                                      "entropy_weights")},
-        "mask": torch.ones(B * T), "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
-    }  # fmt: skip
+        **batch,
+        "logprobs": normal(B * T),
+        "advantages": normal(B),
+        "entropy": normal(B * T).abs(),
+        **{
+            k: normal(B * T)
+            for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights")
+        },
+        "mask": torch.ones(B * T),
+        "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
+    }
     correction = fastrl.RolloutCorrection()
     row_local = {"objective": fastrl.GRPO(entropy_coef=0.01, rollout_correction=correction)}
     whole = {"objective": fastrl.GSPO(kl=fastrl.KL("k3"), entropy_coef=0.01, rollout_correction=correction)}
@@ -129,7 +150,8 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "token_logprobs": (fastrl.token_logprobs, {**logits, **vocabulary}),
         "linear_token_logprobs": (fastrl.linear_token_logprobs, {**head, **vocabulary}),
         "linear_token_logprobs recorded": (
-            fastrl.linear_token_logprobs, {**head, **vocabulary, "sampling_mask": recorded},
+            fastrl.linear_token_logprobs,
+            {**head, **vocabulary, "sampling_mask": recorded},
         ),
         "linear_cross_entropy": (
             fastrl.linear_cross_entropy,
@@ -153,30 +175,37 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "process_advantages": (
             fastrl.process_advantages,
             {
-                "step_rewards": normal(B, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": integers,
-                "lengths": torch.tensor([T, T]), "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
+                "step_rewards": normal(B, 2),
+                "step_ends": torch.tensor([[0, 1], [0, 2]]),
+                "group_ids": integers,
+                "lengths": torch.tensor([T, T]),
+                "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
             },
         ),
-        "gae": (
-            fastrl.gae,
-            {"rewards": normal(B, T), "values": normal(B, T), "mask": mask, "bootstrap": normal(B)},
-        ),
+        "gae": (fastrl.gae, {"rewards": normal(B, T), "values": normal(B, T), "mask": mask, "bootstrap": normal(B)}),
         "value_loss": (
             lambda **given: fastrl.value_loss(clip=0.2, **given),
             {
-                "values": normal(B, T), "returns": normal(B, T), "mask": mask, "old_values": normal(B, T),
+                "values": normal(B, T),
+                "returns": normal(B, T),
+                "mask": mask,
+                "old_values": normal(B, T),
                 "denominator": torch.tensor(3.0),
             },
         ),
         "kl_penalized_rewards": (
             fastrl.kl_penalized_rewards,
             {
-                "scores": normal(B), "logprobs": normal(B, T), "ref_logprobs": normal(B, T), "mask": mask,
+                "scores": normal(B),
+                "logprobs": normal(B, T),
+                "ref_logprobs": normal(B, T),
+                "mask": mask,
                 "beta": torch.tensor(0.1),
             },
         ),
         "overlong_penalty": (
-            lambda lengths: fastrl.overlong_penalty(lengths, max_length=8, cache=2), {"lengths": torch.tensor([3, 9])},
+            lambda lengths: fastrl.overlong_penalty(lengths, max_length=8, cache=2),
+            {"lengths": torch.tensor([3, 9])},
         ),
         "dpo_loss": (
             fastrl.dpo_loss,
@@ -184,7 +213,8 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": normal(B)}),
         "reward_model_loss": (
-            fastrl.reward_model_loss, {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": integers},
+            fastrl.reward_model_loss,
+            {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": integers},
         ),
         "SamplingMask": (
             fastrl.SamplingMask,
@@ -192,14 +222,16 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "SamplingMask.from_dense": (fastrl.SamplingMask.from_dense, {"kept": dense}),
         "SamplingMask.from_logits": (
-            lambda logits: fastrl.SamplingMask.from_logits(logits, top_p=0.9), {"logits": normal(B, V)},
+            lambda logits: fastrl.SamplingMask.from_logits(logits, top_p=0.9),
+            {"logits": normal(B, V)},
         ),
         "SamplingMask.from_scores": (
-            lambda scores: fastrl.SamplingMask.from_scores([scores]), {"scores": normal(B, V)},
+            lambda scores: fastrl.SamplingMask.from_scores([scores]),
+            {"scores": normal(B, V)},
         ),
         "SamplingMask.index": (recorded.index, {"rows": torch.tensor([0, 1])}),
         "SamplingMask.with_targets": (recorded.with_targets, {"targets": targets, "mask": mask}),
-    }  # fmt: skip
+    }
     return found
 
 

@@ -79,7 +79,7 @@ def _numbers(function: Callable[..., Any], given: dict[str, Any]) -> list[Tensor
         (KINDS["quantised"], r"got quantised torch.qint8: .dequantize\(\)"),
         (KINDS["nested"], "got a nested tensor .*: pack it with cu_seqlens"),
     ],
-)  # fmt: skip
+)
 def test_the_error_says_what_to_do(make: Callable[[Tensor], Tensor], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         fastrl.token_logprobs(make(torch.zeros(2, 3)), torch.zeros(2, dtype=torch.int64))

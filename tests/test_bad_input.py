@@ -18,9 +18,11 @@ F = torch.float32
 
 def logits_arguments(**changes: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
-        "logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=torch.int64),
-        "objective": fastrl.PPO(), "advantages": torch.ones(B),
-    }  # fmt: skip
+        "logits": torch.zeros(B, T, V),
+        "targets": torch.zeros(B, T, dtype=torch.int64),
+        "objective": fastrl.PPO(),
+        "advantages": torch.ones(B),
+    }
     return given | changes
 
 
@@ -60,7 +62,8 @@ LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"old_logprobs": torch.zeros(B)}, ValueError, r"old_logprobs must have shape \(2, 3\)"),
     ({"objective": fastrl.GRPO()}, ValueError, r"ref_logprobs is needed by the objective's KL term \(k3\), got None"),
     (
-        {"objective": fastrl.PPO(rollout_correction=fastrl.RolloutCorrection())}, ValueError,
+        {"objective": fastrl.PPO(rollout_correction=fastrl.RolloutCorrection())},
+        ValueError,
         "rollout_logprobs is needed",
     ),
     ({"denominator": 0}, ValueError, "denominator must be finite and > 0, got 0"),
@@ -68,7 +71,7 @@ LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"entropy_threshold": torch.ones(2)}, ValueError, "entropy_threshold must be a number or a 0-dim tensor"),
     ({"token_weights": torch.ones(B)}, ValueError, r"token_weights must have shape \(2, 3\)"),
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, r"targets must have shape \(tokens,\) beside cu_seqlens"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), COMMON, ids=lambda x: None)
@@ -101,16 +104,18 @@ def test_loss_arguments(changes: dict[str, Any], error: type[Exception], message
         ({"logits": torch.zeros(B, T, 0)}, ValueError, r"logits must have shape \(..., V\) with V >= 1"),
         ({"inplace": 1}, TypeError, "inplace must be a bool, got int"),
         (
-            {"logits": torch.zeros(B, 1, V, requires_grad=True).expand(B, T, V), "inplace": True}, ValueError,
+            {"logits": torch.zeros(B, 1, V, requires_grad=True).expand(B, T, V), "inplace": True},
+            ValueError,
             "inplace=True needs logits that are dense",
         ),
         (
-            {"logits": torch.zeros(B, V, T, requires_grad=True).transpose(1, 2), "inplace": True}, ValueError,
+            {"logits": torch.zeros(B, V, T, requires_grad=True).transpose(1, 2), "inplace": True},
+            ValueError,
             "inplace=True needs logits that are dense",
         ),
     ],
     ids=lambda x: None,
-)  # fmt: skip
+)
 def test_logits(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         fastrl.logits_policy_loss(**logits_arguments(**changes))

@@ -50,9 +50,10 @@ class Recorder:
         self.steps: list[str] = []
         self.calls = 0
         self.cuda = SimpleNamespace(
-            Event=self.event, _sleep=lambda cycles: self.steps.append("sleep"),
+            Event=self.event,
+            _sleep=lambda cycles: self.steps.append("sleep"),
             synchronize=lambda: self.steps.append("synchronize"),
-        )  # fmt: skip
+        )
 
     def event(self, enable_timing: bool) -> Any:
         assert enable_timing

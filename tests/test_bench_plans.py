@@ -49,9 +49,15 @@ def test_a_floor_is_the_sum_of_the_plans_products(
     assert found == (seconds, units)
     # As many as the planner counts.
     call = memory.Call(
-        64, 8, 512, torch.float32, DEVICE, memory.Needs("hidden" in gradients, "weight" in gradients, False),
-        scope=memory.RESPONSE if plan in ("keep", "frozen-head") else memory.TOKEN, longest=8,
-    )  # fmt: skip
+        64,
+        8,
+        512,
+        torch.float32,
+        DEVICE,
+        memory.Needs("hidden" in gradients, "weight" in gradients, False),
+        scope=memory.RESPONSE if plan in ("keep", "frozen-head") else memory.TOKEN,
+        longest=8,
+    )
     (planned,) = (p for p in memory.possible_plans(call, 1 << 34) if p.name == plan)
     assert f"{planned.units}U" == units
 
@@ -66,8 +72,11 @@ def test_a_floor_needs_the_products_that_it_is_made_of_alone() -> None:
 def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) -> None:
     problem = linear_problem(64, 8, 512, torch.float32, DEVICE, clipped=0.0)
     assert [name for found in ways(64).values() for way in found if (name := way.forced)] == [
-        "recompute", "two-pass", "keep", "frozen-head",
-    ]  # fmt: skip
+        "recompute",
+        "two-pass",
+        "keep",
+        "frozen-head",
+    ]
     for work, found in plans_work.works(problem):
         for subject, way in zip(work.subjects, found, strict=True):
             if way.objective is None:

@@ -21,9 +21,15 @@ SHAPE = {"N": 8192, "V": 151936}
 
 def row(subject: str, milliseconds: float | None, **fields: Any) -> dict[str, Any]:
     found = {
-        "suite": "logits", "shape": SHAPE, "dtype": "bfloat16", "work": "loss and gradient", "subject": subject,
-        "milliseconds_median": milliseconds, "milliseconds_limit": 2.0, "peak_temporary_bytes": None,
-    }  # fmt: skip
+        "suite": "logits",
+        "shape": SHAPE,
+        "dtype": "bfloat16",
+        "work": "loss and gradient",
+        "subject": subject,
+        "milliseconds_median": milliseconds,
+        "milliseconds_limit": 2.0,
+        "peak_temporary_bytes": None,
+    }
     return found | fields
 
 

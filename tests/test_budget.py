@@ -31,11 +31,18 @@ MANY_ROWS = (100_000, 2, 16)
 GRANULARITY = 3 * MIB
 CASES = [
     # plan, objective, which inputs have a gradient
-    ("forward-gradient", "GRPO", "hw"), ("recompute", "GRPO", "hw"), ("two-pass", "GRPO", "hw"), ("keep", "GSPO", "hw"),
-    ("recompute", "GSPO", "h"), ("frozen-head", "GSPO", "h"), ("recompute", "logprobs", "hw"),
-    ("frozen-head", "logprobs", "h"), ("forward", "logprobs", ""), ("forward", "GSPO", ""),
+    ("forward-gradient", "GRPO", "hw"),
+    ("recompute", "GRPO", "hw"),
+    ("two-pass", "GRPO", "hw"),
+    ("keep", "GSPO", "hw"),
+    ("recompute", "GSPO", "h"),
+    ("frozen-head", "GSPO", "h"),
+    ("recompute", "logprobs", "hw"),
+    ("frozen-head", "logprobs", "h"),
+    ("forward", "logprobs", ""),
+    ("forward", "GSPO", ""),
     (None, "DeepSeekV32", "hwb"),
-]  # fmt: skip
+]
 
 
 def measure(
@@ -44,8 +51,11 @@ def measure(
     """Every plan's case of each shape, budget and mask."""
     cases = [
         {"plan": plan, "objective": objective, "needs": needs, "shape": shape, "budget": budget * MIB, "masked": masked}
-        for shape in shapes for budget in budgets for plan, objective, needs in CASES for masked in masks
-    ]  # fmt: skip
+        for shape in shapes
+        for budget in budgets
+        for plan, objective, needs in CASES
+        for masked in masks
+    ]
     return run(dtype, backend, cases)
 
 
@@ -55,8 +65,12 @@ def run(dtype: str, backend: str, cases: list[dict[str, Any]]) -> list[dict[str,
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("budget_child.py"), dtype, backend],
-        input=json.dumps(cases), capture_output=True, text=True, check=False, env=os.environ | settings,
-    )  # fmt: skip
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | settings,
+    )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return [case | result for case, result in zip(cases, found, strict=True)]
@@ -116,10 +130,18 @@ def test_budgets_are_kept_with_sampling_masks(dtype: str, budgets: list[int]) ->
     The dense rows' products are small: V = 8192, H = 4.
     """
     cases = [
-        {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (n, 4, 8192), "budget": budget * MIB,
-         "masked": False, "sets": sets}
-        for n, sets in ((30_000, "all"), (30_000, "most"), (3_000, "wide")) for budget in budgets
-    ]  # fmt: skip
+        {
+            "plan": None,
+            "objective": "GRPO",
+            "needs": "hw",
+            "shape": (n, 4, 8192),
+            "budget": budget * MIB,
+            "masked": False,
+            "sets": sets,
+        }
+        for n, sets in ((30_000, "all"), (30_000, "most"), (3_000, "wide"))
+        for budget in budgets
+    ]
     check(run(dtype, "cpp", cases))
 
 
@@ -134,9 +156,17 @@ def test_budgets_are_kept_where_rows_decide(budgets: list[int]) -> None:
 def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> None:
     """malloc keeps what lay beneath something that is held: 1024 x 64 x 32768 within 16 MiB took 18.9."""
     call = Call(
-        rows=1024, hidden=64, vocab=32768, dtype=torch.float32, device="cpu", needs=Needs(True, True, False),
-        all_rows=1024, backend="cpp", scope=ANY, slopes=1,
-    )  # fmt: skip
+        rows=1024,
+        hidden=64,
+        vocab=32768,
+        dtype=torch.float32,
+        device="cpu",
+        needs=Needs(True, True, False),
+        all_rows=1024,
+        backend="cpp",
+        scope=ANY,
+        slopes=1,
+    )
     assert choose(call, 16 * MIB).mapped
     assert not choose(call, 1024 * MIB).mapped
     done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True, timeout=100)

@@ -27,9 +27,13 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def truth(
-    logits: Tensor, targets: Tensor, mask: Tensor | None = None, temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0, softcap: float | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> dict[str, Tensor]:
     """In float64, with the whole (..., V) tensor."""
     z = logits.double() * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -72,10 +76,13 @@ def test_values(backend: str, backend_device: str, dtype: torch.dtype, option: s
         targets = targets.where(options["mask"].bool(), -100)
         hidden = hidden.masked_fill(~options["mask"].bool()[..., None], torch.nan)
     found = fastrl.linear_token_logprobs(
-        hidden.to(backend_device).requires_grad_(), weight.to(backend_device).requires_grad_(),
-        targets.to(backend_device), bias=None if bias is None else bias.to(backend_device), extras=EXTRAS,
+        hidden.to(backend_device).requires_grad_(),
+        weight.to(backend_device).requires_grad_(),
+        targets.to(backend_device),
+        bias=None if bias is None else bias.to(backend_device),
+        extras=EXTRAS,
         **moved(options, backend_device),
-    )  # fmt: skip
+    )
     for name in EXTRAS:
         value = getattr(found, name)
         assert value.shape == targets.shape and not value.requires_grad, name

@@ -32,22 +32,34 @@ SAMPLERS = {
 def model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, initializer_range=1.0, bos_token_id=None, eos_token_id=EOS,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        initializer_range=1.0,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
 def generate(model: Any, **options: Any) -> Any:
     """Completions and scores; top_k is 0 unless named, for generate's own default is 50."""
     settings = {
-        "do_sample": True, "top_k": 0, "max_new_tokens": STEPS, "pad_token_id": EOS, "eos_token_id": EOS,
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": STEPS,
+        "pad_token_id": EOS,
+        "eos_token_id": EOS,
         "output_scores": True,
-    }  # fmt: skip
+    }
     torch.manual_seed(1)
     return model.generate(
-        PROMPTS, attention_mask=torch.ones_like(PROMPTS), return_dict_in_generate=True, **(settings | options),
-    )  # fmt: skip
+        PROMPTS, attention_mask=torch.ones_like(PROMPTS), return_dict_in_generate=True, **(settings | options)
+    )
 
 
 def counted(completions: Tensor) -> Tensor:
@@ -147,9 +159,8 @@ def test_recorded_logprobs_are_those_of_training(model: Any) -> None:
         hidden = model.model(out.sequences).last_hidden_state[:, PROMPTS.shape[1] - 1 : -1]
     # That EOS was forced or banned is known from the sets alone.
     train = fastrl.linear_token_logprobs(
-        hidden, model.lm_head.weight, tokens, mask=counts, temperature=0.7,
-        sampling_mask=recorder.sampling_mask(counts),
-    )  # fmt: skip
+        hidden, model.lm_head.weight, tokens, mask=counts, temperature=0.7, sampling_mask=recorder.sampling_mask(counts)
+    )
     assert counts.sum(1).tolist() == [3, 6, 4, 6] and train.logprobs.std() > 0.1
     torch.testing.assert_close(recorder.logprobs(tokens, counts), train.logprobs.detach(), rtol=0, atol=1e-5)
 
@@ -312,8 +323,14 @@ def test_only_sampling_is_recorded(model: Any, options: dict[str, Any], mode: st
 
 def test_an_assistant_is_refused(model: Any) -> None:
     with record_sampling(model), pytest.raises(ValueError, match="without an assistant"):
-        model.generate(PROMPTS[:1], attention_mask=torch.ones(1, 3, dtype=torch.long), assistant_model=model,
-                       do_sample=True, max_new_tokens=STEPS, pad_token_id=EOS)  # fmt: skip
+        model.generate(
+            PROMPTS[:1],
+            attention_mask=torch.ones(1, 3, dtype=torch.long),
+            assistant_model=model,
+            do_sample=True,
+            max_new_tokens=STEPS,
+            pad_token_id=EOS,
+        )
 
 
 def test_bad_counts(model: Any) -> None:

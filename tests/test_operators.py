@@ -20,10 +20,13 @@ B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view
 def tensors(backend_device: str) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     made = {
-        "logits": torch.randn(B, T + 1, V, generator=g), "hidden": torch.randn(B, T, H, generator=g),
-        "weight": torch.randn(V, H, generator=g), "bias": torch.randn(V, generator=g),
-        "targets": torch.randint(V, (B, T), generator=g), "mask": torch.rand(B, T, generator=g) > 0.3,
-    }  # fmt: skip
+        "logits": torch.randn(B, T + 1, V, generator=g),
+        "hidden": torch.randn(B, T, H, generator=g),
+        "weight": torch.randn(V, H, generator=g),
+        "bias": torch.randn(V, generator=g),
+        "targets": torch.randint(V, (B, T), generator=g),
+        "mask": torch.rand(B, T, generator=g) > 0.3,
+    }
     return {k: v.to(backend_device) for k, v in made.items()}
 
 
@@ -78,19 +81,28 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (kept.kept_row_gradient_, (logits.clone(), y, None, None, *gradient)),
         (
             kept_linear.kept_linear_statistics,
-            (
-                *(x.clone().requires_grad_() for x in head), y, dense, None, *csr, wide, *options, 2, "recompute",
-                limits,
-            ),
+            (*(x.clone().requires_grad_() for x in head), y, dense, None, *csr, wide, *options, 2, "recompute", limits),
         ),
         (
             kept_linear.kept_linear_gradient,
             (
-                *head, y, dense, None, *csr, wide, values, found, *upstream, [True, False, True], *options, 2,
-                "two-pass", limits,
+                *head,
+                y,
+                dense,
+                None,
+                *csr,
+                wide,
+                values,
+                found,
+                *upstream,
+                [True, False, True],
+                *options,
+                2,
+                "two-pass",
+                limits,
             ),
         ),
-    ]  # fmt: skip
+    ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments)
 
@@ -165,9 +177,8 @@ def test_autocast_casts_the_head_as_linear_does(backend: str, tensors: dict[str,
     with torch.autocast(hidden.device.type, torch.bfloat16):
         out = fastrl.linear_token_logprobs(hidden, weight, tensors["targets"])
         loss = fastrl.linear_policy_loss(
-            hidden, weight, tensors["targets"], objective=fastrl.SAPO(),
-            advantages=torch.ones(B, device=hidden.device),
-        )  # fmt: skip
+            hidden, weight, tensors["targets"], objective=fastrl.SAPO(), advantages=torch.ones(B, device=hidden.device)
+        )
     same = fastrl.linear_token_logprobs(hidden.bfloat16(), weight.bfloat16(), tensors["targets"])
     assert torch.equal(out.logprobs, same.logprobs) and torch.equal(loss.logprobs, same.logprobs)
     loss.loss.backward()

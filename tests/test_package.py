@@ -37,8 +37,10 @@ def test_importing_torch_does_not_hide_what_fastrl_imports():
     # Without this the test above could not fail.
     result = subprocess.run(
         [sys.executable, "-c", "import sys, torch; print('triton' in sys.modules, 'transformers' in sys.modules)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert result.stdout.split() == ["False", "False"]
 
 
@@ -54,14 +56,7 @@ def test_every_public_name_is_there_and_documented():
 
 
 def test_the_interface_of_advantages_and_rewards_is_public():
-    names = {
-        "group_advantages",
-        "rloo_advantages",
-        "gae",
-        "value_loss",
-        "kl_penalized_rewards",
-        "overlong_penalty",
-    }
+    names = {"group_advantages", "rloo_advantages", "gae", "value_loss", "kl_penalized_rewards", "overlong_penalty"}
     assert names <= set(fastrl.__all__)
 
 

@@ -21,12 +21,17 @@ from fastrl.ops.products import Needs
 MIB = 2**20
 calls = st.builds(
     Call,
-    rows=st.integers(0, 200_000), hidden=st.integers(1, 8192), vocab=st.integers(1, 300_000),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), device=st.sampled_from(["cpu", "cuda"]),
+    rows=st.integers(0, 200_000),
+    hidden=st.integers(1, 8192),
+    vocab=st.integers(1, 300_000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    device=st.sampled_from(["cpu", "cuda"]),
     needs=st.builds(Needs, st.booleans(), st.booleans(), st.booleans()),
-    scope=st.sampled_from([TOKEN, RESPONSE, BATCH, ANY]), longest=st.integers(0, 40_000),
-    slopes=st.sampled_from([1, 2]), kept=st.sampled_from([0, 0, 1, 100_000]),
-)  # fmt: skip
+    scope=st.sampled_from([TOKEN, RESPONSE, BATCH, ANY]),
+    longest=st.integers(0, 40_000),
+    slopes=st.sampled_from([1, 2]),
+    kept=st.sampled_from([0, 0, 1, 100_000]),
+)
 
 
 @given(call=calls, budget=st.integers(2**20, 2**40))
@@ -61,10 +66,19 @@ def test_fewer_rows_fit_where_more_did(call: Call, fewer: int) -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        (1, 1), (268435456, 256 * MIB), ("256MiB", 256 * MIB), ("256 mib", 256 * MIB), ("0.5GiB", 512 * MIB),
-        ("1.5GB", 1_500_000_000), ("16M", 16_000_000), ("1Ti", 2**40), ("4096", 4096), ("10 B", 10), (None, None),
+        (1, 1),
+        (268435456, 256 * MIB),
+        ("256MiB", 256 * MIB),
+        ("256 mib", 256 * MIB),
+        ("0.5GiB", 512 * MIB),
+        ("1.5GB", 1_500_000_000),
+        ("16M", 16_000_000),
+        ("1Ti", 2**40),
+        ("4096", 4096),
+        ("10 B", 10),
+        (None, None),
     ],
-)  # fmt: skip
+)
 def test_budgets_are_parsed(text: object, size: int | None) -> None:
     assert parse_budget(text) == size
 

@@ -32,10 +32,11 @@ def from_callable(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fa
 
 TOKEN = {"GRPO": fastrl.GRPO(), "SAPO, entropy": fastrl.SAPO(entropy_coef=0.01), "PPO": fastrl.PPO()}
 RESPONSE = {
-    "GSPO": fastrl.GSPO(clip_low=0.3, clip_high=0.3), "GMPO, KL": fastrl.GMPO(kl=fastrl.KL("k3", 0.1)),
+    "GSPO": fastrl.GSPO(clip_low=0.3, clip_high=0.3),
+    "GMPO, KL": fastrl.GMPO(kl=fastrl.KL("k3", 0.1)),
     "DeepSeekV32": fastrl.DeepSeekV32(kl_coef=0.1, off_policy_delta=0.05),
     "GSPO, entropy": fastrl.GSPO(entropy_coef=0.01),
-}  # fmt: skip
+}
 BATCH = {"callable": from_callable, "top entropy": fastrl.DAPO(top_entropy_fraction=0.4)}
 PLANS = [
     *((name, o, plan) for name, o in TOKEN.items() for plan in ("forward-gradient", "recompute", "two-pass")),
@@ -108,9 +109,15 @@ def check(problem: Problem, dtype: torch.dtype, objective: Any, plan: str, froze
     hidden, weight, bias = leaves = problem.leaves(dtype, frozen)
     with use_plan(plan):
         out = fastrl.linear_policy_loss(
-            hidden, weight, problem.targets, bias=bias, objective=objective, memory_budget="1GiB",
-            **problem.arguments, **options,
-        )  # fmt: skip
+            hidden,
+            weight,
+            problem.targets,
+            bias=bias,
+            objective=objective,
+            memory_budget="1GiB",
+            **problem.arguments,
+            **options,
+        )
         found = torch.autograd.grad(out.loss, [x for x in leaves if x.requires_grad])
     margin = margins(dtype, hidden.device.type)
     assert_as_good_as_torch(out.loss[None], loss[None], torch_loss[None], margin, "loss")
@@ -131,9 +138,15 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("name", "objective", "plan"), PLANS, ids=lambda x: x if isinstance(x, str) else "")
 def test_plans_agree_with_float64(
-    backend: str, backend_device: str, small_tiles: None, name: str, objective: Any, plan: str, dtype: torch.dtype,
+    backend: str,
+    backend_device: str,
+    small_tiles: None,
+    name: str,
+    objective: Any,
+    plan: str,
+    dtype: torch.dtype,
     masked: bool,
-) -> None:  # fmt: skip
+) -> None:
     if backend == "triton" and backend_device == "cpu" and (dtype != torch.float32 or not masked or name != "GSPO"):
         pytest.skip(INTERPRETED)
     problem = Problem(backend_device, dtype, seed=len(name), masked=masked)
@@ -224,9 +237,11 @@ def test_options(backend: str, backend_device: str, small_tiles: None, plan: str
         pytest.skip(INTERPRETED)
     temperatures = torch.linspace(0.5, 2, N).view(RESPONSES, LENGTH).to(backend_device)
     options: dict[str, Any] = {
-        "softcap": {"softcap": 3.0}, "scale": {"logit_scale": 0.5}, "temperature": {"temperature": 0.7},
+        "softcap": {"softcap": 3.0},
+        "scale": {"logit_scale": 0.5},
+        "temperature": {"temperature": 0.7},
         "temperatures": {"temperature": temperatures},
-    }[option]  # fmt: skip
+    }[option]
     problem = Problem(backend_device, torch.float32, seed=7)
     check(problem, torch.float32, fastrl.SAPO(entropy_coef=0.01), plan, frozen=False, **options)
 
@@ -248,9 +263,14 @@ def test_scaled_and_accumulated_losses(
     with use_plan(plan):
         for _ in range(2):
             out = fastrl.linear_policy_loss(
-                leaves[0], leaves[1], problem.targets, bias=leaves[2], objective=objective, memory_budget="1GiB",
+                leaves[0],
+                leaves[1],
+                problem.targets,
+                bias=leaves[2],
+                objective=objective,
+                memory_budget="1GiB",
                 **problem.arguments,
-            )  # fmt: skip
+            )
             scaler.scale(tiny * out.loss).backward()
     _, truth = problem.plain(torch.float64, torch.float64, objective, False)
     _, same = problem.plain(dtype, torch.float32, objective, False)
@@ -276,7 +296,7 @@ def test_plans_agree_for_any_batch(data: st.DataObject) -> None:
         "old_logprobs": torch.randn(n, generator=g) - 5,
         "mask": torch.rand(n, generator=g) > data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
         "cu_seqlens": cu,
-    }  # fmt: skip
+    }
     found = []
     for plan in ("keep", "recompute", "two-pass"):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -23,9 +23,15 @@ SHAPES = [(8, 512, 1024, 65536), (8, 512, 1024, 50257)] if ON_GPU else [(4, 32, 
 BUDGET = "512MiB" if ON_GPU else "4MiB"
 GRPO, GSPO = fastrl.GRPO(entropy_coef=0.01), fastrl.GSPO(clip_low=0.3, clip_high=0.3)
 CASES = [
-    (None, GRPO, True), ("forward-gradient", GRPO, True), ("recompute", GRPO, True), ("two-pass", GRPO, True),
-    ("keep", GSPO, True), ("recompute", GSPO, True), ("frozen-head", GSPO, False), ("frozen-head", GRPO, False),
-]  # fmt: skip
+    (None, GRPO, True),
+    ("forward-gradient", GRPO, True),
+    ("recompute", GRPO, True),
+    ("two-pass", GRPO, True),
+    ("keep", GSPO, True),
+    ("recompute", GSPO, True),
+    ("frozen-head", GSPO, False),
+    ("frozen-head", GRPO, False),
+]
 
 
 class Found(NamedTuple):
@@ -111,8 +117,9 @@ def test_plans_against_float64_and_an_unchunked_product(
             # d logp / d hidden, rounded: a further error of at most half a unit, evenly spread.
             further = torch.finfo(dtype).eps / 12**0.5 if plan == "frozen-head" else 0.0
             assert relative_error(actual, exact) <= math.hypot(1.1 * relative_error(torchs, exact), further) + 1e-6, (
-                plan, name,
-            )  # fmt: skip
+                plan,
+                name,
+            )
         # The loss sums terms that cancel: an eighth of a unit of the logits' dtype, of the terms' size, is in its sum.
         margin = max(torch.finfo(dtype).eps / 8, 1e-6) * problem.arguments["advantages"].abs().mean()
         assert abs(found.loss - truth.loss) <= abs(plain.loss - truth.loss) + margin, plan

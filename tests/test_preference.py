@@ -115,22 +115,28 @@ ONE = torch.ones(2)
         (lambda: fastrl.reward_model_loss(ONE, [1, 2], ONE.long()), TypeError, "ranks must be a tensor, got list"),
         (lambda: fastrl.reward_model_loss(ONE, ONE, ONE), TypeError, "prompt_ids must be one of"),
         (
-            lambda: fastrl.linear_dpo_loss(torch.ones(3, 2, 4), torch.ones(5, 4), torch.ones(3, 2).long(),
-                                           torch.ones(3, 2), torch.ones(3)),
-            ValueError, "an even number, got 3",
+            lambda: fastrl.linear_dpo_loss(
+                torch.ones(3, 2, 4), torch.ones(5, 4), torch.ones(3, 2).long(), torch.ones(3, 2), torch.ones(3)
+            ),
+            ValueError,
+            "an even number, got 3",
         ),
         (
-            lambda: fastrl.linear_dpo_loss(torch.ones(2, 2, 4), torch.ones(5, 4), torch.ones(2, 2).long(),
-                                           torch.ones(2, 2), torch.ones(2, 2)),
-            ValueError, "ref_logprobs must have shape (2,) (one a response, summed), got (2, 2)",
+            lambda: fastrl.linear_dpo_loss(
+                torch.ones(2, 2, 4), torch.ones(5, 4), torch.ones(2, 2).long(), torch.ones(2, 2), torch.ones(2, 2)
+            ),
+            ValueError,
+            "ref_logprobs must have shape (2,) (one a response, summed), got (2, 2)",
         ),
         (
-            lambda: fastrl.linear_dpo_loss(torch.ones(2, 2, 4), torch.ones(5, 4), torch.ones(2, 2).long(), None,
-                                           torch.ones(2)),
-            TypeError, "mask must be a bool or 0/1 tensor, got NoneType",
+            lambda: fastrl.linear_dpo_loss(
+                torch.ones(2, 2, 4), torch.ones(5, 4), torch.ones(2, 2).long(), None, torch.ones(2)
+            ),
+            TypeError,
+            "mask must be a bool or 0/1 tensor, got NoneType",
         ),
     ],
-)  # fmt: skip
+)
 def test_bad_input(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         call()

@@ -19,9 +19,12 @@ NONE = math.nan
 def test_an_example_by_hand() -> None:
     """Group 7: step rewards 1, 3, 5 (mean 3, deviation sqrt(8/3)); group 9: one step, whose advantage is 0."""
     found = fastrl.process_advantages(
-        torch.tensor([[1.0, 3.0], [5.0, NONE], [2.0, NONE]]), torch.tensor([[0, 2], [1, -1], [2, -1]]),
-        torch.tensor([7, 7, 9]), torch.tensor([4, 2, 3]), eps=0.0,
-    )  # fmt: skip
+        torch.tensor([[1.0, 3.0], [5.0, NONE], [2.0, NONE]]),
+        torch.tensor([[0, 2], [1, -1], [2, -1]]),
+        torch.tensor([7, 7, 9]),
+        torch.tensor([4, 2, 3]),
+        eps=0.0,
+    )
     s = math.sqrt(8 / 3)
     expected = [[-2 / s, 0, 0, 0], [2 / s, 2 / s, 0, 0], [0, 0, 0, 0]]
     torch.testing.assert_close(found, torch.tensor(expected))
@@ -42,14 +45,18 @@ def test_every_token_sums_the_steps_that_end_at_it_or_later(batch: tuple[Any, ..
     rewards, ends, groups, lengths, steps = batch
     size = len(lengths)
     tensors = (
-        torch.tensor(rewards).reshape(size, steps), torch.tensor(ends, dtype=torch.int64).reshape(size, steps),
-        groups, torch.tensor(lengths, dtype=torch.int64),
-    )  # fmt: skip
+        torch.tensor(rewards).reshape(size, steps),
+        torch.tensor(ends, dtype=torch.int64).reshape(size, steps),
+        groups,
+        torch.tensor(lengths, dtype=torch.int64),
+    )
     padded = fastrl.process_advantages(*tensors, scale=scale, ddof=ddof)
     flat = [
-        (b, e, r, groups[b]) for b in range(size) for e, r in zip(ends[b], rewards[b], strict=True)
+        (b, e, r, groups[b])
+        for b in range(size)
+        for e, r in zip(ends[b], rewards[b], strict=True)
         if e >= 0 and not math.isnan(r)
-    ]  # fmt: skip
+    ]
     normal = fastrl.group_advantages(
         torch.tensor([x[2] for x in flat]), [x[3] for x in flat], scale=scale, ddof=ddof
     ).tolist()
@@ -69,18 +76,23 @@ def test_every_token_sums_the_steps_that_end_at_it_or_later(batch: tuple[Any, ..
         ({"step_rewards": [1.0]}, TypeError, "step_rewards must be a tensor, got list"),
         ({"step_rewards": torch.ones(2)}, ValueError, "must be real, of shape (responses, steps), got (2,)"),
         ({"step_ends": torch.ones(2, 2)}, TypeError, "step_ends must be one of"),
-        ({"step_ends": torch.tensor([[0, 1], [0, 3]])}, ValueError,
-         "step_ends[1, 1] must be a token of its response, below 3, got 3"),
+        (
+            {"step_ends": torch.tensor([[0, 1], [0, 3]])},
+            ValueError,
+            "step_ends[1, 1] must be a token of its response, below 3, got 3",
+        ),
         ({"lengths": torch.tensor([2])}, ValueError, "lengths must have shape (2,) (one a response), got (1,)"),
         ({"group_ids": [1]}, ValueError, "group_ids must hold 2 ids"),
         ({"scale": "all"}, ValueError, "scale must be 'group', 'batch' or 'none', got 'all'"),
         ({"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}, ValueError, "cu_seqlens must have the lengths"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(change: dict[str, Any], error: type[Exception], words: str) -> None:
     good: dict[str, Any] = {
-        "step_rewards": torch.ones(2, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": [0, 0],
+        "step_rewards": torch.ones(2, 2),
+        "step_ends": torch.tensor([[0, 1], [0, 2]]),
+        "group_ids": [0, 0],
         "lengths": torch.tensor([2, 3]),
-    }  # fmt: skip
+    }
     with pytest.raises(error, match=re.escape(words)):
         fastrl.process_advantages(**(good | change))

@@ -15,12 +15,43 @@ from fastrl.runs.report_curves import UNITS, decimate, smooth
 from fastrl.runs.report_html import direction, duration
 
 NAMES = (
-    "reward", "reward_std", "length", "truncated", "loss", "policy_loss", "kl", "entropy", "ratio_mean", "ratio_max",
-    "clip_frac", "clip_frac_low", "clip_frac_high", "gate_mean", "approx_kl", "tokens", "grad_norm", "lr",
-    "eval/reward", "eval/exact_match", "eval/pass@4", "mismatch/abs_log_ratio", "mismatch/k3", "value_loss",
-    "pretraining_loss", "critic_grad_norm", "time/generate", "time/update", "time/loss_share", "time/step",
-    "time/evaluation", "memory/peak_gib", "accuracy", "margin", "never_heard_of", "in$odd$<i>",
-)  # fmt: skip
+    "reward",
+    "reward_std",
+    "length",
+    "truncated",
+    "loss",
+    "policy_loss",
+    "kl",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "clip_frac",
+    "clip_frac_low",
+    "clip_frac_high",
+    "gate_mean",
+    "approx_kl",
+    "tokens",
+    "grad_norm",
+    "lr",
+    "eval/reward",
+    "eval/exact_match",
+    "eval/pass@4",
+    "mismatch/abs_log_ratio",
+    "mismatch/k3",
+    "value_loss",
+    "pretraining_loss",
+    "critic_grad_norm",
+    "time/generate",
+    "time/update",
+    "time/loss_share",
+    "time/step",
+    "time/evaluation",
+    "memory/peak_gib",
+    "accuracy",
+    "margin",
+    "never_heard_of",
+    "in$odd$<i>",
+)
 EVIL = '</td><script>alert("1")</script><img src="http://evil.example/x.png"> & \u2028 end'
 VOID = {"meta", "br", "img", "path", "use", "rect"}
 
@@ -300,5 +331,9 @@ def test_curves_show_what_there_is(names, titles, tmp_path, monkeypatch):
 
 def test_durations():
     assert [duration(seconds) for seconds in (0.25, 59, 61, 3600, 36_000_000)] == [
-        "0.25 s", "59 s", "1 min 01 s", "1 h 00 min", "10,000 h 00 min",
-    ]  # fmt: skip
+        "0.25 s",
+        "59 s",
+        "1 min 01 s",
+        "1 h 00 min",
+        "10,000 h 00 min",
+    ]

@@ -61,9 +61,14 @@ def test_rewards_follow_the_formula_padded_or_packed(rows, kind, beta, data):
     flat = [torch.tensor([t[c] for row in rows for t in row]) for c in range(3)]
     cu_seqlens = torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     actual = kl_penalized_rewards(
-        torch.tensor(scores), flat[0].float(), flat[1].float(), flat[2].bool(),
-        beta=torch.tensor(beta, dtype=torch.float64), kind=kind, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        torch.tensor(scores),
+        flat[0].float(),
+        flat[1].float(),
+        flat[2].bool(),
+        beta=torch.tensor(beta, dtype=torch.float64),
+        kind=kind,
+        cu_seqlens=cu_seqlens,
+    )
     assert_rounded(actual, [x for response in expected for x in response])
 
 

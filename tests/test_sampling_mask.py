@@ -116,15 +116,18 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
         (lambda: SamplingMask(torch.ones(1, 1).int(), torch.tensor([0, 1])), ValueError, "got shape (1, 1)"),
         (lambda: SamplingMask(torch.tensor([1]), torch.tensor([1, 1])), ValueError, "offsets must begin with 0, got 1"),
         (
-            lambda: SamplingMask(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), ValueError,
+            lambda: SamplingMask(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])),
+            ValueError,
             "offsets must never fall, got row 1 from 2 to 1",
         ),
         (
-            lambda: SamplingMask(torch.tensor([1, 2]), torch.tensor([0, 1])), ValueError,
+            lambda: SamplingMask(torch.tensor([1, 2]), torch.tensor([0, 1])),
+            ValueError,
             "offsets must end with the number of token_ids, 2, got 1",
         ),
         (
-            lambda: SamplingMask(torch.tensor([1, 2, -3]), torch.tensor([0, 1, 3])), ValueError,
+            lambda: SamplingMask(torch.tensor([1, 2, -3]), torch.tensor([0, 1, 3])),
+            ValueError,
             "token_ids of row 1 must be in [0, 2^31), got -3",
         ),
         (lambda: SamplingMask(torch.tensor([2**31]), torch.tensor([0, 1])), ValueError, "got 2147483648"),
@@ -158,7 +161,7 @@ def test_saving_beside_a_batch(tmp_path: Path) -> None:
         (lambda: SamplingMask.from_logits(torch.ones(2, 3, dtype=torch.int64)), TypeError, "logits must be one of"),
         (lambda: SamplingMask.from_logits(torch.tensor([[1.0, 2.0], [1.0, torch.nan]]), 0.5), ValueError, "row 1"),
     ],
-)  # fmt: skip
+)
 def test_bad_records(make: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         make()
@@ -173,10 +176,14 @@ CALLS = {
         torch.zeros(3, 8), torch.tensor([1, 2, 3]), objective=fastrl.GRPO(kl_coef=0), advantages=torch.ones(1), **k
     ),
     "linear_policy_loss": lambda **k: fastrl.linear_policy_loss(
-        torch.zeros(3, 4), torch.zeros(8, 4), torch.tensor([1, 2, 3]), objective=fastrl.GRPO(kl_coef=0),
-        advantages=torch.ones(1), **k,
+        torch.zeros(3, 4),
+        torch.zeros(8, 4),
+        torch.tensor([1, 2, 3]),
+        objective=fastrl.GRPO(kl_coef=0),
+        advantages=torch.ones(1),
+        **k,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -186,15 +193,17 @@ CALLS = {
         (torch.ones(3, 8), TypeError, "sampling_mask must be a fastrl.SamplingMask, got Tensor"),
         (SamplingMask.from_lists([[1], [2]]), ValueError, "sampling_mask must have one row a target, 3, got 2"),
         (
-            SamplingMask.from_lists([[1], [2, 8], [3]]), ValueError,
+            SamplingMask.from_lists([[1], [2, 8], [3]]),
+            ValueError,
             "sampling_mask row 1 has token id 8, outside the vocabulary [0, 8)",
         ),
         (
-            SamplingMask.from_lists([[1], [4, 5], [3]]), ValueError,
+            SamplingMask.from_lists([[1], [4, 5], [3]]),
+            ValueError,
             "targets row 1 is 2, which is not in its sampling_mask set of 2 ids",
         ),
     ],
-)  # fmt: skip
+)
 def test_bad_masks_of_a_call(call: Any, sampling_mask: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         call(sampling_mask=sampling_mask)

@@ -198,7 +198,7 @@ def test_what_sglang_did_not_record_says_how_to_record_it(record: Any) -> None:
         ([flat(ONE), FlatMask([1, 2], [0, 1])], ValueError, "mask[1].offsets must end with the number of token_ids, 2"),
         (FlatMask(ONE, [0, 3]), ValueError, "mask.token_ids must hold integers"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_record_of_vllm(record: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         SamplingMask.from_vllm(record)

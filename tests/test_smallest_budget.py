@@ -28,10 +28,12 @@ def custom(log_ratio: Tensor, advantages: Tensor, context: Any) -> Tensor:
 
 
 OBJECTIVES = {
-    "row-local": fastrl.GRPO(kl_coef=0.1, entropy_coef=0.1), "responses": fastrl.GSPO(), "callable": custom,
+    "row-local": fastrl.GRPO(kl_coef=0.1, entropy_coef=0.1),
+    "responses": fastrl.GSPO(),
+    "callable": custom,
     "dropped": fastrl.DeepSeekV32(kl_coef=0.1, off_policy_delta=0.1),
     "batch": fastrl.Objective(top_entropy_fraction=0.2),
-}  # fmt: skip
+}
 PLANS = (None, None, "forward", "forward-gradient", "keep", "frozen-head", "recompute", "two-pass", "sparse")
 
 
@@ -59,8 +61,13 @@ def test_text_is_enough(size: int) -> None:
 
 def test_exact_numbers_stay_exact() -> None:
     assert [text(x) for x in (0, 1023, 1024, 3 << 19, 1 << 30, 10**4 << 30)] == [
-        "0 B", "1023 B", "1 KiB", "1.5 MiB", "1 GiB", "10000 GiB"
-    ]  # fmt: skip
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 MiB",
+        "1 GiB",
+        "10000 GiB",
+    ]
     assert text((1 << 30) + 1) == "1.001 GiB"
 
 
@@ -102,9 +109,16 @@ class Case:
 
         def loss(budget: int | str) -> Tensor:
             found = fastrl.linear_token_logprobs(
-                self.hidden, self.weight, self.targets, mask=self.mask, sampling_mask=self.sets, entropy=entropy,
-                extras=extras, memory_budget=budget, **self.options,
-            )  # fmt: skip
+                self.hidden,
+                self.weight,
+                self.targets,
+                mask=self.mask,
+                sampling_mask=self.sets,
+                entropy=entropy,
+                extras=extras,
+                memory_budget=budget,
+                **self.options,
+            )
             return found.logprobs.sum() + (0 if found.entropy is None else found.entropy.sum())
 
         return loss
@@ -113,11 +127,22 @@ class Case:
         objective, on_policy = OBJECTIVES[one(*OBJECTIVES)], one(False, True)
         advantages, ref = one(torch.ones(2), torch.zeros(2), torch.ones(2, self.n)), torch.full((2, self.n), -5.0)
         count = one(None, 2 * self.n if self.mask is None else int(self.mask.sum()))
-        return lambda budget: fastrl.linear_policy_loss(
-            self.hidden, self.weight, self.targets, mask=self.mask, sampling_mask=self.sets, objective=objective,
-            advantages=advantages, old_logprobs=None if on_policy else ref, ref_logprobs=ref, num_tokens=count,
-            memory_budget=budget, **self.options,
-        ).loss  # fmt: skip
+        return lambda budget: (
+            fastrl.linear_policy_loss(
+                self.hidden,
+                self.weight,
+                self.targets,
+                mask=self.mask,
+                sampling_mask=self.sets,
+                objective=objective,
+                advantages=advantages,
+                old_logprobs=None if on_policy else ref,
+                ref_logprobs=ref,
+                num_tokens=count,
+                memory_budget=budget,
+                **self.options,
+            ).loss
+        )
 
     def cross_entropy(self, one: Any) -> Callable[[int | str], Tensor]:
         reduction = one("mean", "none")
@@ -128,10 +153,18 @@ class Case:
 
     def dpo(self, one: Any) -> Callable[[int | str], Tensor]:
         mask = torch.ones_like(self.targets) if self.mask is None else self.mask
-        return lambda budget: fastrl.linear_dpo_loss(
-            self.hidden, self.weight, self.targets, mask, torch.zeros(2), sampling_mask=self.sets, memory_budget=budget,
-            **self.options,
-        ).loss  # fmt: skip
+        return lambda budget: (
+            fastrl.linear_dpo_loss(
+                self.hidden,
+                self.weight,
+                self.targets,
+                mask,
+                torch.zeros(2),
+                sampling_mask=self.sets,
+                memory_budget=budget,
+                **self.options,
+            ).loss
+        )
 
     def run(self, budget: int | str) -> None:
         """The call and its backward."""
@@ -181,23 +214,36 @@ def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 9999), st.integers(1, 5000), st.integers(1, 200_000)),
-    dtype=st.sampled_from(DTYPES), device=st.sampled_from(["cpu", "cuda"]),
-    objective=st.sampled_from(["GRPO", "GSPO", "DeepSeekV32", "logprobs"]), on_policy=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    device=st.sampled_from(["cpu", "cuda"]),
+    objective=st.sampled_from(["GRPO", "GSPO", "DeepSeekV32", "logprobs"]),
+    on_policy=st.booleans(),
     gradients=st.sampled_from(["none", "hidden", "weight", "hidden,weight", "hidden,weight,bias"]),
     kept=st.sampled_from([0, 0, 1000]),
-)  # fmt: skip
+)
 @example((7, 7, 7), torch.float32, "cpu", "GRPO", False, "none", 0)
 def test_what_the_planner_names_is_accepted(
-    sizes: tuple[int, int, int], dtype: torch.dtype, device: str, objective: str, on_policy: bool, gradients: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    objective: str,
+    on_policy: bool,
+    gradients: str,
     kept: int,
-) -> None:  # fmt: skip
+) -> None:
     objectives = {"GRPO": fastrl.GRPO(), "GSPO": fastrl.GSPO(), "DeepSeekV32": OBJECTIVES["dropped"]}
 
     def run(budget: int | str) -> None:
         fastrl.plan_memory(
-            *sizes, dtype, budget, objective=objectives.get(objective), on_policy=on_policy, device=device, kept=kept,
+            *sizes,
+            dtype,
+            budget,
+            objective=objectives.get(objective),
+            on_policy=on_policy,
+            device=device,
+            kept=kept,
             gradients=[x for x in gradients.split(",") if x != "none"],
-        )  # fmt: skip
+        )
 
     check(run)
 

@@ -81,9 +81,13 @@ def test_linear_equals_float64(backend: str, backend_device: str, option: str, b
 
     narrow = [x.detach().float().to(backend_device).requires_grad_() for x in wide]
     out = fastrl.linear_token_logprobs(
-        narrow[0], narrow[1], targets.to(backend_device), bias=narrow[2] if biased else None, entropy=True,
+        narrow[0],
+        narrow[1],
+        targets.to(backend_device),
+        bias=narrow[2] if biased else None,
+        entropy=True,
         **moved(options, backend_device),
-    )  # fmt: skip
+    )
     (a.to(backend_device) * out.logprobs + b.to(backend_device) * out.entropy).sum().backward()
     # float32 products of 16 terms, then sums over 77 entries or 6 rows: tens of roundings of numbers up to about 10
     close = {"rtol": 2e-5, "atol": 2e-5, "check_device": False}

@@ -57,11 +57,20 @@ def measure(std: float, tokens: int = 4096, width: int = 256, vocab: int = 32768
     error = rounded(hidden, weight, ids) - logprobs
     after = rounded(moved, weight, ids) - exact(moved, weight, ids)[2]
     sequences = error.view(-1, RESPONSE).mean(-1)
-    return Cost(*(float(x) for x in (
-        logits.mean(), logprobs.mean(), error.pow(2).mean().sqrt(), error.abs().max(),
-        (error.expm1().abs() > 0.01).double().mean(), (sequences.expm1().abs() > 3e-4).double().mean(),
-        (after - error).pow(2).mean().sqrt(),
-    )))  # fmt: skip
+    return Cost(
+        *(
+            float(x)
+            for x in (
+                logits.mean(),
+                logprobs.mean(),
+                error.pow(2).mean().sqrt(),
+                error.abs().max(),
+                (error.expm1().abs() > 0.01).double().mean(),
+                (sequences.expm1().abs() > 3e-4).double().mean(),
+                (after - error).pow(2).mean().sqrt(),
+            )
+        )
+    )
 
 
 def main() -> None:

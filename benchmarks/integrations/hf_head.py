@@ -27,8 +27,14 @@ def main() -> None:
     options = parser.parse_args()
     batch, length, hidden, vocab = map(int, options.shape.split("x"))
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=2,
-                         num_attention_heads=8, num_key_value_heads=8)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
     model = fused_lm_head(LlamaForCausalLM(config)).train()
     ids = torch.randint(vocab, (batch, length))
     parameters = dict(model.named_parameters())
@@ -47,8 +53,10 @@ def main() -> None:
         "return_token_stats=True": run(lambda: model(input_ids=ids, labels=ids, return_token_stats=True).loss),
         "compute_loss_func": run(lambda: loss_func(model(input_ids=ids), ids)),
     }
-    print(f"torch {torch.__version__}, transformers {version('transformers')}, {options.shape}, float32, "
-          f"{torch.get_num_threads()} threads")  # fmt: skip
+    print(
+        f"torch {torch.__version__}, transformers {version('transformers')}, {options.shape}, float32, "
+        f"{torch.get_num_threads()} threads"
+    )
     expected = subjects["transformers"].call()
     for name, subject in subjects.items():
         milliseconds = 1000 * statistics.median(time_runs(subject, "cpu", options.repeats))

@@ -47,9 +47,14 @@ class Problem:
     def grpo(self, loss_of: Any) -> Tensor:
         """By the signature that both have."""
         loss: Tensor = loss_of(
-            self.hidden, self.weight, self.ids, self.mask, self.advantages, ref_per_token_logps=self.ref,
+            self.hidden,
+            self.weight,
+            self.ids,
+            self.mask,
+            self.advantages,
+            ref_per_token_logps=self.ref,
             old_per_token_logps=self.old,
-        )[0]  # fmt: skip
+        )[0]
         return loss
 
     def dpo(self, loss_of: Any) -> Tensor:

@@ -35,10 +35,17 @@ def trainer_of(way: str, options: argparse.Namespace, folder: str) -> Any:
 
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.hidden, num_hidden_layers=1,
-        num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     model = transformers.Qwen2ForCausalLM(config)
     model.model.embed_tokens.weight.requires_grad_(False)  # its gradient would be as large as the head's
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
@@ -46,16 +53,26 @@ def trainer_of(way: str, options: argparse.Namespace, folder: str) -> Any:
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     args = trl.GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=options.responses,
-        num_generations=options.responses, max_completion_length=options.tokens, loss_type="grpo", beta=0.0,
-    )  # fmt: skip
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        per_device_train_batch_size=options.responses,
+        num_generations=options.responses,
+        max_completion_length=options.tokens,
+        loss_type="grpo",
+        beta=0.0,
+    )
     fast = way.startswith("FastGRPOTrainer")
     kind = FastGRPOTrainer if fast else trl.GRPOTrainer
     return kind(
         **({"memory_budget": SMALL} if way.endswith(SMALL) else {}),
-        model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=args,
-        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}]), processing_class=tokenizer,
-    )  # fmt: skip
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}]),
+        processing_class=tokenizer,
+    )
 
 
 def batch(options: argparse.Namespace) -> dict[str, Any]:
@@ -135,9 +152,12 @@ def main() -> None:
     print(f"{'':26}{'CPU ms':>10}{'MiB':>10}   loss")
     for way in WAYS:
         done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--way", way], capture_output=True, text=True, check=False,
+            [sys.executable, __file__, *sys.argv[1:], "--way", way],
+            capture_output=True,
+            text=True,
+            check=False,
             env=environment,
-        )  # fmt: skip
+        )
         if done.returncode:
             sys.exit(done.stderr)
         found = json.loads(done.stdout)

@@ -86,13 +86,23 @@ def main() -> None:
 
     logits = (hidden @ weight.T).detach().requires_grad_()
     utils = load("openrlhf/models/utils.py", {"deepspeed": {}, "openrlhf": {}, "openrlhf.models": {}})
-    report("OpenRLHF: log-probabilities and the gradient from logits",
-           {"OpenRLHF": lambda: (utils.log_probs_from_logits(logits, ids) * slope).sum(),
-            "fastrl": lambda: (openrlhf.log_probs_from_logits(logits, ids) * slope).sum()}, (logits,))  # fmt: skip
+    report(
+        "OpenRLHF: log-probabilities and the gradient from logits",
+        {
+            "OpenRLHF": lambda: (utils.log_probs_from_logits(logits, ids) * slope).sum(),
+            "fastrl": lambda: (openrlhf.log_probs_from_logits(logits, ids) * slope).sum(),
+        },
+        (logits,),
+    )
 
-    batch = {"unconcat_tokens": [ids[0]], "total_lengths": [TOKENS], "response_lengths": [TOKENS - 1],
-             "loss_masks": [torch.ones(TOKENS - 1)], "advantages": [slope[0, 1:]],
-             "log_probs": [torch.randn(TOKENS - 1) * 0.1 - 10.9]}  # fmt: skip
+    batch = {
+        "unconcat_tokens": [ids[0]],
+        "total_lengths": [TOKENS],
+        "response_lengths": [TOKENS - 1],
+        "loss_masks": [torch.ones(TOKENS - 1)],
+        "advantages": [slope[0, 1:]],
+        "log_probs": [torch.randn(TOKENS - 1) * 0.1 - 10.9],
+    }
     slime = losses_from_logits.slime_loss(fastrl.PPO(0.2))
 
     def eager() -> Tensor:

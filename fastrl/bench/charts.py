@@ -74,9 +74,16 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
         if row.plan is not None:
             text += f"  {_plan_text(row)}"
         panel.annotate(
-            text, (time, place), (4, 0), textcoords="offset points", va="center", fontsize=8, color=_INK,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}, zorder=4,
-        )  # fmt: skip
+            text,
+            (time, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=_INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+            zorder=4,
+        )
     panel.set_yticks(places, ["\n".join(textwrap.wrap(row.subject, 38)) for row in rows], fontsize=8.5)
     for label, row in zip(panel.get_yticklabels(), rows, strict=True):
         label.set_color(_OURS if row.ours else _INK)

@@ -94,10 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--suite", choices=[*SUITES, "all"], default="all", help="default: all")
     parser.add_argument(
-        "--shape", action="append", type=_shape, default=[], metavar="NxV|NxHxV|NxHxVxK|BxTxLxHxV",
+        "--shape",
+        action="append",
+        type=_shape,
+        default=[],
+        metavar="NxV|NxHxV|NxHxVxK|BxTxLxHxV",
         help="for the suites that take so many numbers (see below), the others are left out; may be repeated;"
         " without it, the suites' own shapes",
-    )  # fmt: skip
+    )
     parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
     parser.add_argument("--repeats", type=_positive, help="timed repeats of each subject; default: 5, on a GPU 20")
     parser.add_argument(

@@ -129,9 +129,14 @@ def policy_head(memory_budget: str | None, objective: fastrl.Objective, tokens: 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
         try:
             found = fastrl.linear_policy_loss(
-                tokens.padded(hidden), weight, targets, objective=objective, advantages=tokens.per_response,
-                old_logprobs=old, memory_budget=memory_budget,
-            )  # fmt: skip
+                tokens.padded(hidden),
+                weight,
+                targets,
+                objective=objective,
+                advantages=tokens.per_response,
+                old_logprobs=old,
+                memory_budget=memory_budget,
+            )
         except ValueError as error:
             if memory_budget is None or "memory_budget" not in str(error):
                 raise

@@ -24,19 +24,24 @@ def works(problem: LinearProblem) -> list[Work]:
             "loss and gradients",
             "PPO's clipped loss (off-policy) and its gradients for the hidden states and the weight",
             [heads.subject(problem, c) for c in (*heads.policy_candidates(), apple)],
-            problem.loss_truth(), work_flops=3 * unit,
+            problem.loss_truth(),
+            work_flops=3 * unit,
         ),
         Work(
             "cross-entropy",
             "the mean cross-entropy of the targets and its gradients for the hidden states and the weight",
             [heads.subject(problem, c) for c in heads.cross_entropy_candidates()],
-            problem.cross_entropy_truth(), work_flops=3 * unit,
+            problem.cross_entropy_truth(),
+            work_flops=3 * unit,
         ),
         Work(
-            "statistics", "log-probabilities and entropies, forward only",
-            _statistics_subjects(problem), problem.statistics_truth(), work_flops=unit,
+            "statistics",
+            "log-probabilities and entropies, forward only",
+            _statistics_subjects(problem),
+            problem.statistics_truth(),
+            work_flops=unit,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def product_flops(problem: LinearProblem) -> int:
@@ -48,9 +53,7 @@ def products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Subj
     """The bare matrix products: what no method can go below that forms the logits once."""
     name = "the three matrix products alone" if backward else "the matrix product alone"
     return Subject(
-        name,
-        partial(_products, hidden, weight, backward),
-        hidden.shape[0] * weight.shape[0] * weight.element_size(),
+        name, partial(_products, hidden, weight, backward), hidden.shape[0] * weight.shape[0] * weight.element_size()
     )
 
 

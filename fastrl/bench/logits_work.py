@@ -25,17 +25,25 @@ def works(problem: LogitsProblem) -> list[Work]:
         Work(
             "statistics and gradients",
             "log-probabilities and entropies, and the gradient of both (arbitrary upstream) in a fresh buffer",
-            _statistics_subjects(problem, backward=True), truth, work_bytes=3 * once,
+            _statistics_subjects(problem, backward=True),
+            truth,
+            work_bytes=3 * once,
         ),
         Work(
-            "loss and gradient", "PPO's clipped loss (off-policy) and its gradient",
-            loss_subjects(problem), problem.loss_truth(), work_bytes=2 * once,
+            "loss and gradient",
+            "PPO's clipped loss (off-policy) and its gradient",
+            loss_subjects(problem),
+            problem.loss_truth(),
+            work_bytes=2 * once,
         ),
         Work(
-            FORWARD, "log-probabilities and entropies, forward only",
-            _statistics_subjects(problem, backward=False), truth, work_bytes=once,
+            FORWARD,
+            "log-probabilities and entropies, forward only",
+            _statistics_subjects(problem, backward=False),
+            truth,
+            work_bytes=once,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _sizes(problem: LogitsProblem) -> tuple[int, int]:

@@ -88,13 +88,16 @@ def works(problem: MaskedProblem, dense: LinearProblem) -> list[Work]:
         Work(
             "loss over recorded sets",
             "PPO's clipped loss (off-policy) over recorded sets and its gradients for hidden states and weight",
-            [heads.subject(problem.as_linear, c) for c in (ours, eager)], problem.loss_truth(),
+            [heads.subject(problem.as_linear, c) for c in (ours, eager)],
+            problem.loss_truth(),
         ),
         Work(
-            "loss over the whole vocabulary", "the same without sets: what the sets save",
-            [heads.subject(dense, heads.ours())], dense.loss_truth(),
+            "loss over the whole vocabulary",
+            "the same without sets: what the sets save",
+            [heads.subject(dense, heads.ours())],
+            dense.loss_truth(),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _policy(sets: fastrl.SamplingMask, tokens: Tokens) -> Head:
@@ -103,9 +106,14 @@ def _policy(sets: fastrl.SamplingMask, tokens: Tokens) -> Head:
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
         found = fastrl.linear_policy_loss(
-            tokens.padded(hidden), weight, targets, objective=objective, advantages=tokens.per_response,
-            old_logprobs=old, sampling_mask=sets,
-        )  # fmt: skip
+            tokens.padded(hidden),
+            weight,
+            targets,
+            objective=objective,
+            advantages=tokens.per_response,
+            old_logprobs=old,
+            sampling_mask=sets,
+        )
         return HeadLoss(found.loss, found.logprobs, found.entropy)
 
     return head

@@ -145,9 +145,15 @@ def _largest(x: Tensor) -> float:
 
 
 def measure(
-    subject: Subject, row: Row, truth: Truth | None, device: str, repeats: int, seconds: float = math.inf,
-    clock: Clock = time_runs, hot: bool = False,
-) -> None:  # fmt: skip
+    subject: Subject,
+    row: Row,
+    truth: Truth | None,
+    device: str,
+    repeats: int,
+    seconds: float = math.inf,
+    clock: Clock = time_runs,
+    hot: bool = False,
+) -> None:
     """Fill the row: error in a first run, memory in a second, then the timed ones, and if `hot` those once more so.
 
     What another package raises becomes the row's reason; what ours raises is raised, its first line in the row.

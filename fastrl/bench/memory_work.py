@@ -43,7 +43,12 @@ def add_plans(rows: list[Row], problem: LinearProblem) -> None:
     for row in rows:
         if row.subject in budgets and row.skipped is None:
             plans = fastrl.plan_memory(
-                size.tokens, size.hidden, size.vocab, problem.weight.dtype, budgets[row.subject],
-                objective=fastrl.PPO(clip=plain.CLIP), device=problem.weight.device.type,
-            )  # fmt: skip
+                size.tokens,
+                size.hidden,
+                size.vocab,
+                problem.weight.dtype,
+                budgets[row.subject],
+                objective=fastrl.PPO(clip=plain.CLIP),
+                device=problem.weight.device.type,
+            )
             row.plan = plans.chosen.name

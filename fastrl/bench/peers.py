@@ -41,9 +41,18 @@ def liger_logits_loss(problem: LogitsProblem) -> Run:
 
     def call() -> Outcome:
         loss, _ = triton_grpo_loss(
-            buffer, old, None, targets, tokens.per_response, temperature=1.0, beta=0.0, eps_low=plain.CLIP,
-            eps_high=plain.CLIP, loss_type="bnpo", reduce=True,
-        )  # fmt: skip
+            buffer,
+            old,
+            None,
+            targets,
+            tokens.per_response,
+            temperature=1.0,
+            beta=0.0,
+            eps_low=plain.CLIP,
+            eps_high=plain.CLIP,
+            loss_type="bnpo",
+            reduce=True,
+        )
         (gradient,) = torch.autograd.grad(loss, buffer)
         return Outcome(loss.detach(), None, None, {"logits": gradient[:, :-1]})
 

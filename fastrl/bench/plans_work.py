@@ -48,9 +48,15 @@ class Way:
             return self.forced
         size = heads.size_of(problem)
         plans = fastrl.plan_memory(
-            size.tokens, size.hidden, size.vocab, problem.weight.dtype, self.budget, objective=self.objective,
-            gradients=self.gradients, device=problem.weight.device.type,
-        )  # fmt: skip
+            size.tokens,
+            size.hidden,
+            size.vocab,
+            problem.weight.dtype,
+            self.budget,
+            objective=self.objective,
+            gradients=self.gradients,
+            device=problem.weight.device.type,
+        )
         return plans.chosen.name
 
     @contextmanager
@@ -78,7 +84,7 @@ def ways(tokens: int) -> dict[str, list[Way]]:
         "loss and gradients": [free, *by_plan, _within("512MiB"), largest],
         "loss of sequence ratios and gradients": [
             # no response's gradient is known before the whole response's log-probabilities are
-            Way("fastrl, keep", forced="keep", objective=fastrl.GSPO(plain.CLIP, plain.CLIP)),
+            Way("fastrl, keep", forced="keep", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
         ],
         "loss, frozen head": [
             Way("fastrl, frozen head, no budget", ("hidden",)),
@@ -135,10 +141,12 @@ def floor(plan: str, way: Way, times: list[float | None]) -> Limit | None:
 def limits(times: list[float | None]) -> dict[str, float | None]:
     """The floors in milliseconds: 1U to 5U, and of what each is the sum."""
     named = {
-        "1U, forward": ("forward", ()), "2U, frozen head": ("frozen-head", ("hidden",)),
-        "3U, forward-gradient and keep": ("keep", _BOTH), "4U, recompute": ("recompute", _BOTH),
+        "1U, forward": ("forward", ()),
+        "2U, frozen head": ("frozen-head", ("hidden",)),
+        "3U, forward-gradient and keep": ("keep", _BOTH),
+        "4U, recompute": ("recompute", _BOTH),
         "5U, two-pass": ("two-pass", _BOTH),
-    }  # fmt: skip
+    }
     found: dict[str, float | None] = {}
     for name, (plan, gradients) in named.items():
         limit = floor(plan, Way("", gradients), times)

@@ -20,9 +20,20 @@ optimizer's state). Head and loss: the share of a step's time beyond a step of t
 the loss, log-probabilities and entropies, relative to the largest entry for gradients."""
 
 _HEADERS = (
-    "", "ms", "fastest", "hot L2", "tokens/s", "limit", "of", "temporary", "plan", "head and loss", "× eager",
-    "× compile", "error",
-)  # fmt: skip
+    "",
+    "ms",
+    "fastest",
+    "hot L2",
+    "tokens/s",
+    "limit",
+    "of",
+    "temporary",
+    "plan",
+    "head and loss",
+    "× eager",
+    "× compile",
+    "error",
+)
 
 
 def as_json(header: dict[str, Any], sections: list[Section]) -> str:

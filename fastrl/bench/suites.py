@@ -179,9 +179,10 @@ def run_step(shape: Shape, setting: Setting) -> Section:
     finish(rows, limit, EAGER, COMPILED)
     step_work.add_shares(rows, body)
     limits: dict[str, float | None] = {
-        "milliseconds: the body's step and the head's three matrix products":
-            None if limit is None else 1e3 * limit.seconds
-    }  # fmt: skip
+        "milliseconds: the body's step and the head's three matrix products": None
+        if limit is None
+        else 1e3 * limit.seconds
+    }
     return bench.section(limits, [work], [body, *rows])
 
 
@@ -206,7 +207,10 @@ SUITES = {
         {
             "cpu": ((2048, 512, 32768),),
             "cuda": (
-                (8192, 4096, 151936), (8192, 2048, 151936), (4096, 4096, 128256), (8192, 4096, 262144),
+                (8192, 4096, 151936),
+                (8192, 2048, 151936),
+                (4096, 4096, 128256),
+                (8192, 4096, 262144),
                 (32768, 4096, 151936),  # what fits where: the plain way's logits are 20 GB in float32, several times
             ),
         },
@@ -215,10 +219,7 @@ SUITES = {
     ),
     "plans": Suite(
         "NHV",
-        {
-            "cpu": ((512, 128, 16384),),
-            "cuda": ((8192, 4096, 151936), (8192, 2048, 151936), (131072, 4096, 151936)),
-        },
+        {"cpu": ((512, 128, 16384),), "cuda": ((8192, 4096, 151936), (8192, 2048, 151936), (131072, 4096, 151936))},
         run_plans,
         "the loss from hidden states by every plan, each beside the bare products that it forms",
     ),
@@ -245,15 +246,18 @@ SUITES = {
         {
             "cpu": ((4, 128, 2, 128, 32768),),
             "cuda": (  # the shapes of Qwen3-0.6B and 8B, 8 to 128 thousand tokens
-                (4, 2048, 28, 1024, 151936), (16, 2048, 28, 1024, 151936), (64, 2048, 28, 1024, 151936),
-                (4, 2048, 36, 4096, 151936), (16, 2048, 36, 4096, 151936),
+                (4, 2048, 28, 1024, 151936),
+                (16, 2048, 28, 1024, 151936),
+                (64, 2048, 28, 1024, 151936),
+                (4, 2048, 36, 4096, 151936),
+                (16, 2048, 36, 4096, 151936),
             ),
         },
         run_step,
         "a training step of a language model: B responses of T tokens, L layers of width H",
         needs=("transformers",),
     ),
-}  # fmt: skip
+}
 
 
 def _bench(suite: str, shape: Shape, setting: Setting) -> Bench:

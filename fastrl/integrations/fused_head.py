@@ -240,8 +240,12 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
         hidden, weight, *bias = outputs.hidden_states
         arguments = LMHead.of(base).arguments | {"bias": bias[0] if bias else None}
         return linear_cross_entropy(
-            hidden[:, :-1], weight, targets, denominator=num_items_in_batch,
-            memory_budget=base._fastrl_options["memory_budget"], **arguments,
-        )  # fmt: skip
+            hidden[:, :-1],
+            weight,
+            targets,
+            denominator=num_items_in_batch,
+            memory_budget=base._fastrl_options["memory_budget"],
+            **arguments,
+        )
 
     return loss

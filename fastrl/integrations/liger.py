@@ -28,9 +28,18 @@ __all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_l
 
 #: Liger's own; of them "sigmoid" is here, and "ipo" is one that Liger names and has not built either.
 _DPO_LOSS_TYPES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
     "discopop",
-)  # fmt: skip
+)
 
 
 class _Batch(NamedTuple):
@@ -46,9 +55,13 @@ class _Batch(NamedTuple):
     def inputs(self) -> dict[str, Any]:
         """As keyword arguments of fastrl's losses."""
         return {
-            "mask": self.mask, "advantages": self.advantages, "old_logprobs": self.old, "ref_logprobs": self.ref,
-            "token_weights": self.weights, "rollout_logprobs": self.rollout,
-        }  # fmt: skip
+            "mask": self.mask,
+            "advantages": self.advantages,
+            "old_logprobs": self.old,
+            "ref_logprobs": self.ref,
+            "token_weights": self.weights,
+            "rollout_logprobs": self.rollout,
+        }
 
     def with_engine(self, choice: GRPOChoice, ratios: Tensor | None) -> _Batch:
         """With vLLM's ratios (B,), (B, 1) or (B, T): a token's weight, or in VESPO part of the response's ratio."""
@@ -83,35 +96,66 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     """
 
     def __init__(
-        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
-        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo",
-        max_completion_length: int | None = None, importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, *,
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        *,
         memory_budget: int | str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.beta, self.use_ref_model = beta, use_ref_model
         self.temperature = checks.number("temperature", temperature, positive=True)
         self.memory_budget = parse_budget(memory_budget)
         self.choice = _choice(
-            loss_type, importance_sampling_level=importance_sampling_level, epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high, delta=delta, use_bias_correction_kl=use_bias_correction_kl,
+            loss_type,
+            importance_sampling_level=importance_sampling_level,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            delta=delta,
+            use_bias_correction_kl=use_bias_correction_kl,
             # Without a reference model the reference is the policy itself: value and gradient 0.
             beta=beta if use_ref_model else 0.0,
-            sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
-            vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg, max_completion_length=max_completion_length,
-        )  # fmt: skip
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+            vespo_k_pos=vespo_k_pos,
+            vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg,
+            max_completion_length=max_completion_length,
+        )
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
-        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """_input (B, T, H), lin_weight (V, H), selected_token_ids and attention_mask (B, T), advantages (B,).
 
         The other per-token tensors are (B, T), vllm_is_ratio also (B, 1) or (B,). Returns the loss and detached 0-dim
@@ -131,22 +175,46 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             old = _scored(_input, lin_weight, bias, targets, attention_mask, options)
         batch = _Batch(attention_mask, advantages, old, ref).with_engine(self.choice, vllm_is_ratio)
         found = linear_policy_loss(
-            _input, head["weight"], targets, objective=self.choice.objective, bias=head["bias"],
-            denominator=_denominator(self.choice, attention_mask, num_items_in_batch), **options, **batch.inputs(),
-        )  # fmt: skip
+            _input,
+            head["weight"],
+            targets,
+            objective=self.choice.objective,
+            bias=head["bias"],
+            denominator=_denominator(self.choice, attention_mask, num_items_in_batch),
+            **options,
+            **batch.inputs(),
+        )
         clipped = _clipped(self.choice.objective, found.logprobs, batch).sum() / found.metrics["tokens"].clamp(min=1)
         return found.loss, (clipped,) if self.beta == 0.0 else (found.metrics["kl"], clipped)
 
 
 def triton_grpo_loss(
-    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
-    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
-    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
-    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
-    use_bias_correction_kl: bool = False, num_items_in_batch: float | Tensor | None = None, vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-) -> tuple[Tensor, list[Tensor]] | tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    logits: Tensor,
+    old_logp: Tensor | None,
+    ref_logp: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    temperature: float = 0.9,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.4,
+    inplace: bool = True,
+    loss_type: str = "dapo",
+    max_completion_length: int | None = None,
+    importance_sampling_level: str = "token",
+    reduce: bool = False,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vllm_is_ratio: Tensor | None = None,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    num_items_in_batch: float | Tensor | None = None,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> tuple[Tensor, list[Tensor]] | tuple[Tensor, Tensor | None, Tensor]:
     """The same losses from logits (B, T + 1, V), whose last position predicts nothing; on any device.
 
     completion_ids, completion_mask (all count without it), old_logp and ref_logp are (B, T), advantages (B,). With
@@ -162,18 +230,30 @@ def triton_grpo_loss(
         raise ValueError("ref_logp is needed where beta is not 0, got None")
     length = completion_ids.shape[1]
     choice = _choice(
-        loss_type, importance_sampling_level=importance_sampling_level, epsilon_low=eps_low, epsilon_high=eps_high,
-        delta=delta, beta=beta, use_bias_correction_kl=use_bias_correction_kl,
-        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+        loss_type,
+        importance_sampling_level=importance_sampling_level,
+        epsilon_low=eps_low,
+        epsilon_high=eps_high,
+        delta=delta,
+        beta=beta,
+        use_bias_correction_kl=use_bias_correction_kl,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
         max_completion_length=length if max_completion_length is None else max_completion_length,
-    )  # fmt: skip
+    )
     mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
     pad = torch.nn.functional.pad
     found = token_logprobs(
-        logits, pad(completion_ids.long(), (0, 1)), mask=pad(mask != 0, (0, 1)), temperature=temperature,
+        logits,
+        pad(completion_ids.long(), (0, 1)),
+        mask=pad(mask != 0, (0, 1)),
+        temperature=temperature,
         inplace=inplace,
-    )  # fmt: skip
+    )
     logprobs = found.logprobs[:, :-1]
     product = choice.objective.ratio == "sequence-product"
     old = logprobs.detach() if old_logp is None and product and vllm_is_ratio is not None else old_logp
@@ -197,11 +277,21 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
     """
 
     def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False,
-        compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-        loss_type: str = "sigmoid", label_smoothing: float = 0.0, discopop_tau: float = 0.05, *,
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        *,
         memory_budget: int | str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if loss_type not in _DPO_LOSS_TYPES:
             raise ValueError(f"loss_type must be one of {', '.join(_DPO_LOSS_TYPES)}, got {loss_type!r}")
@@ -212,9 +302,15 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         self.average_log_prob, self.memory_budget = average_log_prob, parse_budget(memory_budget)
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """lin_weight (V, H), _input (2B, T, H), target (2B, T) with ignore_index where a token does not count.
 
         Returns the loss and detached (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
@@ -240,9 +336,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         rewards = self.beta * (logps - ref).detach()
         means = (_mean_logits(_input[part], lin_weight, bias) for part in (slice(pairs), slice(pairs, None)))
         logged = logps.detach()
-        return loss, (
-            logged[:pairs], logged[pairs:], *means, nll.detach(), rewards[:pairs], rewards[pairs:],
-        )  # fmt: skip
+        return loss, (logged[:pairs], logged[pairs:], *means, nll.detach(), rewards[:pairs], rewards[pairs:])
 
 
 def _choice(loss_type: str, *, importance_sampling_level: str, delta: float | None, **options: Any) -> GRPOChoice:

@@ -23,9 +23,15 @@ from ..objectives import Objective
 from ..ops.contract import TERMS
 
 _OPTIONAL = (
-    "mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights",
-    "entropy_threshold", "cu_seqlens",
-)  # fmt: skip
+    "mask",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "token_weights",
+    "entropy_weights",
+    "entropy_threshold",
+    "cu_seqlens",
+)
 SlimeLoss = Callable[[Any, Mapping[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -59,9 +65,13 @@ def token_losses(
     )
     batch = problem.batch
     terms, _ = objective_loss(
-        objective, batch, batch.flat(logprobs.to(dtype)), None if entropy is None else batch.flat(entropy.to(dtype)),
-        batch.mask.to(dtype), problem.cu_seqlens,
-    )  # fmt: skip
+        objective,
+        batch,
+        batch.flat(logprobs.to(dtype)),
+        None if entropy is None else batch.flat(entropy.to(dtype)),
+        batch.mask.to(dtype),
+        problem.cu_seqlens,
+    )
     row = {name: terms[i].view(batch.shape) for i, name in enumerate(TERMS)}
     return TokenLosses(row["loss"], row["kl"].detach(), row["side"].detach())
 
@@ -90,9 +100,13 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
         _check_slime(args, objective)
         targets, mask, index = _slime_targets(batch, logits)
         stats = token_logprobs(
-            logits[0], targets, mask=mask, temperature=float(getattr(args, "rollout_temperature", 1.0)), entropy=True,
+            logits[0],
+            targets,
+            mask=mask,
+            temperature=float(getattr(args, "rollout_temperature", 1.0)),
+            entropy=True,
             inplace=inplace,
-        )  # fmt: skip
+        )
         assert stats.entropy is not None
         logprobs, entropy = stats.logprobs[index], stats.entropy[index]
 
@@ -104,11 +118,16 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
         counted = torch.cat([m != 0 for m in batch["loss_masks"]]).to(logprobs.device)
         advantages = torch.cat(list(batch["advantages"])).to(logprobs.device)
         found = token_losses(
-            objective, logprobs, advantages=advantages, entropy=entropy, mask=counted, old_logprobs=old,
+            objective,
+            logprobs,
+            advantages=advantages,
+            entropy=entropy,
+            mask=counted,
+            old_logprobs=old,
             ref_logprobs=joined("ref_log_probs") if objective.kl is not None else None,
             rollout_logprobs=joined("rollout_log_probs"),
             cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=logprobs.device),
-        )  # fmt: skip
+        )
         total = sum_of_sample_mean(found.losses)
         with torch.no_grad():
             drift = torch.zeros_like(logprobs) if old is None else old - logprobs
@@ -124,8 +143,14 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
 def _check_slime(args: Any, objective: Objective) -> None:
     if getattr(args, "use_kl_loss", None) and (objective.kl is None or getattr(args, "kl_loss_coef", 0.0)):
         raise ValueError("args.use_kl_loss needs a KL in the fastrl objective, and args.kl_loss_coef 0")
-    own = ("use_tis", "use_opsm", "use_score_centering", "get_mismatch_metrics", "entropy_coef",
-           "custom_pg_loss_reducer_function_path")  # fmt: skip
+    own = (
+        "use_tis",
+        "use_opsm",
+        "use_score_centering",
+        "get_mismatch_metrics",
+        "entropy_coef",
+        "custom_pg_loss_reducer_function_path",
+    )
     for name in own:
         if getattr(args, name, None):
             raise ValueError(f"args.{name} belongs to slime's own policy loss; say it in the fastrl objective instead")
@@ -215,13 +240,18 @@ class NeMoPolicyLoss:
         assert targets is not None and advantages is not None
         kl, corrected = self.objective.kl, self.objective.rollout_correction is not None
         found = logits_policy_loss(
-            logits, targets, objective=self.objective, advantages=advantages, mask=mask,
+            logits,
+            targets,
+            objective=self.objective,
+            advantages=advantages,
+            mask=mask,
             old_logprobs=shifted("prev_logprobs"),
             ref_logprobs=shifted("reference_policy_logprobs", kl is not None and kl.needs_reference),
             rollout_logprobs=shifted("generation_logprobs", corrected or self.objective.off_policy_delta is not None),
             denominator=torch.as_tensor(global_valid_toks if self._by_tokens else global_valid_seqs).clamp(min=1),
-            temperature=self.temperature, inplace=self.inplace,
-        )  # fmt: skip
+            temperature=self.temperature,
+            inplace=self.inplace,
+        )
         return found.loss, _nemo_metrics(found, data, samples, mask, global_valid_toks)
 
 

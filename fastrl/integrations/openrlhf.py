@@ -36,11 +36,17 @@ class PolicyLoss(torch.nn.Module):
     """
 
     def __init__(
-        self, clip_eps_low: float = 0.2, clip_eps_high: float = 0.2, dual_clip: float | None = None,
-        token_level_loss: bool = True, policy_loss_type: str = "ppo", is_correction_level: str = "off",
-        is_correction_mode: str = "mask", is_correction_gating: str = "ratio",
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        is_correction_level: str = "off",
+        is_correction_mode: str = "mask",
+        is_correction_gating: str = "ratio",
         is_correction_threshold: Sequence[float] = (0.5, 5.0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         gspo = policy_loss_type == "gspo"
         known = {
@@ -60,15 +66,22 @@ class PolicyLoss(torch.nn.Module):
             raise ValueError(f"is_correction_gating={self.gating!r} has an upper bound only, got a lower of {self.low}")
         self.token_level_loss = token_level_loss and not gspo
         self.objective = Objective(
-            gate=Clip(clip_eps_low, clip_eps_high, dual=dual_clip), ratio="sequence" if gspo else "token",
+            gate=Clip(clip_eps_low, clip_eps_high, dual=dual_clip),
+            ratio="sequence" if gspo else "token",
             aggregate="token-mean" if self.token_level_loss else "seq-mean-token-mean",
-        )  # fmt: skip
+        )
 
     def forward(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None, dp_size: int = 1, batch_num_tokens: float | Tensor | None = None,
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """All but the counts (B, T). Returns loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio, each 0-dim.
 
         The last two are None without a correction, and for "gspo"; all but the loss are detached. The loss is

@@ -46,9 +46,17 @@ TESTED = "1.16.0"
 
 _HEAD = "_ChunkedLogProbFunction"
 _HEAD_ARGUMENTS = (
-    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "ctx",
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
     "outputs",
-)  # fmt: skip
+)
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _FUNCTIONS = {
     "selective_log_softmax": ("logits", "index", "temperature", "row_mask"),
@@ -64,10 +72,17 @@ class FusedHead:
         self.original, self.memory_budget = original, memory_budget
 
     def apply(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-        chunk_size: int, final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:
         """hidden (N, H), weight (V, H), targets (N,): logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1, (N,).
 
         Those not named in `outputs` are None. `chunk_size` is fastrl's to choose.
@@ -83,11 +98,17 @@ class FusedHead:
             )
             return found
         stats = linear_token_logprobs(
-            hidden, weight.to(hidden.dtype), targets, bias=None if bias is None else bias.to(hidden.dtype),
-            temperature=temperature, entropy="entropy" in outputs, logit_scale=logit_scale,
-            softcap=final_logit_softcapping, memory_budget=self.memory_budget,
+            hidden,
+            weight.to(hidden.dtype),
+            targets,
+            bias=None if bias is None else bias.to(hidden.dtype),
+            temperature=temperature,
+            entropy="entropy" in outputs,
+            logit_scale=logit_scale,
+            softcap=final_logit_softcapping,
+            memory_budget=self.memory_budget,
             extras=tuple(name for name in _OUTPUTS[1:] if name in outputs),
-        )  # fmt: skip
+        )
         return stats.logprobs, stats.entropy, stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1
 
 
@@ -117,9 +138,12 @@ def _fused_selective_log_softmax(original: Callable[..., Any]) -> Callable[..., 
 
 def _fused_selective_log_softmax_and_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     def selective_log_softmax_and_entropy(
-        logits: Tensor, index: Tensor, entropy_requires_grad: bool = True, temperature: float = 1.0,
+        logits: Tensor,
+        index: Tensor,
+        entropy_requires_grad: bool = True,
+        temperature: float = 1.0,
         row_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         if not _takes(logits, index):
             found: tuple[Tensor, Tensor] = original(logits, index, entropy_requires_grad, temperature, row_mask)
             return found

@@ -37,9 +37,17 @@ class _LossHead:
         self.found: dict[str, Tensor] | None = None
 
     def apply(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-        chunk_size: int, softcap: float | None, logit_scale: float, outputs: tuple[str, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
         """As `FusedHead.apply`, with zeros for log-probabilities."""
         self.found = self.loss(HeadCall(hidden, weight, bias, temperature, softcap, logit_scale))
         return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None

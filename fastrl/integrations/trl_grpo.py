@@ -122,10 +122,13 @@ class _Step:
         rows = _Rows(self.batch, head.hidden, self.length)
         hidden, weight = rows.hidden, head.weight.to(head.hidden.dtype)
         options: dict[str, Any] = {
-            "bias": None if head.bias is None else head.bias.to(head.hidden.dtype), "temperature": head.temperature,
-            "softcap": head.softcap, "logit_scale": head.logit_scale, "memory_budget": self.trainer.memory_budget,
+            "bias": None if head.bias is None else head.bias.to(head.hidden.dtype),
+            "temperature": head.temperature,
+            "softcap": head.softcap,
+            "logit_scale": head.logit_scale,
+            "memory_budget": self.trainer.memory_budget,
             "mask": rows.of(self.batch.mask),
-        }  # fmt: skip
+        }
         targets = rows.of(self.batch.targets)
         off_policy = self.trainer.off_policy_mask_threshold
         first = self.trainer.top_entropy_quantile < 1.0 or (off_policy is not None and self.batch.sampling is not None)
@@ -135,10 +138,14 @@ class _Step:
                 stats = linear_token_logprobs(hidden.detach(), weight, targets, entropy=True, **options)
                 weights = self._weights(weights, rows.back(stats.logprobs), rows.back(stats.entropy))
         out = linear_policy_loss(
-            hidden, weight, targets, cu_seqlens=rows.cu_seqlens, **options,
+            hidden,
+            weight,
+            targets,
+            cu_seqlens=rows.cu_seqlens,
+            **options,
             **self._objective(None if self.batch.sampling is not None else off_policy),
             **rows.inputs(self.batch, weights, self._entropy_weights(), self._rollout()),
-        )  # fmt: skip
+        )
         return {"loss": out.loss, "logprobs": rows.back(out.logprobs), "entropy": rows.back(out.entropy)}
 
     def _objective(self, off_policy_delta: float | None) -> dict[str, Any]:
@@ -159,9 +166,12 @@ class _Step:
             weights = weights * self.high_entropy
         if trainer.off_policy_mask_threshold is not None and batch.sampling is not None:
             weights = weights * trainer.get_off_policy_mask(
-                advantages=batch.advantages, per_token_logps=logprobs, sampling_per_token_logps=batch.sampling,
-                mask=batch.mask.to(logprobs.dtype), off_policy_threshold=trainer.off_policy_mask_threshold,
-            )  # fmt: skip
+                advantages=batch.advantages,
+                per_token_logps=logprobs,
+                sampling_per_token_logps=batch.sampling,
+                mask=batch.mask.to(logprobs.dtype),
+                off_policy_threshold=trainer.off_policy_mask_threshold,
+            )
         return weights
 
     def _entropy_weights(self) -> Tensor | None:
@@ -209,10 +219,12 @@ class _Rows:
         """The arguments of `policy_loss` that are one a token, and the advantages."""
         each = batch.advantages.shape[1] == 1
         given = {
-            "old_logprobs": batch.old, "ref_logprobs": batch.ref, "rollout_logprobs": rollout,
+            "old_logprobs": batch.old,
+            "ref_logprobs": batch.ref,
+            "rollout_logprobs": rollout,
             "token_weights": None if weights is None else weights.expand_as(batch.targets),
             "entropy_weights": entropy_weights,
-        }  # fmt: skip
+        }
         found = {name: None if x is None else self.of(x) for name, x in given.items()}
         advantages = batch.advantages[:, 0] if each else self.of(batch.advantages)
         return {**found, "advantages": advantages}

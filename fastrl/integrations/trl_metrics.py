@@ -40,10 +40,15 @@ def log_policy(trainer: Any, batch: Batch, found: Found, inputs: dict[str, Any])
     elif trainer.loss_type == "vespo":
         args = trainer.args
         phi = trainer.get_gamma_weights(
-            advantages=batch.advantages, log_ratio_per_token=log_ratio, mask=batch.mask.to(log_ratio.dtype),
-            importance_sampling_ratio=inputs.get("importance_sampling_ratio"), k_pos=args.vespo_k_pos,
-            lambda_pos=args.vespo_lambda_pos, k_neg=args.vespo_k_neg, lambda_neg=args.vespo_lambda_neg,
-        )  # fmt: skip
+            advantages=batch.advantages,
+            log_ratio_per_token=log_ratio,
+            mask=batch.mask.to(log_ratio.dtype),
+            importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
+            k_pos=args.vespo_k_pos,
+            lambda_pos=args.vespo_lambda_pos,
+            k_neg=args.vespo_k_neg,
+            lambda_neg=args.vespo_lambda_neg,
+        )
         metrics["vespo/phi_seq_mean"].append(means.overall(phi))
     elif trainer.loss_type != "sapo":
         delta = trainer.args.delta

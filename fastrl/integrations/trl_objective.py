@@ -33,9 +33,17 @@ KNOWN_READS = frozenset(
 )
 #: The batch's entries without which it is text alone.
 MULTIMODAL = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
 
 
 def reads(function: Callable[..., Any]) -> set[str]:
@@ -108,10 +116,15 @@ class Batch(NamedTuple):
         needed = corrected and trainer.loss_type != "vespo"
         given = inputs["importance_sampling_ratio"] if needed else inputs.get("importance_sampling_ratio")
         return cls(
-            inputs["completion_ids"], completion, mask, advantages[:, None] if advantages.dim() == 1 else advantages,
-            inputs.get("old_per_token_logps"), inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None,
-            inputs.get("sampling_per_token_logps"), given if corrected or trainer.loss_type == "vespo" else None,
-        )  # fmt: skip
+            inputs["completion_ids"],
+            completion,
+            mask,
+            advantages[:, None] if advantages.dim() == 1 else advantages,
+            inputs.get("old_per_token_logps"),
+            inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None,
+            inputs.get("sampling_per_token_logps"),
+            given if corrected or trainer.loss_type == "vespo" else None,
+        )
 
 
 def denominator_of(trainer: Any, inputs: dict[str, Any], batch: Batch, accumulation: float) -> Tensor | float:

@@ -34,8 +34,14 @@ log = logging.getLogger("fastrl.verl")
 KNOWN = ("0.9.1",)
 
 _ARGUMENTS = (
-    "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights",
-)  # fmt: skip
+    "old_log_prob",
+    "log_prob",
+    "advantages",
+    "response_mask",
+    "loss_agg_mode",
+    "config",
+    "rollout_is_weights",
+)
 #: Aggregations that belong to the algorithm: verl's own SAPO and GMPO take no other either.
 _OWN_AGGREGATE = {"SAPO": "seq-mean-token-mean", "GMPO": "seq-mean-token-mean"}
 _ONLY_AGGREGATE = {"LUSPO": "seq-mean-token-sum", "DrGRPO": "seq-mean-token-sum-norm"}
@@ -99,9 +105,14 @@ def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
     """The function that verl calls for a preset."""
 
     def compute_policy_loss(
-        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-        loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
         if config is None:
             raise ValueError("config must be verl's actor config, got None")
         aggregation, denominator = _aggregation(preset, loss_agg_mode, config, response_mask)
@@ -110,8 +121,11 @@ def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
         if weights is not None and isinstance(objective.gate, GeometricMean):
             weights = _geometric_means(weights, response_mask)
         inputs: dict[str, Any] = {
-            "advantages": advantages, "mask": response_mask, "old_logprobs": old_log_prob, "token_weights": weights,
-        }  # fmt: skip
+            "advantages": advantages,
+            "mask": response_mask,
+            "old_logprobs": old_log_prob,
+            "token_weights": weights,
+        }
         found = policy_loss(log_prob, objective=objective, denominator=denominator, **inputs)
         return found.loss, _metrics(objective, found.metrics, log_prob.detach(), inputs)
 
@@ -125,10 +139,16 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     both, range_ = {"clip": low, "clip_high": high}, {"clip_low": low, "clip_high": high}
     numbers: dict[str, dict[str, Any]] = {
-        "PPO": {**both, "dual_clip": getattr(config, "clip_ratio_c", 3.0)}, "GRPO": {**both, "kl_coef": 0.0},
-        "BNPO": both, "DAPO": range_, "GSPO": range_, "GSPOToken": range_, "LUSPO": range_, "GMPO": {"clip": high},
+        "PPO": {**both, "dual_clip": getattr(config, "clip_ratio_c", 3.0)},
+        "GRPO": {**both, "kl_coef": 0.0},
+        "BNPO": both,
+        "DAPO": range_,
+        "GSPO": range_,
+        "GSPOToken": range_,
+        "LUSPO": range_,
+        "GMPO": {"clip": high},
         "CISPO": {"cap": 1 + high, "low": max(1 - low, 0.0)},
-    }  # fmt: skip
+    }
     own = numbers.get(preset, {})
     if preset in ("DrGRPO", "DeepSeekV32"):
         own = {"gate": Clip(low, high)} | ({"kl_coef": 0.0} if preset == "DeepSeekV32" else {})
@@ -230,9 +250,13 @@ class FusedLinearForPPO(torch.nn.Module):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none",
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
     dist_process_group: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """In the place of verl's kernel of this name: log-probabilities and entropies, flattened to (N,) as there.
 
     A process group of more than one (tensor parallelism) or another reduction goes to verl's own kernel, with one line

@@ -60,12 +60,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attach_gradients(
-    run: Run,
-    inputs: Sequence[Tensor | None],
-    backend: str,
-    *,
-    consume: bool,
-    reads: Sequence[Tensor | None] = (),
+    run: Run, inputs: Sequence[Tensor | None], backend: str, *, consume: bool, reads: Sequence[Tensor | None] = ()
 ) -> Tensor:
     """The 0-dim value of `run(*inputs)`, with a graph to `inputs` whose gradients it returns too.
 

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("triton", "cpp", "torch")
-_MODULES = {
-    "triton": "fastrl.ops.triton_backend",
-    "cpp": "fastrl.ops.cpp_backend",
-    "torch": "fastrl.ops.torch_backend",
-}
+_MODULES = {"triton": "fastrl.ops.triton_backend", "cpp": "fastrl.ops.cpp_backend", "torch": "fastrl.ops.torch_backend"}
 _forced = ""
 
 

@@ -24,10 +24,20 @@ TWO_PASS = "two-pass"
 
 @torch.no_grad()
 def gradients(
-    head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
-    h: Tensor | None, needs: Needs, backend: str, num_tokens: int, plan: str, limits: Limits,
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    stats: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    needs: Needs,
+    backend: str,
+    num_tokens: int,
+    plan: str,
+    limits: Limits,
     restriction: Restriction | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """dL/d(hidden, weight, bias) from c, h (N,), in the inputs' dtypes: the logits again, then the products."""
     work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, limits, restriction)
     return work.run(plan)
@@ -37,10 +47,20 @@ class _Backward:
     """The gradients of one call, pass by pass."""
 
     def __init__(
-        self, head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, stats: Statistics, c: Tensor,
-        h: Tensor | None, needs: Needs, backend: str, num_tokens: int, limits: Limits,
+        self,
+        head: Head,
+        targets: Tensor,
+        mask: Tensor | None,
+        transform: Transform,
+        stats: Statistics,
+        c: Tensor,
+        h: Tensor | None,
+        needs: Needs,
+        backend: str,
+        num_tokens: int,
+        limits: Limits,
         restriction: Restriction | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.head, self.transform, self.needs, self.backend, self.limits = head, transform, needs, backend, limits
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
         self.undo = None
@@ -96,9 +116,15 @@ class _Backward:
         if rows.restriction is not None:
             rows.restriction.apply(logits, columns.start, self.backend)
         kernels(self.backend, logits).row_gradient(
-            logits[None], rows.targets - columns.start, None, self.transform._replace(temperatures=rows.temperatures),
-            rows.statistics, rows.c, rows.h, logits[None],
-        )  # fmt: skip
+            logits[None],
+            rows.targets - columns.start,
+            None,
+            self.transform._replace(temperatures=rows.temperatures),
+            rows.statistics,
+            rows.c,
+            rows.h,
+            logits[None],
+        )
         return logits
 
     def _tile(self, kind: str) -> Tile:

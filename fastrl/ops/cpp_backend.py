@@ -14,36 +14,77 @@ from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer, strides
 from fastrl.ops.cpp_sets import kept_sets
 
 __all__ = [
-    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
-    "kept_weight", "row_gradient", "row_statistics", "row_visit", "scale_", "why_unavailable",
-]  # fmt: skip
+    "advise",
+    "kept_gradient",
+    "kept_hidden",
+    "kept_products",
+    "kept_restrict",
+    "kept_sets",
+    "kept_statistics",
+    "kept_weight",
+    "row_gradient",
+    "row_statistics",
+    "row_visit",
+    "scale_",
+    "why_unavailable",
+]
 
 
 class _Rows(Structure):
     _fields_ = (
-        ("logits", c_void_p), ("a", c_int64), ("b", c_int64), ("vocab", c_int64),
-        ("stride_a", c_int64), ("stride_b", c_int64),
-        ("targets", c_void_p), ("mask", c_void_p), ("temperatures", c_void_p),
-        ("temperature", c_double), ("logit_scale", c_double), ("softcap", c_double),
-        ("element", c_int32), ("threads", c_int32),
-    )  # fmt: skip
+        ("logits", c_void_p),
+        ("a", c_int64),
+        ("b", c_int64),
+        ("vocab", c_int64),
+        ("stride_a", c_int64),
+        ("stride_b", c_int64),
+        ("targets", c_void_p),
+        ("mask", c_void_p),
+        ("temperatures", c_void_p),
+        ("temperature", c_double),
+        ("logit_scale", c_double),
+        ("softcap", c_double),
+        ("element", c_int32),
+        ("threads", c_int32),
+    )
 
 
 class _Gradient(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logprobs", "entropy", "maximum", "log_sum", "c", "h", "out")),
-        ("stride_a", c_int64), ("stride_b", c_int64),
-    )  # fmt: skip
+        ("stride_a", c_int64),
+        ("stride_b", c_int64),
+    )
 
 
 class _Visit(Structure):
     _fields_ = (
-        ("gate_parameters", c_double * 4), ("rollout_low", c_double), ("rollout_high", c_double),
-        ("max_log_ratio", c_double), ("entropy_threshold", c_double),
-        *((name, c_void_p) for name in ("advantages", "policy_weights", "old", "ref", "rollout", "kl_weights",
-                                        "entropy_weights", "logprobs", "entropy", "terms", "out")),
-        ("gate", c_int32), ("kl", c_int32), ("rollout_mode", c_int32), ("padding", c_int32),
-    )  # fmt: skip
+        ("gate_parameters", c_double * 4),
+        ("rollout_low", c_double),
+        ("rollout_high", c_double),
+        ("max_log_ratio", c_double),
+        ("entropy_threshold", c_double),
+        *(
+            (name, c_void_p)
+            for name in (
+                "advantages",
+                "policy_weights",
+                "old",
+                "ref",
+                "rollout",
+                "kl_weights",
+                "entropy_weights",
+                "logprobs",
+                "entropy",
+                "terms",
+                "out",
+            )
+        ),
+        ("gate", c_int32),
+        ("kl", c_int32),
+        ("rollout_mode", c_int32),
+        ("padding", c_int32),
+    )
 
 
 def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> _Rows:
@@ -52,13 +93,20 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
     if vocab == 0:
         raise ValueError(f"logits must have at least one column, got shape {tuple(logits.shape)}")
     return _Rows(
-        address("logits", logits), a, b, vocab, *logits_strides,
+        address("logits", logits),
+        a,
+        b,
+        vocab,
+        *logits_strides,
         pointer("targets", targets, a * b, torch.int64),
         pointer("mask", mask, a * b, torch.bool),
         pointer("temperatures", transform.temperatures, a * b),
-        transform.temperature, transform.logit_scale, transform.softcap,
-        ELEMENTS[logits.dtype], torch.get_num_threads(),
-    )  # fmt: skip
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+        ELEMENTS[logits.dtype],
+        torch.get_num_threads(),
+    )
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
@@ -87,8 +135,11 @@ def row_gradient(
         raise ValueError(f"out must be {logits.dtype} {tuple(logits.shape)}, got {out.dtype} {tuple(out.shape)}")
     gradient = _Gradient(
         *(pointer(name, value, n) for name, value in statistics._asdict().items()),
-        pointer("c", c, n), pointer("h", h, n), address("out", out), *out_strides,
-    )  # fmt: skip
+        pointer("c", c, n),
+        pointer("h", h, n),
+        address("out", out),
+        *out_strides,
+    )
     function("fastrl_row_gradient", POINTER(_Rows), POINTER(_Gradient))(
         byref(_rows(logits, targets, mask, transform)), byref(gradient)
     )
@@ -113,7 +164,9 @@ def row_visit(
     threshold = inputs.entropy_threshold
     arguments = _Visit(
         (c_double * 4)(*objective.gate_parameters),
-        objective.rollout_low, objective.rollout_high, objective.max_log_ratio,
+        objective.rollout_low,
+        objective.rollout_high,
+        objective.max_log_ratio,
         -1e30 if threshold is None else float(threshold),
         *(pointer(name, value, n) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
         *(tensor.data_ptr() for tensor in visit),
@@ -121,7 +174,7 @@ def row_visit(
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
         list(ROLLOUT_FORMULAS).index(objective.rollout),
-    )  # fmt: skip
+    )
     function("fastrl_row_visit", POINTER(_Rows), POINTER(_Visit))(
         byref(_rows(logits, targets, mask, transform)), byref(arguments)
     )

@@ -113,9 +113,11 @@ def build(name: str, files: Mapping[str, str]) -> Path:
         sources = [file for file in files if file.endswith(".cpp")]
         headers = [file for file in files if not file.endswith(".cpp")]
         ninja_file = _NINJA_FILE.format(
-            command=shlex.join(command).replace("$", "$$"), library=library,
-            sources=" ".join(sources), headers=" ".join(headers),
-        )  # fmt: skip
+            command=shlex.join(command).replace("$", "$$"),
+            library=library,
+            sources=" ".join(sources),
+            headers=" ".join(headers),
+        )
         (Path(folder) / "build.ninja").write_text(ninja_file)
         _run([_ninja(), "-C", folder], "compiling the C++ backend")
         os.replace(Path(folder) / library, target)

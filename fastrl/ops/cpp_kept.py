@@ -13,30 +13,48 @@ from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer
 
 class _Kept(Structure):
     _fields_ = (
-        ("ids", c_void_p), ("offsets", c_void_p), ("counts", c_void_p), ("rows", c_int64), ("threads", c_int32),
+        ("ids", c_void_p),
+        ("offsets", c_void_p),
+        ("counts", c_void_p),
+        ("rows", c_int64),
+        ("threads", c_int32),
         ("padding", c_int32),
-    )  # fmt: skip
+    )
 
 
 class _Factors(Structure):
     _fields_ = (
-        ("hidden", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("hidden_stride", c_int64),
-        ("weight_stride", c_int64), ("width", c_int64), ("element", c_int32), ("padding", c_int32),
-    )  # fmt: skip
+        ("hidden", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("hidden_stride", c_int64),
+        ("weight_stride", c_int64),
+        ("width", c_int64),
+        ("element", c_int32),
+        ("padding", c_int32),
+    )
 
 
 class _RowArguments(Structure):
     _fields_ = (
-        ("targets", c_void_p), ("temperatures", c_void_p), ("temperature", c_double), ("logit_scale", c_double),
+        ("targets", c_void_p),
+        ("temperatures", c_void_p),
+        ("temperature", c_double),
+        ("logit_scale", c_double),
         ("softcap", c_double),
-    )  # fmt: skip
+    )
 
 
 class _ByToken(Structure):
     _fields_ = (
-        ("ids", c_void_p), ("entries", c_void_p), ("rows", c_void_p), ("count", c_int64), ("vocab", c_int64),
-        ("threads", c_int32), ("add", c_int32),
-    )  # fmt: skip
+        ("ids", c_void_p),
+        ("entries", c_void_p),
+        ("rows", c_void_p),
+        ("count", c_int64),
+        ("vocab", c_int64),
+        ("threads", c_int32),
+        ("add", c_int32),
+    )
 
 
 def _kept(kept: Kept) -> _Kept:
@@ -44,8 +62,10 @@ def _kept(kept: Kept) -> _Kept:
     return _Kept(
         pointer("token_ids", kept.token_ids, kept.token_ids.numel(), torch.int32),
         pointer("offsets", kept.offsets, rows + 1, torch.int64),
-        pointer("counts", kept.counts, rows, torch.bool), rows, torch.get_num_threads(),
-    )  # fmt: skip
+        pointer("counts", kept.counts, rows, torch.bool),
+        rows,
+        torch.get_num_threads(),
+    )
 
 
 def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tuple[int | None, int]:
@@ -75,8 +95,10 @@ def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
     return _RowArguments(
         pointer("targets", targets, targets.numel(), torch.int64),
         pointer("temperatures", transform.temperatures, targets.numel()),
-        transform.temperature, transform.logit_scale, transform.softcap,
-    )  # fmt: skip
+        transform.temperature,
+        transform.logit_scale,
+        transform.softcap,
+    )
 
 
 def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
@@ -98,9 +120,15 @@ def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Tran
 
 
 def kept_gradient(
-    values: Tensor, targets: Tensor, kept: Kept, transform: Transform, statistics: Statistics, c: Tensor,
-    h: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
+    values: Tensor,
+    targets: Tensor,
+    kept: Kept,
+    transform: Transform,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    out: Tensor,
+) -> None:
     """See `fastrl.ops.contract`."""
     n, nnz = targets.numel(), kept.token_ids.numel()
     addresses = (c_void_p * 4)(*(pointer(name, value, n) for name, value in statistics._asdict().items()))
@@ -108,9 +136,14 @@ def kept_gradient(
         "fastrl_kept_gradient", POINTER(_Kept), POINTER(_RowArguments), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p
     )
     run(
-        byref(_kept(kept)), byref(_arguments(targets, transform)), pointer("values", values, nnz), addresses,
-        pointer("c", c, n), pointer("h", h, n), pointer("out", out, nnz),
-    )  # fmt: skip
+        byref(_kept(kept)),
+        byref(_arguments(targets, transform)),
+        pointer("values", values, nnz),
+        addresses,
+        pointer("c", c, n),
+        pointer("h", h, n),
+        pointer("out", out, nnz),
+    )
 
 
 def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
@@ -118,13 +151,21 @@ def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, o
     n, width = logits.shape
     kept = _Kept(
         pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
-        pointer("offsets", offsets, offsets.numel(), torch.int64), None, offsets.numel() - 1, torch.get_num_threads(),
-    )  # fmt: skip
+        pointer("offsets", offsets, offsets.numel(), torch.int64),
+        None,
+        offsets.numel() - 1,
+        torch.get_num_threads(),
+    )
     run = function("fastrl_kept_restrict", POINTER(_Kept), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
     run(
-        byref(kept), pointer("rows", rows, n, torch.int64), n,
-        pointer("logits", logits, logits.numel(), logits.dtype), width, first, ELEMENTS[logits.dtype],
-    )  # fmt: skip
+        byref(kept),
+        pointer("rows", rows, n, torch.int64),
+        n,
+        pointer("logits", logits, logits.numel(), logits.dtype),
+        width,
+        first,
+        ELEMENTS[logits.dtype],
+    )
 
 
 def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
@@ -144,12 +185,18 @@ def kept_weight(
     nnz = by_token.token_ids.numel()
     sorted_entries = _ByToken(
         pointer("token_ids", by_token.token_ids, nnz, torch.int32),
-        pointer("entries", by_token.entries, nnz, torch.int64), pointer("rows", by_token.rows, nnz, torch.int32),
-        nnz, given.shape[0], torch.get_num_threads(), add,
-    )  # fmt: skip
+        pointer("entries", by_token.entries, nnz, torch.int64),
+        pointer("rows", by_token.rows, nnz, torch.int32),
+        nnz,
+        given.shape[0],
+        torch.get_num_threads(),
+        add,
+    )
     run = function("fastrl_kept_weight", POINTER(_ByToken), POINTER(_Factors), c_void_p, c_void_p, c_int64, c_void_p)
     run(
-        byref(sorted_entries), byref(_factors(hidden, None, None)), pointer("gradient", gradient, gradient.numel()),
+        byref(sorted_entries),
+        byref(_factors(hidden, None, None)),
+        pointer("gradient", gradient, gradient.numel()),
         *_matrix("out", out, hidden),
         None if out_bias is None else pointer("out_bias", out_bias, out_bias.numel(), hidden.dtype),
-    )  # fmt: skip
+    )

@@ -19,8 +19,9 @@ class _Sets(Structure):
         *((name, c_int64) for name in ("a", "b", "vocab", "stride_a", "stride_b", "top_k")),
         *((name, c_double) for name in ("temperature", "top_p", "log_min_p")),
         *((name, c_void_p) for name in ("pivots", "firsts", "counts")),
-        ("element", c_int32), ("threads", c_int32),
-    )  # fmt: skip
+        ("element", c_int32),
+        ("threads", c_int32),
+    )
 
 
 def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
@@ -32,11 +33,21 @@ def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
         torch.empty(rows, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int32, torch.int64)
     )
     sets = _Sets(
-        address("logits", logits), a, b, vocab, *logits_strides, top_k,
-        temperature, top_p, math.log(min_p) if min_p > 0 else -math.inf,
-        pivots.data_ptr(), firsts.data_ptr(), counts.data_ptr(),
-        ELEMENTS[logits.dtype], torch.get_num_threads(),
-    )  # fmt: skip
+        address("logits", logits),
+        a,
+        b,
+        vocab,
+        *logits_strides,
+        top_k,
+        temperature,
+        top_p,
+        math.log(min_p) if min_p > 0 else -math.inf,
+        pivots.data_ptr(),
+        firsts.data_ptr(),
+        counts.data_ptr(),
+        ELEMENTS[logits.dtype],
+        torch.get_num_threads(),
+    )
     function("fastrl_kept_sets_choose", POINTER(_Sets))(byref(sets))
     wrong = (counts < 0).nonzero()
     if len(wrong):

@@ -118,9 +118,15 @@ def _zeros(targets: Tensor) -> Statistics:
 
 @torch.no_grad()
 def statistics(
-    head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, backend: str, num_tokens: int,
-    limits: Limits, restriction: Restriction | None = None,
-) -> Statistics:  # fmt: skip
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    backend: str,
+    num_tokens: int,
+    limits: Limits,
+    restriction: Restriction | None = None,
+) -> Statistics:
     """Row statistics (N,) from hidden states: one product (1U)."""
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
@@ -195,9 +201,15 @@ class _Combined:
 
 @torch.no_grad()
 def frozen(
-    head: Head, targets: Tensor, mask: Tensor | None, transform: Transform, backend: str, num_tokens: int,
-    limits: Limits, vectors: int,
-) -> tuple[Statistics, list[Tensor]]:  # fmt: skip
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    backend: str,
+    num_tokens: int,
+    limits: Limits,
+    vectors: int,
+) -> tuple[Statistics, list[Tensor]]:
     """Row statistics, and d logp / d hidden (N, H), and with two vectors d entropy / d hidden, in hidden's dtype."""
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(vectors)]

@@ -118,10 +118,20 @@ def _(logits: Tensor, targets: Tensor, dense: Any, temperatures: Any, token_ids:
 
 
 def _write_row_gradient(
-    logits: Tensor, targets: Tensor, dense: Tensor | None, temperatures: Tensor | None, kept: Kept,
-    wide: Restriction | None, values: Tensor, statistics: list[Tensor], c: Tensor, h: Tensor | None,
-    transform: Transform, backend: str, out: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    dense: Tensor | None,
+    temperatures: Tensor | None,
+    kept: Kept,
+    wide: Restriction | None,
+    values: Tensor,
+    statistics: list[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    transform: Transform,
+    backend: str,
+    out: Tensor,
+) -> None:
     """dL/dlogits into `out` (A, B, V), which may be the logits: 0 outside the sets."""
     row_kernels: Any = kernels(backend, logits)
     found, places = Statistics(*statistics), out.shape[1]
@@ -130,9 +140,15 @@ def _write_row_gradient(
         for rows, block in _wide_blocks(logits, wide, backend):
             part = Statistics(*(s[rows] for s in found))
             row_kernels.row_gradient(
-                block[None], targets[rows], None, _of_rows(transform, rows), part, c[rows],
-                None if h is None else h[rows], block[None],
-            )  # fmt: skip
+                block[None],
+                targets[rows],
+                None,
+                _of_rows(transform, rows),
+                part,
+                c[rows],
+                None if h is None else h[rows],
+                block[None],
+            )
             out[rows // places, rows % places] = block
         out.masked_fill_(others.view(out.shape[0], places, 1), 0.0)
     elif dense is not None:
@@ -147,16 +163,40 @@ def _write_row_gradient(
 
 @torch.library.custom_op("fastrl::kept_row_gradient", mutates_args=())
 def kept_row_gradient(
-    logits: Tensor, targets: Tensor, dense: Tensor | None, temperatures: Tensor | None, token_ids: Tensor,
-    offsets: Tensor, counts: Tensor, wide: list[Tensor], values: Tensor, statistics: list[Tensor], c: Tensor,
-    h: Tensor | None, temperature: float, logit_scale: float, softcap: float, backend: str,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    dense: Tensor | None,
+    temperatures: Tensor | None,
+    token_ids: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    wide: list[Tensor],
+    values: Tensor,
+    statistics: list[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+) -> Tensor:
     """dL/dlogits (A, B, V), contiguous."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write_row_gradient(
-        logits, targets, dense, temperatures, Kept(token_ids, offsets, counts), restriction(wide), values, statistics,
-        c, h, Transform(temperature, temperatures, logit_scale, softcap), backend, out,
-    )  # fmt: skip
+        logits,
+        targets,
+        dense,
+        temperatures,
+        Kept(token_ids, offsets, counts),
+        restriction(wide),
+        values,
+        statistics,
+        c,
+        h,
+        Transform(temperature, temperatures, logit_scale, softcap),
+        backend,
+        out,
+    )
     return out
 
 
@@ -167,15 +207,39 @@ def _(logits: Tensor, *rest: Any) -> Tensor:
 
 @torch.library.custom_op("fastrl::kept_row_gradient_", mutates_args=("logits",))
 def kept_row_gradient_(
-    logits: Tensor, targets: Tensor, dense: Tensor | None, temperatures: Tensor | None, token_ids: Tensor,
-    offsets: Tensor, counts: Tensor, wide: list[Tensor], values: Tensor, statistics: list[Tensor], c: Tensor,
-    h: Tensor | None, temperature: float, logit_scale: float, softcap: float, backend: str,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    dense: Tensor | None,
+    temperatures: Tensor | None,
+    token_ids: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    wide: list[Tensor],
+    values: Tensor,
+    statistics: list[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+) -> None:
     """The same, written over the logits."""
     _write_row_gradient(
-        logits, targets, dense, temperatures, Kept(token_ids, offsets, counts), restriction(wide), values, statistics,
-        c, h, Transform(temperature, temperatures, logit_scale, softcap), backend, logits,
-    )  # fmt: skip
+        logits,
+        targets,
+        dense,
+        temperatures,
+        Kept(token_ids, offsets, counts),
+        restriction(wide),
+        values,
+        statistics,
+        c,
+        h,
+        Transform(temperature, temperatures, logit_scale, softcap),
+        backend,
+        logits,
+    )
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

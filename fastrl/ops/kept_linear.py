@@ -68,28 +68,63 @@ def kept_linear_statistics(
 
 @kept_linear_statistics.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, dense: Any, temperatures: Any, token_ids: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Any,
+    targets: Tensor,
+    dense: Any,
+    temperatures: Any,
+    token_ids: Tensor,
     *rest: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     numbers = (hidden.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(4))
     return *numbers, hidden.new_empty(token_ids.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("fastrl::kept_linear_gradient", mutates_args=())
 def kept_linear_gradient(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dense: Tensor | None,
-    temperatures: Tensor | None, token_ids: Tensor, offsets: Tensor, counts: Tensor, wide: list[Tensor],
-    values: Tensor, statistics: list[Tensor], c: Tensor, h: Tensor | None, needs: list[bool], temperature: float,
-    logit_scale: float, softcap: float, backend: str, num_dense: int, plan: str, limits: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    dense: Tensor | None,
+    temperatures: Tensor | None,
+    token_ids: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    wide: list[Tensor],
+    values: Tensor,
+    statistics: list[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    needs: list[bool],
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+    num_dense: int,
+    plan: str,
+    limits: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
     """dL/d(hidden, weight, bias) in their dtypes; an empty tensor where one is not needed."""
     kept, transform = Kept(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
     found, head = Statistics(*statistics), Head(hidden, weight, bias)
     if dense is not None:
         d_hidden, d_weight, d_bias = backward.gradients(
-            head, targets, dense, transform, found, c, h, Needs(*needs), backend, -1, plan, Limits(*limits),
+            head,
+            targets,
+            dense,
+            transform,
+            found,
+            c,
+            h,
+            Needs(*needs),
+            backend,
+            -1,
+            plan,
+            Limits(*limits),
             restriction(wide),
-        )  # fmt: skip
+        )
     else:
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
         d_hidden, d_weight, d_bias = (

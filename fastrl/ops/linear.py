@@ -43,9 +43,14 @@ def linear_statistics(
     """
     checks.targets_in_range(targets, mask, weight.shape[0])
     arguments = (
-        Head(hidden, weight, bias), targets, mask, Transform(temperature, temperatures, logit_scale, softcap), backend,
-        num_tokens, Limits(*limits),
-    )  # fmt: skip
+        Head(hidden, weight, bias),
+        targets,
+        mask,
+        Transform(temperature, temperatures, logit_scale, softcap),
+        backend,
+        num_tokens,
+        Limits(*limits),
+    )
     found, formed = forward.frozen(*arguments, slopes) if slopes else (forward.statistics(*arguments), [])
     formed += [hidden.new_empty(0) for _ in range(2 - len(formed))]
     return *found, formed[0], formed[1]
@@ -83,18 +88,36 @@ def linear_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/d(hidden, weight, bias) in their dtypes; an empty tensor where one is not needed."""
     found = backward.gradients(
-        Head(hidden, weight, bias), targets, mask, Transform(temperature, temperatures, logit_scale, softcap),
-        Statistics(*row_statistics), c, h, Needs(*needs), backend, -1 if waits else num_tokens, plan, Limits(*limits),
-    )  # fmt: skip
+        Head(hidden, weight, bias),
+        targets,
+        mask,
+        Transform(temperature, temperatures, logit_scale, softcap),
+        Statistics(*row_statistics),
+        c,
+        h,
+        Needs(*needs),
+        backend,
+        -1 if waits else num_tokens,
+        plan,
+        Limits(*limits),
+    )
     return tuple(hidden.new_empty(0) if g is None else g for g in found)  # type: ignore[return-value]
 
 
 @linear_gradient.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor | None,
-    temperatures: Tensor | None, row_statistics: list[Tensor], c: Tensor, h: Tensor | None, needs: list[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperatures: Tensor | None,
+    row_statistics: list[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    needs: list[bool],
     *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True))
 
@@ -139,9 +162,18 @@ def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *un
     hidden, weight, bias, targets, mask, temperatures, *stats = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     found = linear_gradient(
-        hidden, weight, bias, targets, mask, temperatures, stats,
-        torch.zeros_like(stats[0]) if c is None else c, h, needs, *ctx.options,
-    )  # fmt: skip
+        hidden,
+        weight,
+        bias,
+        targets,
+        mask,
+        temperatures,
+        stats,
+        torch.zeros_like(stats[0]) if c is None else c,
+        h,
+        needs,
+        *ctx.options,
+    )
     return (*(g if need else None for g, need in zip(found, needs, strict=True)), *nothing)
 
 

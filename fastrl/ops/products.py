@@ -190,9 +190,13 @@ class HeadSums:
     """
 
     def __init__(
-        self, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None = None, direct: bool = False,
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        sums: Tensor | None = None,
+        direct: bool = False,
         undo: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.weight, self.bias, self.undo, self.direct = weight, bias, undo, direct
         self.first = True
         self.sum = weight if sums is None else sums

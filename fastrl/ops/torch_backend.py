@@ -9,9 +9,19 @@ from fastrl.reference.kept_sets import kept_sets
 from fastrl.reference.rows import row_gradient, row_statistics, row_visit
 
 __all__ = [
-    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
-    "kept_weight", "row_gradient", "row_statistics", "row_visit", "scale_",
-]  # fmt: skip
+    "advise",
+    "kept_gradient",
+    "kept_hidden",
+    "kept_products",
+    "kept_restrict",
+    "kept_sets",
+    "kept_statistics",
+    "kept_weight",
+    "row_gradient",
+    "row_statistics",
+    "row_visit",
+    "scale_",
+]
 
 
 def advise(tensor: Tensor) -> None:

@@ -18,9 +18,19 @@ from fastrl.ops.contract import ByToken, Kept, RowInputs, RowObjective, Statisti
 from fastrl.ops.triton_formulas import device_objective
 
 __all__ = [
-    "advise", "kept_gradient", "kept_hidden", "kept_products", "kept_restrict", "kept_sets", "kept_statistics",
-    "kept_weight", "row_gradient", "row_statistics", "row_visit", "scale_",
-]  # fmt: skip
+    "advise",
+    "kept_gradient",
+    "kept_hidden",
+    "kept_products",
+    "kept_restrict",
+    "kept_sets",
+    "kept_statistics",
+    "kept_weight",
+    "row_gradient",
+    "row_statistics",
+    "row_visit",
+    "scale_",
+]
 
 
 def advise(tensor: Tensor) -> None:
@@ -81,9 +91,15 @@ def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Tran
 
 
 def kept_gradient(
-    values: Tensor, targets: Tensor, kept: Kept, transform: Transform, statistics: Statistics, c: Tensor,
-    h: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
+    values: Tensor,
+    targets: Tensor,
+    kept: Kept,
+    transform: Transform,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    out: Tensor,
+) -> None:
     """See `fastrl.ops.contract`; `out` may be `values`."""
     arguments = (values, targets, kept.token_ids, kept.offsets, kept.counts)
     kept_statistics_kernels.kept_gradient(*arguments, *transform, statistics, c, h, out)

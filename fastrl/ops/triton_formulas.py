@@ -49,15 +49,55 @@ _GLOBALS |= {
 }
 
 
+#: What `row_terms` binds these names to in the scope of `_terms`: the formulas of one objective.
+token_terms: Any = None
+gate_value = gate_weight = gate_side = kl_value = kl_gradient = rollout_weight = None
+
+
 def _terms(  # type: ignore[no-untyped-def]
-    logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
-    p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
-):  # fmt: skip
-    return token_terms(  # type: ignore[name-defined]  # noqa: F821  (the names stand in the scope that it is bound to)
-        gate_value, gate_weight, gate_side, kl_value, kl_gradient, rollout_weight,  # type: ignore[name-defined]  # noqa: F821
-        logp, entropy, old, ref, rollout, advantage, policy_weight, kl_weight, entropy_weight, entropy_threshold,
-        p0, p1, p2, p3, rollout_low, rollout_high, max_log_ratio,
-    )  # fmt: skip
+    logp,
+    entropy,
+    old,
+    ref,
+    rollout,
+    advantage,
+    policy_weight,
+    kl_weight,
+    entropy_weight,
+    entropy_threshold,
+    p0,
+    p1,
+    p2,
+    p3,
+    rollout_low,
+    rollout_high,
+    max_log_ratio,
+):
+    return token_terms(
+        gate_value,
+        gate_weight,
+        gate_side,
+        kl_value,
+        kl_gradient,
+        rollout_weight,
+        logp,
+        entropy,
+        old,
+        ref,
+        rollout,
+        advantage,
+        policy_weight,
+        kl_weight,
+        entropy_weight,
+        entropy_threshold,
+        p0,
+        p1,
+        p2,
+        p3,
+        rollout_low,
+        rollout_high,
+        max_log_ratio,
+    )
 
 
 @functools.cache

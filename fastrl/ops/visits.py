@@ -67,9 +67,15 @@ class _Sums:
 
 @torch.no_grad()
 def visit(
-    head: Head, targets: Tensor, transform: Transform, used: Order, chunks: Sequence[Chunk], visit_chunk: ChunkVisit,
-    needs: Needs, backend: str,
-) -> tuple[Visit, tuple[Tensor | None, ...]]:  # fmt: skip
+    head: Head,
+    targets: Tensor,
+    transform: Transform,
+    used: Order,
+    chunks: Sequence[Chunk],
+    visit_chunk: ChunkVisit,
+    needs: Needs,
+    backend: str,
+) -> tuple[Visit, tuple[Tensor | None, ...]]:
     """Each chunk's logits become their gradient at once; those of its idle rows enter no product."""
     n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
     out = Visit(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
@@ -167,9 +173,15 @@ def linear_visit(
             used.count, active, forward.pass_tile("visit", head, used, Limits(*limits), weight=needs[1]).rows
         )
     found, gradients = visit(
-        head, targets, Transform(temperature, temperatures, logit_scale, softcap), used, chunks,
-        _kernel_visit(backend, objective, inputs), Needs(*needs), backend,
-    )  # fmt: skip
+        head,
+        targets,
+        Transform(temperature, temperatures, logit_scale, softcap),
+        used,
+        chunks,
+        _kernel_visit(backend, objective, inputs),
+        Needs(*needs),
+        backend,
+    )
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return found.terms[0].sum(), *found, d_hidden, d_weight, d_bias
 

@@ -70,9 +70,15 @@ def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Tran
 
 
 def kept_gradient(
-    values: Tensor, targets: Tensor, kept: Kept, transform: Transform, statistics: Statistics, c: Tensor,
-    h: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
+    values: Tensor,
+    targets: Tensor,
+    kept: Kept,
+    transform: Transform,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    out: Tensor,
+) -> None:
     """See `fastrl.ops.contract`."""
     for rows, entries, row, place in _blocks(kept):
         block, places, counts = _padded(values[entries], kept, row, place, rows, targets)

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.objectives import (
-    Clip,
-    GammaWeight,
-    GeometricMean,
-    NoGate,
-    Objective,
-    SoftGate,
-    StopGradientClip,
-)
+from fastrl.objectives import Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
 
 
 @dataclass

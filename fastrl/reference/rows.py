@@ -109,16 +109,24 @@ def row_terms(
     old = logprobs if inputs.old is None else inputs.old
     zeros = torch.zeros_like(logprobs)
     *terms, c, h = token_terms(
-        *GATE_FORMULAS[objective.gate], *KL_FORMULAS[objective.kl], ROLLOUT_FORMULAS[objective.rollout],
-        logprobs, entropy, old,
+        *GATE_FORMULAS[objective.gate],
+        *KL_FORMULAS[objective.kl],
+        ROLLOUT_FORMULAS[objective.rollout],
+        logprobs,
+        entropy,
+        old,
         logprobs if inputs.ref is None else inputs.ref,
         old if inputs.rollout is None else inputs.rollout,
-        inputs.advantages, inputs.policy_weights,
+        inputs.advantages,
+        inputs.policy_weights,
         zeros if inputs.kl_weights is None else inputs.kl_weights,
         zeros if inputs.entropy_weights is None else inputs.entropy_weights,
         -1e30 if inputs.entropy_threshold is None else inputs.entropy_threshold,
-        *objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio,
-    )  # fmt: skip
+        *objective.gate_parameters,
+        objective.rollout_low,
+        objective.rollout_high,
+        objective.max_log_ratio,
+    )
     stacked = torch.stack([*terms, c, h])
     if mask is not None:
         stacked = stacked.where(mask, 0.0)

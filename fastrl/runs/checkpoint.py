@@ -33,9 +33,15 @@ TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 # Sections and fields that a resumed run may change. Other batches round and sample differently; all else would make it
 # another run.
 FREE = (
-    "logging", "evaluation", "training.device", "training.threads", "training.micro_batch_size",
-    "training.memory_budget", "training.max_skipped_updates", "rollout.batch_size",
-)  # fmt: skip
+    "logging",
+    "evaluation",
+    "training.device",
+    "training.threads",
+    "training.micro_batch_size",
+    "training.memory_budget",
+    "training.max_skipped_updates",
+    "rollout.batch_size",
+)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,14 @@ from .settings import looks_like_path
 
 # What a directory may hold that is one JSON object; transformers' own words for others do not name the file.
 _OBJECTS = (
-    "config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 
 
 def name_of(config: ModelConfig) -> str:

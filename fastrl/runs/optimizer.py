@@ -23,12 +23,7 @@ def make_optimizer(
         {"params": [tensor for tensor in tensors if tensor.requires_grad], "lr": lr} for tensors, lr in groups
     ]
     optimizer = torch.optim.AdamW(
-        trained,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
+        trained, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
     )
     name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
     return optimizer, get_scheduler(name, optimizer, settings.warmup_updates, updates)

@@ -148,12 +148,7 @@ def _head(model: PreTrainedModel, name: str) -> LMHead:
 
 
 def load_model(
-    config: ModelConfig,
-    device: torch.device,
-    kind: Any = AutoModelForCausalLM,
-    *,
-    new_head: bool = False,
-    **extra: Any,
+    config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any
 ) -> Any:
     """The model alone, as ``load_weights`` finds it, on its device and in evaluation mode."""
     model = load_weights(config, kind, new_head=new_head, **extra)

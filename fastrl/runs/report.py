@@ -28,20 +28,36 @@ PANELS = {
 # Section of the report -> its panels; a name that ends in "/" stands for a panel for each metric that begins so.
 SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Reward and evaluation": (
-        ("reward", "eval/reward"), ("reward_std",), ("without_reward", "without_variance"), ("eval/",),
+        ("reward", "eval/reward"),
+        ("reward_std",),
+        ("without_reward", "without_variance"),
+        ("eval/",),
     ),
     "Loss, entropy and KL": (
-        ("loss", "policy_loss"), ("value_loss",), ("pretraining_loss",), ("entropy",), ("kl",), ("kl_reference",),
-        ("approx_kl",), ("kl_coef",), ("entropy_coef",), ("accuracy",), ("margin",),
+        ("loss", "policy_loss"),
+        ("value_loss",),
+        ("pretraining_loss",),
+        ("entropy",),
+        ("kl",),
+        ("kl_reference",),
+        ("approx_kl",),
+        ("kl_coef",),
+        ("entropy_coef",),
+        ("accuracy",),
+        ("margin",),
     ),
     "Ratios and clipping": (
-        ("ratio_mean",), ("ratio_max",), ("clip_frac", "clip_frac_low", "clip_frac_high"), ("gate_mean",),
-        ("ratio_clamped",), ("masked_off_policy",),
+        ("ratio_mean",),
+        ("ratio_max",),
+        ("clip_frac", "clip_frac_low", "clip_frac_high"),
+        ("gate_mean",),
+        ("ratio_clamped",),
+        ("masked_off_policy",),
     ),
     "Lengths": (("length",), ("truncated",), ("tokens",)),
     "Optimisation": (("grad_norm",), ("critic_grad_norm",), ("lr",), ("skipped_updates",), ("memory/",)),
     "Mismatch of rollout and training": (("mismatch/",),),
-}  # fmt: skip
+}
 OTHERS = "Others"
 TIMES = "time/"
 # Never worth a panel of `curves.png`: they say how the run was made, not how it went.

@@ -19,9 +19,13 @@ POINTS = 1000  # drawn of a curve, at most
 SMOOTHED_FROM = 200  # points; fewer are seen as they are
 # What a metric is counted in, where that is not a bare number.
 UNITS = {
-    "entropy": "nats", "kl": "nats", "approx_kl": "nats", "kl_reference": "nats", "length": "tokens",
+    "entropy": "nats",
+    "kl": "nats",
+    "approx_kl": "nats",
+    "kl_reference": "nats",
+    "length": "tokens",
     "memory/peak_gib": "GiB",
-}  # fmt: skip
+}
 # Okabe and Ito's colours, which colour-blind readers can tell apart too, and a grey; after them they repeat.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 # Colours of the SVG that the page's style decides, so that it can be read on a dark ground too.

@@ -100,11 +100,18 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
             # Padding is whatever the row begins with: it is not attended to.
             changes[name] = torch.cat(
                 [
-                    torch.cat([x[:, :1].expand(-1, more, *x.shape[2:]) if fill is None else
-                               x.new_full((len(x), more, *x.shape[2:]), fill), x], 1)
+                    torch.cat(
+                        [
+                            x[:, :1].expand(-1, more, *x.shape[2:])
+                            if fill is None
+                            else x.new_full((len(x), more, *x.shape[2:]), fill),
+                            x,
+                        ],
+                        1,
+                    )
                     for x, more in parts
                 ]
-            )  # fmt: skip
+            )
     for name in (*ROWS, *TOKENS):
         values = [getattr(part, name) for part in rollouts]
         if values[0] is not None:

@@ -122,9 +122,14 @@ def fit(
     batches = Batches(len(rows), training.batch_size, training.seed)
     sets = {"data.path": rows, "data.eval_path": held_out}
     trained = Trained(
-        stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, {"shuffle": batches.generator},
+        stage.model,
+        stage.tokenizer,
+        stage.has_adapters,
+        optimizer,
+        scheduler,
+        {"shuffle": batches.generator},
         {field: (len(found), digest(found)) for field, found in sets.items()},
-    )  # fmt: skip
+    )
     if checkpoint is None:
         step, said = 0, {field: stage.before(found, size) for field, found in sets.items()}
         kept = {field: tensor for field, tensor in said.items() if tensor is not None}
@@ -207,12 +212,7 @@ class Batches:
         return taken
 
 
-def _update(
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-    step: int,
-    loss: float,
-) -> float:
+def _update(optimizer: torch.optim.Optimizer, max_grad_norm: float, step: int, loss: float) -> float:
     """One step of AdamW on the clipped gradient, which is then gone; returns its norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))

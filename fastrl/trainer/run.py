@@ -101,9 +101,23 @@ def make_run(config: Config) -> Run:
     optimizer, scheduler = make_optimizer(groups, settings, updates)
     generator = torch.Generator().manual_seed(training.seed)
     return Run(
-        config, policy, objective, rewards, steps_reward, sampler, held_out, metrics, reference, critic, kl,
-        entropy, stream, optimizer, scheduler, generator,
-    )  # fmt: skip
+        config,
+        policy,
+        objective,
+        rewards,
+        steps_reward,
+        sampler,
+        held_out,
+        metrics,
+        reference,
+        critic,
+        kl,
+        entropy,
+        stream,
+        optimizer,
+        scheduler,
+        generator,
+    )
 
 
 def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:

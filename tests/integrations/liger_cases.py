@@ -24,9 +24,16 @@ class Case(NamedTuple):
     bias: bool = False
 
     def options(self):
-        return {"loss_type": self.loss_type, "importance_sampling_level": self.level, "beta": self.beta,
-                "use_bias_correction_kl": self.corrected, "delta": self.delta, "max_completion_length": 9,
-                "epsilon_low": 0.1, "epsilon_high": 1.2 if self.loss_type == "cispo" else 0.15}  # fmt: skip
+        return {
+            "loss_type": self.loss_type,
+            "importance_sampling_level": self.level,
+            "beta": self.beta,
+            "use_bias_correction_kl": self.corrected,
+            "delta": self.delta,
+            "max_completion_length": 9,
+            "epsilon_low": 0.1,
+            "epsilon_high": 1.2 if self.loss_type == "cispo" else 0.15,
+        }
 
     def differs(self):
         """What the page lists: padding that Liger counts."""
@@ -78,10 +85,17 @@ def run(kind, case, batch, items=None, **options):
     leaves = batch.leaves(case.bias)
     loss_of = kind(compiled=False, **case.options(), **options)
     loss, metrics = loss_of(
-        leaves["hidden"], leaves["weight"], batch.ids, batch.mask, batch.advantages, bias=leaves.get("bias"),
-        ref_per_token_logps=batch.ref, old_per_token_logps=batch.old, vllm_is_ratio=batch.ratios[case.ratio],
+        leaves["hidden"],
+        leaves["weight"],
+        batch.ids,
+        batch.mask,
+        batch.advantages,
+        bias=leaves.get("bias"),
+        ref_per_token_logps=batch.ref,
+        old_per_token_logps=batch.old,
+        vllm_is_ratio=batch.ratios[case.ratio],
         num_items_in_batch=items,
-    )  # fmt: skip
+    )
     return loss.detach().double(), gradients(loss, leaves), [m.double() for m in metrics]
 
 

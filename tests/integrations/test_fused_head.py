@@ -16,9 +16,19 @@ from fastrl.bench.measure import Outcome, Run, peak_temporary_bytes
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head, remove_fused_lm_head
 
 VOCAB = 50
-SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "bos_token_id": None,
-         "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 # What differs between their heads is the first thing that an adapter gets wrong.
 MODELS = {
     "llama": {"tie_word_embeddings": False},
@@ -158,12 +168,23 @@ def test_trainer_takes_the_same_steps_without_logits(tmp_path, watch, accumulati
 
     def run(model, **options):
         arguments = TrainingArguments(
-            str(tmp_path), max_steps=5, per_device_train_batch_size=3, gradient_accumulation_steps=accumulation,
-            learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", eval_strategy="steps",
-            eval_steps=5, disable_tqdm=True, max_grad_norm=1e9,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=Dataset.from_list(rows),
-                          eval_dataset=Dataset.from_list(rows[:5]), **options)  # fmt: skip
+            str(tmp_path),
+            max_steps=5,
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            eval_strategy="steps",
+            eval_steps=5,
+            disable_tqdm=True,
+            max_grad_norm=1e9,
+        )
+        trainer = Trainer(
+            model, arguments, train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:5]), **options
+        )
         trainer.train()
         names = ("loss", "grad_norm", "eval_loss")
         return [log[name] for log in trainer.state.log_history for name in names if name in log]

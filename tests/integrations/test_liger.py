@@ -55,9 +55,12 @@ def oracle(case, leaves, batch, items=None, temperature=1.0):
     each, kl, clipped = oracle_each(case, logp, batch)
     lengths, tokens = batch.mask.sum(-1), batch.mask.sum()
     loss = {
-        "grpo": (each.sum(-1) / lengths.clamp(min=1)).mean(), "sapo": (each.sum(-1) / lengths.clamp(min=1)).mean(),
-        "bnpo": each.sum() / tokens, "dr_grpo": each.sum() / (B * 9), "luspo": each.sum(-1).mean(),
-    }.get(case.loss_type, each.sum() / (tokens if items is None else items))  # fmt: skip
+        "grpo": (each.sum(-1) / lengths.clamp(min=1)).mean(),
+        "sapo": (each.sum(-1) / lengths.clamp(min=1)).mean(),
+        "bnpo": each.sum() / tokens,
+        "dr_grpo": each.sum() / (B * 9),
+        "luspo": each.sum(-1).mean(),
+    }.get(case.loss_type, each.sum() / (tokens if items is None else items))
     metrics = [kl.sum() / tokens] if case.beta else []
     return loss, [*metrics, clipped.sum() / tokens]
 
@@ -117,9 +120,16 @@ def test_on_policy_and_temperature(loss_type, level):
         if case.differs():
             continue
         loss, metrics = kind(compiled=False, temperature=0.7, **case.options())(
-            leaves["hidden"], leaves["weight"], batch.ids, batch.mask, batch.advantages, bias=leaves["bias"],
-            ref_input=batch.hidden.flip(0), ref_weight=batch.weight.flip(1), ref_bias=batch.bias.flip(0),
-        )  # fmt: skip
+            leaves["hidden"],
+            leaves["weight"],
+            batch.ids,
+            batch.mask,
+            batch.advantages,
+            bias=leaves["bias"],
+            ref_input=batch.hidden.flip(0),
+            ref_weight=batch.weight.flip(1),
+            ref_bias=batch.bias.flip(0),
+        )
         found.append((loss.detach(), gradients(3 * loss, leaves), metrics))
     if found:
         agree(*found)
@@ -133,9 +143,13 @@ def test_vespo_on_policy_with_engine_ratios():
         for kind in (LigerFusedLinearGRPOLoss, TheirGRPO):
             leaves = batch.leaves(False)
             loss, _ = kind(compiled=False, loss_type="vespo", beta=0.0, use_ref_model=False)(
-                leaves["hidden"], leaves["weight"], batch.ids, batch.mask, batch.advantages,
+                leaves["hidden"],
+                leaves["weight"],
+                batch.ids,
+                batch.mask,
+                batch.advantages,
                 vllm_is_ratio=batch.ratios[ratio],
-            )  # fmt: skip
+            )
             found.append((loss.detach(), gradients(loss, leaves)))
         agree(*found)
         batch.old = now
@@ -180,9 +194,14 @@ def test_masks_and_frozen_heads():
         agree(found, expected)
     hidden = batch.hidden.clone().requires_grad_()
     loss, _ = LigerFusedLinearGRPOLoss(**case.options())(
-        hidden, batch.weight, batch.ids, batch.mask, batch.advantages, ref_per_token_logps=batch.ref,
+        hidden,
+        batch.weight,
+        batch.ids,
+        batch.mask,
+        batch.advantages,
+        ref_per_token_logps=batch.ref,
         old_per_token_logps=batch.old,
-    )  # fmt: skip
+    )
     agree(torch.autograd.grad(loss, hidden)[0].double(), expected[1][0])
 
 

@@ -21,11 +21,17 @@ def test_dpo_is_ligers_and_the_oracles(bias, reference, average, nll):
     found = []
     for kind in (LigerFusedLinearDPOLoss, TheirDPO):
         leaves = batch.leaves(bias)
-        loss, log = kind(compiled=False, beta=0.3, alpha=0.6, compute_nll_loss=nll, use_ref_model=reference,
-                         average_log_prob=average)(
-            leaves["weight"], leaves["hidden"][:4], target, leaves.get("bias"), ref_input=batch.hidden[:4].flip(1),
-            ref_weight=batch.weight.flip(0), ref_bias=batch.bias.flip(0) if bias else None,
-        )  # fmt: skip
+        loss, log = kind(
+            compiled=False, beta=0.3, alpha=0.6, compute_nll_loss=nll, use_ref_model=reference, average_log_prob=average
+        )(
+            leaves["weight"],
+            leaves["hidden"][:4],
+            target,
+            leaves.get("bias"),
+            ref_input=batch.hidden[:4].flip(1),
+            ref_weight=batch.weight.flip(0),
+            ref_bias=batch.bias.flip(0) if bias else None,
+        )
         found.append((loss.detach(), gradients(loss, leaves), [x.detach().float() for x in log]))
     agree(*found)
     assert len(log) == 7

@@ -16,13 +16,33 @@ def run_logits(function, case, batch, upstream=None, **options):
     """Loss (or per-token losses), gradient of the logits, metrics; upstream (B, T) weighs per-token losses."""
     o = case.options()
     logits = torch.cat([batch.hidden @ batch.weight.T, torch.ones(B, 1, V)], 1).requires_grad_()
-    named = {name: o[name] for name in ("loss_type", "importance_sampling_level", "beta", "delta",
-                                        "use_bias_correction_kl", "max_completion_length")}  # fmt: skip
+    named = {
+        name: o[name]
+        for name in (
+            "loss_type",
+            "importance_sampling_level",
+            "beta",
+            "delta",
+            "use_bias_correction_kl",
+            "max_completion_length",
+        )
+    }
     loss, *metrics = function(
-        logits, batch.old, batch.ref, batch.ids, batch.advantages, batch.mask, temperature=1.0,
-        eps_low=o["epsilon_low"], eps_high=o["epsilon_high"], inplace=False, vllm_is_ratio=batch.ratios[case.ratio],
-        reduce=upstream is None, **named, **options,
-    )  # fmt: skip
+        logits,
+        batch.old,
+        batch.ref,
+        batch.ids,
+        batch.advantages,
+        batch.mask,
+        temperature=1.0,
+        eps_low=o["epsilon_low"],
+        eps_high=o["epsilon_high"],
+        inplace=False,
+        vllm_is_ratio=batch.ratios[case.ratio],
+        reduce=upstream is None,
+        **named,
+        **options,
+    )
     metrics = metrics[0] if upstream is None else metrics
     (gradient,) = torch.autograd.grad(loss if upstream is None else (loss * upstream).sum(), logits)
     return loss.detach(), gradient, [m.detach() if m is not None else None for m in metrics]

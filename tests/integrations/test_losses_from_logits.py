@@ -21,10 +21,14 @@ def clipped(r, a, low=0.2, high=0.2):
 # --- per-token losses -------------------------------------------------------------------------------------------------
 
 OBJECTIVES = {
-    "GRPO": fastrl.GRPO(kl_coef=0.1), "GSPO": fastrl.GSPO(0.1, 0.1), "CISPO": fastrl.CISPO(1.2), "GMPO": fastrl.GMPO(),
-    "entropy": fastrl.PPO(entropy_coef=0.05), "TIS": fastrl.PPO(rollout_correction=RolloutCorrection(high=1.2)),
+    "GRPO": fastrl.GRPO(kl_coef=0.1),
+    "GSPO": fastrl.GSPO(0.1, 0.1),
+    "CISPO": fastrl.CISPO(1.2),
+    "GMPO": fastrl.GMPO(),
+    "entropy": fastrl.PPO(entropy_coef=0.05),
+    "TIS": fastrl.PPO(rollout_correction=RolloutCorrection(high=1.2)),
     "VESPO": fastrl.VESPO(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -67,11 +71,14 @@ def slime_batch(rows=17):
     base = [x - 2.5 for x in lists(0.4)]
     batch = {
         "unconcat_tokens": [torch.randint(V, (n,), generator=generator) for n in TOTAL],
-        "total_lengths": TOTAL, "response_lengths": RESPONSE, "loss_masks": masks,
+        "total_lengths": TOTAL,
+        "response_lengths": RESPONSE,
+        "loss_masks": masks,
         "advantages": [torch.full((n,), a) for n, a in zip(RESPONSE, (1.0, -1.0, 0.5), strict=True)],
-        "log_probs": base, "ref_log_probs": [x + y for x, y in zip(base, lists(0.3), strict=True)],
+        "log_probs": base,
+        "ref_log_probs": [x + y for x, y in zip(base, lists(0.3), strict=True)],
         "rollout_log_probs": [x + y for x, y in zip(base, lists(0.3), strict=True)],
-    }  # fmt: skip
+    }
     return batch, torch.randn(1, rows, V, generator=generator)
 
 
@@ -184,10 +191,12 @@ def nemo_data():
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(4, 7, generator=generator) * 0.4 - 2.5
     data = {
-        "input_ids": torch.randint(V, (4, 7), generator=generator), "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
-        "token_mask": (torch.rand(4, 7, generator=generator) > 0.3).float(), "prev_logprobs": base,
+        "input_ids": torch.randint(V, (4, 7), generator=generator),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        "token_mask": (torch.rand(4, 7, generator=generator) > 0.3).float(),
+        "prev_logprobs": base,
         "advantages": torch.tensor([1.0, -1.0, 0.5, 0.7])[:, None].expand(4, 7).clone(),
-    }  # fmt: skip
+    }
     data["token_mask"][:, 0] = 1.0  # nothing predicts the first token
     for name in ("generation_logprobs", "reference_policy_logprobs"):
         data[name] = base + 0.3 * torch.randn(4, 7, generator=generator)

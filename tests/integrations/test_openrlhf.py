@@ -63,8 +63,12 @@ def run(kind, batch, counts, **options):
     return loss.detach(), gradient, [None if m is None else m.detach().float() for m in metrics]
 
 
-COUNTS = ({}, {"dp_size": 2}, {"dp_size": 2, "batch_num_tokens": 40.0, "global_batch_size": 8.0},
-          {"batch_num_tokens": torch.tensor(40.0), "global_batch_size": torch.tensor(8.0)})  # fmt: skip
+COUNTS = (
+    {},
+    {"dp_size": 2},
+    {"dp_size": 2, "batch_num_tokens": 40.0, "global_batch_size": 8.0},
+    {"batch_num_tokens": torch.tensor(40.0), "global_batch_size": torch.tensor(8.0)},
+)
 CORRECTIONS = (
     {},
     {"is_correction_level": "token", "is_correction_threshold": (0.7, 1.3)},
@@ -82,8 +86,14 @@ def test_policy_loss_is_openrlhfs(theirs, kind, correction):
     for token_level, dual, counts, empty in itertools.product([True, False], [None, 1.3], COUNTS, [False, True]):
         if empty and correction.get("is_correction_level") == "seq":
             continue  # an empty response's statistic is NaN there, and counted as out of the band
-        options = {"clip_eps_low": 0.1, "clip_eps_high": 0.15, "dual_clip": dual, "token_level_loss": token_level,
-                   "policy_loss_type": kind, **correction}  # fmt: skip
+        options = {
+            "clip_eps_low": 0.1,
+            "clip_eps_high": 0.15,
+            "dual_clip": dual,
+            "token_level_loss": token_level,
+            "policy_loss_type": kind,
+            **correction,
+        }
         batch = make_batch(empty)
         expected = run(theirs.PolicyLoss, batch, counts, **options)
         torch.testing.assert_close(run(PolicyLoss, batch, counts, **options), expected, **CLOSE)

@@ -39,9 +39,11 @@ def sft(path: str) -> Any:
         [{"prompt": p, "completion": f" {w}"} for p, w in zip(PROMPTS, WORDS, strict=True)]
     )
     return trl.SFTTrainer(
-        model=load_model(path), args=arguments(trl.SFTConfig, path, max_steps=5), train_dataset=data,
+        model=load_model(path),
+        args=arguments(trl.SFTConfig, path, max_steps=5),
+        train_dataset=data,
         processing_class=tokenizer(),
-    )  # fmt: skip
+    )
 
 
 def dpo(path: str, **options: Any) -> Any:
@@ -70,9 +72,16 @@ def rloo(path: str) -> Any:
 
 def grpo(path: str) -> Any:
     args = arguments(
-        trl.GRPOConfig, path, max_steps=10, num_generations=4, steps_per_generation=4, max_completion_length=6,
-        beta=0.1, top_entropy_quantile=0.7, entropy_coef=0.01,
-    )  # fmt: skip
+        trl.GRPOConfig,
+        path,
+        max_steps=10,
+        num_generations=4,
+        steps_per_generation=4,
+        max_completion_length=6,
+        beta=0.1,
+        top_entropy_quantile=0.7,
+        entropy_coef=0.01,
+    )
     return trl.GRPOTrainer(
         model=load_model(path), args=args, reward_funcs=reward, train_dataset=prompts(), processing_class=tokenizer()
     )
@@ -152,9 +161,13 @@ def test_functions_of_logits_are_trls(dtype: torch.dtype) -> None:
         half = utils.selective_log_softmax_and_entropy(leaf, index, entropy_requires_grad=False)
         assert half[0].requires_grad and not half[1].requires_grad
         return [
-            *both, leaf.grad, *half, utils.selective_log_softmax(logits, index, 1.3, mask),
-            utils.selective_log_softmax(logits, several), utils.entropy_from_logits(logits),
-        ]  # fmt: skip
+            *both,
+            leaf.grad,
+            *half,
+            utils.selective_log_softmax(logits, index, 1.3, mask),
+            utils.selective_log_softmax(logits, several),
+            utils.entropy_from_logits(logits),
+        ]
 
     expected = numbers()
     with fast_trl.enabled():

@@ -24,31 +24,51 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "beta": 0.1, "epsilon": 0.01},
     "grpo, two iterations, delta": {"loss_type": "grpo", "epsilon": 0.01, "delta": 1.02, "num_iterations": 2},
     "grpo, sequence level, corrected KL": {
-        "loss_type": "grpo", "beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": True,
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "importance_sampling_level": "sequence",
+        "use_bias_correction_kl": True,
         "epsilon": 0.005,
     },
     "bnpo, top entropies": {"loss_type": "bnpo", "beta": 0.1, "top_entropy_quantile": 0.5, "epsilon": 0.01},
     "dr_grpo, off-policy mask": {
-        "loss_type": "dr_grpo", "off_policy_mask_threshold": 0.002, "epsilon": 0.01, "learning_rate": 3e-3,
+        "loss_type": "dr_grpo",
+        "off_policy_mask_threshold": 0.002,
+        "epsilon": 0.01,
+        "learning_rate": 3e-3,
     },
     "dapo, entropy bonus on top entropies": {
-        "loss_type": "dapo", "entropy_coef": 0.02, "top_entropy_quantile": 0.7, "beta": 0.05,
+        "loss_type": "dapo",
+        "entropy_coef": 0.02,
+        "top_entropy_quantile": 0.7,
+        "beta": 0.05,
     },
     "dapo, corrected KL, on-policy": {
-        "loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True, "steps_per_generation": 2,
+        "loss_type": "dapo",
+        "beta": 0.1,
+        "use_bias_correction_kl": True,
+        "steps_per_generation": 2,
     },
     "cispo, adaptive entropy": {
-        "loss_type": "cispo", "epsilon_high": 1.01, "use_adaptive_entropy": True, "entropy_coef": 0.1,
-        "entropy_coef_delta": 0.03, "entropy_coef_max": 0.2, "entropy_target": 3.525,
+        "loss_type": "cispo",
+        "epsilon_high": 1.01,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.1,
+        "entropy_coef_delta": 0.03,
+        "entropy_coef_max": 0.2,
+        "entropy_target": 3.525,
     },
     "cispo, sequence level": {
-        "loss_type": "cispo", "epsilon_high": 1.0025, "importance_sampling_level": "sequence", "beta": 0.1,
+        "loss_type": "cispo",
+        "epsilon_high": 1.0025,
+        "importance_sampling_level": "sequence",
+        "beta": 0.1,
         "use_bias_correction_kl": True,
     },
     "sapo": {"loss_type": "sapo", "beta": 0.1, "temperature": 0.8},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.005, "beta": 0.1},
     "vespo": {"loss_type": "vespo", "beta": 0.1, "top_entropy_quantile": 0.8},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +100,21 @@ def train(kind: type, path: str, inject: Inject | None = None, vllm: bool = Fals
     """A trainer after its steps, with what it logged."""
     more = {key: options.pop(key) for key in ("peft_config", "memory_budget", "eval_dataset") if key in options}
     settings = {
-        "num_generations": 4, "steps_per_generation": 4, "max_completion_length": 6, "max_steps": 10, "beta": 0.0,
-    }  # fmt: skip
+        "num_generations": 4,
+        "steps_per_generation": 4,
+        "max_completion_length": 6,
+        "max_steps": 10,
+        "beta": 0.0,
+    }
     args = arguments(GRPOConfig, path, **(settings | options))
     trainer = (kind if inject is None else injecting(kind, inject, vllm))(
-        model=load_model(path), reward_funcs=reward, args=args, train_dataset=prompts(),
-        processing_class=tokenizer(), **more,
-    )  # fmt: skip
+        model=load_model(path),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        **more,
+    )
     trainer.train()
     return trainer
 
@@ -157,9 +185,16 @@ def test_what_comes_in_the_batch(
 def test_evaluation_and_completions_of_one_token(path: str, calls: list[Any]) -> None:
     """Metrics of one number a response are told from those of one a token by their width, as TRL does."""
     options: dict[str, Any] = {
-        "eval_dataset": prompts(), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4,
-        "max_steps": 2, "max_completion_length": 1, "loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.01,
-    }  # fmt: skip
+        "eval_dataset": prompts(),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 2,
+        "max_completion_length": 1,
+        "loss_type": "dapo",
+        "beta": 0.1,
+        "entropy_coef": 0.01,
+    }
     expected = train(GRPOTrainer, path, **options)
     fast = train(FastGRPOTrainer, path, **options)
     assert len(calls) > 4
@@ -184,9 +219,13 @@ def test_an_adapter_is_trained(path: str, calls: list[Any]) -> None:
 def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """There TRL hands over the completions' tokens alone, without padding: here it is told that this is a GPU."""
     options: dict[str, Any] = {
-        "loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.6, "inject": tool_mask, "max_steps": 4,
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "top_entropy_quantile": 0.6,
+        "inject": tool_mask,
+        "max_steps": 4,
         "importance_sampling_level": "sequence",
-    }  # fmt: skip
+    }
     expected = train(GRPOTrainer, path, **options)
     monkeypatch.setattr(utils, "_use_triton", lambda device: True)
     packed: list[bool] = []
@@ -206,10 +245,17 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytes
     ("options", "words"),
     [
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is set"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence", "use_bias_correction_kl": True, "beta": 0.1},
-         "use_bias_correction_kl with loss_type='vespo' needs"),
+        (
+            {
+                "loss_type": "vespo",
+                "importance_sampling_level": "sequence",
+                "use_bias_correction_kl": True,
+                "beta": 0.1,
+            },
+            "use_bias_correction_kl with loss_type='vespo' needs",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_fused_is_trls_and_says_so_once(
     path: str, calls: list[Any], caplog: pytest.LogCaptureFixture, options: dict[str, Any], words: str
 ) -> None:

@@ -13,11 +13,23 @@ from fastrl.integrations import patching
 B, T = 4, 6
 OFF_POLICY_DELTA = 0.02  # nats: drops the fourth response, keeps the second
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-GLOBAL = ({}, {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 8, "loss_scale_factor": 11},
-          {"batch_num_tokens": torch.tensor(40), "global_batch_size": torch.tensor(8)})  # fmt: skip
+GLOBAL = (
+    {},
+    {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 8, "loss_scale_factor": 11},
+    {"batch_num_tokens": torch.tensor(40), "global_batch_size": torch.tensor(8)},
+)
 # preset -> verl's name for it; what has no dual clip is verl's with one that never binds
-PAIRS = {"PPO": "vanilla", "GRPO": "vanilla", "BNPO": "vanilla", "DAPO": "vanilla", "CISPO": "cispo",
-         "GSPOToken": "gspo", "SAPO": "sapo", "GPG": "gpg", "REINFORCE": "gpg"}  # fmt: skip
+PAIRS = {
+    "PPO": "vanilla",
+    "GRPO": "vanilla",
+    "BNPO": "vanilla",
+    "DAPO": "vanilla",
+    "CISPO": "cispo",
+    "GSPOToken": "gspo",
+    "SAPO": "sapo",
+    "GPG": "gpg",
+    "REINFORCE": "gpg",
+}
 
 
 @pytest.fixture(scope="module")

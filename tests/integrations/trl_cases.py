@@ -34,10 +34,19 @@ def save_model(path: Path) -> str:
     """A Qwen of one layer, whose entropies and log-probabilities differ from token to token."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=1,
-        pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
     transformers.Qwen2ForCausalLM(config).save_pretrained(path)
     return str(path)
 
@@ -49,10 +58,19 @@ def load_model(path: str) -> Any:
 def arguments(kind: type, path: str, **options: Any) -> Any:
     """Arguments that all of these trainers take."""
     settings: dict[str, Any] = {
-        "output_dir": f"{path}/out", "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-        "learning_rate": RATE, "lr_scheduler_type": "constant", "disable_tqdm": True, "seed": 3,
-    }  # fmt: skip
+        "output_dir": f"{path}/out",
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "disable_tqdm": True,
+        "seed": 3,
+    }
     return kind(**(settings | options))
 
 

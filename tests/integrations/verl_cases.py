@@ -46,12 +46,19 @@ class ActorConfig:
 def stand_ins(version):
     """Modules that verl's files import and these tests do not need."""
     contents = {
-        "omegaconf": {"DictConfig": dict}, "tensordict": {"TensorDict": dict}, "verl": {"__version__": version},
-        "verl.trainer": {}, "verl.trainer.ppo": {}, "verl.trainer.config": {"AlgoConfig": type("AlgoConfig", (), {})},
-        "verl.utils": {"as_torch_index": None, "group_mean_std": None}, "verl.utils.experimental": {},
-        "verl.utils.kernel": {}, "verl.workers": {}, "verl.workers.config": {"ActorConfig": ActorConfig},
+        "omegaconf": {"DictConfig": dict},
+        "tensordict": {"TensorDict": dict},
+        "verl": {"__version__": version},
+        "verl.trainer": {},
+        "verl.trainer.ppo": {},
+        "verl.trainer.config": {"AlgoConfig": type("AlgoConfig", (), {})},
+        "verl.utils": {"as_torch_index": None, "group_mean_std": None},
+        "verl.utils.experimental": {},
+        "verl.utils.kernel": {},
+        "verl.workers": {},
+        "verl.workers.config": {"ActorConfig": ActorConfig},
         "verl.utils.device": {"get_device_name": None, "get_torch_device": None},
-    }  # fmt: skip
+    }
     for name, values in contents.items():
         module = types.ModuleType(name)
         module.__path__ = []
@@ -68,8 +75,13 @@ def loaded():
     fresh = dict(stand_ins(version))
     fresh = {name: module for name, module in fresh.items() if name.startswith("verl") or name not in sys.modules}
     sys.modules.update(fresh)
-    real = ("utils.import_utils", "utils.torch_functional", "trainer.ppo.core_algos",
-            "utils.experimental.torch_functional", "utils.kernel.linear_cross_entropy")  # fmt: skip
+    real = (
+        "utils.import_utils",
+        "utils.torch_functional",
+        "trainer.ppo.core_algos",
+        "utils.experimental.torch_functional",
+        "utils.kernel.linear_cross_entropy",
+    )
     for name in real:
         spec = importlib.util.spec_from_file_location(f"verl.{name}", folder / f"{name.replace('.', '/')}.py")
         module = importlib.util.module_from_spec(spec)

@@ -72,10 +72,14 @@ def slow_cases() -> list[Case]:
         Case("visit", gpu, objective=objective)
         for gpu in VENDORS
         for objective in (
-            ("surrogate", "k1", "none"), ("reinforce", "none", "mask"), ("clip", "k2", "truncate"),
-            ("soft", "k1+", "none"), ("stop-gradient-clip", "k3+", "none"), ("gamma", "old-new", "none"),
+            ("surrogate", "k1", "none"),
+            ("reinforce", "none", "mask"),
+            ("clip", "k2", "truncate"),
+            ("soft", "k1+", "none"),
+            ("stop-gradient-clip", "k3+", "none"),
+            ("gamma", "old-new", "none"),
         )
-    ]  # fmt: skip
+    ]
     return [case for case in found if case not in set(fast_cases())]
 
 

@@ -133,9 +133,13 @@ def _inspect(compiled: Any, case: Case) -> Findings:
     loads, stores = r"\bLDG\S*\.128", r"\bSTG"
     before = re.split(stores, sass, maxsplit=1)[0]
     return Findings(
-        registers, spills, shared, len(re.findall(loads, sass)), len(re.findall(r"\b(?:ATOM|RED)G?\.", sass)),
+        registers,
+        spills,
+        shared,
+        len(re.findall(loads, sass)),
+        len(re.findall(r"\b(?:ATOM|RED)G?\.", sass)),
         len(re.findall(loads, before)),
-    )  # fmt: skip
+    )
 
 
 # --- compilation keys -------------------------------------------------------------------------------------------------

@@ -96,9 +96,7 @@ def test_a_visit_reads_its_target_before_any_warp_may_overwrite_it(fast: dict[st
 
 def test_lengths_temperatures_and_coefficients_compile_nothing_new() -> None:
     keys = run_program(aot, "keys")
-    assert sorted(keys) == [
-        "combine_splits_kernel", "row_gradient_kernel", "row_statistics_kernel", "row_visit_kernel",
-    ]  # fmt: skip
+    assert sorted(keys) == ["combine_splits_kernel", "row_gradient_kernel", "row_statistics_kernel", "row_visit_kernel"]
     # Two variants each: rows whole and their segments apart, in place and beside the logits.
     twice = [keys.pop(name) for name in ("row_statistics_kernel", "row_visit_kernel")]
     for found in (*(found[i::2] for found in twice for i in (0, 1)), *keys.values()):

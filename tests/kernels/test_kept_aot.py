@@ -60,9 +60,15 @@ def test_all_variants(case: Case, slow: dict[str, Any]) -> None:
 def test_lengths_temperatures_and_strides_compile_nothing_new() -> None:
     keys = run_program(kept_aot, "keys")
     kernels = (
-        "add_pieces", "entry_rows", "heads", "kept_gradient", "kept_products", "kept_restrict", "kept_statistics",
+        "add_pieces",
+        "entry_rows",
+        "heads",
+        "kept_gradient",
+        "kept_products",
+        "kept_restrict",
+        "kept_statistics",
         "segment_sums",
-    )  # fmt: skip
+    )
     assert sorted(keys) == [f"{name}_kernel" for name in kernels]
     for name, found in keys.items():
         # kept_hidden and kept_weight share a kernel, in two variants: a gradient in order, or by entries.

@@ -66,9 +66,12 @@ def _check_sums(
     """Segments against float64; those without a position are as they were before."""
     truth, float32, size = (
         before.to(d) * old + _sums(ids, g.to(d)[:, None] * s.to(d), segments)
-        for d, g, s, old in ((torch.float64, gradient, source, 1), (torch.float32, gradient, source, 1),
-                             (torch.float64, gradient.abs(), source.abs(), 0))
-    )  # fmt: skip
+        for d, g, s, old in (
+            (torch.float64, gradient, source, 1),
+            (torch.float32, gradient, source, 1),
+            (torch.float64, gradient.abs(), source.abs(), 0),
+        )
+    )
     _close(actual, truth, float32, size + before.double().abs(), actual.dtype, what)
     absent = torch.ones(segments, dtype=torch.bool, device=ids.device).scatter(0, ids[ids < segments], False)
     assert torch.equal(actual[absent], before[absent])
@@ -160,23 +163,31 @@ def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
     kept_weight(gradient, hidden, *by_token, *outs, add)
     ids = by_token.token_ids.long()
     for out, before, source, what in zip(
-        outs, befores, (hidden[by_token.rows.long()].nan_to_num(), torch.ones(ids.numel(), 1, device=device)),
-        ("weight", "bias"), strict=True,
-    ):  # fmt: skip
+        outs,
+        befores,
+        (hidden[by_token.rows.long()].nan_to_num(), torch.ones(ids.numel(), 1, device=device)),
+        ("weight", "bias"),
+        strict=True,
+    ):
         if not add:
             before[ids[ids < VOCAB]] = 0.0
         shape = VOCAB, -1
-        _check_sums(out.view(shape) if out.dim() == 1 else out, ids, gradient[by_token.entries], source, VOCAB,
-                    before.view(shape) if before.dim() == 1 else before, what)  # fmt: skip
+        _check_sums(
+            out.view(shape) if out.dim() == 1 else out,
+            ids,
+            gradient[by_token.entries],
+            source,
+            VOCAB,
+            before.view(shape) if before.dim() == 1 else before,
+            what,
+        )
 
 
 def test_either_alone_is_bitwise_the_same(device: str) -> None:
     kept = kept_cases.kept_sets(SIZES, VOCAB, device, COUNTS)
     hidden = _matrix(len(SIZES), 24, torch.float32, device)
     arguments = _gradient(kept), hidden, *kept_cases.by_token(kept, VOCAB)
-    both, alone = (
-        (torch.zeros(VOCAB, 24, device=device), torch.zeros(VOCAB, device=device)) for _ in range(2)
-    )  # fmt: skip
+    both, alone = ((torch.zeros(VOCAB, 24, device=device), torch.zeros(VOCAB, device=device)) for _ in range(2))
     kept_weight(*arguments, *both, False)
     kept_weight(*arguments, alone[0], None, False)
     kept_weight(*arguments, None, alone[1], False)

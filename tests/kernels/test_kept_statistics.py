@@ -47,9 +47,14 @@ def _z(x: Tensor, row: int, t: Transform) -> tuple[Tensor, Tensor]:
 
 
 def _oracle(
-    values: Tensor, targets: Tensor, kept: Kept, t: Transform, dtype: torch.dtype,
-    c: Tensor | None = None, h: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    values: Tensor,
+    targets: Tensor,
+    kept: Kept,
+    t: Transform,
+    dtype: torch.dtype,
+    c: Tensor | None = None,
+    h: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Statistics (4, N) and, for c and h, the gradient (nnz,), row by row with torch."""
     statistics = torch.zeros(4, targets.numel(), dtype=dtype, device=values.device)
     gradient = torch.zeros(values.numel(), dtype=dtype, device=values.device)
@@ -165,8 +170,9 @@ def test_a_target_that_is_not_kept_makes_its_row_nan(device: str) -> None:
     outside = next(v for v in range(VOCAB) if v not in token[:5].tolist())
     wrong = targets.clone()
     # One that is not kept; -1; two whose low 32 bits are a kept token's.
-    wrong[:4] = torch.stack([torch.tensor(outside, device=device), token[0] * 0 - 1, token[12] + 2**32,
-                             token[311] - 2**32])  # fmt: skip
+    wrong[:4] = torch.stack(
+        [torch.tensor(outside, device=device), token[0] * 0 - 1, token[12] + 2**32, token[311] - 2**32]
+    )
     actual = _statistics(values, wrong, kept)
     assert actual.logprobs.isnan().tolist() == [True] * 4 + [False]
     truth = _oracle(values, wrong, kept, IDENTITY, torch.float64)[0]
@@ -258,10 +264,15 @@ def test_a_row_is_bitwise_the_same_anywhere(device: str) -> None:
 
 def test_no_rows_and_no_entries(device: str) -> None:
     for rows in (0, 3):
-        kept = kept_cases.kept_sets((0,) * rows, VOCAB, device) if rows else Kept(
-            torch.empty(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device),
-            torch.empty(0, dtype=torch.bool, device=device),
-        )  # fmt: skip
+        kept = (
+            kept_cases.kept_sets((0,) * rows, VOCAB, device)
+            if rows
+            else Kept(
+                torch.empty(0, dtype=torch.int32, device=device),
+                torch.zeros(1, dtype=torch.int64, device=device),
+                torch.empty(0, dtype=torch.bool, device=device),
+            )
+        )
         values, targets = torch.empty(0, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
         found = _statistics(values, targets, kept)
         assert all(x.shape == (rows,) and not x.any() for x in found)

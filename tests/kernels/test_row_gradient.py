@@ -14,9 +14,14 @@ IDENTITY = Transform()
 
 
 def _oracle(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, c: Tensor, h: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    c: Tensor,
+    h: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     x = logits.to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     statistics = reference.row_statistics(x, targets, mask, transform)

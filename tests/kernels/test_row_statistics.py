@@ -87,9 +87,16 @@ def _special(kind: str, vocab: int) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize(
     "kind",
-    ["first block -inf", "all but the target -inf", "all but another -inf", "target -inf", "all finfo.min",
-     "all finfo.min but one", "finfo.max and min"],
-)  # fmt: skip
+    [
+        "first block -inf",
+        "all but the target -inf",
+        "all but another -inf",
+        "target -inf",
+        "all finfo.min",
+        "all finfo.min but one",
+        "finfo.max and min",
+    ],
+)
 def test_extreme_rows(kind: str, softcap: float, device: str) -> None:
     row, target = _special(kind, 40000)
     logits = row.to(device)[None, None]

@@ -24,16 +24,45 @@ TOKENS = Sweep(*(t[-4 * BLOCK :].float().double() for t in sweep(4 * BLOCK, 2.0*
 
 @triton.jit
 def _terms(
-    old_ptr, ref_ptr, advantage_ptr, policy_weight, kl_weight, p0, p1, p2, p3, low, high, bound, c_ptr, kl_ptr,
-    OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    old_ptr,
+    ref_ptr,
+    advantage_ptr,
+    policy_weight,
+    kl_weight,
+    p0,
+    p1,
+    p2,
+    p3,
+    low,
+    high,
+    bound,
+    c_ptr,
+    kl_ptr,
+    OBJECTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     old, ref, a = tl.load(old_ptr + offsets), tl.load(ref_ptr + offsets), tl.load(advantage_ptr + offsets)
     zero = 0.0 * old
     _loss, _policy, kl, _ratio, _weight, _side, _approx_kl, _clamped, c, _h = OBJECTIVE(
-        zero, zero, old, ref, old, a, zero + policy_weight, zero + kl_weight, zero, zero - 1e30,
-        p0, p1, p2, p3, low, high, bound,
-    )  # fmt: skip
+        zero,
+        zero,
+        old,
+        ref,
+        old,
+        a,
+        zero + policy_weight,
+        zero + kl_weight,
+        zero,
+        zero - 1e30,
+        p0,
+        p1,
+        p2,
+        p3,
+        low,
+        high,
+        bound,
+    )
     tl.store(c_ptr + offsets, c)
     tl.store(kl_ptr + offsets, kl)
 

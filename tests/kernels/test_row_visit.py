@@ -42,15 +42,25 @@ def _inputs(logits: Tensor, targets: Tensor, transform: Transform) -> RowInputs:
     old = logp - gaps()
     advantages, weights, kl_weights, entropy_weights = (torch.randn(4, rows)).to(device).unbind()
     return RowInputs(
-        advantages, weights.abs(), old, logp + gaps(), old - gaps(), kl_weights.abs(), entropy_weights,
+        advantages,
+        weights.abs(),
+        old,
+        logp + gaps(),
+        old - gaps(),
+        kl_weights.abs(),
+        entropy_weights,
         torch.tensor(1.0, device=device),
-    )  # fmt: skip
+    )
 
 
 def _assert_visit(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    objective: RowObjective,
     inputs: RowInputs,
-) -> tuple[Tensor, Visit]:  # fmt: skip
+) -> tuple[Tensor, Visit]:
     """Visit a copy of the logits and compare all that comes out with the oracle; returns the gradient and the visit."""
     gradient = logits.clone()
     visit = backend.row_visit(gradient, targets, mask, transform, objective, inputs)
@@ -73,9 +83,13 @@ def _assert_visit(
 
 
 def _sizes(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    objective: RowObjective,
     inputs: RowInputs,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """What loss (N,), gradient (A, B, V) and KL (N,) sum up, each part's absolute value: they may cancel.
 
     The gradient also has the size of what a fifth of log p changes in it, at its slope in log p: a ratio's relative
@@ -138,17 +152,20 @@ def test_transforms_and_sizes(vocab: int, name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "absent",
-    ["old", "ref", "rollout", "kl_weights", "entropy_weights", "entropy_threshold", "all"],
+    "absent", ["old", "ref", "rollout", "kl_weights", "entropy_weights", "entropy_threshold", "all"]
 )
 def test_absent_inputs(absent: str, device: str) -> None:
     logits, targets = cases.random_rows(1000, torch.float32, device)
     inputs = _inputs(logits, targets, IDENTITY)
     names = RowInputs._fields[2:] if absent == "all" else (absent,)
     _assert_visit(
-        logits, targets, None, IDENTITY, _objective("clip", "k3-unbiased", "truncate"),
+        logits,
+        targets,
+        None,
+        IDENTITY,
+        _objective("clip", "k3-unbiased", "truncate"),
         inputs._replace(**dict.fromkeys(names)),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", ["identity", "softcap"])

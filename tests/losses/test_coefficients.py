@@ -40,9 +40,15 @@ def from_logits(objective: Objective, s: Sweep, device: str) -> Tensor:
     old, ref, a = (t.float().to(device) for t in (-20 - s.x, -20 + s.d, s.a))
     ends = torch.arange(count + 1, dtype=torch.int32, device=device)  # a response of one token each
     loss = fastrl.logits_policy_loss(
-        logits, torch.zeros(count, dtype=torch.int64, device=device), objective=objective, advantages=a,
-        old_logprobs=old, ref_logprobs=ref, cu_seqlens=ends, denominator=1,
-    )  # fmt: skip
+        logits,
+        torch.zeros(count, dtype=torch.int64, device=device),
+        objective=objective,
+        advantages=a,
+        old_logprobs=old,
+        ref_logprobs=ref,
+        cu_seqlens=ends,
+        denominator=1,
+    )
     assert (loss.logprobs == -20).all()
     (gradient,) = torch.autograd.grad(loss.loss, logits)
     return gradient[:, 0].double().cpu() / -torch.expm1(torch.tensor(-20.0, dtype=torch.float64))
@@ -157,7 +163,10 @@ def test_values_near_zero(kind: str) -> None:
         kind, k3
     )
     kl = token_losses(
-        kl_only(kind), torch.zeros(len(x)), advantages=torch.zeros(len(x)), old_logprobs=-x.float(),
+        kl_only(kind),
+        torch.zeros(len(x)),
+        advantages=torch.zeros(len(x)),
+        old_logprobs=-x.float(),
         ref_logprobs=x.float(),
-    ).kl  # fmt: skip
+    ).kl
     torch.testing.assert_close(kl.double(), expected, rtol=1e-6, atol=0)

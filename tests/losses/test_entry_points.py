@@ -165,9 +165,14 @@ def test_a_packed_batch(backend: str, backend_device: str) -> None:
         expected, (d_hidden, *_) = problem.by_logprobs(OBJECTIVES[name])
         hidden = problem.hidden[keep].requires_grad_()
         out = fastrl.linear_policy_loss(
-            hidden, problem.weight, problem.targets[keep], bias=problem.bias, objective=OBJECTIVES[name],
-            cu_seqlens=cu_seqlens, **packed,
-        )  # fmt: skip
+            hidden,
+            problem.weight,
+            problem.targets[keep],
+            bias=problem.bias,
+            objective=OBJECTIVES[name],
+            cu_seqlens=cu_seqlens,
+            **packed,
+        )
         out.loss.backward()
         torch.testing.assert_close(out.loss, expected.loss, **CLOSE)
         torch.testing.assert_close(hidden.grad, d_hidden[keep], **CLOSE)
@@ -215,9 +220,13 @@ def test_only_wanted_gradients_are_made(backend: str, backend_device: str) -> No
             assert all(x.grad is None for i, x in enumerate(leaves) if i != wanted)
         with torch.no_grad():
             plain = fastrl.linear_policy_loss(
-                problem.hidden, problem.weight, problem.targets, bias=problem.bias, objective=OBJECTIVES[name],
+                problem.hidden,
+                problem.weight,
+                problem.targets,
+                bias=problem.bias,
+                objective=OBJECTIVES[name],
                 **problem.arguments,
-            )  # fmt: skip
+            )
         assert not plain.loss.requires_grad
 
 
@@ -257,9 +266,16 @@ def test_plans_follow_the_objective() -> None:
     def reason(objective: Any, on_policy: bool, **more: Any) -> str | None:
         zeros = torch.zeros(2, 3)
         inputs: dict[str, Any] = dict.fromkeys(
-            ("mask", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights", "entropy_threshold",
-             "cu_seqlens")
-        )  # fmt: skip
+            (
+                "mask",
+                "ref_logprobs",
+                "rollout_logprobs",
+                "token_weights",
+                "entropy_weights",
+                "entropy_threshold",
+                "cu_seqlens",
+            )
+        )
         inputs |= {"advantages": torch.ones(2), "old_logprobs": None if on_policy else zeros} | more
         return why_not_row_local(
             objective, Given.of(make_batch(torch.zeros(2, 3, dtype=torch.int64), "targets", **inputs))

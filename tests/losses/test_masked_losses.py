@@ -46,11 +46,12 @@ class Problem:
         self.targets = targets.where(mask, -100).to(device)
         logp = self.logprobs(torch.float64, False)[0].cpu().float()
         self.arguments: dict[str, Any] = {
-            "advantages": normal(B).to(device), "mask": mask.to(device),
+            "advantages": normal(B).to(device),
+            "mask": mask.to(device),
             "old_logprobs": None if on_policy else (logp + 0.3 * normal(B, T)).to(device),
             "ref_logprobs": (logp + 0.3 * normal(B, T)).to(device),
             "rollout_logprobs": (logp + 0.3 * normal(B, T)).to(device),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def _sets(kind: str, targets: list[int], g: torch.Generator) -> list[list[int]]:
@@ -92,17 +93,28 @@ class Problem:
     def by_hidden(self, objective: Any, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         leaves = self.leaves(dtype)
         out = fastrl.linear_policy_loss(
-            leaves[0], leaves[1], self.targets, bias=leaves[2], objective=objective, sampling_mask=self.sets,
-            **self.arguments, **options,
-        )  # fmt: skip
+            leaves[0],
+            leaves[1],
+            self.targets,
+            bias=leaves[2],
+            objective=objective,
+            sampling_mask=self.sets,
+            **self.arguments,
+            **options,
+        )
         return out.loss.detach(), list(torch.autograd.grad(out.loss, leaves))
 
     def by_logits(self, objective: Any, inplace: bool, **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         leaves = self.leaves(torch.float32)
         out = fastrl.logits_policy_loss(
-            torch.nn.functional.linear(*leaves), self.targets, objective=objective, sampling_mask=self.sets,
-            inplace=inplace, **self.arguments, **options,
-        )  # fmt: skip
+            torch.nn.functional.linear(*leaves),
+            self.targets,
+            objective=objective,
+            sampling_mask=self.sets,
+            inplace=inplace,
+            **self.arguments,
+            **options,
+        )
         return out.loss.detach(), list(torch.autograd.grad(out.loss, leaves))
 
 
@@ -198,9 +210,10 @@ def test_operands_of_any_strides(backend: str, backend_device: str, kind: str) -
     plain = fastrl.linear_token_logprobs(hidden, weight, problem.targets, bias=bias, **options)
     expected = torch.autograd.grad(plain.logprobs.sum() + plain.entropy.sum(), (hidden, weight, bias))
     strided = (
-        torch.stack([hidden, hidden], -1).flatten(-2)[..., ::2], weight.t().contiguous().t(),
+        torch.stack([hidden, hidden], -1).flatten(-2)[..., ::2],
+        weight.t().contiguous().t(),
         torch.stack([bias, bias], -1).flatten()[::2],
-    )  # fmt: skip
+    )
     h, w, b = (x.detach().requires_grad_() for x in strided)
     assert h.stride(-1) == 2 and w.stride(-1) == VOCAB and b.stride(0) == 2
     stats = fastrl.linear_token_logprobs(h, w, problem.targets, bias=b, **options)
@@ -240,9 +253,14 @@ def test_one_member_is_certain(backend: str, backend_device: str) -> None:
     problem = Problem(backend_device, "targets alone")
     hidden, weight, bias = leaves = problem.leaves(torch.float32)
     stats = fastrl.linear_token_logprobs(
-        hidden, weight, problem.targets, bias=bias, mask=problem.arguments["mask"], sampling_mask=problem.sets,
+        hidden,
+        weight,
+        problem.targets,
+        bias=bias,
+        mask=problem.arguments["mask"],
+        sampling_mask=problem.sets,
         entropy=True,
-    )  # fmt: skip
+    )
     assert not stats.logprobs.any() and not stats.entropy.any()
     for gradient in torch.autograd.grad(stats.logprobs.sum() + stats.entropy.sum(), leaves):
         assert not gradient.any()

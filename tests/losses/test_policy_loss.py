@@ -165,11 +165,15 @@ def test_micro_batches_with_a_global_denominator_add_up() -> None:
         total = case.mask.sum() if count == "tokens" else torch.tensor(len(case.mask))
         parts = [
             fastrl.policy_loss(
-                case.logp[i : i + 2], objective=OBJECTIVES[name], advantages=case.advantages[i : i + 2],
-                mask=case.mask[i : i + 2], denominator=total, **{k: v[i : i + 2] for k, v in case.optional.items()},
+                case.logp[i : i + 2],
+                objective=OBJECTIVES[name],
+                advantages=case.advantages[i : i + 2],
+                mask=case.mask[i : i + 2],
+                denominator=total,
+                **{k: v[i : i + 2] for k, v in case.optional.items()},
             ).loss
             for i in range(0, 5, 2)
-        ]  # fmt: skip
+        ]
         torch.testing.assert_close(sum(parts), whole, **EXACT)
 
 
@@ -177,9 +181,11 @@ def test_float64_keeps_its_digits_beside_a_float32_denominator() -> None:
     """The product with L_max, in float32, was 4e-8 off."""
     denominator = torch.tensor(3.3)
     out = fastrl.policy_loss(
-        torch.zeros(1, 1, dtype=torch.float64), objective=fastrl.DrGRPO(max_length=7), advantages=torch.ones(1),
+        torch.zeros(1, 1, dtype=torch.float64),
+        objective=fastrl.DrGRPO(max_length=7),
+        advantages=torch.ones(1),
         denominator=denominator,
-    )  # fmt: skip
+    )
     torch.testing.assert_close(out.loss, -1 / (7 * denominator.double()), rtol=1e-15, atol=0)
 
 
@@ -241,15 +247,28 @@ def test_metrics_say_what_happened() -> None:
     old = torch.zeros(1, 4)
     logp = torch.tensor([[2.0, 0.5, 1.0, 1.0]]).log()
     out = fastrl.policy_loss(
-        logp, objective=fastrl.PPO(), advantages=torch.tensor([[1.0, -1.0, 1.0, 1.0]]), old_logprobs=old,
-        mask=torch.tensor([[1, 1, 1, 0]]), entropy=torch.tensor([[1.0, 2.0, 3.0, 100.0]]),
-    )  # fmt: skip
+        logp,
+        objective=fastrl.PPO(),
+        advantages=torch.tensor([[1.0, -1.0, 1.0, 1.0]]),
+        old_logprobs=old,
+        mask=torch.tensor([[1, 1, 1, 0]]),
+        entropy=torch.tensor([[1.0, 2.0, 3.0, 100.0]]),
+    )
     expected = {
-        "policy_loss": -(1.2 - 0.8 + 1.0) / 3, "kl": 0.0, "entropy": 2.0, "ratio_mean": 3.5 / 3, "ratio_max": 2.0,
-        "clip_frac": 2 / 3, "clip_frac_low": 1 / 3, "clip_frac_high": 1 / 3, "gate_mean": 1 / 3,
+        "policy_loss": -(1.2 - 0.8 + 1.0) / 3,
+        "kl": 0.0,
+        "entropy": 2.0,
+        "ratio_mean": 3.5 / 3,
+        "ratio_max": 2.0,
+        "clip_frac": 2 / 3,
+        "clip_frac_low": 1 / 3,
+        "clip_frac_high": 1 / 3,
+        "gate_mean": 1 / 3,
         "approx_kl": sum(r - 1 - torch.tensor(r).log().item() for r in (2.0, 0.5, 1.0)) / 3,
-        "ratio_clamped": 0.0, "masked_off_policy": 0.0, "tokens": 3.0,
-    }  # fmt: skip
+        "ratio_clamped": 0.0,
+        "masked_off_policy": 0.0,
+        "tokens": 3.0,
+    }
     assert out.metrics.keys() == expected.keys()
     for key, value in expected.items():
         assert out.metrics[key].dtype == torch.float32 and out.metrics[key].dim() == 0

@@ -195,9 +195,12 @@ def test_empty_batches_reach_every_input(backend: str, backend_device: str, name
     targets = torch.full(shape, -100, device=backend_device)
     numbers = torch.zeros(shape, device=backend_device)
     common: dict[str, Any] = {
-        "objective": OBJECTIVES[name], "advantages": torch.ones(shape[0], device=backend_device),
-        "mask": torch.zeros(shape, device=backend_device), "old_logprobs": numbers, "ref_logprobs": numbers,
-    }  # fmt: skip
+        "objective": OBJECTIVES[name],
+        "advantages": torch.ones(shape[0], device=backend_device),
+        "mask": torch.zeros(shape, device=backend_device),
+        "old_logprobs": numbers,
+        "ref_logprobs": numbers,
+    }
     for inplace in (False, True):
         logits = zeros(*shape, V)
         out = fastrl.logits_policy_loss(logits * 1, targets, inplace=inplace, **common)

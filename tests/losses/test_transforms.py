@@ -23,16 +23,20 @@ HEAD = {"hidden": PROBLEM.hidden, "weight": PROBLEM.weight, "bias": PROBLEM.bias
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "token_logprobs": (lambda logits: fastrl.token_logprobs(logits, **STATS).logprobs, {"logits": LOGITS}),
     "token_logprobs recorded": (
-        lambda logits: fastrl.token_logprobs(logits, sampling_mask=KEPT, **STATS).logprobs, {"logits": LOGITS},
+        lambda logits: fastrl.token_logprobs(logits, sampling_mask=KEPT, **STATS).logprobs,
+        {"logits": LOGITS},
     ),
     "linear_token_logprobs": (lambda **head: fastrl.linear_token_logprobs(**head, **STATS).logprobs, HEAD),
     "linear_cross_entropy": (
-        lambda **head: fastrl.linear_cross_entropy(targets=PROBLEM.targets.clamp_min(0), **head), HEAD,
+        lambda **head: fastrl.linear_cross_entropy(targets=PROBLEM.targets.clamp_min(0), **head),
+        HEAD,
     ),
     "linear_dpo_loss": (
-        lambda **head: fastrl.linear_dpo_loss(
-            targets=PROBLEM.targets[:2].clamp_min(0), mask=torch.ones(2, T), ref_logprobs=torch.zeros(2), **head
-        ).loss,
+        lambda **head: (
+            fastrl.linear_dpo_loss(
+                targets=PROBLEM.targets[:2].clamp_min(0), mask=torch.ones(2, T), ref_logprobs=torch.zeros(2), **head
+            ).loss
+        ),
         {**HEAD, "hidden": PROBLEM.hidden[:2]},
     ),
     **{
@@ -44,11 +48,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     },
     **{
         f"linear_policy_loss {name}": (
-            lambda name=name, **head: fastrl.linear_policy_loss(objective=OBJECTIVES[name], **head, **LOSS).loss, HEAD,
+            lambda name=name, **head: fastrl.linear_policy_loss(objective=OBJECTIVES[name], **head, **LOSS).loss,
+            HEAD,
         )
         for name in ("GRPO", "GSPO")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -106,9 +106,15 @@ def statistics_of(backend: object, logits: Tensor, *arguments: object) -> Statis
 
 
 def check(
-    logits: Tensor, targets: Tensor, c: Tensor, h: Tensor | None, mask: Tensor | None = None,
-    transform: Transform = PLAIN, *, in_place: bool = False,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    c: Tensor,
+    h: Tensor | None,
+    mask: Tensor | None = None,
+    transform: Transform = PLAIN,
+    *,
+    in_place: bool = False,
+) -> None:
     """Statistics and gradient against the oracle, with the same statistics for both gradients."""
     exact = reference.row_statistics(logits.double(), targets, mask, transform64(transform))
     torch32 = reference.row_statistics(logits.float(), targets, mask, transform)
@@ -153,8 +159,14 @@ def random_inputs(logprobs: Tensor, present: tuple[str, ...], seed: int) -> RowI
     def near(spread: float) -> Tensor:
         return logprobs + spread * torch.randn(n, generator=g)
 
-    inputs = {"old": near(0.3), "ref": near(0.5), "rollout": near(0.7), "kl_weights": torch.rand(n, generator=g),
-              "entropy_weights": torch.randn(n, generator=g), "entropy_threshold": torch.tensor(1.4)}  # fmt: skip
+    inputs = {
+        "old": near(0.3),
+        "ref": near(0.5),
+        "rollout": near(0.7),
+        "kl_weights": torch.rand(n, generator=g),
+        "entropy_weights": torch.randn(n, generator=g),
+        "entropy_threshold": torch.tensor(1.4),
+    }
     for name in ("old", "ref", "rollout"):  # some beyond the clamp
         inputs[name][0], inputs[name][1] = logprobs[0] + 5, logprobs[1] - 5
     advantages = torch.randn(n, generator=g)
@@ -165,9 +177,13 @@ def random_inputs(logprobs: Tensor, present: tuple[str, ...], seed: int) -> RowI
 
 
 def check_visit(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, objective: RowObjective,
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    objective: RowObjective,
     inputs: RowInputs,
-) -> None:  # fmt: skip
+) -> None:
     def double(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.double()
 

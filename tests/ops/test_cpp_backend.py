@@ -423,9 +423,15 @@ def test_wrong_arguments_are_refused() -> None:
     temperature=st.sampled_from([1.0, 0.25, 3.3]),
 )
 def test_properties(
-    vocab: int, seed: int, spread: float, offset: float, holes: float, dtype: torch.dtype, softcap: float,
+    vocab: int,
+    seed: int,
+    spread: float,
+    offset: float,
+    holes: float,
+    dtype: torch.dtype,
+    softcap: float,
     temperature: float,
-) -> None:  # fmt: skip
+) -> None:
     logits, targets, c, h = random_rows(3, vocab, dtype, seed, spread)
     logits = (logits + offset).to(dtype)
     empty = torch.rand(logits.shape, generator=generator(seed)) < holes

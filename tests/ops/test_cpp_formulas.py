@@ -26,8 +26,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 #: the header's tables -> how many arguments their functions take
-TABLES = {"GATE_VALUE": 7, "GATE_WEIGHT": 7, "GATE_SIDE": 6, "KL_VALUE": 2, "KL_GRADIENT": 4,
-          "ROLLOUT_WEIGHT": 3}  # fmt: skip
+TABLES = {"GATE_VALUE": 7, "GATE_WEIGHT": 7, "GATE_SIDE": 6, "KL_VALUE": 2, "KL_GRADIENT": 4, "ROLLOUT_WEIGHT": 3}
 
 
 def argument_names(function: object) -> list[str]:
@@ -75,8 +74,24 @@ def random_arguments(names: list[str], count: int = 200) -> list[dict[str, float
 
 def torch_result(function: object, arguments: dict[str, float]) -> Tensor:
     """As the kernels' callers would: per-token numbers are tensors, the gate's own numbers floats."""
-    own = {"p0", "p1", "p2", "p3", "low", "high", "dual", "delta", "cap", "tau_pos", "tau_neg", "k_pos", "lam_pos",
-           "k_neg", "lam_neg", "bound"}  # fmt: skip
+    own = {
+        "p0",
+        "p1",
+        "p2",
+        "p3",
+        "low",
+        "high",
+        "dual",
+        "delta",
+        "cap",
+        "tau_pos",
+        "tau_neg",
+        "k_pos",
+        "lam_pos",
+        "k_neg",
+        "lam_neg",
+        "bound",
+    }
     values = {k: v if k in own else torch.tensor(v, dtype=torch.float64) for k, v in arguments.items()}
     return torch.as_tensor(function(**values), dtype=torch.float64)  # type: ignore[operator]
 

@@ -115,9 +115,13 @@ def gae_call(draw: Draw, compare: Comparison) -> None:
             size[response] = reach
     given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (rewards, values)]
     advantages, returns = fastrl.gae(
-        *given, mask.view(layout.shape), gamma=gamma, lam=lam,
-        bootstrap=None if bootstrap is None else bootstrap.float(), **_packed(layout),
-    )  # fmt: skip
+        *given,
+        mask.view(layout.shape),
+        gamma=gamma,
+        lam=lam,
+        bootstrap=None if bootstrap is None else bootstrap.float(),
+        **_packed(layout),
+    )
     for name, found, value in (("advantages", advantages, expected[0]), ("returns", returns, expected[1])):
         compare.close(name, found, value.view(layout.shape), SLACK * size.view(layout.shape))
 
@@ -243,9 +247,11 @@ def sampling_mask_call(draw: Draw, compare: Comparison) -> None:
         banned[:, draw.randrange(vocab)] = False
         x = x.masked_fill(banned, -math.inf)
     options = {
-        "temperature": draw.choice((1.0, 0.5, 1.7)), "top_k": draw.choice((0, 0, 1, 5, 50)),
-        "top_p": draw.choice((1.0, 0.9, 0.5, 0.05)), "min_p": draw.choice((0.0, 0.0, 0.05, 0.5)),
-    }  # fmt: skip
+        "temperature": draw.choice((1.0, 0.5, 1.7)),
+        "top_k": draw.choice((0, 0, 1, 5, 50)),
+        "top_p": draw.choice((1.0, 0.9, 0.5, 0.05)),
+        "min_p": draw.choice((0.0, 0.0, 0.05, 0.5)),
+    }
     draw.tell(dtype=x.dtype, vocab=vocab, rows=n, **options)
     mask = fastrl.SamplingMask.from_logits(x, **options)
     if not 0 < options["top_k"] < vocab and options["top_p"] == 1 and options["min_p"] == 0:

@@ -85,24 +85,28 @@ def _preset(draw: Draw) -> fastrl.Objective:
         "GMPO": lambda: {"clip": draw.choice((0.01, 0.1, 0.4))},
         "VESPO": lambda: {"k_pos": draw.choice((0.0, 1.0, 2.0)), "lam_neg": draw.choice((0.5, 2.0))},
         "DeepSeekV32": lambda: {
-            "clip": low, "kl_coef": _coefficient(draw, 0.1), "off_policy_delta": draw.choice((0.0, 0.1, 0.5)),
+            "clip": low,
+            "kl_coef": _coefficient(draw, 0.1),
+            "off_policy_delta": draw.choice((0.0, 0.1, 0.5)),
         },
-    }  # fmt: skip
+    }
     arguments = own.get(name, dict)() if draw.often(0.7) or name in ("PPOKL", "DrGRPO", "DeepSeekV32") else {}
     return fastrl.PRESETS[name](**arguments, **{k: v for k, v in _fields(draw, 0.2).items() if k not in arguments})
 
 
 def _combination(draw: Draw) -> fastrl.Objective:
     low, high = _clips(draw)
-    gate = draw.choice((
-        fastrl.NoGate(ratio=draw.often(0.5)),
-        fastrl.Clip(low, high, dual=_maybe(draw, 0.3, draw.choice((1.5, 3.0))), delta=_maybe(draw, 0.3, 4.0)),
-        fastrl.Clip(low, high, dual=_maybe(draw, 0.3, 3.0), delta=_maybe(draw, 0.3, draw.choice((1.1, 1.6)))),
-        fastrl.SoftGate(draw.choice((0.5, 1.0, 4.0)), draw.choice((1.05, 3.0))),
-        fastrl.StopGradientClip(draw.choice((0.9, 1.5, 5.0)), _maybe(draw, 0.3, 0.7)),
-        fastrl.GeometricMean(draw.choice((0.05, 0.4, 2.0))),
-        fastrl.GammaWeight(draw.choice((0.5, 2.0)), draw.choice((0.5, 3.0)), draw.choice((1.0, 3.0)), 2.0),
-    ))  # fmt: skip
+    gate = draw.choice(
+        (
+            fastrl.NoGate(ratio=draw.often(0.5)),
+            fastrl.Clip(low, high, dual=_maybe(draw, 0.3, draw.choice((1.5, 3.0))), delta=_maybe(draw, 0.3, 4.0)),
+            fastrl.Clip(low, high, dual=_maybe(draw, 0.3, 3.0), delta=_maybe(draw, 0.3, draw.choice((1.1, 1.6)))),
+            fastrl.SoftGate(draw.choice((0.5, 1.0, 4.0)), draw.choice((1.05, 3.0))),
+            fastrl.StopGradientClip(draw.choice((0.9, 1.5, 5.0)), _maybe(draw, 0.3, 0.7)),
+            fastrl.GeometricMean(draw.choice((0.05, 0.4, 2.0))),
+            fastrl.GammaWeight(draw.choice((0.5, 2.0)), draw.choice((0.5, 3.0)), draw.choice((1.0, 3.0)), 2.0),
+        )
+    )
     own_level = isinstance(gate, fastrl.GeometricMean | fastrl.GammaWeight)
     ratio = "token" if own_level else draw.choice(RATIOS)
     return fastrl.Objective(gate=gate, ratio=ratio, **_fields(draw, 0.5))

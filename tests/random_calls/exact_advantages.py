@@ -92,9 +92,14 @@ def overlong(length: int, max_length: int, cache: int) -> float:
 
 
 def process(
-    rewards: Sequence[Numbers], ends: Sequence[Sequence[int]], groups: Sequence[Hashable], lengths: Sequence[int],
-    scale: str, ddof: int, eps: float,
-) -> tuple[list[list[float]], list[list[float]]]:  # fmt: skip
+    rewards: Sequence[Numbers],
+    ends: Sequence[Sequence[int]],
+    groups: Sequence[Hashable],
+    lengths: Sequence[int],
+    scale: str,
+    ddof: int,
+    eps: float,
+) -> tuple[list[list[float]], list[list[float]]]:
     """Each response's advantages, one a token, and what their errors are relative to."""
     present = [(i, s) for i in range(len(rewards)) for s in range(len(rewards[i])) if ends[i][s] >= 0]
     flat, sizes = normalised([rewards[i][s] for i, s in present], [groups[i] for i, _ in present], scale, ddof, eps)

@@ -75,13 +75,17 @@ def gamma_gate(gate: Any, log: Tensor, logp: Tensor, advantage: Tensor) -> Gated
 
 def kl_slope(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> Tensor:
     """|dvalue / dlogp| by the table: what the slope's rounding error is relative to."""
-    return {
-        "k1": torch.ones_like(d),
-        "k3": torch.expm1(d),
-        "k3-unbiased": ratio * d,
-        "forward": d.exp() * d,
-        "old-new": torch.expm1(log_ratio),
-    }.get(kind, d).detach().abs()  # fmt: skip
+    return (
+        {
+            "k1": torch.ones_like(d),
+            "k3": torch.expm1(d),
+            "k3-unbiased": ratio * d,
+            "forward": d.exp() * d,
+            "old-new": torch.expm1(log_ratio),
+        }.get(kind, d)
+        .detach()
+        .abs()
+    )
 
 
 def with_slope(value: Tensor, slope: Tensor, x: Tensor) -> Tensor:

@@ -105,9 +105,14 @@ class _Evaluation:
         pick = lambda t: None if t is None else t[rows]  # noqa: E731
         logp, old = self.logp[rows], self.old[rows]
         context = fastrl.LossContext(
-            logp, pick(self.entropy), old, pick(self.batch.ref), pick(self.batch.rollout),
-            torch.ones(len(rows), dtype=torch.bool), None,
-        )  # fmt: skip
+            logp,
+            pick(self.entropy),
+            old,
+            pick(self.batch.ref),
+            pick(self.batch.rollout),
+            torch.ones(len(rows), dtype=torch.bool),
+            None,
+        )
         losses = self.custom(logp - old, self.batch.advantages[rows], context)
         return torch.zeros_like(self.logp).index_add(0, rows, losses)
 
@@ -274,13 +279,19 @@ class _Evaluation:
         absolute = {name: values.abs().sum() / n for name, values in token.items()}
         metrics = {
             "policy_loss": self.policy.detach(),
-            "kl": mean["kl"], "entropy": mean["entropy"], "ratio_mean": mean["ratio"], "gate_mean": mean["gate"],
-            "approx_kl": mean["approx_kl"], "clip_frac_low": mean["low"], "clip_frac_high": mean["high"],
+            "kl": mean["kl"],
+            "entropy": mean["entropy"],
+            "ratio_mean": mean["ratio"],
+            "gate_mean": mean["gate"],
+            "approx_kl": mean["approx_kl"],
+            "clip_frac_low": mean["low"],
+            "clip_frac_high": mean["high"],
             "clip_frac": mean["low"] + mean["high"],
             "ratio_max": token["ratio"].max() if self.batch.tokens else torch.zeros((), dtype=torch.float64),
-            "ratio_clamped": token["clamped"].sum(), "masked_off_policy": token["off_policy"].sum(),
+            "ratio_clamped": token["clamped"].sum(),
+            "masked_off_policy": token["off_policy"].sum(),
             "tokens": torch.tensor(float(self.batch.tokens), dtype=torch.float64),
-        }  # fmt: skip
+        }
         scales = {name: metrics[name].abs() for name in metrics}
         scales |= {"kl": absolute["kl"], "approx_kl": mean["ratio"] + 1}
         return metrics, scales

@@ -93,9 +93,16 @@ def statistics(x: Tensor, x_error: Tensor, targets: Tensor, mask: Tensor, settin
     entropy_error = entropy_error + 8 * EPS * (1 + math.log(vocab) + (p * (finite - top).abs()).sum(1))
     keep = mask.double()
     return Rows(
-        z, log_p, torch.where(mask, logp, 0.0), entropy * keep, slope, z_error, logp_error.nan_to_num(0) * keep,
-        entropy_error * keep, target,
-    )  # fmt: skip
+        z,
+        log_p,
+        torch.where(mask, logp, 0.0),
+        entropy * keep,
+        slope,
+        z_error,
+        logp_error.nan_to_num(0) * keep,
+        entropy_error * keep,
+        target,
+    )
 
 
 @dataclass

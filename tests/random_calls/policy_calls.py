@@ -138,9 +138,16 @@ class Expected:
     """The exact loss, its slopes, and how far they move when log-probabilities and entropies do by their errors."""
 
     def __init__(
-        self, draw: Draw, objective: Any, batch: Batch, logp: Tensor, entropy: Tensor | None, logp_error: Tensor,
-        entropy_error: Tensor, unit: float,
-    ) -> None:  # fmt: skip
+        self,
+        draw: Draw,
+        objective: Any,
+        batch: Batch,
+        logp: Tensor,
+        entropy: Tensor | None,
+        logp_error: Tensor,
+        entropy_error: Tensor,
+        unit: float,
+    ) -> None:
         self.exact = exact_policy(objective, batch, logp, entropy)
         moved = []
         drawn = 2 * draw.integers(2, len(logp)).double() - 1

@@ -81,11 +81,15 @@ FORMULAS = {
     "a k3 without its linear part": (KL_FORMULAS, "k3", k3_without_its_linear_part),
 }
 RESULTS = [
-    ("policy_loss", "loss", steeper), ("logits_policy_loss", "loss", steeper), ("linear_policy_loss", "loss", larger),
-    ("linear_policy_loss", "loss", steeper), ("token_logprobs", "entropy", larger),
-    ("token_logprobs", "logprobs", steeper), ("linear_token_logprobs", "logprobs", larger),
+    ("policy_loss", "loss", steeper),
+    ("logits_policy_loss", "loss", steeper),
+    ("linear_policy_loss", "loss", larger),
+    ("linear_policy_loss", "loss", steeper),
+    ("token_logprobs", "entropy", larger),
+    ("token_logprobs", "logprobs", steeper),
+    ("linear_token_logprobs", "logprobs", larger),
     ("linear_dpo_loss", "loss", steeper),
-]  # fmt: skip
+]
 
 
 def find_a_wrong_number(name: str) -> None:

@@ -14,10 +14,19 @@ from fastrl.integrations.routing import record_routing
 
 VOCAB, PAD, STEPS, EXPERTS, TOP_K = 29, 0, 7, 6, 2
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts_per_tok": TOP_K, "initializer_range": 0.4,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": TOP_K,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": PAD,
+}
 QWEN = SIZES | {"num_experts": EXPERTS, "moe_intermediate_size": 12, "head_dim": 8}
 
 

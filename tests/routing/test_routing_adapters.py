@@ -83,9 +83,18 @@ def test_every_adapter_has_its_models_rule(name: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     for normalised in (True, False):
         config = SimpleNamespace(
-            hidden_size=16, num_experts=8, num_local_experts=8, n_routed_experts=8, moe_num_experts=8, moe_topk=3,
-            num_experts_per_tok=3, norm_topk_prob=normalised, routed_scaling_factor=2.5, n_group=2, topk_group=1,
-        )  # fmt: skip
+            hidden_size=16,
+            num_experts=8,
+            num_local_experts=8,
+            n_routed_experts=8,
+            moe_num_experts=8,
+            moe_topk=3,
+            num_experts_per_tok=3,
+            norm_topk_prob=normalised,
+            routed_scaling_factor=2.5,
+            n_group=2,
+            topk_group=1,
+        )
         torch.manual_seed(0)
         router = cls(config)
         for parameter in router.parameters():

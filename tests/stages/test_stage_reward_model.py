@@ -93,8 +93,11 @@ def test_saving_and_loading_changes_no_score(stage, tmp_path):
 
 
 def test_micro_batches_add_up_and_agree_with_pairs_in_a_loop(stage):
-    rows = [Ranked([[2, 1, 3, 0], [2, 1, 4, 4, 0], [2, 1, 0]], [1, 2, 2]), Ranked([[5, 1, 0], [5, 1, 6, 0]], [3, 1]),
-            Ranked([[7, 8, 1, 7, 0], [7, 8, 1, 8, 0], [7, 8, 1, 0]], [2, 3, 1])]  # fmt: skip
+    rows = [
+        Ranked([[2, 1, 3, 0], [2, 1, 4, 4, 0], [2, 1, 0]], [1, 2, 2]),
+        Ranked([[5, 1, 0], [5, 1, 6, 0]], [3, 1]),
+        Ranked([[7, 8, 1, 7, 0], [7, 8, 1, 8, 0], [7, 8, 1, 0]], [2, 3, 1]),
+    ]
     losses, right, margins = [], [], []
     for row in rows:
         scores = torch.cat([score_sequences(stage.model, [tokens]) for tokens in row.sequences])

@@ -106,8 +106,12 @@ def test_the_best_are_distinct_whole_and_rewarded():
 def test_sample_then_sft_then_a_model(tables, tmp_path, policy_path, capsys):
     path = tmp_path / "sample.toml"
     table = tables()
-    path.write_text("".join(f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in fields.items())
-                            for name, fields in table.items()))  # fmt: skip
+    path.write_text(
+        "".join(
+            f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in fields.items())
+            for name, fields in table.items()
+        )
+    )
     assert main(["sample", str(path), "--best", "2", "--rollout.num_generations", "6"]) == 0
     output = capsys.readouterr().out
     rows = read(tmp_path)

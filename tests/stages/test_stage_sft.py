@@ -16,8 +16,12 @@ from fastrl.stages.loop import measure, save_model
 from fastrl.stages.rows import Tokens
 from fastrl.stages.sft import SFT, Config, train
 
-ROWS = [Tokens([2, 3, 1], [3, 2, 0]), Tokens([4, 1], [0]), Tokens([5, 6, 7, 8, 1], [8, 7, 6, 5, 0]),
-        Tokens([9, 10, 1], [10, 9, 11, 3, 2, 0])]  # fmt: skip
+ROWS = [
+    Tokens([2, 3, 1], [3, 2, 0]),
+    Tokens([4, 1], [0]),
+    Tokens([5, 6, 7, 8, 1], [8, 7, 6, 5, 0]),
+    Tokens([9, 10, 1], [10, 9, 11, 3, 2, 0]),
+]
 # Sums in another order: a few units in the last place of the largest gradient.
 ROUNDING = 4e-6
 
@@ -90,9 +94,15 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert rates == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
-        "config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html", "tensorboard", "model",
+        "config.json",
+        "metrics.jsonl",
+        "summary.json",
+        "curves.png",
+        "report.html",
+        "tensorboard",
+        "model",
         "checkpoints",
-    }  # fmt: skip
+    }
 
 
 def test_adapters_are_saved_and_merged(settings, write_rows, tmp_path, policy_path):

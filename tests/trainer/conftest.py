@@ -69,8 +69,24 @@ def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **
     )
     generator = torch.Generator()
     nothing: Any = None
-    return Run(config, policy, objective, nothing, None, nothing, [], {}, None, None, None, None, None, nothing,
-               nothing, generator)  # fmt: skip
+    return Run(
+        config,
+        policy,
+        objective,
+        nothing,
+        None,
+        nothing,
+        [],
+        {},
+        None,
+        None,
+        None,
+        None,
+        None,
+        nothing,
+        nothing,
+        generator,
+    )
 
 
 @pytest.fixture

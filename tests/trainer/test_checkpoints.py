@@ -61,15 +61,17 @@ def test_resuming_without_a_checkpoint_says_so(make_config):
     [
         ({"training": {"seed": 3}}, ["training.seed was 0 and is now 3"]),
         ({"training": {"steps": 9}}, ["training.steps was 1 and is now 9"]),  # the example's schedule is linear
-        ({"optimizer": {"lr": 1.0}, "rollout": {"top_p": 0.5}},
-         ["optimizer.lr was 0.002 and is now 1.0", "; ", "rollout.top_p was 1.0 and is now 0.5"]),
+        (
+            {"optimizer": {"lr": 1.0}, "rollout": {"top_p": 0.5}},
+            ["optimizer.lr was 0.002 and is now 1.0", "; ", "rollout.top_p was 1.0 and is now 0.5"],
+        ),
         ({"objective": {"name": "dapo"}}, ["objective.name was 'grpo' and is now 'dapo'"]),
         ({"model": {"dtype": "bfloat16"}}, ["model.dtype was 'float32' and is now 'bfloat16'"]),
         ({"reward": {"function": "reward.py:exact_match"}}, ["reward.function was"]),
         ({"kl": {"coef": 0.2}}, ["kl was None and is now"]),
         ({"advantages": {"ddof": 1}}, ["advantages.ddof was 0 and is now 1"]),
     ],
-)  # fmt: skip
+)
 def test_another_config_is_refused_field_by_field(make_config, tables, expected):
     train(make_config(training={"steps": 1}))
     other = make_config(**tables | {"training": {"steps": 1} | tables.get("training", {})})

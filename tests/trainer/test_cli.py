@@ -11,9 +11,22 @@ from fastrl.cli import main
 
 
 def test_train_runs_a_config_with_overrides(example, tmp_path, capsys):
-    arguments = ["train", str(example / "config.toml"), "--objective.name", "sapo", "--objective.tau_pos", "2.0",
-                 "--training.steps", "1", "--rollout.prompts_per_step", "4", "--logging.output_dir", str(tmp_path),
-                 "--logging.tensorboard", "false"]  # fmt: skip
+    arguments = [
+        "train",
+        str(example / "config.toml"),
+        "--objective.name",
+        "sapo",
+        "--objective.tau_pos",
+        "2.0",
+        "--training.steps",
+        "1",
+        "--rollout.prompts_per_step",
+        "4",
+        "--logging.output_dir",
+        str(tmp_path),
+        "--logging.tensorboard",
+        "false",
+    ]
     assert main(arguments) == 0
     output = capsys.readouterr().out
     assert "sapo: 1 steps" in output

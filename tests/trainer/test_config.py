@@ -37,8 +37,19 @@ def parse(path, *overrides):
 
 def test_the_command_line_overrides_the_file(write):
     path = write(MINIMAL + "kl_coef = 0.5\n[rollout]\ntemperature = 0.7\nmax_new_tokens = 9\n")
-    config = parse(path, "--rollout.temperature", "0.9", "--objective.name", "sapo", "--objective.tau_pos", "2.0",
-                   "--objective.kl_coef", "None", "--logging.overwrite", "true")  # fmt: skip
+    config = parse(
+        path,
+        "--rollout.temperature",
+        "0.9",
+        "--objective.name",
+        "sapo",
+        "--objective.tau_pos",
+        "2.0",
+        "--objective.kl_coef",
+        "None",
+        "--logging.overwrite",
+        "true",
+    )
     assert (config.rollout.temperature, config.rollout.max_new_tokens) == (0.9, 9)
     assert config.logging.overwrite
     assert config.objective.build() == fastrl.SAPO(tau_pos=2.0)
@@ -110,7 +121,7 @@ def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, 
         (MINIMAL + "[rollout]\nnum_generations = 1\n", [], ["rollout.num_generations", "2", "got 1"]),
         ("model = 3\n" + MINIMAL.replace('[model]\npath = "model"\n', ""), [], ["model: expected a table, got 3"]),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_names_file_or_option_field_and_what_came(write, text, overrides, expected):
     path = write(text)
     with pytest.raises(UserError) as error:

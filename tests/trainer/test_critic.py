@@ -22,9 +22,19 @@ from fastrl.trainer.experience import add_advantages, whitened
 
 PPO = {"advantages": {"estimator": "gae"}, "objective": {"name": "ppo", "entropy_coef": 0.0}}
 COUNTED = [True] * 6 + [False, True]
-MOE = {"model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 16, "num_experts": 4,
-       "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-       "head_dim": 8, "max_position_embeddings": 32, "initializer_range": 0.5}  # fmt: skip
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 16,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.5,
+}
 
 
 @pytest.fixture

@@ -137,9 +137,12 @@ def test_looking_does_not_change_what_is_learnt(make_config, tmp_path, example, 
     def records(name, **evaluation):
         # Too small a rate to change a sample: evaluations that draw the same numbers then see the same.
         config = make_config(
-            data=data, evaluation=evaluation, training={"steps": 3}, optimizer={"lr": 1e-12},
+            data=data,
+            evaluation=evaluation,
+            training={"steps": 3},
+            optimizer={"lr": 1e-12},
             logging={"output_dir": str(tmp_path / name)},
-        )  # fmt: skip
+        )
         train(config)
         lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
@@ -178,8 +181,19 @@ def test_nor_does_a_reward_that_draws_random_numbers_in_an_evaluation(make_confi
 
 def test_a_run_whose_evaluation_scores_nothing_still_ends_well(example, tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def nothing(prompts, completions, answer):\n    return [None] * len(prompts)\n")
-    arguments = ["train", str(example / "config.toml"), "--training.steps", "1", "--rollout.prompts_per_step", "2",
-                 "--evaluation.metrics", json.dumps([f"{tmp_path / 'mine.py'}:nothing"]),
-                 "--logging.output_dir", str(tmp_path / "run"), "--logging.tensorboard", "false"]  # fmt: skip
+    arguments = [
+        "train",
+        str(example / "config.toml"),
+        "--training.steps",
+        "1",
+        "--rollout.prompts_per_step",
+        "2",
+        "--evaluation.metrics",
+        json.dumps([f"{tmp_path / 'mine.py'}:nothing"]),
+        "--logging.output_dir",
+        str(tmp_path / "run"),
+        "--logging.tensorboard",
+        "false",
+    ]
     assert main(arguments) == 0
     assert "eval/nothing" not in capsys.readouterr().out.splitlines()[-2]

@@ -154,8 +154,17 @@ def test_the_batch_is_kept_to_be_looked_at_and_only_the_last_few(make_config, po
     with safe_open(last / "rollout.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         prompt_length = int(file.metadata()["prompt_length"])
-    assert set(tensors) == {"input_ids", "attention_mask", "response_advantages", "old_logprobs", "rewards", "groups",
-                            "rollout_logprobs", "sampling_mask.token_ids", "sampling_mask.offsets"}  # fmt: skip
+    assert set(tensors) == {
+        "input_ids",
+        "attention_mask",
+        "response_advantages",
+        "old_logprobs",
+        "rewards",
+        "groups",
+        "rollout_logprobs",
+        "sampling_mask.token_ids",
+        "sampling_mask.offsets",
+    }
     assert len(tensors["input_ids"]) == 24 and (tensors["response_advantages"] == math.inf).all() and prompt_length == 4
     texts = [json.loads(line) for line in (last / "texts.jsonl").read_text().splitlines()]
     assert len(texts) == 24
@@ -291,11 +300,13 @@ def warnings(capsys):
         (
             "return [float(i % 2) for i in range(len(prompts))]",
             {"optimizer": {"max_grad_norm": 1.0}, "rollout_correction": {"mode": "mask", "low": 5.0, "high": 6.0}},
-            0, 5, "the gradient was exactly 0 in the last 5 steps: every token's weight is 0",
+            0,
+            5,
+            "the gradient was exactly 0 in the last 5 steps: every token's weight is 0",
         ),
         ("return [float(i % 2) for i in range(len(prompts))]", {}, 0, None, None),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_learns_nothing_says_so_once(rewarded, capsys, body, tables, share, step, expected):
     config = rewarded(body, objective={"name": "grpo"} | PATCHES, training={"steps": 7, "minibatches": 1}, **tables)
     train(config)

@@ -12,9 +12,19 @@ LENGTH, VOCAB = 16384, 151936  # the logits alone would be 9.3 GiB a response in
 @pytest.mark.slow
 def test_a_long_response_takes_a_training_step(make_config, tmp_path):
     """One narrow layer, for a CPU: what is long and wide is the same as in a large model."""
-    model = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 0,
-             "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None,
-             "max_position_embeddings": LENGTH + 4, "tie_word_embeddings": True}  # fmt: skip
+    model = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "eos_token_id": 0,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "bos_token_id": None,
+        "max_position_embeddings": LENGTH + 4,
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "long.json").write_text(json.dumps(model))
     (tmp_path / "mine.py").write_text(
         "def reward(prompts, completions, answer):\n    return [float(i) for i in range(len(prompts))]\n"

@@ -165,9 +165,19 @@ def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_of_their_own_dropout_do_not_drop_out(make_config, tmp_path, checkpointing):
     """OPT's drop out by themselves, where they think that they are in training."""
-    model = {"model_type": "opt", "vocab_size": 12, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "max_position_embeddings": 32, "dropout": 0.5, "eos_token_id": 0,
-             "bos_token_id": 0, "pad_token_id": 0}  # fmt: skip
+    model = {
+        "model_type": "opt",
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "ffn_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "dropout": 0.5,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    }
     (tmp_path / "opt.json").write_text(json.dumps(model))
     table = {"config": str(tmp_path / "opt.json"), "gradient_checkpointing": checkpointing}
     _, (numbers,) = play(make_config(model=table, training={"steps": 1, "minibatches": 1}))

@@ -26,8 +26,16 @@ from fastrl.trainer.update import COUNTS, LOSSES, accumulate_gradients, merge_me
 VOCAB = 12
 # Eight rows halve three times; prompts and completions of every length, one of a single token each.
 PROMPTS, LENGTHS = [3, 1, 4, 2, 2, 5, 1, 3], [2, 6, 1, 4, 6, 1, 3, 5]
-TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "initializer_range": 0.5}  # fmt: skip
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.5,
+}
 # Attention that must not cross from one sequence into the next: plain, with a window shorter than a row, learned
 # positions, experts.
 MODELS = {

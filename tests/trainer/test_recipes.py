@@ -211,8 +211,10 @@ def generalised(x):
 
 def process(x):
     """One step a digit, which is one token here; normalised over all steps of the prompt."""
-    steps = [[float(t < len(a) and a[t] == c) for t, c in enumerate(text)]
-             for text, a in zip(x.texts, x.answers, strict=True)]  # fmt: skip
+    steps = [
+        [float(t < len(a) and a[t] == c) for t, c in enumerate(text)]
+        for text, a in zip(x.texts, x.answers, strict=True)
+    ]
     found = []
     for i, own in enumerate(steps):
         together = [r for j, row in enumerate(steps) if x.groups[j] == x.groups[i] for r in row]
@@ -386,12 +388,16 @@ def values_of(critic, model, rollout):
 def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
     """What a rollout should hold before the first update of its step, and does."""
     x = SimpleNamespace(m=rollout.mask.double(), T=rollout.mask.sum(1).double(), old_values=None)
-    x.texts = ["".join(CHARACTERS[t] for t in row[m].tolist()) for row, m in
-               zip(rollout.targets, rollout.completion_mask, strict=True)]  # fmt: skip
+    x.texts = [
+        "".join(CHARACTERS[t] for t in row[m].tolist())
+        for row, m in zip(rollout.targets, rollout.completion_mask, strict=True)
+    ]
     prompts = rollout.input_ids[:, : rollout.prompt_length]
     answers = {tuple(example.token_ids): example.columns["answer"] for example in run.sampler.examples}
-    x.answers = [answers[tuple(row[m].tolist())] for row, m in
-                 zip(prompts, rollout.attention_mask[:, : rollout.prompt_length], strict=True)]  # fmt: skip
+    x.answers = [
+        answers[tuple(row[m].tolist())]
+        for row, m in zip(prompts, rollout.attention_mask[:, : rollout.prompt_length], strict=True)
+    ]
     x.groups, x.rewards = rollout.groups.tolist(), rollout.rewards.double().tolist()
     x.beta = float(run.kl.coef) if formula.beta is None and run.kl is not None else formula.beta
     x.reward_beta = x.beta if formula.kl is None else 0.0

@@ -211,8 +211,17 @@ def test_nothing_is_unpickled(prepare, interrupted, monkeypatch):
 def command(prepare, example):
     """Arguments of ``fastrl`` for a run of four steps, and its config."""
     config = prepare("commanded", {"training": {"steps": 4, "minibatches": 1}})
-    fields = ("model.config", "data.path", "reward.function", "rollout.prompts_per_step", "rollout.num_generations",
-              "training.steps", "training.minibatches", "logging.output_dir", "logging.tensorboard")  # fmt: skip
+    fields = (
+        "model.config",
+        "data.path",
+        "reward.function",
+        "rollout.prompts_per_step",
+        "rollout.num_generations",
+        "training.steps",
+        "training.minibatches",
+        "logging.output_dir",
+        "logging.tensorboard",
+    )
     options = []
     for field in fields:
         section, name = field.split(".")

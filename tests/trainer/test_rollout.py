@@ -9,8 +9,15 @@ from fastrl.runs.generation import completion_mask, completion_texts, generate
 from fastrl.runs.rollout import rollout_logprobs
 from fastrl.runs.sections import RolloutConfig
 
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32}  # fmt: skip
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
 MODELS = {
     "qwen3, tied": {"model_type": "qwen3", "tie_word_embeddings": True},
     "llama": {"model_type": "llama", "tie_word_embeddings": False},

@@ -18,9 +18,16 @@ from fastrl.trainer.train import train
 from fastrl.trainer.update import accumulate_gradients
 
 VOCAB = 12
-MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
-         "initializer_range": 0.7}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.7,
+}
 EXAMPLES = [Example("", {}, list(range(2, 4 + row % 3))) for row in range(11)]
 
 

@@ -12,13 +12,47 @@ from fastrl.runs.errors import UserError
 from fastrl.runs.rollout import rollout_logprobs
 from fastrl.trainer.train import train
 
-LOSS = {"loss", "policy_loss", "kl", "entropy", "ratio_mean", "ratio_max", "clip_frac", "clip_frac_low",
-        "clip_frac_high", "gate_mean", "approx_kl", "ratio_clamped", "masked_off_policy", "tokens"}  # fmt: skip
-OURS = {"step", "reward", "reward_std", "without_reward", "without_variance", "length", "truncated", "grad_norm", "lr",
-        "skipped_updates",
-        "mismatch/abs_log_ratio", "mismatch/k3", "memory/peak_gib", "eval/reward", "eval/exact_match", "time/loss",
-        "time/loss_share", "time/generate", "time/reward", "time/logprobs", "time/update", "time/step",
-        "time/evaluation"}  # fmt: skip
+LOSS = {
+    "loss",
+    "policy_loss",
+    "kl",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "clip_frac",
+    "clip_frac_low",
+    "clip_frac_high",
+    "gate_mean",
+    "approx_kl",
+    "ratio_clamped",
+    "masked_off_policy",
+    "tokens",
+}
+OURS = {
+    "step",
+    "reward",
+    "reward_std",
+    "without_reward",
+    "without_variance",
+    "length",
+    "truncated",
+    "grad_norm",
+    "lr",
+    "skipped_updates",
+    "mismatch/abs_log_ratio",
+    "mismatch/k3",
+    "memory/peak_gib",
+    "eval/reward",
+    "eval/exact_match",
+    "time/loss",
+    "time/loss_share",
+    "time/generate",
+    "time/reward",
+    "time/logprobs",
+    "time/update",
+    "time/step",
+    "time/evaluation",
+}
 
 
 def records(config):
@@ -57,8 +91,10 @@ def test_a_checkpoint_reloads_and_can_be_trained_further(make_config, monkeypatc
     for name, value in model.state_dict().items():
         assert torch.equal(value, seen[-1][name]), name
     assert AutoTokenizer.from_pretrained(directory)("12=")["input_ids"] == [3, 4, 1]
-    again = make_config(model={"config": None, "tokenizer": None, "path": str(directory)},
-                        logging={"output_dir": str(config.logging.output_dir.with_name("again"))})  # fmt: skip
+    again = make_config(
+        model={"config": None, "tokenizer": None, "path": str(directory)},
+        logging={"output_dir": str(config.logging.output_dir.with_name("again"))},
+    )
     train(again)
 
 
@@ -126,8 +162,7 @@ def test_completions_without_reward_are_left_out(make_config, tmp_path):
     assert record["tokens"] <= 18 * 4
 
     config = make_config(
-        reward={"function": f"{tmp_path / 'mine.py'}:nothing"},
-        logging={"output_dir": str(tmp_path / "nothing")},
+        reward={"function": f"{tmp_path / 'mine.py'}:nothing"}, logging={"output_dir": str(tmp_path / "nothing")}
     )
     train(config)
     assert records(config)[0]["reward"] is None

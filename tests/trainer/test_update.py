@@ -14,8 +14,15 @@ from fastrl.runs.sections import RolloutConfig
 from fastrl.runs.timing import Stopwatch
 from fastrl.trainer.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
 
-MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
 OBJECTIVES = {
     "token-mean": fastrl.DAPO(entropy_coef=0.1),
     "seq-mean-token-mean": fastrl.GRPO(kl_coef=0.1),
