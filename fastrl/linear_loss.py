@@ -24,7 +24,7 @@ from .ops.contract import Statistics, Transform, Visit
 from .ops.forward import Order
 from .ops.products import Head, Needs
 from .ops.visits import Chunk, ChunkVisit, linear_visit
-from .sampled import sampled_linear
+from .supports import linear_over_support
 from .token_logprobs import linear_stats
 
 #: The rows of a chunk -> those tokens as a batch, their weights w, cu_seqlens, and where the rows lie in that batch
@@ -54,9 +54,9 @@ def planned_linear_loss(
         # Where the count cannot be looked at, a wrong one must not train silently.
         known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
         problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
-    sampled = sampled_linear(head, args, sampling_mask, RESPONSE, budget, copied)
-    if sampled is not None:
-        return from_statistics(problem, *sampled)
+    supports = linear_over_support(head, args, sampling_mask, RESPONSE, budget, copied)
+    if supports is not None:
+        return from_statistics(problem, *supports)
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
     depends = scope(problem.objective, Given.of(problem.batch))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):

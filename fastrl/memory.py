@@ -6,10 +6,10 @@
     frozen-head        the weight needs no gradient: d logp / d hidden is kept, the backward is a product by rows  2U
     recompute          statistics; the backward forms the logits again, in slices of the vocabulary           4U
     two-pass           statistics; dL/dhidden and dL/dweight in a pass each, so that neither's sums are held  5U
-    sparse             every token has a recorded set of entries: products with those alone
+    sparse             every token has a recorded support: products with its entries alone
 
-Tokens with recorded sets (`SamplingMask`) beside tokens without: the latter by recompute or two-pass, whose gradient
-buffers the former add to.
+Tokens with a recorded support (`SamplingMask`) beside tokens without: the latter by recompute or two-pass, whose
+gradient buffers the former add to.
 
 A gradient that is not needed costs no product. Temporary memory is what a call and its backward hold beyond inputs,
 outputs and gradients: a matrix library's own workspace is not counted.
@@ -60,7 +60,7 @@ class Call:
     slopes: int = 1  # 2 where the entropy has a gradient: frozen-head keeps as many vectors a row
     all_rows: int = 0  # rows of the inputs, masked ones included; 0: as many as count
     copied: int = 0  # bytes of inputs that had to be copied before any plan
-    kept: int = 0  # recorded ids of the tokens that have sets; `rows` are then those that have none
+    support_entries: int = 0  # recorded ids of the tokens that have a support; `rows` are then those that have none
     backend: str = ""  # "" = the device's own
 
     @property
@@ -79,7 +79,7 @@ class Call:
     def held(self, name: str) -> int:
         """Temporary memory of a plan beside its passes: the rows' numbers, and what the backward is handed."""
         each = _ROW_BYTES_ALONE if self.scope == ANY else _ROW_BYTES.get(name, _ROW_BYTES_IN_TORCH)
-        total = self.copied + _SLACK + self._scratch(name) + self._kept_bytes()
+        total = self.copied + _SLACK + self._scratch(name) + self._support_bytes()
         if name == "frozen-head":
             each += self.slopes * self.hidden * self.dtype.itemsize
             total += tiling.PIECE_BYTES
@@ -87,10 +87,14 @@ class Call:
             total += 12 * self.vocab
         return total + max(self.all_rows, self.rows) * each
 
-    def _kept_bytes(self) -> int:
+    def _support_bytes(self) -> int:
         """What recorded ids take; on a GPU long sums are formed in pieces of 256 entries, found by a token's first."""
-        pieces = 4 * self.hidden * self.kept // 256 + 8 * self.vocab if self.device == "cuda" and self.kept else 0
-        return _ENTRY_BYTES * self.kept + pieces
+        pieces = (
+            4 * self.hidden * self.support_entries // 256 + 8 * self.vocab
+            if self.device == "cuda" and self.support_entries
+            else 0
+        )
+        return _ENTRY_BYTES * self.support_entries + pieces
 
     def _scratch(self, name: str) -> int:
         """What the row functions themselves hold."""
@@ -158,7 +162,11 @@ def choose(call: Call, budget: int | None) -> Plan:
         plans, names = [plan for plan in plans if plan.name == _forced], (_forced,)
     if not plans:
         least = min(least_budget(call, name) for name in names)
-        tokens = f"{call.rows} tokens" if not call.kept else f"{call.kept} recorded ids, {call.rows} other tokens"
+        tokens = (
+            f"{call.rows} tokens"
+            if not call.support_entries
+            else f"{call.support_entries} recorded ids, {call.rows} other tokens"
+        )
         what = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
         source = "the default budget, a quarter of the free memory" if budget is None else "memory_budget"
         raise BudgetTooSmall(
@@ -173,16 +181,16 @@ def choose(call: Call, budget: int | None) -> Plan:
 
 def applicable(call: Call) -> tuple[str, ...]:
     """The plans that compute what the call asks for, whatever they take."""
-    if call.kept and not call.rows:
+    if call.support_entries and not call.rows:
         return ("sparse",)
     if not any(call.needs):
         return ("forward",)
     names = []
     # float16 gradients are scaled by the largest coefficient, which is known only after all statistics.
-    if call.dtype != torch.float16 and call.scope != ANY and not call.kept:
+    if call.dtype != torch.float16 and call.scope != ANY and not call.support_entries:
         names.append("forward-gradient" if call.scope == TOKEN else "keep")
     head = call.needs.weight or call.needs.bias
-    if not head and not call.kept:
+    if not head and not call.support_entries:
         names.append("frozen-head")
     names.append("recompute")
     if head and call.needs.hidden:
@@ -242,7 +250,7 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     if room < 0:
         return None
     tiles: dict[str, Tile] = {}
-    units, cost = 0, tiling.kept_cost(sizes, call.kept, sum(call.needs[:2]))
+    units, cost = 0, tiling.support_cost(sizes, call.support_entries, sum(call.needs[:2]))
     for kind in _passes(call, name):
         of_pass = tiling.pass_units(kind, call.slopes, call.needs.hidden, call.needs.weight)
         every = tiling.pass_units(kind, call.slopes)
@@ -256,5 +264,5 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     most = max([0, *taken])
     # An allocator may keep what a pass freed. Twice, as the tiles of fewer rows may be larger.
     mapped = len(taken) > 1 and 2 * sum(taken) > room
-    flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.kept)
+    flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
     return Plan(name, units, flops, fixed + most, cost, tiles, room, cap, mapped)

@@ -134,7 +134,7 @@ def plan_memory(
         needs=Needs(*(name in gradients for name in _INPUTS)),
         longest=longest or tokens,
         all_rows=tokens,
-        kept=kept,
+        support_entries=kept,
         **_objective(objective, on_policy),
     )
     given = parse_budget(budget, "budget")
@@ -182,8 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastrl plan",
         description="Which plan a fused linear loss takes within a budget of temporary memory, and what the others"
-        " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (tokens without a recorded set, where"
-        " there are sets); estimated times are relative to the chosen plan's.",
+        " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (tokens without a recorded support, if any"
+        " have one); estimated times are relative to the chosen plan's.",
     )
     add = parser.add_argument
     add("--tokens", type=int, required=True, help="unmasked tokens")
@@ -207,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         "--unrecorded",
         type=int,
         default=0,
-        help="tokens without a recorded set (or with a very wide one) beside those that have one",
+        help="tokens without a recorded support (or with a very wide one) beside those that have one",
     )
     add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     return parser

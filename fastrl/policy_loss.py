@@ -20,8 +20,8 @@ from .ops import rows as row_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
 from .ops.contract import Visit
-from .sampled import sampled_rows
 from .sampling_mask import SamplingMask
+from .supports import split_support
 from .token_logprobs import logits_stats
 
 
@@ -149,14 +149,14 @@ def logits_policy_loss(
         entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )
-    sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
+    supports = split_support(sampling_mask, args, logits.shape[-1])
     backend = forced()
     consume = consumes(logits, inplace)
-    visited = sampled is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
+    visited = supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
     if visited and isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None:
         return _visit_logits(problem, logits, args, backend, consume)
     rows = row_ops.as_rows(logits, consume)
-    return from_statistics(problem, *logits_stats(rows, args, sampled, backend, consume))
+    return from_statistics(problem, *logits_stats(rows, args, supports, backend, consume))
 
 
 def _visit_logits(

@@ -109,7 +109,7 @@ class SamplingMask:
     @classmethod
     def from_dense(cls, kept: Tensor) -> SamplingMask:
         """From bool (..., V), True = kept; ValueError for a row that keeps nothing."""
-        return cls._made(*sampling_sources.kept_of_dense(kept))
+        return cls._made(*sampling_sources.support_of_dense(kept))
 
     @classmethod
     def from_scores(cls, scores: Sequence[Tensor]) -> SamplingMask:
@@ -118,7 +118,7 @@ class SamplingMask:
         Entries that the warpers left above -inf are kept; a row that keeps everything is not recorded, which means the
         same. Rows are (B, T), flattened. ValueError for a row that keeps nothing, which is named.
         """
-        return interleave([cls._made(*step) for step in sampling_sources.kept_of_scores(scores)])
+        return interleave([cls._made(*step) for step in sampling_sources.support_of_scores(scores)])
 
     @classmethod
     def from_logits(
@@ -141,7 +141,7 @@ class SamplingMask:
             TypeError, ValueError: a wrong option; a row with a NaN, +inf or nothing but -inf, which is named (rows are
                 not looked at where nothing truncates).
         """
-        return cls._made(*sampling_sources.kept_of_logits(logits, top_p, top_k, min_p, temperature))
+        return cls._made(*sampling_sources.support_of_logits(logits, top_p, top_k, min_p, temperature))
 
     # --- as a collection of rows ------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ def _joined(records: list[Record]) -> Record:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def kept_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
+def support_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
     """bool (..., V) -> token_ids and offsets, rising; ValueError for a row that keeps nothing."""
     kept = checks.tensor("kept", kept, (torch.bool,))
     if kept.dim() < 1 or kept.shape[-1] == 0:
@@ -188,7 +188,7 @@ def kept_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
     return flat.nonzero()[:, 1].to(torch.int32), offsets_of(lengths)
 
 
-def kept_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
+def support_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
     """T steps (B, V) -> token_ids and offsets of each step's B rows, those that keep everything as not recorded."""
     if not isinstance(scores, list | tuple) or not scores:
         raise ValueError(f"scores must be a list or tuple of steps (B, V), at least one, got {scores!r:.60}")
@@ -204,7 +204,7 @@ def kept_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
     return steps
 
 
-def kept_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, temperature: float) -> tuple[Tensor, Tensor]:
+def support_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, temperature: float) -> tuple[Tensor, Tensor]:
     """What a sampler keeps of logits (..., V): token_ids and offsets, rising; see `SamplingMask.from_logits`."""
     logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES).detach()
     if logits.dim() < 1 or logits.shape[-1] == 0:
@@ -224,4 +224,4 @@ def kept_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, temperat
         return empty, torch.zeros(rows + 1, dtype=torch.int64, device=logits.device)
     given = as_rows(logits, False)
     consumed.refuse(given)
-    return kernels(forced(), logits).kept_sets(given, temperature, top_k, top_p, min_p)
+    return kernels(forced(), logits).find_support(given, temperature, top_k, top_p, min_p)

@@ -16,8 +16,8 @@ from .ops.contract import Statistics
 from .ops.linear import linear_statistics
 from .ops.products import Head
 from .ops.rows import as_rows, row_statistics
-from .sampled import Sampled, sampled_linear, sampled_logits, sampled_rows
 from .sampling_mask import SamplingMask
+from .supports import Supports, linear_over_support, logits_over_support, split_support
 
 
 class TokenStats(NamedTuple):
@@ -59,7 +59,7 @@ def token_logprobs(
         mask: (...) bool or 0/1, 1 = counts. Masked outputs and gradients are 0.
         temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
         sampling_mask: a `SamplingMask` with one row a target, on the same device: each recorded row's distribution is
-            over its own set of entries alone, the others' over the whole vocabulary.
+            over its own support alone, the others' over the whole vocabulary.
         entropy: whether to return entropies.
         logit_scale: multiplies the logits (Cohere, Granite).
         softcap: bounds the logits smoothly (Gemma 2), > 0.
@@ -73,23 +73,23 @@ def token_logprobs(
         TypeError, ValueError: a wrong dtype, shape, device or option.
         IndexError: on the CPU, or inside `check_inputs()`, an unmasked target outside [0, V); on a GPU its
             log-probability is NaN.
-        ValueError: likewise, a target outside its row's set.
+        ValueError: likewise, a target outside its row's support.
     """
     logits, targets = checked_logits(logits, targets, inplace)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    sampled = sampled_rows(sampling_mask, args, logits.shape[-1])
+    supports = split_support(sampling_mask, args, logits.shape[-1])
     consume = consumes(logits, inplace)
     rows = as_rows(logits, consume)
-    logprobs, entropies = logits_stats(rows, args, sampled, forced(), consume)
+    logprobs, entropies = logits_stats(rows, args, supports, forced(), consume)
     return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
 def logits_stats(
-    rows: Tensor, args: VocabularyArguments, sampled: Sampled | None, backend: str, consume: bool
+    rows: Tensor, args: VocabularyArguments, supports: Supports | None, backend: str, consume: bool
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
-    if sampled is not None:
-        return sampled_logits(rows, args, sampled, backend, consume)
+    if supports is not None:
+        return logits_over_support(rows, args, supports, backend, consume)
     transform = args.transform
     logprobs, entropies, *_ = row_statistics(
         rows,
@@ -138,7 +138,7 @@ def linear_token_logprobs(
         memory_budget: bytes, or text such as "256MiB": the most temporary memory that the call and its backward may
             use beyond inputs, outputs and their gradients (a matrix library's own workspace is not counted). None: a
             quarter of the free memory.
-        sampling_mask: as in `token_logprobs`; tokens with a set cost products with its entries alone, unless it is
+        sampling_mask: as in `token_logprobs`; tokens with a support cost products with its entries alone, unless it is
             so wide (a good part of the vocabulary) that dense products are cheaper.
         extras: names of more numbers per token, not differentiable: "mean_logits", of unrounded logits (costs U with a
             softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
@@ -153,7 +153,7 @@ def linear_token_logprobs(
     extras = checked_extras(extras, sampling_mask)
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    found = sampled_linear(head, args, sampling_mask, ANY, budget, copied)
+    found = linear_over_support(head, args, sampling_mask, ANY, budget, copied)
     if found is not None:
         return TokenStats(found[0].view(targets.shape), found[1].view(targets.shape) if entropy else None)
     call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)

@@ -36,7 +36,7 @@ class Case:
     dtype: torch.dtype
     device: str = "cpu"
     warm: bool = True  # whether a first call, unmeasured, loads kernels and the library's own buffers
-    sets: str = ""  # "all": every token has a recorded set; "most": nine in ten; "wide": one in ten has half of V
+    sets: str = ""  # "all": every token has a recorded support; "most": nine in ten; "wide": one in ten has half of V
     leaves: list[torch.Tensor] = field(default_factory=list)
 
     def prepare(self) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops import kept, kept_linear, linear, rows, visits
+from fastrl.ops import linear, rows, support, support_linear, visits
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.
@@ -70,21 +70,21 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     csr = (narrow.token_ids, narrow.offsets, ~dense)
     from_logits, wide = [[whole.token_ids, whole.offsets, rows] for rows in (dense.nonzero()[:, 0], torch.arange(6))]
     wide[2] = wide[2].to(y.device)
-    *found, values = kept.kept_row_statistics(logits, y, None, None, *csr, from_logits, *options, False)
+    *found, values = support.support_row_statistics(logits, y, None, None, *csr, from_logits, *options, False)
     gradient = (*csr, from_logits, values, found, *upstream, *options)
     calls += [
         *(
-            (kept.kept_row_statistics, (logits.clone().requires_grad_(), y, d, None, *csr, w, *options, False))
+            (support.support_row_statistics, (logits.clone().requires_grad_(), y, d, None, *csr, w, *options, False))
             for d, w in ((None, from_logits), (dense, []))
         ),
-        (kept.kept_row_gradient, (logits, y, None, None, *gradient)),
-        (kept.kept_row_gradient_, (logits.clone(), y, None, None, *gradient)),
+        (support.support_row_gradient, (logits, y, None, None, *gradient)),
+        (support.support_row_gradient_, (logits.clone(), y, None, None, *gradient)),
         (
-            kept_linear.kept_linear_statistics,
+            support_linear.support_linear_statistics,
             (*(x.clone().requires_grad_() for x in head), y, dense, None, *csr, wide, *options, 2, "recompute", limits),
         ),
         (
-            kept_linear.kept_linear_gradient,
+            support_linear.support_linear_gradient,
             (
                 *head,
                 y,

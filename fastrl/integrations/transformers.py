@@ -53,8 +53,8 @@ _NOTHING = "nothing was recorded: record_sampling's model must be the one whose 
 class SamplingMaskRecorder(LogitsProcessor):
     """Records the entries that each step leaves above -inf. It must be the last processor: see `record_sampling`.
 
-    A step keeps the ids of its kept entries, int32, on the device, and costs one synchronisation there (their number).
-    A row that keeps everything is stored as not recorded, which means the same. One run of `generate`, of one beam and
+    A step records the ids of its support, int32, on the device, and costs one synchronisation there (their number). A
+    row that keeps everything is stored as not recorded, which means the same. One run of `generate`, of one beam and
     without an assistant; with `num_return_sequences` rows are in the order of the returned sequences.
 
     The token that a step draws is known only at the next: for log-probabilities one step's scores (B, V) are kept, the
@@ -125,7 +125,7 @@ class SamplingMaskRecorder(LogitsProcessor):
         self._lengths.append(lengths.masked_fill(whole, 0))
 
     def sampling_mask(self, counts: Tensor | None = None) -> SamplingMask:
-        """The recorded sets, one row a token of the completions (B, T), flattened; on the device.
+        """The recorded support, one row a token of the completions (B, T), flattened; on the device.
 
         Args:
             counts: (B, T) bool, False where a token does not count (what follows an EOS): its row is not recorded. T

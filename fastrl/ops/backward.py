@@ -13,9 +13,9 @@ from torch import Tensor
 from fastrl.ops import products
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Statistics, Transform
+from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits, Order, Rows, order, pass_tile
 from fastrl.ops.products import Head, HeadSums, Held, Needs, slices
-from fastrl.ops.restriction import Restriction
 from fastrl.ops.tiling import Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in a pass each, so that neither's float32 sums are held whole.
@@ -36,10 +36,10 @@ def gradients(
     num_tokens: int,
     plan: str,
     limits: Limits,
-    restriction: Restriction | None = None,
+    dense_support: DenseSupport | None = None,
 ) -> tuple[Tensor | None, ...]:
     """dL/d(hidden, weight, bias) from c, h (N,), in the inputs' dtypes: the logits again, then the products."""
-    work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, limits, restriction)
+    work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, limits, dense_support)
     return work.run(plan)
 
 
@@ -59,7 +59,7 @@ class _Backward:
         backend: str,
         num_tokens: int,
         limits: Limits,
-        restriction: Restriction | None,
+        dense_support: DenseSupport | None,
     ) -> None:
         self.head, self.transform, self.needs, self.backend, self.limits = head, transform, needs, backend, limits
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
@@ -70,7 +70,7 @@ class _Backward:
             c, h, self.undo = c * scale, None if h is None else h * scale, 1 / scale
         of = self.order.of
         found = Statistics(*map(of, stats))  # type: ignore[arg-type]
-        self.rows = Rows(of(targets), of(transform.temperatures), found, c, h, self.order.sets(restriction))  # type: ignore[arg-type]
+        self.rows = Rows(of(targets), of(transform.temperatures), found, c, h, self.order.dense_support(dense_support))  # type: ignore[arg-type]
         whole = self.order.index is None
         self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
         self.weight = self._output(head.weight, needs.weight, filled=True)
@@ -113,8 +113,8 @@ class _Backward:
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
         """dL/dlogits of a tile (n, v)."""
         logits = held.logits(hidden, columns)
-        if rows.restriction is not None:
-            rows.restriction.apply(logits, columns.start, self.backend)
+        if rows.dense_support is not None:
+            rows.dense_support.apply(logits, columns.start, self.backend)
         kernels(self.backend, logits).row_gradient(
             logits[None],
             rows.targets - columns.start,

@@ -9,16 +9,16 @@ A backend is a module with these three functions (`fastrl.reference.rows` is the
 and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
 fresh tensor that is about to be filled.
 
-The same for rows that keep a few vocabulary entries each (`Kept`), whose logits lie one after the other:
+The same for rows over a support of a few vocabulary entries each (`Support`), whose logits lie one after the other:
 
-    kept_products(hidden, weight, bias, kept) -> values                               their logits
-    kept_statistics(values, targets, kept, transform) -> Statistics
-    kept_gradient(values, targets, kept, transform, statistics, c, h, out) -> None    out may be values
-    kept_hidden(gradient, weight, kept, out) -> None                                  dL/dhidden
-    kept_weight(gradient, hidden, by_token, out, out_bias, add) -> None               dL/dweight and dL/dbias
-    kept_restrict(logits, first, rows, token_ids, offsets) -> None                    -inf outside the sets
+    support_products(hidden, weight, bias, support) -> values                               their logits
+    support_statistics(values, targets, support, transform) -> Statistics
+    support_gradient(values, targets, support, transform, statistics, c, h, out) -> None    out may be values
+    support_hidden(gradient, weight, support, out) -> None                                  dL/dhidden
+    support_weight(gradient, hidden, by_token, out, out_bias, add) -> None               dL/dweight and dL/dbias
+    support_restrict(logits, first, rows, token_ids, offsets) -> None                    -inf outside the support
 
-and `kept_sets(logits, temperature, top_k, top_p, min_p)`, which finds the entries that a sampler would keep.
+and `find_support(logits, temperature, top_k, top_p, min_p)`, which finds the entries that a sampler would keep.
 
 Shapes. `logits` is (A, B, V), float32, bfloat16 or float16, any strides on the first two dimensions and stride 1 on the
 last; N = A * B rows in row-major order. Everything per row is (N,) and contiguous: `targets` int64, `mask` bool or None
@@ -29,19 +29,20 @@ Logits may be a slice of the vocabulary, with targets counted from its first col
 target in the row. There a NaN log-probability makes the whole row NaN, so that no invalid target trains silently. A row
 of -inf alone has maximum -inf, a row with a NaN the maximum NaN.
 
-Kept entries. `values`, `gradient` and their `out` are (nnz,) float32, in the order of `kept.token_ids`; hidden (N, H),
-weight (V, H) and bias (V,) have one dtype, unit stride on H, any stride on N and V; sums are float32 or wider. Rows
-that take no part are not read: their values and gradients are 0, their statistics 0. A target that its row does not
-keep gives a NaN log-probability, and that a row of NaN. `kept_hidden` writes the rows of `out` (N, H), in hidden's
-dtype, that take part, and leaves the others; `kept_weight` writes the rows of `out` (V, H) (None: not wanted) and
-entries of `out_bias` (V,) (likewise) that some entry names: adds to what is there if `add`, else it may take them for
-zeros. Both sum in a fixed order, a token's entries in the order of `by_token`, without atomics. Entries have float32
-logits where a matrix product rounds them to the factors' dtype.
+Support entries. `values`, `gradient` and their `out` are (nnz,) float32, in the order of `support.token_ids`; hidden
+(N, H), weight (V, H) and bias (V,) have one dtype, unit stride on H, any stride on N and V; sums are float32 or wider.
+Rows that take no part are not read: their values and gradients are 0, their statistics 0. A target outside its row's
+support gives a NaN log-probability, and that a row of NaN. `support_hidden` writes the rows of `out` (N, H), in
+hidden's dtype, that take part, and leaves the others; `support_weight` writes the rows of `out` (V, H) (None: not
+wanted) and entries of `out_bias` (V,) (likewise) that some entry names: adds to what is there if `add`, else it may
+take them for zeros. Both sum in a fixed order, a token's entries in the order of `by_token`, without atomics. Entries
+have float32 logits where a matrix product rounds them to the factors' dtype.
 
-`kept_restrict` is for rows with sets too wide to gather: of a contiguous tile logits (n, v), entries [first, first + v)
-of the vocabulary and the given rows (n,) int64, what a row's set does not hold becomes -inf; a row without ids stays.
+`support_restrict` is for rows whose support is too wide to gather: in a contiguous tile logits (n, v), entries [first,
+first + v) of the vocabulary and the given rows (n,) int64, what lies outside a row's support becomes -inf; a row
+without ids stays.
 
-`kept_sets` takes logits (A, B, V) and returns the CSR `(token_ids, offsets)` of the A * B rows: entries > -inf of
+`find_support` takes logits (A, B, V) and returns the CSR `(token_ids, offsets)` of the A * B rows: entries > -inf of
 z = logits / temperature that pass top-k (0 = off; all entries tied with the k-th largest pass), then top-p (1 = off;
 entries are dropped from the smallest up, of equal ones the lowest index first, while the probability of those dropped
 is at most 1 - top_p; the last is never dropped), then min-p (0 = off; probability at least min_p times the largest). A
@@ -83,8 +84,8 @@ def entry_rows(offsets: Tensor, nnz: int) -> Tensor:
     return rows.repeat_interleave(offsets.diff(), output_size=nnz)
 
 
-class Kept(NamedTuple):
-    """Which vocabulary entries each row keeps, in CSR. A row takes part if its `counts` is True and it keeps any."""
+class Support(NamedTuple):
+    """Each row's support, its vocabulary entries, in CSR. A row takes part if its `counts` is True and it has any."""
 
     token_ids: Tensor  # (nnz,) int32, rising within a row
     offsets: Tensor  # (N + 1,) int64
@@ -96,7 +97,7 @@ class Kept(NamedTuple):
 
 
 class ByToken(NamedTuple):
-    """The kept entries sorted by token, those of one token in their own order; those of rows without a part last."""
+    """The support entries sorted by token, those of one token in their own order; those of rows without a part last."""
 
     token_ids: Tensor  # (nnz,) int32, V for entries of rows that take no part
     entries: Tensor  # (nnz,) int64: where each lies in the CSR

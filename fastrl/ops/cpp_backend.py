@@ -9,23 +9,30 @@ from torch import Tensor
 
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Statistics, Transform, Visit
-from fastrl.ops.cpp_kept import kept_gradient, kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
+from fastrl.ops.cpp_find_support import find_support
 from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer, strides, why_unavailable
-from fastrl.ops.cpp_sets import kept_sets
+from fastrl.ops.cpp_support import (
+    support_gradient,
+    support_hidden,
+    support_products,
+    support_restrict,
+    support_statistics,
+    support_weight,
+)
 
 __all__ = [
     "advise",
-    "kept_gradient",
-    "kept_hidden",
-    "kept_products",
-    "kept_restrict",
-    "kept_sets",
-    "kept_statistics",
-    "kept_weight",
+    "find_support",
     "row_gradient",
     "row_statistics",
     "row_visit",
     "scale_",
+    "support_gradient",
+    "support_hidden",
+    "support_products",
+    "support_restrict",
+    "support_statistics",
+    "support_weight",
     "why_unavailable",
 ]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from fastrl.ops import products, tiling
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Statistics, Transform
+from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.products import Head, Held, slices
-from fastrl.ops.restriction import Restriction
 from fastrl.ops.tiling import Tile
 
 
@@ -39,11 +39,11 @@ class Order:
         """The rows' entries of x (N, ...), together."""
         return x if x is None or self.index is None else x[self.index]
 
-    def sets(self, restriction: Restriction | None) -> Restriction | None:
-        """The rows' sets, of those of all rows."""
-        if restriction is None or self.index is None:
-            return restriction
-        return restriction._replace(rows=self.index)
+    def dense_support(self, dense_support: DenseSupport | None) -> DenseSupport | None:
+        """The rows' support, of that of all rows."""
+        if dense_support is None or self.index is None:
+            return dense_support
+        return dense_support._replace(rows=self.index)
 
     def rows(self, part: slice) -> Tensor | slice:
         """Where the rows at these places of the order lie."""
@@ -92,14 +92,14 @@ class Rows(NamedTuple):
     statistics: Statistics | None = None
     c: Tensor | None = None
     h: Tensor | None = None
-    restriction: Restriction | None = None  # sets of entries outside which their logits are -inf
+    dense_support: DenseSupport | None = None  # outside which their logits are -inf
 
     def part(self, rows: slice) -> Rows:
         """Some of the rows."""
         found = None if self.statistics is None else Statistics(*(s[rows] for s in self.statistics))
         t, c, h = (None if x is None else x[rows] for x in (self.temperatures, self.c, self.h))
-        sets = None if self.restriction is None else self.restriction.part(rows)
-        return Rows(self.targets[rows], t, found, c, h, sets)
+        support = None if self.dense_support is None else self.dense_support.part(rows)
+        return Rows(self.targets[rows], t, found, c, h, support)
 
 
 def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int = 1, weight: bool = True) -> Tile:
@@ -125,7 +125,7 @@ def statistics(
     backend: str,
     num_tokens: int,
     limits: Limits,
-    restriction: Restriction | None = None,
+    dense_support: DenseSupport | None = None,
 ) -> Statistics:
     """Row statistics (N,) from hidden states: one product (1U)."""
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
@@ -133,7 +133,7 @@ def statistics(
         return out
     tile = pass_tile("statistics", head, used, limits)
     held = Held(head, tile, used.index is not None, backend, bool(limits.mapped))
-    rows = Rows(used.of(targets), used.of(transform.temperatures), restriction=used.sets(restriction))  # type: ignore[arg-type]
+    rows = Rows(used.of(targets), used.of(transform.temperatures), dense_support=used.dense_support(dense_support))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         found = _chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
@@ -151,8 +151,8 @@ def _chunk_statistics(
     combined = None if step >= vocab else _Combined(rows.targets)
     for columns in slices(vocab, step):
         logits = held.logits(hidden, columns)
-        if rows.restriction is not None:
-            rows.restriction.apply(logits, columns.start, backend)
+        if rows.dense_support is not None:
+            rows.dense_support.apply(logits, columns.start, backend)
         targets = rows.targets - columns.start if columns.start else rows.targets
         found: Statistics = kernels(backend, logits).row_statistics(logits[None], targets, None, transform)
         if combined is None:

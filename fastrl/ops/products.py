@@ -63,7 +63,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Zeros on the device of `like` few of whose rows will be written.
 
     On a CPU the system's own zero pages, of which only those that are written take time: filling a gradient of 300 MB
-    costs more than a hundred kept products' worth of work.
+    costs more than the products with a hundred entries.
     """
     tensor = _mapped(shape, dtype, like, _LARGE)
     return torch.zeros(shape, dtype=dtype, device=like.device) if tensor is None else tensor

@@ -128,19 +128,19 @@ _WIDEST = {"cpu": {4: 1 / 10, 2: 1 / 25}, "cuda": {4: 1 / 40, 2: 1 / 150}}
 _ROWS_OF_A_HEAD = {"cpu": 32, "cuda": 275}
 
 
-def widest_kept(vocab: int, device: str, itemsize: int) -> int:
-    """Entries of a row's set up to which gathering them is cheaper than dense products of the row."""
+def widest_support(vocab: int, device: str, itemsize: int) -> int:
+    """Entries of a row's support up to which gathering them is cheaper than dense products of the row."""
     return max(int(vocab * _WIDEST.get(device, _WIDEST["cpu"])[itemsize]), 1)
 
 
 def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
-    """Whether so few rows have wide sets, of so many entries together, that gathering those is still cheaper."""
+    """Whether so few rows have a wide support, of so many entries together, that gathering is still cheaper."""
     least = _ROWS_OF_A_HEAD.get(sizes.device, _ROWS_OF_A_HEAD["cpu"])
-    return entries <= (rows + least) * widest_kept(sizes.vocab, sizes.device, sizes.itemsize)
+    return entries <= (rows + least) * widest_support(sizes.vocab, sizes.device, sizes.itemsize)
 
 
-def kept_cost(sizes: Sizes, entries: int, gradients: int) -> float:
-    """What products with kept entries cost: a row of the weight, or of the hidden states, is read for each."""
+def support_cost(sizes: Sizes, entries: int, gradients: int) -> float:
+    """What products with support entries cost: a row of the weight, or of the hidden states, is read for each."""
     return _A_BYTE.get(sizes.device, 20.0) * entries * sizes.hidden * sizes.itemsize * (1 + gradients)
 
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.reference.kept import kept_gradient, kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
-from fastrl.reference.kept_sets import kept_sets
+from fastrl.reference.find_support import find_support
 from fastrl.reference.rows import row_gradient, row_statistics, row_visit
+from fastrl.reference.support import (
+    support_gradient,
+    support_hidden,
+    support_products,
+    support_restrict,
+    support_statistics,
+    support_weight,
+)
 
 __all__ = [
     "advise",
-    "kept_gradient",
-    "kept_hidden",
-    "kept_products",
-    "kept_restrict",
-    "kept_sets",
-    "kept_statistics",
-    "kept_weight",
+    "find_support",
     "row_gradient",
     "row_statistics",
     "row_visit",
     "scale_",
+    "support_gradient",
+    "support_hidden",
+    "support_products",
+    "support_restrict",
+    "support_statistics",
+    "support_weight",
 ]
 
 

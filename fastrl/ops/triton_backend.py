@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.kernels import kept_hidden as kept_hidden_kernel
-from fastrl.kernels import kept_products as kept_products_kernel
-from fastrl.kernels import kept_statistics as kept_statistics_kernels
-from fastrl.kernels import kept_weight as kept_weight_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
 from fastrl.kernels import row_visit as visit_kernel
-from fastrl.kernels.kept_restrict import kept_restrict
-from fastrl.kernels.kept_sets import kept_sets
+from fastrl.kernels import support_hidden as support_hidden_kernel
+from fastrl.kernels import support_products as support_products_kernel
+from fastrl.kernels import support_statistics as support_statistics_kernels
+from fastrl.kernels import support_weight as support_weight_kernel
+from fastrl.kernels.find_support import find_support
 from fastrl.kernels.scale import scale_
-from fastrl.ops.contract import ByToken, Kept, RowInputs, RowObjective, Statistics, Transform, Visit
+from fastrl.kernels.support_restrict import support_restrict
+from fastrl.ops.contract import ByToken, RowInputs, RowObjective, Statistics, Support, Transform, Visit
 from fastrl.ops.triton_formulas import device_objective
 
 __all__ = [
     "advise",
-    "kept_gradient",
-    "kept_hidden",
-    "kept_products",
-    "kept_restrict",
-    "kept_sets",
-    "kept_statistics",
-    "kept_weight",
+    "find_support",
     "row_gradient",
     "row_statistics",
     "row_visit",
     "scale_",
+    "support_gradient",
+    "support_hidden",
+    "support_products",
+    "support_restrict",
+    "support_statistics",
+    "support_weight",
 ]
 
 
@@ -78,22 +78,22 @@ def _check_unit_strides(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must have stride 1 over its last dimension, got strides {x.stride()}")
 
 
-def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
     """See `fastrl.ops.contract`."""
     _check_unit_strides(hidden=hidden, weight=weight, bias=bias)
-    return kept_products_kernel.kept_products(hidden, weight, bias, *kept)
+    return support_products_kernel.support_products(hidden, weight, bias, *support)
 
 
-def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Transform) -> Statistics:
+def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
     """See `fastrl.ops.contract`."""
-    arguments = (values, targets, kept.token_ids, kept.offsets, kept.counts)
-    return Statistics(*kept_statistics_kernels.kept_statistics(*arguments, *transform))
+    arguments = (values, targets, support.token_ids, support.offsets, support.counts)
+    return Statistics(*support_statistics_kernels.support_statistics(*arguments, *transform))
 
 
-def kept_gradient(
+def support_gradient(
     values: Tensor,
     targets: Tensor,
-    kept: Kept,
+    support: Support,
     transform: Transform,
     statistics: Statistics,
     c: Tensor,
@@ -101,20 +101,20 @@ def kept_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.ops.contract`; `out` may be `values`."""
-    arguments = (values, targets, kept.token_ids, kept.offsets, kept.counts)
-    kept_statistics_kernels.kept_gradient(*arguments, *transform, statistics, c, h, out)
+    arguments = (values, targets, support.token_ids, support.offsets, support.counts)
+    support_statistics_kernels.support_gradient(*arguments, *transform, statistics, c, h, out)
 
 
-def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
+def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
     """See `fastrl.ops.contract`."""
     _check_unit_strides(weight=weight, out=out)
-    kept_hidden_kernel.kept_hidden(gradient, weight, *kept, out)
+    support_hidden_kernel.support_hidden(gradient, weight, *support, out)
 
 
-def kept_weight(
+def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.ops.contract`."""
     _check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
     ids, entries, rows = by_token
-    kept_weight_kernel.kept_weight(gradient, hidden, ids, entries, rows, out, out_bias, add)
+    support_weight_kernel.support_weight(gradient, hidden, ids, entries, rows, out, out_bias, add)

@@ -15,7 +15,7 @@ from ..locality import Given, scope, slopes
 from ..memory import ANY, RESPONSE, Call, applicable, choose, least_budget
 from ..ops.backend import forced, resolved
 from ..ops.products import Needs
-from ..ops.tiling import widest_kept
+from ..ops.tiling import widest_support
 from .errors import UserError
 from .loading import load_config
 from .optimizer import cpu_threads
@@ -63,7 +63,7 @@ class LossCall:
             slopes=1 if self.objective is None else slopes(self.objective),
             all_rows=self.rows,
             copied=copied,
-            kept=kept * self.tokens,
+            support_entries=kept * self.tokens,
             backend=resolved(forced(), device),
         )
 
@@ -75,7 +75,7 @@ class LossCall:
         if self.truncated is None or not self.truncated.truncates:
             return 0, False
         most = min(self.truncated.top_k or vocab, vocab)
-        return (most if self.truncated.top_k else 1), most > widest_kept(vocab, device, dtype.itemsize)
+        return (most if self.truncated.top_k else 1), most > widest_support(vocab, device, dtype.itemsize)
 
 
 class Budgeted(Protocol):

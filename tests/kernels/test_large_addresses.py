@@ -63,8 +63,8 @@ def test_rows_far_apart(backend: Any, dtype: torch.dtype, dimension: int, device
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda module: module.__name__)
 def test_sets_of_rows_far_apart(backend: Any, device: str) -> None:
     rows = torch.randn(2, V).to(torch.bfloat16).to(device)
-    expected = backend.kept_sets(rows[None], 1.0, 20, 0.9, 0.0)
-    found = backend.kept_sets(far_apart(rows, 1), 1.0, 20, 0.9, 0.0)
+    expected = backend.find_support(rows[None], 1.0, 20, 0.9, 0.0)
+    found = backend.find_support(far_apart(rows, 1), 1.0, 20, 0.9, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Losses over recorded vocabulary sets: those of dense logits that are -inf outside the sets."""
+"""Losses over recorded support: those of dense logits that are -inf outside it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def few_wide_rows_are_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Problem:
-    """Hidden states, a head, and a recorded set for each token."""
+    """Hidden states, a head, and a recorded support for each token."""
 
     def __init__(self, device: str, kind: str, dtype: torch.dtype = torch.float32, on_policy: bool = False) -> None:
         g = torch.Generator().manual_seed(KINDS.index(kind))
@@ -40,7 +40,7 @@ class Problem:
         self.weight, self.bias = (x.to(dtype).to(device) for x in (normal(VOCAB, WIDTH) / 2, normal(VOCAB)))
         targets = torch.randint(VOCAB, (B, T), generator=g)
         self.sets = fastrl.SamplingMask.from_lists(self._sets(kind, targets.flatten().tolist(), g)).to(device)
-        self.kept = self.sets.to_dense(VOCAB).view(B, T, VOCAB)
+        self.support = self.sets.to_dense(VOCAB).view(B, T, VOCAB)
         mask = torch.rand(B, T, generator=g) > 0.2
         mask[1, 5:] = False
         self.targets = targets.where(mask, -100).to(device)
@@ -76,8 +76,8 @@ class Problem:
         if options.get("softcap"):
             z = options["softcap"] * torch.tanh(z / options["softcap"])
         z = z / options.get("temperature", 1.0)
-        log_p = torch.log_softmax(z.masked_fill(~self.kept, -torch.inf), -1)
-        entropy = -(log_p.exp() * log_p.masked_fill(~self.kept, 0.0)).sum(-1)
+        log_p = torch.log_softmax(z.masked_fill(~self.support, -torch.inf), -1)
+        entropy = -(log_p.exp() * log_p.masked_fill(~self.support, 0.0)).sum(-1)
         logp = log_p.gather(-1, self.targets.clamp_min(0)[..., None])[..., 0]
         return logp.masked_fill(logp == -torch.inf, 0.0), entropy, *leaves
 
@@ -152,7 +152,7 @@ def test_dtypes_and_transforms(
     if backend == "triton" and backend_device == "cpu" and (dtype != torch.float32 or kind not in ("narrow", "mixed")):
         pytest.skip("Triton's interpreter is slow, and rounds 16-bit casts otherwise than a GPU")
     if gathers:  # however wide
-        monkeypatch.setattr(sampled, "widest_kept", lambda vocab, device, itemsize: vocab)
+        monkeypatch.setattr(sampled, "widest_support", lambda vocab, device, itemsize: vocab)
     objective = fastrl.GRPO(entropy_coef=0.01)
     options = {"temperature": 0.7, "logit_scale": 1.5, "softcap": 8.0}
     problem = Problem(backend_device, kind, dtype)
@@ -191,7 +191,7 @@ def test_sets_of_thousands(backend: str, backend_device: str, monkeypatch: pytes
         logp = log_p.gather(-1, targets[:, None])[:, 0]
         truths.append((logp.detach(), *torch.autograd.grad(logp.sum(), (h, w))))
     for widest in (20_000, 200):
-        monkeypatch.setattr(sampled, "widest_kept", lambda vocab, device, itemsize, most=widest: most)
+        monkeypatch.setattr(sampled, "widest_support", lambda vocab, device, itemsize, most=widest: most)
         h, w = (x.clone().requires_grad_() for x in (hidden, weight))
         logp = fastrl.linear_token_logprobs(h, w, targets, sampling_mask=sets).logprobs
         found = (logp.detach(), *torch.autograd.grad(logp.sum(), (h, w)))
@@ -232,7 +232,7 @@ def test_a_target_outside_its_set_is_nan_where_values_are_not_looked_at(
     monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)
     problem = Problem(backend_device, kind)
     targets = problem.targets.clone()
-    targets[0, 0] = int((~problem.kept[0, 0]).nonzero()[0])
+    targets[0, 0] = int((~problem.support[0, 0]).nonzero()[0])
     hidden, weight, bias = problem.leaves(torch.float32)
     mask = torch.ones_like(targets, dtype=torch.bool)
     mask[problem.targets < 0] = False
@@ -273,7 +273,7 @@ def test_gradients_outside_the_sets_are_zero(backend: str, backend_device: str) 
         logits, problem.targets, mask=problem.arguments["mask"], sampling_mask=problem.sets, entropy=True
     )
     (gradient,) = torch.autograd.grad(stats.logprobs.sum() + stats.entropy.sum(), logits)
-    assert gradient.any() and not gradient[~problem.kept].any()
+    assert gradient.any() and not gradient[~problem.support].any()
     assert not gradient[~problem.arguments["mask"]].any()
 
 

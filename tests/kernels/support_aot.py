@@ -1,6 +1,6 @@
-"""Ahead-of-time compilation of the kernels for kept entries without a GPU, as `aot` does for the row kernels.
+"""Ahead-of-time compilation of the kernels for support entries without a GPU, as `aot` does for the row kernels.
 
-Run as a program, `python tests/kernels/kept_aot.py NAME...`, it compiles the named cases and writes a JSON object of
+Run as a program, `python tests/kernels/support_aot.py NAME...`, it compiles the named cases and writes a JSON object of
 findings; without names it prints a table, with the name slow a longer one. It must not see TRITON_INTERPRET.
 """
 
@@ -94,34 +94,34 @@ def compile_case(case: Case) -> Findings:
 
 def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The kernel, its constants and the compiler's options."""
-    from fastrl.kernels import kept_products, kept_restrict, kept_statistics, kept_weight
+    from fastrl.kernels import support_products, support_restrict, support_statistics, support_weight
 
     vec = (4 if case.dtype == "fp32" else 8) if case.wide else 1
     full = case.everything
-    options = kept_products.launch_options(GPUS[case.gpu][2])
+    options = support_products.launch_options(GPUS[case.gpu][2])
     if case.kernel == "products":
-        constants = kept_products.constants(vec) | ({} if full else {"bias_ptr": None})
-        return kept_products.kept_products_kernel, constants, options
+        constants = support_products.constants(vec) | ({} if full else {"bias_ptr": None})
+        return support_products.support_products_kernel, constants, options
     if case.kernel == "restrict":
-        constants = {"BLOCK": kept_restrict.BLOCK, "IDS": kept_restrict.IDS}
-        return kept_restrict.kept_restrict_kernel, constants, {"num_warps": 4}
+        constants = {"BLOCK": support_restrict.BLOCK, "IDS": support_restrict.IDS}
+        return support_restrict.support_restrict_kernel, constants, {"num_warps": 4}
     if case.kernel == "entry_rows":
-        return kept_products.entry_rows_kernel, {"BLOCK": kept_products.ROW_BLOCK}, kept_products.ROW_OPTIONS
+        return support_products.entry_rows_kernel, {"BLOCK": support_products.ROW_BLOCK}, support_products.ROW_OPTIONS
     if case.kernel == "heads":
-        return kept_weight.heads_kernel, {"BLOCK": kept_weight.HEADS_BLOCK}, options
+        return support_weight.heads_kernel, {"BLOCK": support_weight.HEADS_BLOCK}, options
     no_bias = {} if full else {"out_bias_ptr": None, "bias_partials_ptr": None}
     if case.kernel == "pieces":
-        return kept_weight.add_pieces_kernel, kept_weight.pieces_constants(vec, full) | no_bias, options
+        return support_weight.add_pieces_kernel, support_weight.pieces_constants(vec, full) | no_bias, options
     if case.kernel in ("weight", "hidden"):
-        constants = kept_weight.constants(vec, full, GPUS[case.gpu][2]) | no_bias
+        constants = support_weight.constants(vec, full, GPUS[case.gpu][2]) | no_bias
         constants |= {"entries_ptr": None} if case.kernel == "hidden" else {}
-        options = kept_weight.sums_options(4 if case.dtype == "fp32" else 2, GPUS[case.gpu][2])
-        return kept_weight.segment_sums_kernel, constants, options
-    constants = {"SOFTCAP": full, "BLOCK": kept_statistics.BLOCK} | ({} if full else {"temperatures_ptr": None})
+        options = support_weight.sums_options(4 if case.dtype == "fp32" else 2, GPUS[case.gpu][2])
+        return support_weight.segment_sums_kernel, constants, options
+    constants = {"SOFTCAP": full, "BLOCK": support_statistics.BLOCK} | ({} if full else {"temperatures_ptr": None})
     if case.kernel == "statistics":
-        return kept_statistics.kept_statistics_kernel, constants, kept_statistics.OPTIONS
+        return support_statistics.support_statistics_kernel, constants, support_statistics.OPTIONS
     constants |= {} if full else {"h_ptr": None}
-    return kept_statistics.kept_gradient_kernel, constants, kept_statistics.OPTIONS
+    return support_statistics.support_gradient_kernel, constants, support_statistics.OPTIONS
 
 
 def _inspect(compiled: Any, case: Case) -> Findings:
@@ -149,7 +149,7 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.kernels import kept_hidden, kept_products, kept_restrict, kept_statistics, kept_weight
+    from fastrl.kernels import support_hidden, support_products, support_restrict, support_statistics, support_weight
 
     keys: dict[str, list[str]] = {}
 
@@ -157,10 +157,10 @@ def launch_keys() -> dict[str, list[str]]:
         for name in names:
             setattr(module, name, Recorder(getattr(module, name), keys))
 
-    record(kept_products, "entry_rows_kernel", "kept_products_kernel")
-    record(kept_restrict, "kept_restrict_kernel")
-    record(kept_statistics, "kept_statistics_kernel", "kept_gradient_kernel")
-    record(kept_weight, "heads_kernel", "segment_sums_kernel", "add_pieces_kernel")
+    record(support_products, "entry_rows_kernel", "support_products_kernel")
+    record(support_restrict, "support_restrict_kernel")
+    record(support_statistics, "support_statistics_kernel", "support_gradient_kernel")
+    record(support_weight, "heads_kernel", "segment_sums_kernel", "add_pieces_kernel")
     series = [  # N, nnz, H, V, entries between rows, temperature, scale
         (8192, 65536, 64, 151936, 0, 1.0, 1.0),
         (1, 1, 8, 1, 0, 1, 1),  # integers, and single rows
@@ -179,13 +179,13 @@ def launch_keys() -> dict[str, list[str]]:
         ids, rows = vectors(nnz, torch.int32), vectors(nnz, torch.int32)
         csr = ids, vectors(n + 1, torch.int64), vectors(n, torch.bool)
         transform = temperature, None, scale, 0
-        kept_products.kept_products(hidden, weight, None, *csr)
+        support_products.support_products(hidden, weight, None, *csr)
         tile = torch.empty(n + 1, h, dtype=torch.bfloat16)[1:]
-        kept_restrict.kept_restrict(tile, 1 + gap, targets, *csr[:2])
-        kept_statistics.kept_statistics(values, targets, *csr, *transform)
-        kept_statistics.kept_gradient(values, targets, *csr, *transform, (c, c, c, c), c, None, values)
-        kept_hidden.kept_hidden(values, weight, *csr, hidden)
-        kept_weight.kept_weight(values, hidden, ids, entries, rows, out, None, False)
+        support_restrict.support_restrict(tile, 1 + gap, targets, *csr[:2])
+        support_statistics.support_statistics(values, targets, *csr, *transform)
+        support_statistics.support_gradient(values, targets, *csr, *transform, (c, c, c, c), c, None, values)
+        support_hidden.support_hidden(values, weight, *csr, hidden)
+        support_weight.support_weight(values, hidden, ids, entries, rows, out, None, False)
     return keys
 
 

@@ -1,4 +1,4 @@
-"""Kept weight: the head's gradient from the kept entries, a token's summed in their order; no atomics, no host sync.
+"""Support weight: the head's gradient from the support entries, a token's summed in order; no atomics, no host sync.
 
 The entries are sorted by token, so a token's are a segment. A program owns the segments that begin among its GROUP
 positions, and a chunk of their columns: it walks on from the first such beginning, STEP positions at a time whose
@@ -11,7 +11,7 @@ precedes it, may have row stop // PIECE - 1 of the partial sums and share it wit
 the whole block of PIECE positions in its middle; of a later one, the block in which it begins, and two beginnings of
 different segments are more than PIECE apart. So nnz / PIECE rows are enough, and a segment's follow one another.
 
-`segment_sums` is also `kept_hidden`, whose segments are the rows.
+`segment_sums` is also `support_hidden`, whose segments are the rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.configuration import _WARP, on_device
-from fastrl.kernels.kept_products import chunk, launch_options, vector
+from fastrl.kernels.support_products import chunk, launch_options, vector
 
 GROUP = 32  # positions: few enough for small batches to fill a GPU, enough to pay for a program's start
 PIECE = 256
@@ -331,7 +331,7 @@ def segment_sums(
         )
 
 
-def kept_weight(
+def support_weight(
     gradient: Tensor,  # (nnz,) float32
     hidden: Tensor,  # (N, H), unit stride on H
     by_token_ids: Tensor,  # (nnz,) int32, rising
@@ -341,7 +341,7 @@ def kept_weight(
     out_bias: Tensor | None,  # (V,)
     add: bool,
 ) -> None:
-    """dL/dweight and dL/dbias of the tokens that are kept, added to what is there or written over it."""
+    """dL/dweight and dL/dbias of the tokens in the support, added to what is there or written over it."""
     nnz = by_token_ids.numel()
     target = out_bias if out is None else out
     if nnz == 0 or target is None:

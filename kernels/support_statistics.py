@@ -1,4 +1,4 @@
-"""Kept statistics and their gradient: `row_statistics` and `row_gradient` of rows whose few logits follow one another.
+"""Support statistics and their gradient: `row_statistics` and `row_gradient` of rows whose few logits are adjacent.
 
 A program of one warp owns a row: most rows keep a handful of entries, and then a block is all of them. The target is
 found by its token id, and left out of the sums as in `row_statistics`: a row that keeps its target alone has a
@@ -41,7 +41,7 @@ OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
         "out_ptr",
     ],
 )
-def kept_statistics_kernel(
+def support_statistics_kernel(
     values_ptr,  # (nnz,) float32
     targets_ptr,  # (N,) int64
     token_ids_ptr,  # (nnz,) int32
@@ -90,10 +90,10 @@ def kept_statistics_kernel(
         m, s, w = update(m, s, w, tl.where(hit, -float("inf"), x)[:, None], outer2)
 
     # Epilogue.
-    kept = tl.sum(hits, axis=0) > 0
-    target_x = tl.where(kept, tl.sum(at_target, axis=0), -float("inf"))
+    has_target = tl.sum(hits, axis=0) > 0
+    target_x = tl.where(has_target, tl.sum(at_target, axis=0), -float("inf"))
     m_all, s_all, w_all = fold(m, s, w, outer2, 0)
-    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, target_x, kept, outer)
+    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, target_x, has_target, outer)
 
     # Store.
     tl.store(out_ptr, logprob)
@@ -102,7 +102,7 @@ def kept_statistics_kernel(
     tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
 
 
-def kept_statistics(
+def support_statistics(
     values: Tensor,  # (nnz,) float32
     targets: Tensor,  # (N,) int64
     token_ids: Tensor,  # (nnz,) int32
@@ -119,7 +119,7 @@ def kept_statistics(
     if rows == 0:
         return out
     with on_device(values):
-        kept_statistics_kernel[(rows,)](
+        support_statistics_kernel[(rows,)](
             values,
             targets,
             token_ids,
@@ -155,7 +155,7 @@ def kept_statistics(
         "h_ptr",
     ]
 )
-def kept_gradient_kernel(
+def support_gradient_kernel(
     values_ptr,  # (nnz,) float32
     out_ptr,  # (nnz,) float32; may be values_ptr
     targets_ptr,  # (N,) int64
@@ -216,7 +216,7 @@ def kept_gradient_kernel(
         tl.store(out_ptr + entry, g, mask=mask)
 
 
-def kept_gradient(
+def support_gradient(
     values: Tensor,  # (nnz,) float32
     targets: Tensor,  # (N,) int64
     token_ids: Tensor,  # (nnz,) int32
@@ -236,7 +236,7 @@ def kept_gradient(
     if rows == 0 or values.numel() == 0:
         return
     with on_device(values):
-        kept_gradient_kernel[(rows,)](
+        support_gradient_kernel[(rows,)](
             values,
             out,
             targets,

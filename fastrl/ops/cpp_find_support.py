@@ -1,4 +1,4 @@
-"""The entries that a sampler keeps, on the CPU: `csrc/kept_sets.h` says how, and how often a row is read."""
+"""The entries that a sampler keeps, on the CPU: `csrc/find_support.h` says how, and how often a row is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastrl.ops.cpp_library import ELEMENTS, address, function, strides
 _WRONG = {-1: "a NaN", -2: "a +inf", -3: "nothing but -inf"}
 
 
-class _Sets(Structure):
+class _Search(Structure):
     _fields_ = (
         ("logits", c_void_p),
         *((name, c_int64) for name in ("a", "b", "vocab", "stride_a", "stride_b", "top_k")),
@@ -24,7 +24,7 @@ class _Sets(Structure):
     )
 
 
-def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
     """See `fastrl.ops.contract`. Beside the result: 16 bytes a row, and a row of float32 in each thread."""
     logits_strides = strides("logits", logits)
     a, b, vocab = logits.shape
@@ -32,7 +32,7 @@ def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     pivots, firsts, counts = (
         torch.empty(rows, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int32, torch.int64)
     )
-    sets = _Sets(
+    search = _Search(
         address("logits", logits),
         a,
         b,
@@ -48,7 +48,7 @@ def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
         ELEMENTS[logits.dtype],
         torch.get_num_threads(),
     )
-    function("fastrl_kept_sets_choose", POINTER(_Sets))(byref(sets))
+    function("fastrl_find_support_choose", POINTER(_Search))(byref(search))
     wrong = (counts < 0).nonzero()
     if len(wrong):
         row = int(wrong[0])
@@ -56,7 +56,7 @@ def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts, 0, out=offsets[1:])
     token_ids = torch.empty(int(offsets[-1]), dtype=torch.int32, device="cpu")
-    function("fastrl_kept_sets_write", POINTER(_Sets), c_void_p, c_void_p)(
-        byref(sets), offsets.data_ptr(), token_ids.data_ptr()
+    function("fastrl_find_support_write", POINTER(_Search), c_void_p, c_void_p)(
+        byref(search), offsets.data_ptr(), token_ids.data_ptr()
     )
     return token_ids, offsets

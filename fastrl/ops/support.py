@@ -1,7 +1,7 @@
-"""torch.library operators over logits for rows with recorded vocabulary sets: the kept entries, and nothing else.
+"""torch.library operators over logits for rows with a recorded support: its entries, and nothing else.
 
-They also serve the rows that have no set (`dense`) and those whose set is too wide to gather (`wide`), by the dense
-kernels. What they share with the operator from hidden states (`kept_linear.py`) is here.
+They also serve the rows without one (`dense`) and those whose support is too wide to gather (`dense_support`), by the
+dense kernels. What they share with the operator from hidden states (`support_linear.py`) is here.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from torch import Tensor
 from fastrl import checks
 from fastrl.ops import consumed
 from fastrl.ops.backend import kernels
-from fastrl.ops.contract import Kept, Statistics, Transform, entry_rows
-from fastrl.ops.restriction import Restriction
+from fastrl.ops.contract import Statistics, Support, Transform, entry_rows
+from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.rows import upstream
 
-#: Logits of rows with wide sets are copied so many bytes at a time, and restricted there.
+#: Logits of rows with a wide support are copied so many bytes at a time, and restricted there.
 _BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
-def together(dense: Statistics | None, kept: Statistics) -> tuple[Tensor, ...]:
+def together(dense: Statistics | None, support: Statistics) -> tuple[Tensor, ...]:
     """Statistics of rows, each of which is 0 in one of the two. An operator's results may not share memory."""
-    return tuple(b.clone() if dense is None else a + b for a, b in zip(dense or kept, kept, strict=True))
-
-
-def restriction(tensors: list[Tensor]) -> Restriction | None:
-    """The wide sets as an operator takes them: nothing, or ids, offsets and rows."""
-    return Restriction(*tensors) if tensors else None
+    return tuple(b.clone() if dense is None else a + b for a, b in zip(dense or support, support, strict=True))
 
 
 def without_target(targets: Tensor, token_ids: Tensor, offsets: Tensor) -> Tensor:
-    """(N,) bool: rows that have a set which does not hold their target."""
+    """(N,) bool: rows that have a support without their target."""
     rows = entry_rows(offsets, token_ids.shape[0])
     hits = (token_ids == targets[rows]).to(torch.int32)
     return (offsets.diff() > 0) & (torch.zeros_like(targets, dtype=torch.int32).index_add_(0, rows, hits) == 0)
 
 
-def check_targets(targets: Tensor, dense: Tensor | None, kept: Kept, wide: Restriction | None, vocab: int) -> None:
-    """Where values may be looked at: IndexError for a target outside [0, vocab), ValueError for one outside its set."""
+def check_targets(
+    targets: Tensor, dense: Tensor | None, support: Support, dense_support: DenseSupport | None, vocab: int
+) -> None:
+    """IndexError for a target outside [0, vocab), ValueError for one outside its support, where values may be read."""
     if not checks.values_are_checked(targets):
         return
-    counts, sets = kept.counts if dense is None else kept.counts | dense, [(kept.token_ids, kept.offsets)]
-    if wide is not None:
-        counts = counts.index_fill(0, wide.rows, True) if dense is None else counts
-        sets.append((wide.token_ids, wide.offsets))
+    counts, supports = (
+        support.counts if dense is None else support.counts | dense,
+        [(support.token_ids, support.offsets)],
+    )
+    if dense_support is not None:
+        counts = counts.index_fill(0, dense_support.rows, True) if dense is None else counts
+        supports.append((dense_support.token_ids, dense_support.offsets))
     checks.targets_in_range(targets, counts, vocab)
-    for token_ids, offsets in sets:
+    for token_ids, offsets in supports:
         missing = counts & without_target(targets, token_ids, offsets)
         if bool(missing.any()):
             row = int(missing.nonzero()[0])
@@ -60,14 +60,14 @@ def check_targets(targets: Tensor, dense: Tensor | None, kept: Kept, wide: Restr
             )
 
 
-def _wide_blocks(logits: Tensor, wide: Restriction | None, backend: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """(rows, their logits (n, V), -inf outside the sets) of some rows after others."""
-    if wide is None:
+def _wide_blocks(logits: Tensor, dense_support: DenseSupport | None, backend: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """(rows, their logits (n, V), -inf outside the support) of some rows after others."""
+    if dense_support is None:
         return
     most = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES["cpu"])
-    for rows in wide.rows.split(max(1, most // (logits.shape[2] * logits.element_size()))):
+    for rows in dense_support.rows.split(max(1, most // (logits.shape[2] * logits.element_size()))):
         block = logits[rows // logits.shape[1], rows % logits.shape[1]]
-        wide._replace(rows=rows).apply(block, 0, backend)
+        dense_support._replace(rows=rows).apply(block, 0, backend)
         yield rows, block
 
 
@@ -76,42 +76,43 @@ def _of_rows(transform: Transform, rows: Tensor) -> Transform:
     return transform if t is None else transform._replace(temperatures=t[rows])
 
 
-@torch.library.custom_op("fastrl::kept_row_statistics", mutates_args=())
-def kept_row_statistics(
+@torch.library.custom_op("fastrl::support_row_statistics", mutates_args=())
+def support_row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
-    dense: Tensor | None,  # (N,) bool: rows that count and have no set; None: there are none
+    dense: Tensor | None,  # (N,) bool: rows that count and have no support; None: there are none
     temperatures: Tensor | None,  # (N,) float32
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
     counts: Tensor,  # (N,) bool: rows that count and whose entries are gathered
-    wide: list[Tensor],  # (nnz',) int32, (N + 1,) int64 and (M,) int64: sets of the rows M that take the dense kernels
+    # (nnz',) int32, (N + 1,) int64 and (M,) int64: support of the rows M that take the dense kernels
+    dense_support: list[Tensor],
     temperature: float,
     logit_scale: float,
     softcap: float,
     backend: str,
     consume: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`row_statistics` over the kept entries, and their logits (nnz,) float32; the first two are differentiable."""
-    kept, transform = Kept(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
-    sets = restriction(wide)
-    check_targets(targets, dense, kept, sets, logits.shape[-1])
+    """`row_statistics` over the support entries, and their logits (nnz,) float32; the first two are differentiable."""
+    support, transform = Support(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
+    wide = DenseSupport.of(dense_support)
+    check_targets(targets, dense, support, wide, logits.shape[-1])
     consumed.refuse(logits)
     row_kernels: Any = kernels(backend, logits)
     rest = None if dense is None else row_kernels.row_statistics(logits, targets, dense, transform)
-    rows = kept.rows()
+    rows = support.rows()
     values = logits[rows // logits.shape[1], rows % logits.shape[1], token_ids.long()].float()
-    found = together(rest, row_kernels.kept_statistics(values, targets, kept, transform))
-    for chosen, block in _wide_blocks(logits, sets, backend):
+    found = together(rest, row_kernels.support_statistics(values, targets, support, transform))
+    for chosen, block in _wide_blocks(logits, wide, backend):
         own = row_kernels.row_statistics(block[None], targets[chosen], None, _of_rows(transform, chosen))
         for total, part in zip(found, own, strict=True):
             total[chosen] = part
-    if sets is not None:
-        found[0].masked_fill_(without_target(targets, wide[0], wide[1]), torch.nan)
+    if wide is not None:
+        found[0].masked_fill_(without_target(targets, dense_support[0], dense_support[1]), torch.nan)
     return *found, values  # type: ignore[return-value]
 
 
-@kept_row_statistics.register_fake
+@support_row_statistics.register_fake
 def _(logits: Tensor, targets: Tensor, dense: Any, temperatures: Any, token_ids: Tensor, *rest: Any) -> Any:
     numbers = (logits.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(4))
     return *numbers, logits.new_empty(token_ids.shape[0], dtype=torch.float32)
@@ -122,8 +123,8 @@ def _write_row_gradient(
     targets: Tensor,
     dense: Tensor | None,
     temperatures: Tensor | None,
-    kept: Kept,
-    wide: Restriction | None,
+    support: Support,
+    dense_support: DenseSupport | None,
     values: Tensor,
     statistics: list[Tensor],
     c: Tensor,
@@ -132,12 +133,14 @@ def _write_row_gradient(
     backend: str,
     out: Tensor,
 ) -> None:
-    """dL/dlogits into `out` (A, B, V), which may be the logits: 0 outside the sets."""
+    """dL/dlogits into `out` (A, B, V), which may be the logits: 0 outside the support."""
     row_kernels: Any = kernels(backend, logits)
     found, places = Statistics(*statistics), out.shape[1]
-    if wide is not None:  # `dense` is None then: rows without a set are among those of the wide ones
-        others = torch.ones(targets.shape, dtype=torch.bool, device=out.device).index_fill_(0, wide.rows, False)
-        for rows, block in _wide_blocks(logits, wide, backend):
+    if dense_support is not None:  # `dense` is None then: rows without a support are among its rows
+        others = torch.ones(targets.shape, dtype=torch.bool, device=out.device).index_fill_(
+            0, dense_support.rows, False
+        )
+        for rows, block in _wide_blocks(logits, dense_support, backend):
             part = Statistics(*(s[rows] for s in found))
             row_kernels.row_gradient(
                 block[None],
@@ -156,13 +159,13 @@ def _write_row_gradient(
     else:
         out.zero_()
     gradient = torch.empty_like(values)
-    row_kernels.kept_gradient(values, targets, kept, transform, found, c, h, gradient)
-    rows = kept.rows()
-    out[rows // places, rows % places, kept.token_ids.long()] = gradient.to(out.dtype)
+    row_kernels.support_gradient(values, targets, support, transform, found, c, h, gradient)
+    rows = support.rows()
+    out[rows // places, rows % places, support.token_ids.long()] = gradient.to(out.dtype)
 
 
-@torch.library.custom_op("fastrl::kept_row_gradient", mutates_args=())
-def kept_row_gradient(
+@torch.library.custom_op("fastrl::support_row_gradient", mutates_args=())
+def support_row_gradient(
     logits: Tensor,
     targets: Tensor,
     dense: Tensor | None,
@@ -170,7 +173,7 @@ def kept_row_gradient(
     token_ids: Tensor,
     offsets: Tensor,
     counts: Tensor,
-    wide: list[Tensor],
+    dense_support: list[Tensor],
     values: Tensor,
     statistics: list[Tensor],
     c: Tensor,
@@ -187,8 +190,8 @@ def kept_row_gradient(
         targets,
         dense,
         temperatures,
-        Kept(token_ids, offsets, counts),
-        restriction(wide),
+        Support(token_ids, offsets, counts),
+        DenseSupport.of(dense_support),
         values,
         statistics,
         c,
@@ -200,13 +203,13 @@ def kept_row_gradient(
     return out
 
 
-@kept_row_gradient.register_fake
+@support_row_gradient.register_fake
 def _(logits: Tensor, *rest: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-@torch.library.custom_op("fastrl::kept_row_gradient_", mutates_args=("logits",))
-def kept_row_gradient_(
+@torch.library.custom_op("fastrl::support_row_gradient_", mutates_args=("logits",))
+def support_row_gradient_(
     logits: Tensor,
     targets: Tensor,
     dense: Tensor | None,
@@ -214,7 +217,7 @@ def kept_row_gradient_(
     token_ids: Tensor,
     offsets: Tensor,
     counts: Tensor,
-    wide: list[Tensor],
+    dense_support: list[Tensor],
     values: Tensor,
     statistics: list[Tensor],
     c: Tensor,
@@ -230,8 +233,8 @@ def kept_row_gradient_(
         targets,
         dense,
         temperatures,
-        Kept(token_ids, offsets, counts),
-        restriction(wide),
+        Support(token_ids, offsets, counts),
+        DenseSupport.of(dense_support),
         values,
         statistics,
         c,
@@ -243,8 +246,8 @@ def kept_row_gradient_(
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, wide, temperature, logit_scale, softcap, backend, consume = inputs
-    ctx.save_for_backward(*tensors, *output, *wide)
+    *tensors, dense_support, temperature, logit_scale, softcap, backend, consume = inputs
+    ctx.save_for_backward(*tensors, *output, *dense_support)
     ctx.options, ctx.consume, ctx.consumed = (temperature, logit_scale, softcap, backend), consume, False
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -254,22 +257,22 @@ def _rows_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     if ctx.consumed:
         raise RuntimeError("the logits were consumed by the first backward (inplace=True): a second one has no input")
     saved = ctx.saved_tensors
-    tensors, statistics, values, wide = saved[:7], list(saved[7:11]), saved[11], list(saved[12:])
+    tensors, statistics, values, dense_support = saved[:7], list(saved[7:11]), saved[11], list(saved[12:])
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    nothing = (*(None,) * 6, [None] * len(wide), *(None,) * 5)
+    nothing = (*(None,) * 6, [None] * len(dense_support), *(None,) * 5)
     if c is None and h is None:
         return (None, *nothing)
     c = torch.zeros_like(statistics[0]) if c is None else c
-    arguments = (*tensors[1:], wide, values, statistics, c, h, *ctx.options)
+    arguments = (*tensors[1:], dense_support, values, statistics, c, h, *ctx.options)
     if ctx.consume:
         ctx.consumed = True
         gradient = tensors[0].detach()
         with consumed.kept(gradient):
-            kept_row_gradient_(gradient, *arguments)
+            support_row_gradient_(gradient, *arguments)
         consumed.mark(gradient)
     else:
-        gradient = kept_row_gradient(tensors[0], *arguments)
+        gradient = support_row_gradient(tensors[0], *arguments)
     return (gradient, *nothing)
 
 
-kept_row_statistics.register_autograd(_rows_backward, setup_context=_setup_rows)
+support_row_statistics.register_autograd(_rows_backward, setup_context=_setup_rows)

@@ -1,21 +1,21 @@
-// The C interface of `kept_sets` (fastrl/ops/contract.py): rows shared out among torch's own threads.
-#include "kept_sets.h"
+// The C interface of `find_support` (fastrl/ops/contract.py): rows shared out among torch's own threads.
+#include "find_support.h"
 
 #include "parallel.h"
 
 namespace {
 
 using namespace fastrl;
-using namespace fastrl::sets;
+using namespace fastrl::search;
 
-// Mirrors that of fastrl/ops/cpp_sets.py, field by field.
-struct Sets {
+// Mirrors that of fastrl/ops/cpp_find_support.py, field by field.
+struct Search {
   const void* logits;  // (a, b, vocab), strides in elements
   int64_t a, b, vocab, stride_a, stride_b, top_k;
   double temperature, top_p, log_min_p;
   float* pivots;    // (rows,): kept are the entries above,
   int32_t* firsts;  // (rows,): and the equal ones from this column on
-  int64_t* counts;  // (rows,): kept entries, or what is wrong with the row
+  int64_t* counts;  // (rows,): support entries, or what is wrong with the row
   int32_t element, threads;
 };
 
@@ -23,7 +23,7 @@ constexpr int64_t WITH_NAN = -1, WITH_INFINITY = -2, EMPTY = -3;
 
 // Call f(row, its number) for every row of logits, in torch's threads.
 template <class F>
-int32_t for_rows(const Sets& s, const F& f) {
+int32_t for_rows(const Search& s, const F& f) {
   const auto with_element = [&](auto element) {
     using T = decltype(element);
     return for_each(s.a * s.b, 1, s.threads, [&](int64_t number) {
@@ -49,8 +49,8 @@ int32_t for_rows(const Sets& s, const F& f) {
 extern "C" {
 
 // Fills pivots, firsts and counts. Returns 0, or an error code.
-int32_t fastrl_kept_sets_choose(const Sets* sets) {
-  const Sets& s = *sets;
+int32_t fastrl_find_support_choose(const Search* search) {
+  const Search& s = *search;
   return for_rows(s, [&](const auto& row, int64_t number) {
     const float maximum = largest(row);
     int64_t* count = s.counts + number;
@@ -65,8 +65,8 @@ int32_t fastrl_kept_sets_choose(const Sets* sets) {
 }
 
 // Writes the entries that were chosen, those of row i from token_ids + offsets[i] on.
-int32_t fastrl_kept_sets_write(const Sets* sets, const int64_t* offsets, int32_t* token_ids) {
-  const Sets& s = *sets;
+int32_t fastrl_find_support_write(const Search* search, const int64_t* offsets, int32_t* token_ids) {
+  const Search& s = *search;
   return for_rows(s, [&](const auto& row, int64_t number) {
     const float pivot = s.pivots[number];
     const int32_t first = s.firsts[number];

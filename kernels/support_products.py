@@ -1,4 +1,4 @@
-"""Kept products: the logits of a few vocabulary entries a row, hidden states times rows of the output head.
+"""Support products: the logits of a few vocabulary entries a row, hidden states times rows of the output head.
 
 A program owns ENTRIES entries that follow one another in the CSR, be they of one row or of several: rows keep from one
 entry to thousands, and a program a row would make the widest row the time of all. Products are added up column by
@@ -77,7 +77,7 @@ def vector(*matrices: Tensor) -> int:
     do_not_specialize=["nnz", "rows", "hidden_size", "stride_hidden", "stride_weight"],
     do_not_specialize_on_alignment=["bias_ptr", "token_ids_ptr", "rows_ptr", "values_ptr"],
 )
-def kept_products_kernel(
+def support_products_kernel(
     hidden_ptr,  # (N, H), unit stride on H
     weight_ptr,  # (V, H), of the same dtype, unit stride on H
     bias_ptr,  # (V,), or None
@@ -128,7 +128,7 @@ def constants(vec: int) -> dict[str, Any]:
     return {"VEC": vec, "ENTRIES": ENTRIES, "CHUNK": chunk(vec)}
 
 
-def kept_products(
+def support_products(
     hidden: Tensor,  # (N, H), unit stride on H
     weight: Tensor,  # (V, H), of the same dtype, unit stride on H
     bias: Tensor | None,  # (V,)
@@ -136,13 +136,13 @@ def kept_products(
     offsets: Tensor,  # (N + 1,) int64
     counts: Tensor,  # (N,) bool
 ) -> Tensor:
-    """The logits of the kept entries, (nnz,) float32; 0 in rows that do not count."""
+    """The logits of the support entries, (nnz,) float32; 0 in rows that do not count."""
     nnz, (rows, hidden_size) = token_ids.numel(), hidden.shape
     values = torch.empty(nnz, dtype=torch.float32, device=hidden.device)
     if nnz == 0:
         return values
     with on_device(hidden):
-        kept_products_kernel[(triton.cdiv(nnz, ENTRIES),)](
+        support_products_kernel[(triton.cdiv(nnz, ENTRIES),)](
             hidden,
             weight,
             bias,

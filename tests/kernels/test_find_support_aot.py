@@ -1,29 +1,29 @@
-"""The kernels of `kept_sets` compiled for real GPUs: no spills, whole vectors, no atomics, no needless compilation."""
+"""`find_support` compiled for real GPUs: no spills, whole vectors, no atomics, no needless compilation."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+import find_support_aot
 import pytest
-import sets_aot
+from find_support_aot import Case
 from machine_code import VENDORS, run_program
-from sets_aot import Case
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-FAST = [case for case in sets_aot.cases() if case.gpu in VENDORS]
-SLOW = [case for case in sets_aot.cases() if case.gpu not in VENDORS]
+FAST = [case for case in find_support_aot.cases() if case.gpu in VENDORS]
+SLOW = [case for case in find_support_aot.cases() if case.gpu not in VENDORS]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    return run_program(sets_aot, *(case.name for case in FAST))
+    return run_program(find_support_aot, *(case.name for case in FAST))
 
 
 @pytest.fixture(scope="module")
 def slow() -> dict[str, Any]:
-    return run_program(sets_aot, *(case.name for case in SLOW))
+    return run_program(find_support_aot, *(case.name for case in SLOW))
 
 
 @pytest.mark.parametrize("case", FAST, ids=lambda c: c.name)
@@ -47,7 +47,7 @@ def _assert_sound(case: Case, found: dict[str, Any]) -> None:
 
 
 def test_lengths_numbers_and_strides_compile_nothing_new() -> None:
-    keys = run_program(sets_aot, "keys")
+    keys = run_program(find_support_aot, "keys")
     assert sorted(keys) == ["choose_kernel", "write_kernel"]
     for same in keys.values():
         assert len(same) == 3 and len(set(same)) == 1, "\n".join(sorted(set(same)))

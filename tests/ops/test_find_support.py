@@ -1,4 +1,4 @@
-"""`kept_sets` of every backend against a stable sort in float64, and against transformers' warpers.
+"""`find_support` of every backend against a stable sort in float64, and against transformers' warpers.
 
 A sampler keeps the last entries of that sort, so what a backend finds is right if it is such an end, and not longer or
 shorter than the limits allow. Where masses are float32 exponentials the limits are those of top_p - 1e-6 and
@@ -29,24 +29,24 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MARGIN = {"cpp": 1e-6, "torch": 1e-12, "triton": 1e-6}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOP_PS = [1e-9, 0.1, 0.5, 0.9, 0.999999, 1.0]
-KeptSets = Callable[..., tuple[Tensor, Tensor]]
+FindSupport = Callable[..., tuple[Tensor, Tensor]]
 
 
-def kept_sets_of(name: str) -> KeptSets:
+def find_support_of(name: str) -> FindSupport:
     if name == "cpp":
         if (reason := cpp_backend.why_unavailable()) is not None:
             pytest.skip(f"no C++ backend: {reason}")
-        from fastrl.ops.cpp_sets import kept_sets as found
+        from fastrl.ops.cpp_find_support import find_support as found
     elif name == "torch":
-        from fastrl.reference.kept_sets import kept_sets as found
+        from fastrl.reference.find_support import find_support as found
     else:
-        found = pytest.importorskip("fastrl.kernels.kept_sets").kept_sets
+        found = pytest.importorskip("fastrl.kernels.find_support").find_support
     return found
 
 
 @pytest.fixture(params=["cpp", "torch", "triton"])
 def name(request: pytest.FixtureRequest) -> str:
-    kept_sets_of(request.param)
+    find_support_of(request.param)
     return str(request.param)
 
 
@@ -61,7 +61,7 @@ def stable_order(z: Tensor) -> Tensor:
     return order[z[order] > -torch.inf]
 
 
-def number_kept(rising: Tensor, top_k: int, top_p: float, min_p: float) -> int:
+def support_size(rising: Tensor, top_k: int, top_p: float, min_p: float) -> int:
     """How many of z sorted, float64, a sampler keeps."""
     if top_k > 0:
         rising = rising[rising >= rising[-min(top_k, len(rising))]]
@@ -76,22 +76,22 @@ def number_kept(rising: Tensor, top_k: int, top_p: float, min_p: float) -> int:
 
 def check(name: str, logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> list[Tensor]:
     """Call the backend and compare; returns the rows' token ids."""
-    ids, offsets = kept_sets_of(name)(logits, temperature, top_k, top_p, min_p)
+    ids, offsets = find_support_of(name)(logits, temperature, top_k, top_p, min_p)
     rows = logits.cpu().float().flatten(0, 1) / temperature
     assert ids.dtype == torch.int32 and ids.is_contiguous() and ids.device == logits.device
     assert offsets.dtype == torch.int64 and offsets.shape == (len(rows) + 1,) and offsets.device == logits.device
     assert offsets[0] == 0 and offsets[-1] == len(ids)
     found = list(ids.cpu().long().split(offsets.diff().tolist()))
-    for row, (z, kept) in enumerate(zip(rows, found, strict=True)):
+    for row, (z, support) in enumerate(zip(rows, found, strict=True)):
         case = f"row {row} of {name}, V = {len(z)}: {temperature, top_k, top_p, min_p}"
         low, high = top_p, top_p
         if top_p < 1:
             low, high = max(top_p - MARGIN[name], 0.0), min(top_p + MARGIN[name], 1.0)
         order = stable_order(z)
-        least, most = (number_kept(z.double()[order], top_k, p, min_p) for p in (low, high))
-        assert least <= len(kept) <= most, f"{case}: {len(kept)} kept, not {least} to {most}"
-        expected = order[-len(kept) :].sort().values
-        assert torch.equal(kept, expected), f"{case}: {kept.tolist()[:20]}, not {expected.tolist()[:20]}"
+        least, most = (support_size(z.double()[order], top_k, p, min_p) for p in (low, high))
+        assert least <= len(support) <= most, f"{case}: {len(support)} support, not {least} to {most}"
+        expected = order[-len(support) :].sort().values
+        assert torch.equal(support, expected), f"{case}: {support.tolist()[:20]}, not {expected.tolist()[:20]}"
     return found
 
 
@@ -128,7 +128,7 @@ def test_random_rows(name: str, vocab: int, dtype: torch.dtype, device: str) -> 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("name", ["cpp", "torch"])
 def test_a_real_vocabulary(name: str, spread: float) -> None:
-    kept_sets_of(name)
+    find_support_of(name)
     logits = random_logits(151936, torch.float32, "cpu", spread)[:1, :1]
     for arguments in [(1.0, 0, 0.9, 0.0), (0.7, 70000, 0.999, 0.01)]:
         check(name, logits, *arguments)
@@ -141,7 +141,7 @@ def test_views(name: str, device: str) -> None:
 
 
 def test_no_rows(name: str, device: str) -> None:
-    ids, offsets = kept_sets_of(name)(torch.zeros(0, 3, 5, device=on(name, device)), 1.0, 0, 0.9, 0.0)
+    ids, offsets = find_support_of(name)(torch.zeros(0, 3, 5, device=on(name, device)), 1.0, 0, 0.9, 0.0)
     assert ids.shape == (0,) and offsets.tolist() == [0]
 
 
@@ -153,7 +153,7 @@ def test_any_number_of_threads() -> None:
         found = []
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(kept_sets_of("cpp")(logits, 1.0, 0, 0.9, 0.0))
+            found.append(find_support_of("cpp")(logits, 1.0, 0, 0.9, 0.0))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
@@ -247,7 +247,7 @@ def test_min_p_is_relative_to_the_largest(name: str, device: str) -> None:
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["cpp", "torch"])
 def test_any_row(name: str, data: st.DataObject) -> None:
-    kept_sets_of(name)
+    find_support_of(name)
     value = st.one_of(
         st.floats(-(2.0**100), 2.0**100, width=32),
         st.integers(-6, 6).map(lambda n: n / 2),
@@ -290,7 +290,7 @@ def test_as_many_as_transformers(name: str, device: str) -> None:
     # MinP compares with a rounded product: 1.0 would drop a maximum that rounds below itself.
     arguments = [(1.0, 20, 0.9, 0.0), (0.7, 0, 0.95, 0.05), (2.0, 100, 0.6, 0.3), (1.0, 7, 1.0, 0.0)]
     for temperature, top_k, top_p, min_p in arguments[: 2 if name == "triton" else None]:
-        _, offsets = kept_sets_of(name)(logits, temperature, top_k, top_p, min_p)
+        _, offsets = find_support_of(name)(logits, temperature, top_k, top_p, min_p)
         low, high = (top_p, top_p) if top_p == 1 else (top_p - MARGIN[name], top_p + MARGIN[name])
         for z, count in zip(torch.stack(chosen) / temperature, offsets.diff().tolist(), strict=True):
             least, most = (warped_count(z, top_k, p, min_p) for p in (low, high))
@@ -310,25 +310,25 @@ def test_a_row_without_a_distribution_is_named(name: str, dtype: torch.dtype, de
             logits[1, 2, slice(None) if value == -math.inf else column] = value
             logits[2, 0, 1] = math.nan  # a later row
             with pytest.raises(ValueError, match=f"^logits row 6 has {what}$"):
-                kept_sets_of(name)(logits, 1.0, *cuts)
+                find_support_of(name)(logits, 1.0, *cuts)
 
 
 def test_nan_beside_infinity_and_overflow(name: str, device: str) -> None:
     logits = torch.zeros(1, 1, 5, device=on(name, device))
     logits[0, 0, 3] = 1e38
     with pytest.raises(ValueError, match=r"logits row 0 has a \+inf"):
-        kept_sets_of(name)(logits, 1e-3, 0, 0.9, 0.0)
+        find_support_of(name)(logits, 1e-3, 0, 0.9, 0.0)
     logits[0, 0, 1:3] = torch.tensor([math.inf, math.nan])
     with pytest.raises(ValueError, match="logits row 0 has a NaN"):
-        kept_sets_of(name)(logits, 1.0, 0, 0.9, 0.0)
+        find_support_of(name)(logits, 1.0, 0, 0.9, 0.0)
 
 
 def test_the_cpp_backend_checks_layouts() -> None:
-    kept_sets = kept_sets_of("cpp")
+    find_support = find_support_of("cpp")
     with pytest.raises(ValueError, match="stride 1"):
-        kept_sets(torch.zeros(2, 3, 10)[:, :, ::2], 1.0, 0, 0.9, 0.0)
+        find_support(torch.zeros(2, 3, 10)[:, :, ::2], 1.0, 0, 0.9, 0.0)
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
-        kept_sets(torch.zeros(2, 3, 10, dtype=torch.float64), 1.0, 0, 0.9, 0.0)
+        find_support(torch.zeros(2, 3, 10, dtype=torch.float64), 1.0, 0, 0.9, 0.0)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -351,11 +351,11 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["cpp", "torch"])
 def test_no_tensor_of_rows_by_vocabulary(name: str) -> None:
-    kept_sets = kept_sets_of(name)
+    find_support = find_support_of(name)
     n, vocab = 24, 1 << 16
     logits = torch.randn(1, 1, vocab, generator=torch.Generator().manual_seed(4)).bfloat16().expand(1, n, vocab)
     with Largest(logits) as largest:
-        ids, _ = kept_sets(logits, 1.0, 0, 0.1, 0.0)
+        ids, _ = find_support(logits, 1.0, 0, 0.1, 0.0)
     assert 0 < len(ids) < n * vocab / 50
     assert 0 < largest.bytes <= 8 << 17  # a block of int64 at most; an (N, V) tensor of bytes has 1.6 million
 
@@ -363,24 +363,24 @@ def test_no_tensor_of_rows_by_vocabulary(name: str) -> None:
 SCRIPT = """
 from pathlib import Path
 import torch
-from fastrl.ops.cpp_sets import kept_sets
+from fastrl.ops.cpp_find_support import find_support
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 row = torch.randn(1, 1, 1 << 17)
-kept_sets(row[:, :, :100], 1.0, 0, 0.9, 0.0)  # the library is loaded and the threads are started
+find_support(row[:, :, :100], 1.0, 0, 0.9, 0.0)  # the library is loaded and the threads are started
 Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
-ids, offsets = kept_sets(row.expand(1, 1024, 1 << 17), 1.0, 0, 0.1, 0.0)
+ids, offsets = find_support(row.expand(1, 1024, 1 << 17), 1.0, 0, 0.1, 0.0)
 print(((kilobytes("VmHWM") - before) << 10) - 4 * len(ids))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads and resets a process' peak in /proc")
 def test_the_cpp_library_allocates_little() -> None:
-    kept_sets_of("cpp")
+    find_support_of("cpp")
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 32 << 20  # an (N, V) tensor of bytes has 128 MiB

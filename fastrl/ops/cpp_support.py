@@ -1,4 +1,4 @@
-"""The C++ backend's functions over kept vocabulary entries (`csrc/kept.cpp`); see `fastrl.ops.contract`."""
+"""The C++ backend's functions over support entries (`csrc/support.cpp`); see `fastrl.ops.contract`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.ops.contract import ByToken, Kept, Statistics, Transform
+from fastrl.ops.contract import ByToken, Statistics, Support, Transform
 from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer
 
 
-class _Kept(Structure):
+class _Support(Structure):
     _fields_ = (
         ("ids", c_void_p),
         ("offsets", c_void_p),
@@ -57,12 +57,12 @@ class _ByToken(Structure):
     )
 
 
-def _kept(kept: Kept) -> _Kept:
-    rows = kept.counts.numel()
-    return _Kept(
-        pointer("token_ids", kept.token_ids, kept.token_ids.numel(), torch.int32),
-        pointer("offsets", kept.offsets, rows + 1, torch.int64),
-        pointer("counts", kept.counts, rows, torch.bool),
+def _support(support: Support) -> _Support:
+    rows = support.counts.numel()
+    return _Support(
+        pointer("token_ids", support.token_ids, support.token_ids.numel(), torch.int32),
+        pointer("offsets", support.offsets, rows + 1, torch.int64),
+        pointer("counts", support.counts, rows, torch.bool),
         rows,
         torch.get_num_threads(),
     )
@@ -101,28 +101,28 @@ def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
     )
 
 
-def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
     """See `fastrl.ops.contract`."""
     bias = None if bias is None else bias.contiguous()
-    values = torch.empty(kept.token_ids.numel(), dtype=torch.float32, device="cpu")
-    run = function("fastrl_kept_products", POINTER(_Kept), POINTER(_Factors), c_void_p)
-    run(byref(_kept(kept)), byref(_factors(hidden, weight, bias)), values.data_ptr())
+    values = torch.empty(support.token_ids.numel(), dtype=torch.float32, device="cpu")
+    run = function("fastrl_support_products", POINTER(_Support), POINTER(_Factors), c_void_p)
+    run(byref(_support(support)), byref(_factors(hidden, weight, bias)), values.data_ptr())
     return values
 
 
-def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Transform) -> Statistics:
+def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
     """See `fastrl.ops.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
-    run = function("fastrl_kept_statistics", POINTER(_Kept), POINTER(_RowArguments), c_void_p, c_void_p)
-    at = pointer("values", values, kept.token_ids.numel())
-    run(byref(_kept(kept)), byref(_arguments(targets, transform)), at, out.data_ptr())
+    run = function("fastrl_support_statistics", POINTER(_Support), POINTER(_RowArguments), c_void_p, c_void_p)
+    at = pointer("values", values, support.token_ids.numel())
+    run(byref(_support(support)), byref(_arguments(targets, transform)), at, out.data_ptr())
     return Statistics(*out)
 
 
-def kept_gradient(
+def support_gradient(
     values: Tensor,
     targets: Tensor,
-    kept: Kept,
+    support: Support,
     transform: Transform,
     statistics: Statistics,
     c: Tensor,
@@ -130,13 +130,20 @@ def kept_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.ops.contract`."""
-    n, nnz = targets.numel(), kept.token_ids.numel()
+    n, nnz = targets.numel(), support.token_ids.numel()
     addresses = (c_void_p * 4)(*(pointer(name, value, n) for name, value in statistics._asdict().items()))
     run = function(
-        "fastrl_kept_gradient", POINTER(_Kept), POINTER(_RowArguments), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p
+        "fastrl_support_gradient",
+        POINTER(_Support),
+        POINTER(_RowArguments),
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
     )
     run(
-        byref(_kept(kept)),
+        byref(_support(support)),
         byref(_arguments(targets, transform)),
         pointer("values", values, nnz),
         addresses,
@@ -146,19 +153,19 @@ def kept_gradient(
     )
 
 
-def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
+def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
     """See `fastrl.ops.contract`."""
     n, width = logits.shape
-    kept = _Kept(
+    support = _Support(
         pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
         pointer("offsets", offsets, offsets.numel(), torch.int64),
         None,
         offsets.numel() - 1,
         torch.get_num_threads(),
     )
-    run = function("fastrl_kept_restrict", POINTER(_Kept), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
+    run = function("fastrl_support_restrict", POINTER(_Support), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
     run(
-        byref(kept),
+        byref(support),
         pointer("rows", rows, n, torch.int64),
         n,
         pointer("logits", logits, logits.numel(), logits.dtype),
@@ -168,14 +175,14 @@ def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, o
     )
 
 
-def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
+def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
     """See `fastrl.ops.contract`."""
-    run = function("fastrl_kept_hidden", POINTER(_Kept), POINTER(_Factors), c_void_p, c_void_p, c_int64)
-    at = pointer("gradient", gradient, kept.token_ids.numel())
-    run(byref(_kept(kept)), byref(_factors(None, weight, None)), at, *_matrix("out", out, weight))
+    run = function("fastrl_support_hidden", POINTER(_Support), POINTER(_Factors), c_void_p, c_void_p, c_int64)
+    at = pointer("gradient", gradient, support.token_ids.numel())
+    run(byref(_support(support)), byref(_factors(None, weight, None)), at, *_matrix("out", out, weight))
 
 
-def kept_weight(
+def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.ops.contract`."""
@@ -192,7 +199,7 @@ def kept_weight(
         torch.get_num_threads(),
         add,
     )
-    run = function("fastrl_kept_weight", POINTER(_ByToken), POINTER(_Factors), c_void_p, c_void_p, c_int64, c_void_p)
+    run = function("fastrl_support_weight", POINTER(_ByToken), POINTER(_Factors), c_void_p, c_void_p, c_int64, c_void_p)
     run(
         byref(sorted_entries),
         byref(_factors(hidden, None, None)),

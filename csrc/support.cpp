@@ -8,8 +8,8 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/ops/cpp_kept.py, field by field.
-struct Kept {
+// The structs mirror those of fastrl/ops/cpp_support.py, field by field.
+struct Support {
   const int32_t* ids;      // (nnz,), rising within a row
   const int64_t* offsets;  // (rows + 1,)
   const uint8_t* counts;   // (rows,)
@@ -102,14 +102,14 @@ int64_t place(const int32_t* ids, int64_t count, int64_t target) {
 
 // Call f(row, logits' offset, their count, the target's place, transform) for every row that takes part.
 template <class F, class G>
-int32_t for_logits(const Kept& kept, const RowArguments& rows, const F& f, const G& otherwise) {
+int32_t for_logits(const Support& support, const RowArguments& rows, const F& f, const G& otherwise) {
   const auto with_softcap = [&](auto softcap) {
-    return kept.for_rows([&](int64_t row) {
-      if (!kept.takes_part(row)) return otherwise(row);
-      const int64_t begin = kept.offsets[row], count = kept.offsets[row + 1] - begin;
+    return support.for_rows([&](int64_t row) {
+      if (!support.takes_part(row)) return otherwise(row);
+      const int64_t begin = support.offsets[row], count = support.offsets[row + 1] - begin;
       const double temperature = rows.temperatures == nullptr ? rows.temperature : rows.temperatures[row];
       const Transform<decltype(softcap)::value> transform{temperature, rows.logit_scale, rows.softcap};
-      f(row, begin, count, place(kept.ids + begin, count, rows.targets[row]), transform);
+      f(row, begin, count, place(support.ids + begin, count, rows.targets[row]), transform);
     });
   };
   return rows.softcap != 0 ? with_softcap(std::true_type{}) : with_softcap(std::false_type{});
@@ -119,35 +119,35 @@ int32_t for_logits(const Kept& kept, const RowArguments& rows, const F& f, const
 
 extern "C" {
 
-// values (nnz,): the kept logits, 0 in rows that take no part. Returns 0, as all functions here, or an error code.
-int32_t fastrl_kept_products(const Kept* arguments, const Factors* factors, float* values) {
-  const Kept& kept = *arguments;
+// values (nnz,): the support logits, 0 in rows that take no part. Returns 0, as all functions here, or an error code.
+int32_t fastrl_support_products(const Support* arguments, const Factors* factors, float* values) {
+  const Support& support = *arguments;
   const Factors& f = *factors;
   return with_element(f.element, [&](auto element) {
     using T = decltype(element);
     const T *weight = (const T*)f.weight, *bias = (const T*)f.bias;
-    return kept.for_rows([&](int64_t row) {
-      const int64_t begin = kept.offsets[row], end = kept.offsets[row + 1];
-      if (!kept.takes_part(row)) return (void)std::fill(values + begin, values + end, 0.0f);
+    return support.for_rows([&](int64_t row) {
+      const int64_t begin = support.offsets[row], end = support.offsets[row + 1];
+      if (!support.takes_part(row)) return (void)std::fill(values + begin, values + end, 0.0f);
       const T* hidden = (const T*)f.hidden + row * f.hidden_stride;
       for (int64_t k = begin; k < end; ++k) {
-        if (k + 1 < kept.offsets[kept.rows]) prefetch_row(weight + kept.ids[k + 1] * f.weight_stride, f.width);
-        const float product = dot(hidden, weight + kept.ids[k] * f.weight_stride, f.width);
-        values[k] = bias == nullptr ? product : product + widen(bias[kept.ids[k]]);
+        if (k + 1 < support.offsets[support.rows]) prefetch_row(weight + support.ids[k + 1] * f.weight_stride, f.width);
+        const float product = dot(hidden, weight + support.ids[k] * f.weight_stride, f.width);
+        values[k] = bias == nullptr ? product : product + widen(bias[support.ids[k]]);
       }
     });
   });
 }
 
 // statistics: (4, rows), in the order of the contract's Statistics
-int32_t fastrl_kept_statistics(const Kept* kept, const RowArguments* rows, const float* values, float* statistics) {
+int32_t fastrl_support_statistics(const Support* support, const RowArguments* rows, const float* values, float* statistics) {
   const auto write = [&](int64_t row, const RowStatistics& found) {
     float* out = statistics + row;
-    const int64_t n = kept->rows;
+    const int64_t n = support->rows;
     out[0] = found.logprob, out[n] = found.entropy, out[2 * n] = found.maximum, out[3 * n] = found.log_sum;
   };
   return for_logits(
-      *kept, *rows,
+      *support, *rows,
       [&](int64_t row, int64_t begin, int64_t count, int64_t target, const auto& transform) {
         write(row, row_statistics(values + begin, count, target, transform, (const float*)nullptr));
       },
@@ -155,27 +155,27 @@ int32_t fastrl_kept_statistics(const Kept* kept, const RowArguments* rows, const
 }
 
 // `out` (nnz,) may be `values`; `h` may be null
-int32_t fastrl_kept_gradient(const Kept* kept, const RowArguments* rows, const float* values,
+int32_t fastrl_support_gradient(const Support* support, const RowArguments* rows, const float* values,
                              const float* const* statistics, const float* c, const float* h, float* out) {
   return for_logits(
-      *kept, *rows,
+      *support, *rows,
       [&](int64_t row, int64_t begin, int64_t count, int64_t target, const auto& transform) {
         const RowStatistics found{statistics[0][row], statistics[1][row], statistics[2][row], statistics[3][row]};
         row_gradient(values + begin, count, target, transform, found, c[row], h == nullptr ? 0.0f : h[row],
                      out + begin);
       },
-      [&](int64_t row) { std::fill(out + kept->offsets[row], out + kept->offsets[row + 1], 0.0f); });
+      [&](int64_t row) { std::fill(out + support->offsets[row], out + support->offsets[row + 1], 0.0f); });
 }
 
 // Of `logits` (n, width), entries [first, first + width) of the given rows, -inf outside the rows' sets
-int32_t fastrl_kept_restrict(const Kept* kept, const int64_t* rows, int64_t n, void* logits, int64_t width,
+int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int64_t n, void* logits, int64_t width,
                              int64_t first, int32_t element) {
   return with_element(element, [&](auto zero) {
     using T = decltype(zero);
     T nothing;
     narrow(-INF, &nothing);
-    return for_each(n, 1, kept->threads, [&](int64_t i) {
-      const int32_t *id = kept->ids + kept->offsets[rows[i]], *end = kept->ids + kept->offsets[rows[i] + 1];
+    return for_each(n, 1, support->threads, [&](int64_t i) {
+      const int32_t *id = support->ids + support->offsets[rows[i]], *end = support->ids + support->offsets[rows[i] + 1];
       if (id == end) return;
       T* row = (T*)logits + i * width;
       int64_t column = 0;
@@ -189,20 +189,20 @@ int32_t fastrl_kept_restrict(const Kept* kept, const int64_t* rows, int64_t n, v
 }
 
 // Rows of `out` (rows, width) that take part: sum_k gradient_k weight[id_k]
-int32_t fastrl_kept_hidden(const Kept* arguments, const Factors* factors, const float* gradient, void* out,
+int32_t fastrl_support_hidden(const Support* arguments, const Factors* factors, const float* gradient, void* out,
                            int64_t out_stride) {
-  const Kept& kept = *arguments;
+  const Support& support = *arguments;
   const Factors& f = *factors;
   return with_element(f.element, [&](auto element) {
     using T = decltype(element);
     const T* weight = (const T*)f.weight;
-    return kept.for_rows([&](int64_t row) {
-      if (!kept.takes_part(row)) return;
+    return support.for_rows([&](int64_t row) {
+      if (!support.takes_part(row)) return;
       thread_local std::vector<float> total;
       total.assign(f.width, 0.0f);
-      for (int64_t k = kept.offsets[row]; k < kept.offsets[row + 1]; ++k) {
-        if (k + 1 < kept.offsets[kept.rows]) prefetch_row(weight + kept.ids[k + 1] * f.weight_stride, f.width);
-        add_multiple(total.data(), gradient[k], weight + kept.ids[k] * f.weight_stride, f.width);
+      for (int64_t k = support.offsets[row]; k < support.offsets[row + 1]; ++k) {
+        if (k + 1 < support.offsets[support.rows]) prefetch_row(weight + support.ids[k + 1] * f.weight_stride, f.width);
+        add_multiple(total.data(), gradient[k], weight + support.ids[k] * f.weight_stride, f.width);
       }
       write_row(total.data(), f.width, (T*)out + row * out_stride);
     });
@@ -210,7 +210,7 @@ int32_t fastrl_kept_hidden(const Kept* arguments, const Factors* factors, const 
 }
 
 // Rows of `out` (V, width) and entries of `out_bias` (V,), either may be null, that some entry names
-int32_t fastrl_kept_weight(const ByToken* arguments, const Factors* factors, const float* gradient, void* out,
+int32_t fastrl_support_weight(const ByToken* arguments, const Factors* factors, const float* gradient, void* out,
                            int64_t out_stride, void* out_bias) {
   const ByToken& by_token = *arguments;
   const Factors& f = *factors;

@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of the kernels of `kept_sets` without a GPU, as `aot` does for the row kernels.
+"""Ahead-of-time compilation of the kernels of `find_support` without a GPU, as `aot` does for the row kernels.
 
-Run as a program, `python tests/kernels/sets_aot.py NAME...`, it compiles the named cases and writes a JSON object of
-findings; without names it prints a table. It must not see TRITON_INTERPRET.
+Run as a program, `python tests/kernels/find_support_aot.py NAME...`, it compiles the named cases and writes a JSON
+object of findings; without names it prints a table. It must not see TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class Findings:
 
 def compile_case(case: Case) -> Findings:
     """Compile with the launcher's sizes and options."""
-    from fastrl.kernels import kept_sets
+    from fastrl.kernels import find_support
     from fastrl.kernels.configuration import configuration
 
     vector = configuration(VOCABULARY, 4 if case.dtype == "fp32" else 2).vector
-    count = kept_sets.lanes(VOCABULARY, vector)
-    options = kept_sets.options(count, GPUS[case.gpu][2])
+    count = find_support.lanes(VOCABULARY, vector)
+    options = find_support.options(count, GPUS[case.gpu][2])
     constants: dict[str, Any] = {"SCALED": case.scaled}
     types = {"logits_ptr": case.dtype}
     if case.kernel == "choose":
-        kernel = kept_sets.choose_kernel
+        kernel = find_support.choose_kernel
         types["out_ptr"] = "i64"
         constants |= {"TOP_K": case.cuts, "TOP_P": case.cuts, "R": count, "VEC": vector, "ALIGNED": case.aligned}
     else:
-        kernel = kept_sets.write_kernel
+        kernel = find_support.write_kernel
         types |= {"dropped_ptr": "i64", "offsets_ptr": "i64", "ids_ptr": "i32"}
         constants |= {"BLOCK": count * vector}
     return _inspect(compile_kernel(kernel, case.gpu, constants, types, set(), options).asm, case)
@@ -95,11 +95,11 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.kernels import kept_sets
+    from fastrl.kernels import find_support
 
     keys: dict[str, list[str]] = {}
-    kept_sets.choose_kernel = Recorder(kept_sets.choose_kernel, keys)
-    kept_sets.write_kernel = Recorder(kept_sets.write_kernel, keys)
+    find_support.choose_kernel = Recorder(find_support.choose_kernel, keys)
+    find_support.write_kernel = Recorder(find_support.write_kernel, keys)
     # Nothing runs: counts are what zeros are, none.
     torch.empty = torch.zeros  # type: ignore[assignment]
     for rows, vocab, gap, temperature, top_k, top_p, min_p in [
@@ -108,7 +108,7 @@ def launch_keys() -> dict[str, list[str]]:
         (37, 8192, 8, 16.0, 16, 1e-9, 1),  # views
     ]:
         logits = torch.zeros(rows, vocab + gap, dtype=torch.bfloat16)[:, :vocab]
-        kept_sets.kept_sets(logits[None], temperature, top_k, top_p, min_p)
+        find_support.find_support(logits[None], temperature, top_k, top_p, min_p)
     return keys
 
 

@@ -1,17 +1,17 @@
-"""The products with kept entries, forward and backward. Hidden sizes are small: the interpreter takes ms a position."""
+"""The products with support entries, forward and backward. Hidden sizes are small: the interpreter is slow."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import kept_cases
 import kernel_cases as cases
 import pytest
+import support_cases
 import torch
 from torch import Tensor
 
 from fastrl.ops.backend import forced, kernels
-from fastrl.ops.contract import ByToken, Kept
+from fastrl.ops.contract import ByToken, Support
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -22,16 +22,16 @@ def device(backend_device: str) -> str:
     return backend_device
 
 
-def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, *kept: Tensor) -> Tensor:
-    return kernels(forced(), hidden).kept_products(hidden, weight, bias, Kept(*kept))
+def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, *support: Tensor) -> Tensor:
+    return kernels(forced(), hidden).support_products(hidden, weight, bias, Support(*support))
 
 
-def kept_hidden(gradient: Tensor, weight: Tensor, *rest: Tensor) -> None:
-    kernels(forced(), weight).kept_hidden(gradient, weight, Kept(*rest[:3]), rest[3])
+def support_hidden(gradient: Tensor, weight: Tensor, *rest: Tensor) -> None:
+    kernels(forced(), weight).support_hidden(gradient, weight, Support(*rest[:3]), rest[3])
 
 
-def kept_weight(gradient: Tensor, hidden: Tensor, *rest: Any) -> None:
-    kernels(forced(), hidden).kept_weight(gradient, hidden, ByToken(*rest[:3]), *rest[3:])
+def support_weight(gradient: Tensor, hidden: Tensor, *rest: Any) -> None:
+    kernels(forced(), hidden).support_weight(gradient, hidden, ByToken(*rest[:3]), *rest[3:])
 
 
 VOCAB = 100
@@ -85,14 +85,14 @@ def _check_sums(
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
 def test_products_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, bias: bool, device: str) -> None:
-    kept = kept_cases.kept_sets(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
     hidden = _matrix(len(SIZES), hidden_size, dtype, device, gap)
     weight = _matrix(VOCAB, hidden_size, dtype, device, gap)
     b = torch.randn(VOCAB).to(dtype).to(device) if bias else None
     hidden[4] = torch.nan  # not read: the row does not count
-    actual = kept_products(hidden, weight, b, *kept)
-    rows, tokens = kept_cases.entry_rows(kept), kept.token_ids.long()
-    part = kept.counts[rows]
+    actual = support_products(hidden, weight, b, *support)
+    rows, tokens = support_cases.entry_rows(support), support.token_ids.long()
+    part = support.counts[rows]
 
     def oracle(d: torch.dtype, absolute: bool = False) -> Tensor:
         terms = hidden[rows].to(d) * weight[tokens].to(d)
@@ -104,48 +104,48 @@ def test_products_against_float64(hidden_size: int, dtype: torch.dtype, gap: int
 
 
 def test_a_product_is_bitwise_the_same_anywhere(device: str) -> None:
-    kept = kept_cases.kept_sets(SIZES, VOCAB, device)
+    support = support_cases.random_support(SIZES, VOCAB, device)
     hidden, weight = (_matrix(n, 1100, torch.float32, device) for n in (len(SIZES), VOCAB))
-    actual = kept_products(hidden, weight, None, *kept)
-    assert torch.equal(kept_products(hidden, weight, None, *kept), actual)
-    for row, span in kept_cases.row_ranges(kept):
+    actual = support_products(hidden, weight, None, *support)
+    assert torch.equal(support_products(hidden, weight, None, *support), actual)
+    for row, span in support_cases.row_ranges(support):
         # Every second of the row's entries, alone.
-        ids = kept.token_ids[span][::2].contiguous()
+        ids = support.token_ids[span][::2].contiguous()
         offsets = torch.tensor([0, ids.numel()], device=device)
-        alone = kept_products(hidden[row : row + 1], weight, None, ids, offsets, kept.counts[:1])
+        alone = support_products(hidden[row : row + 1], weight, None, ids, offsets, support.counts[:1])
         assert torch.equal(alone, actual[span][::2])
 
 
 def test_a_nan_stays_in_its_row(device: str) -> None:
-    kept = kept_cases.kept_sets(SIZES, VOCAB, device)
+    support = support_cases.random_support(SIZES, VOCAB, device)
     hidden, weight = (_matrix(n, 24, torch.float32, device) for n in (len(SIZES), VOCAB))
     hidden[3, 5] = torch.nan
-    actual = kept_products(hidden, weight, None, *kept)
-    assert torch.equal(actual.isnan(), kept_cases.entry_rows(kept) == 3)
+    actual = support_products(hidden, weight, None, *support)
+    assert torch.equal(actual.isnan(), support_cases.entry_rows(support) == 3)
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
-def _gradient(kept: Kept) -> Tensor:
+def _gradient(support: Support) -> Tensor:
     """Random; 0 in rows that do not count."""
-    rows = kept_cases.entry_rows(kept)
-    return torch.randn(rows.numel()).to(rows.device).where(kept.counts[rows], 0.0)
+    rows = support_cases.entry_rows(support)
+    return torch.randn(rows.numel()).to(rows.device).where(support.counts[rows], 0.0)
 
 
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
 def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, device: str) -> None:
-    kept = kept_cases.kept_sets(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
     weight = _matrix(VOCAB, hidden_size, dtype, device, gap)
-    rows, tokens, gradient = kept_cases.entry_rows(kept), kept.token_ids.long(), _gradient(kept)
-    gradient[~kept.counts[rows]] = torch.nan  # not read
+    rows, tokens, gradient = support_cases.entry_rows(support), support.token_ids.long(), _gradient(support)
+    gradient[~support.counts[rows]] = torch.nan  # not read
     out = _matrix(len(SIZES), hidden_size, dtype, device, gap)
     before = out.clone()
     before[[0, 1, 3, 5, 7]] = 0.0  # rows that take part are written over
-    kept_hidden(gradient, weight, *kept, out)
-    ids = rows.where(kept.counts[rows], len(SIZES))
+    support_hidden(gradient, weight, *support, out)
+    ids = rows.where(support.counts[rows], len(SIZES))
     _check_sums(out, ids, gradient.nan_to_num(), weight[tokens], len(SIZES), before, "hidden")
 
 
@@ -154,13 +154,13 @@ def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
 def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, add: bool, device: str) -> None:
-    kept = kept_cases.kept_sets(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
     hidden = _matrix(len(SIZES), hidden_size, dtype, device, gap)
     hidden[4] = torch.nan  # not read: the row does not count
-    gradient, by_token = _gradient(kept), kept_cases.by_token(kept, VOCAB)
+    gradient, by_token = _gradient(support), support_cases.by_token(support, VOCAB)
     outs = _matrix(VOCAB, hidden_size, dtype, device, gap), torch.randn(VOCAB).to(dtype).to(device)
     befores = [out.clone() for out in outs]
-    kept_weight(gradient, hidden, *by_token, *outs, add)
+    support_weight(gradient, hidden, *by_token, *outs, add)
     ids = by_token.token_ids.long()
     for out, before, source, what in zip(
         outs,
@@ -184,14 +184,14 @@ def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
 
 
 def test_either_alone_is_bitwise_the_same(device: str) -> None:
-    kept = kept_cases.kept_sets(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
     hidden = _matrix(len(SIZES), 24, torch.float32, device)
-    arguments = _gradient(kept), hidden, *kept_cases.by_token(kept, VOCAB)
+    arguments = _gradient(support), hidden, *support_cases.by_token(support, VOCAB)
     both, alone = ((torch.zeros(VOCAB, 24, device=device), torch.zeros(VOCAB, device=device)) for _ in range(2))
-    kept_weight(*arguments, *both, False)
-    kept_weight(*arguments, alone[0], None, False)
-    kept_weight(*arguments, None, alone[1], False)
-    kept_weight(*arguments, None, None, False)
+    support_weight(*arguments, *both, False)
+    support_weight(*arguments, alone[0], None, False)
+    support_weight(*arguments, None, alone[1], False)
+    support_weight(*arguments, None, None, False)
     assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
 
 
@@ -207,7 +207,7 @@ def _segments(lengths: list[int], rows: int, absent: int, device: str) -> tuple[
 
 def _weight(gradient: Tensor, hidden: Tensor, by_token: ByToken, vocab: int) -> tuple[Tensor, Tensor]:
     out, out_bias = (torch.full((vocab, *shape), 7.0, device=hidden.device) for shape in (hidden.shape[1:], ()))
-    kept_weight(gradient, hidden, *by_token, out, out_bias, False)
+    support_weight(gradient, hidden, *by_token, out, out_bias, False)
     return out, out_bias
 
 
@@ -229,22 +229,22 @@ def test_long_segments(device: str) -> None:
 
 
 def test_a_wide_row(device: str) -> None:
-    kept = kept_cases.kept_sets((3, 600, 2), 1200, device)
-    weight, gradient = _matrix(1200, 8, torch.float32, device), _gradient(kept)
+    support = support_cases.random_support((3, 600, 2), 1200, device)
+    weight, gradient = _matrix(1200, 8, torch.float32, device), _gradient(support)
     out = torch.full((3, 8), 7.0, device=device)
-    kept_hidden(gradient, weight, *kept, out)
-    rows = kept_cases.entry_rows(kept)
-    _check_sums(out, rows, gradient, weight[kept.token_ids.long()], 3, torch.zeros_like(out), "hidden")
+    support_hidden(gradient, weight, *support, out)
+    rows = support_cases.entry_rows(support)
+    _check_sums(out, rows, gradient, weight[support.token_ids.long()], 3, torch.zeros_like(out), "hidden")
     # A row's pieces are its own: alone, it has the same bits.
     alone = torch.full((1, 8), 7.0, device=device)
-    one = kept.token_ids[3:603], torch.tensor([0, 600], device=device), kept.counts[:1]
-    kept_hidden(gradient[3:603], weight, *one, alone)
+    one = support.token_ids[3:603], torch.tensor([0, 600], device=device), support.counts[:1]
+    support_hidden(gradient[3:603], weight, *one, alone)
     assert torch.equal(alone[0], out[1])
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_segments_of_all_lengths_at_all_places(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight_kernels = pytest.importorskip("fastrl.kernels.kept_weight")
+    weight_kernels = pytest.importorskip("fastrl.kernels.support_weight")
     # Pieces of 16 and groups of 8: a few hundred positions meet every case that thousands would.
     monkeypatch.setattr(weight_kernels, "PIECE", 16)
     monkeypatch.setattr(weight_kernels, "GROUP", 8)
@@ -264,23 +264,23 @@ def test_segments_of_all_lengths_at_all_places(seed: int, device: str, monkeypat
 
 def test_no_entries(device: str) -> None:
     for rows in (0, 2):
-        kept = Kept(
+        support = Support(
             torch.empty(0, dtype=torch.int32, device=device),
             torch.zeros(rows + 1, dtype=torch.int64, device=device),
             torch.ones(rows, dtype=torch.bool, device=device),
         )
         hidden, weight = _matrix(rows, 8, torch.float32, device), _matrix(VOCAB, 8, torch.float32, device)
-        values = kept_products(hidden, weight, None, *kept)
+        values = support_products(hidden, weight, None, *support)
         assert values.shape == (0,)
         before = hidden.clone(), weight.clone()
-        kept_hidden(values, weight, *kept, hidden)
-        kept_weight(values, hidden, *kept_cases.by_token(kept, VOCAB), weight, None, True)
+        support_hidden(values, weight, *support, hidden)
+        support_weight(values, hidden, *support_cases.by_token(support, VOCAB), weight, None, True)
         assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
     # Entries, but none that takes part.
-    kept = kept_cases.kept_sets((3, 2), VOCAB, device, torch.zeros(2, dtype=torch.bool))
+    support = support_cases.random_support((3, 2), VOCAB, device, torch.zeros(2, dtype=torch.bool))
     hidden, gradient = _matrix(2, 8, torch.float32, device), torch.ones(5, device=device)
-    assert not kept_products(hidden, weight, None, *kept).any()
+    assert not support_products(hidden, weight, None, *support).any()
     before = hidden.clone(), weight.clone()
-    kept_hidden(gradient, weight, *kept, hidden)
-    kept_weight(gradient, hidden, *kept_cases.by_token(kept, VOCAB), weight, None, True)
+    support_hidden(gradient, weight, *support, hidden)
+    support_weight(gradient, hidden, *support_cases.by_token(support, VOCAB), weight, None, True)
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])

@@ -1,4 +1,4 @@
-"""Calls with recorded vocabulary sets: which rows gather their entries, which take the dense kernels, by which plan."""
+"""Calls with a recorded support: which rows gather its entries, which take the dense kernels, by which plan."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .arguments import VocabularyArguments, plan_call
 from .csr import offsets_of
 from .memory import choose
 from .ops.backend import forced
-from .ops.contract import Kept, entry_rows
-from .ops.kept import kept_row_statistics
-from .ops.kept_linear import kept_linear_statistics
+from .ops.contract import Support, entry_rows
+from .ops.dense_support import DenseSupport
 from .ops.products import Head
-from .ops.restriction import Restriction
-from .ops.tiling import gathers, widest_kept
+from .ops.support import support_row_statistics
+from .ops.support_linear import support_linear_statistics
+from .ops.tiling import gathers, widest_support
 from .sampling_mask import SamplingMask
 
 #: Of logits, an entry is gathered at 40 bytes, by the row and the column; the dense kernels read and write 4 to 8.
 _WIDEST_FROM_LOGITS = 1 / 100
 
 
-class Sampled(NamedTuple):
-    """Recorded vocabulary sets, split into rows whose entries are gathered and rows for the dense kernels."""
+class Supports(NamedTuple):
+    """The recorded support, split into rows whose entries are gathered and rows for the dense kernels."""
 
-    kept: Kept
+    support: Support
     dense: Tensor | None  # (N,) bool; None: no row is dense
     num_dense: int  # their number, -1 where the host does not know
-    wide: Restriction | None  # sets of dense rows that have one
+    dense_support: DenseSupport | None  # of dense rows that have one
 
 
 def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -> SamplingMask | None:
@@ -50,8 +50,8 @@ def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -
 
 def _split(
     mask: SamplingMask, args: VocabularyArguments, widest: int, asks: bool, gathers_wide: Callable[[int, int], bool]
-) -> Sampled:
-    """Rows with more than `widest` ids are wide, unless so few are that `gathers_wide(rows, ids)` is true.
+) -> Supports:
+    """The support of rows with more than `widest` ids is wide, unless `gathers_wide(rows, ids)` says that they are few.
 
     `asks`: whether a GPU may be asked how many rows are dense; it is where there may be wide ones.
     """
@@ -71,43 +71,43 @@ def _split(
             num_dense = int(dense.sum())
             dense = dense if num_dense else None
     if is_wide is None:
-        return Sampled(Kept(mask.token_ids, mask.offsets, recorded), dense, num_dense, None)
+        return Supports(Support(mask.token_ids, mask.offsets, recorded), dense, num_dense, None)
     of_wide = is_wide[entry_rows(mask.offsets, mask.token_ids.shape[0])]
     narrow, wide = (
         (mask.token_ids[chosen], offsets_of(lengths.where(rows, 0)))
         for chosen, rows in ((~of_wide, ~is_wide), (of_wide, is_wide))
     )
     everything = torch.arange(len(mask), device=mask.device)
-    return Sampled(Kept(*narrow, recorded & ~is_wide), dense, num_dense, Restriction(*wide, everything))
+    return Supports(Support(*narrow, recorded & ~is_wide), dense, num_dense, DenseSupport(*wide, everything))
 
 
-def sampled_rows(sampling_mask: object, args: VocabularyArguments, vocab: int) -> Sampled | None:
+def split_support(sampling_mask: object, args: VocabularyArguments, vocab: int) -> Supports | None:
     """For the entry points from logits: the checked mask's rows, None where nothing is recorded.
 
-    Where any row is wide, the rows without a set go its way: `dense` is None, and they are among the wide ones.
+    Where any row has a wide support, the rows without one go its way: `dense` is None, and they are among its rows.
     """
     mask = checked_mask(sampling_mask, args, vocab)
     if mask is None:
         return None
     found = _split(mask, args, max(int(vocab * _WIDEST_FROM_LOGITS), 64), False, lambda rows, ids: False)
-    if found.wide is None or found.dense is None:
+    if found.dense_support is None or found.dense is None:
         return found
     rows = found.dense.nonzero()[:, 0]
-    return found._replace(dense=None, num_dense=0, wide=found.wide._replace(rows=rows))
+    return found._replace(dense=None, num_dense=0, dense_support=found.dense_support._replace(rows=rows))
 
 
-def sampled_logits(
-    rows: Tensor, args: VocabularyArguments, sampled: Sampled, backend: str, consume: bool
+def logits_over_support(
+    rows: Tensor, args: VocabularyArguments, supports: Supports, backend: str, consume: bool
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
     transform = args.transform
-    logprobs, entropies, *_ = kept_row_statistics(
+    logprobs, entropies, *_ = support_row_statistics(
         rows,
         args.targets,
-        sampled.dense,
+        supports.dense,
         transform.temperatures,
-        *sampled.kept,
-        list(sampled.wide or ()),
+        *supports.support,
+        list(supports.dense_support or ()),
         transform.temperature,
         transform.logit_scale,
         transform.softcap,
@@ -118,7 +118,7 @@ def sampled_logits(
 
 
 def _unit_strides(head: Head) -> tuple[Head, int]:
-    """The head with rows that lie together, as the kernels for kept entries read them, and the bytes of the copies."""
+    """The head with rows of unit stride, as the kernels for support entries read them, and the bytes of the copies."""
     found, total = [], 0
     for x in head:
         strided = x is not None and x.stride(-1) != 1 and x.shape[-1] > 1
@@ -127,7 +127,7 @@ def _unit_strides(head: Head) -> tuple[Head, int]:
     return Head(*found), total  # type: ignore[arg-type]
 
 
-def sampled_linear(
+def linear_over_support(
     head: Head, args: VocabularyArguments, sampling_mask: object, scope: str, budget: int | None, copied: int
 ) -> tuple[Tensor, Tensor] | None:
     """The same from hidden states and the output head, by a plan within the budget; None where nothing is recorded.
@@ -139,28 +139,30 @@ def sampled_linear(
     if mask is None:
         return None
     head, more = _unit_strides(head)
-    sampled = _split(
+    supports = _split(
         mask,
         args,
-        widest_kept(vocab, device, head.weight.element_size()),
+        widest_support(vocab, device, head.weight.element_size()),
         True,
         lambda rows, ids: gathers(rows, ids, head.sizes(rows)),
     )
-    call = plan_call(head, args, sampled.num_dense, scope=scope, kept=mask.token_ids.shape[0], copied=copied + more)
+    call = plan_call(
+        head, args, supports.num_dense, scope=scope, support_entries=mask.token_ids.shape[0], copied=copied + more
+    )
     plan = choose(call, budget)
     transform = args.transform
-    logprobs, entropies, *_ = kept_linear_statistics(
+    logprobs, entropies, *_ = support_linear_statistics(
         *head,
         args.targets,
-        sampled.dense,
+        supports.dense,
         transform.temperatures,
-        *sampled.kept,
-        list(sampled.wide or ()),
+        *supports.support,
+        list(supports.dense_support or ()),
         transform.temperature,
         transform.logit_scale,
         transform.softcap,
         forced(),
-        sampled.num_dense,
+        supports.num_dense,
         plan.name,
         plan.limits,
     )

@@ -1,6 +1,6 @@
-"""Kept hidden: the hidden states' gradient, out[i] = the sum over the entries k that row i keeps of g_k W[token_k].
+"""Support hidden: the hidden states' gradient, out[i] = the sum over the entries k that row i keeps of g_k W[token_k].
 
-It is `kept_weight` turned round: a row's entries are a segment, the rows of the head are what is summed. A row with
+It is `support_weight` turned round: a row's entries are a segment, the rows of the head are what is summed. A row with
 thousands of entries is cut as a common token is, else its program would run on when all others have ended.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.kernels.kept_products import entry_rows
-from fastrl.kernels.kept_weight import segment_sums
+from fastrl.kernels.support_products import entry_rows
+from fastrl.kernels.support_weight import segment_sums
 
 
-def kept_hidden(
+def support_hidden(
     gradient: Tensor,  # (nnz,) float32
     weight: Tensor,  # (V, H), unit stride on H
     token_ids: Tensor,  # (nnz,) int32

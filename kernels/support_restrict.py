@@ -1,4 +1,4 @@
-"""Logits become -inf outside their rows' recorded sets, where a set is too wide to be gathered.
+"""Logits become -inf outside their rows' recorded support, where one is too wide to be gathered.
 
 A program owns a row and a block of its columns. Ids rise within a row, so the block's are a range of them, found by two
 binary searches; what is not among them is overwritten. Nothing is read of the logits, and a column is written once.
@@ -31,7 +31,7 @@ def first_not_below(ids_ptr, begin, end, bound):
     do_not_specialize=["width", "first"],
     do_not_specialize_on_alignment=["logits_ptr", "rows_ptr", "token_ids_ptr", "offsets_ptr"],
 )
-def kept_restrict_kernel(
+def support_restrict_kernel(
     logits_ptr,  # (n, v), contiguous
     rows_ptr,  # (n,) int64
     token_ids_ptr,  # (nnz,) int32
@@ -54,19 +54,19 @@ def kept_restrict_kernel(
 
     # Loop: the block's ids, a few at a time, against all of its columns.
     columns = start + tl.arange(0, BLOCK)
-    kept = tl.zeros([BLOCK], tl.int32)
+    hits = tl.zeros([BLOCK], tl.int32)
     for k in range(begin, end, IDS):
         places = k + tl.arange(0, IDS)
         ids = tl.load(token_ids_ptr + places, mask=places < end, other=-1)
-        kept += tl.sum((ids[:, None] - first == columns[None, :]).to(tl.int32), axis=0)
+        hits += tl.sum((ids[:, None] - first == columns[None, :]).to(tl.int32), axis=0)
 
     # Store.
     pointers = logits_ptr + place * width + columns
     nothing = tl.full([BLOCK], -float("inf"), tl.float32).to(logits_ptr.dtype.element_ty)
-    tl.store(pointers, nothing, mask=(kept == 0) & (columns < width))
+    tl.store(pointers, nothing, mask=(hits == 0) & (columns < width))
 
 
-def kept_restrict(
+def support_restrict(
     logits: Tensor,  # (n, v), contiguous
     first: int,
     rows: Tensor,  # (n,) int64
@@ -78,6 +78,6 @@ def kept_restrict(
     if n == 0:
         return
     with on_device(logits):
-        kept_restrict_kernel[(n, triton.cdiv(width, BLOCK))](
+        support_restrict_kernel[(n, triton.cdiv(width, BLOCK))](
             logits, rows, token_ids, offsets, width, first, BLOCK=BLOCK, IDS=IDS, num_warps=4
         )

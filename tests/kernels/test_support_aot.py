@@ -1,14 +1,14 @@
-"""The kernels for kept entries compiled for real GPUs: no spills, wide loads, no atomics, no needless compilation."""
+"""The support's kernels compiled for real GPUs: no spills, wide loads, no atomics, no needless compilation."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-import kept_aot
 import pytest
-from kept_aot import Case
+import support_aot
 from machine_code import run_program
+from support_aot import Case
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles
 
 @pytest.fixture(scope="module")
 def fast() -> dict[str, Any]:
-    return run_program(kept_aot, *(case.name for case in kept_aot.fast_cases()))
+    return run_program(support_aot, *(case.name for case in support_aot.fast_cases()))
 
 
 @pytest.fixture(scope="module")
 def slow() -> dict[str, Any]:
-    return run_program(kept_aot, *(case.name for case in kept_aot.slow_cases()))
+    return run_program(support_aot, *(case.name for case in support_aot.slow_cases()))
 
 
 def _assert_sound(case: Case, found: dict[str, Any]) -> None:
@@ -46,30 +46,30 @@ def _assert_sound(case: Case, found: dict[str, Any]) -> None:
         assert found["wide"] == 0
 
 
-@pytest.mark.parametrize("case", kept_aot.fast_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", support_aot.fast_cases(), ids=lambda c: c.name)
 def test_compiles_without_spills_and_with_wide_loads(case: Case, fast: dict[str, Any]) -> None:
     _assert_sound(case, fast[case.name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", kept_aot.slow_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", support_aot.slow_cases(), ids=lambda c: c.name)
 def test_all_variants(case: Case, slow: dict[str, Any]) -> None:
     _assert_sound(case, slow[case.name])
 
 
 def test_lengths_temperatures_and_strides_compile_nothing_new() -> None:
-    keys = run_program(kept_aot, "keys")
+    keys = run_program(support_aot, "keys")
     kernels = (
         "add_pieces",
         "entry_rows",
         "heads",
-        "kept_gradient",
-        "kept_products",
-        "kept_restrict",
-        "kept_statistics",
+        "support_gradient",
+        "support_products",
+        "support_restrict",
+        "support_statistics",
         "segment_sums",
     )
     assert sorted(keys) == [f"{name}_kernel" for name in kernels]
     for name, found in keys.items():
-        # kept_hidden and kept_weight share a kernel, in two variants: a gradient in order, or by entries.
+        # support_hidden and support_weight share a kernel, in two variants: a gradient in order, or by entries.
         assert len(set(found)) == (2 if name == "segment_sums_kernel" else 1), "\n".join(sorted(set(found)))

@@ -1,4 +1,4 @@
-// The vocabulary entries of one row that a sampler keeps, without a sort: `kept_sets` of fastrl/ops/contract.py.
+// The vocabulary entries of one row that a sampler keeps, without a sort: `find_support` of fastrl/ops/contract.py.
 //
 // Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being 1 (top-k) or
 // e^(z - maximum) (top-p). Sweeps over a row: its maximum; for a cut, the weights above a few levels below the maximum,
@@ -18,7 +18,7 @@
 
 #include "vector.h"
 
-namespace fastrl::sets {
+namespace fastrl::search {
 
 constexpr float LOWEST = -std::numeric_limits<float>::max();
 constexpr int64_t SEGMENT = 2048;  // columns whose weights are summed in float32
@@ -299,4 +299,4 @@ float largest(const Row<T, divides>& row) {
   return divides ? x / row.temperature : x;  // rounding keeps the order
 }
 
-}  // namespace fastrl::sets
+}  // namespace fastrl::search

@@ -1,4 +1,4 @@
-"""The functions over kept vocabulary entries of `fastrl.ops.contract` in plain torch: the torch backend.
+"""The functions over support entries of `fastrl.ops.contract` in plain torch: the torch backend.
 
 A few rows at a time become a block padded with -inf, for which the row functions serve. float64 works too.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastrl.ops.contract import ByToken, Kept, Statistics, Transform
+from fastrl.ops.contract import ByToken, Statistics, Support, Transform
 from fastrl.reference.rows import BLOCK_ENTRIES, row_gradient, row_statistics
 
 
@@ -18,30 +18,32 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _blocks(kept: Kept) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+def _blocks(support: Support) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """(rows, entries, the row of each entry within the block, its place within the row), for blocks of rows."""
-    lengths = kept.offsets.diff()
+    lengths = support.offsets.diff()
     longest = int(lengths.max()) if lengths.shape[0] else 0
     step = max(1, BLOCK_ENTRIES // max(longest, 1))
     for start in range(0, lengths.shape[0], step):
         rows = slice(start, min(start + step, lengths.shape[0]))
-        first, last = int(kept.offsets[rows.start]), int(kept.offsets[rows.stop])
+        first, last = int(support.offsets[rows.start]), int(support.offsets[rows.stop])
         if first == last:
             continue
         row = torch.arange(rows.stop - rows.start, device=lengths.device).repeat_interleave(lengths[rows])
-        place = torch.arange(first, last, device=lengths.device) - kept.offsets[rows][row]
+        place = torch.arange(first, last, device=lengths.device) - support.offsets[rows][row]
         yield rows, slice(first, last), row, place
 
 
-def _padded(values: Tensor, kept: Kept, row: Tensor, place: Tensor, rows: slice, targets: Tensor) -> tuple[Tensor, ...]:
-    """Values (1, n, L) with -inf where a row is shorter, the targets' places (-1: not kept), which rows take part."""
-    lengths = kept.offsets[rows.start : rows.stop + 1].diff()
+def _padded(
+    values: Tensor, support: Support, row: Tensor, place: Tensor, rows: slice, targets: Tensor
+) -> tuple[Tensor, ...]:
+    """Values (1, n, L) with -inf where a row is shorter, the targets' places (-1: outside), which rows take part."""
+    lengths = support.offsets[rows.start : rows.stop + 1].diff()
     block = values.new_full((rows.stop - rows.start, int(lengths.max())), -torch.inf)
     block[row, place] = values
-    first = int(kept.offsets[rows.start])
-    hits = kept.token_ids[first : first + row.shape[0]] == targets[rows][row]
+    first = int(support.offsets[rows.start])
+    hits = support.token_ids[first : first + row.shape[0]] == targets[rows][row]
     places = targets.new_full((rows.stop - rows.start,), -1).index_put((row[hits],), place[hits])
-    return block[None], places, kept.counts[rows] & (lengths > 0)
+    return block[None], places, support.counts[rows] & (lengths > 0)
 
 
 def _of_rows(transform: Transform, rows: slice) -> Transform:
@@ -49,30 +51,30 @@ def _of_rows(transform: Transform, rows: slice) -> Transform:
     return transform if t is None else transform._replace(temperatures=t[rows])
 
 
-def kept_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
     """See `fastrl.ops.contract`."""
-    rows, dtype = kept.rows(), _wide(hidden)
+    rows, dtype = support.rows(), _wide(hidden)
     values = torch.zeros(rows.shape[0], dtype=dtype, device=hidden.device)
     for part in torch.arange(rows.shape[0], device=rows.device).split(max(1, BLOCK_ENTRIES // hidden.shape[1])):
-        ids, row = kept.token_ids[part].long(), rows[part]
+        ids, row = support.token_ids[part].long(), rows[part]
         product = (hidden[row].to(dtype) * weight[ids].to(dtype)).sum(-1)
-        values[part] = (product if bias is None else product + bias[ids].to(dtype)).where(kept.counts[row], 0.0)
+        values[part] = (product if bias is None else product + bias[ids].to(dtype)).where(support.counts[row], 0.0)
     return values
 
 
-def kept_statistics(values: Tensor, targets: Tensor, kept: Kept, transform: Transform) -> Statistics:
+def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
     """See `fastrl.ops.contract`."""
     out = torch.zeros(4, targets.shape[0], dtype=values.dtype, device=values.device)
-    for rows, entries, row, place in _blocks(kept):
-        block, places, counts = _padded(values[entries], kept, row, place, rows, targets)
+    for rows, entries, row, place in _blocks(support):
+        block, places, counts = _padded(values[entries], support, row, place, rows, targets)
         out[:, rows] = torch.stack(row_statistics(block, places, counts, _of_rows(transform, rows)))
     return Statistics(*out)
 
 
-def kept_gradient(
+def support_gradient(
     values: Tensor,
     targets: Tensor,
-    kept: Kept,
+    support: Support,
     transform: Transform,
     statistics: Statistics,
     c: Tensor,
@@ -80,8 +82,8 @@ def kept_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.ops.contract`."""
-    for rows, entries, row, place in _blocks(kept):
-        block, places, counts = _padded(values[entries], kept, row, place, rows, targets)
+    for rows, entries, row, place in _blocks(support):
+        block, places, counts = _padded(values[entries], support, row, place, rows, targets)
         found = Statistics(*(s[rows] for s in statistics))
         row_gradient(
             block, places, counts, _of_rows(transform, rows), found, c[rows], None if h is None else h[rows], block
@@ -89,19 +91,19 @@ def kept_gradient(
         out[entries] = block[0][row, place]
 
 
-def kept_hidden(gradient: Tensor, weight: Tensor, kept: Kept, out: Tensor) -> None:
+def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
     """See `fastrl.ops.contract`."""
-    counts = kept.counts & (kept.offsets.diff() > 0)
+    counts = support.counts & (support.offsets.diff() > 0)
     for number in counts.nonzero()[:, 0].tolist():
-        entries = slice(int(kept.offsets[number]), int(kept.offsets[number + 1]))
+        entries = slice(int(support.offsets[number]), int(support.offsets[number + 1]))
         total = torch.zeros(weight.shape[1], dtype=_wide(weight), device=weight.device)
         for part in range(entries.start, entries.stop, max(1, BLOCK_ENTRIES // weight.shape[1])):
             some = slice(part, min(part + max(1, BLOCK_ENTRIES // weight.shape[1]), entries.stop))
-            total += gradient[some].to(total.dtype) @ weight[kept.token_ids[some].long()].to(total.dtype)
+            total += gradient[some].to(total.dtype) @ weight[support.token_ids[some].long()].to(total.dtype)
         out[number] = total
 
 
-def kept_weight(
+def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.ops.contract`."""
@@ -126,7 +128,7 @@ def kept_weight(
         start = stop
 
 
-def kept_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
+def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
     """See `fastrl.ops.contract`."""
     for place, row in enumerate(rows.tolist()):
         ids = token_ids[int(offsets[row]) : int(offsets[row + 1])].long() - first

@@ -1,4 +1,4 @@
-"""The entries that a sampler keeps, in plain torch: `kept_sets` of `fastrl.ops.contract`.
+"""The entries that a sampler keeps, in plain torch: `find_support` of `fastrl.ops.contract`.
 
 Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being 1 (top-k) or the
 probability (top-p). It is found without a sort, by bisection over the integers whose order is that of the floats:
@@ -83,7 +83,7 @@ def _wrong(x: Tensor, z: Tensor) -> Tensor:
     return torch.where(x.isnan().any(-1), 1, found)
 
 
-def kept_sets(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
     """See `fastrl.ops.contract`.
 
     The host waits for the device once; until then 24 bytes a row say what is kept, and then a second pass writes it.

@@ -1,4 +1,4 @@
-"""The entries that a sampler keeps (`kept_sets` of `fastrl.ops.contract`), without a sort.
+"""The entries that a sampler keeps (`find_support` of `fastrl.ops.contract`), without a sort.
 
 A program owns a row. Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being
 1 (top-k) or the probability (top-p). It is found by an 8-ary search: a sweep weighs the row under 7 thresholds, first
@@ -238,7 +238,7 @@ def largest(
 def choose_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     pivots_ptr,  # (N,) float32, N = A * B: kept are the entries above
-    out_ptr,  # (2, N) int64: kept entries, or what is wrong; how many equal to the pivot are not kept, the first ones
+    out_ptr,  # (2, N) int64: entries kept, or what is wrong; how many equal to the pivot are not kept, the first
     rows: tl.int32,  # N
     columns_b: tl.int32,  # B
     vocab: tl.int32,  # V
@@ -351,7 +351,7 @@ def options(count: int, warp: int = 64 if torch.version.hip else 32) -> dict[str
     return found | ({"maxnreg": 128} if warp == 32 else {})
 
 
-def kept_sets(
+def find_support(
     logits: Tensor,  # (A, B, V)
     temperature: float,
     top_k: int,

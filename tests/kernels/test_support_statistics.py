@@ -1,15 +1,15 @@
-"""Statistics and gradient of rows of kept entries, on every backend."""
+"""Statistics and gradient of rows of support entries, on every backend."""
 
 from __future__ import annotations
 
-import kept_cases
 import kernel_cases as cases
 import pytest
+import support_cases
 import torch
 from torch import Tensor
 
 from fastrl.ops.backend import forced, kernels
-from fastrl.ops.contract import Kept, Statistics, Transform
+from fastrl.ops.contract import Statistics, Support, Transform
 
 # Triton's interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,7 +49,7 @@ def _z(x: Tensor, row: int, t: Transform) -> tuple[Tensor, Tensor]:
 def _oracle(
     values: Tensor,
     targets: Tensor,
-    kept: Kept,
+    support: Support,
     t: Transform,
     dtype: torch.dtype,
     c: Tensor | None = None,
@@ -58,12 +58,12 @@ def _oracle(
     """Statistics (4, N) and, for c and h, the gradient (nnz,), row by row with torch."""
     statistics = torch.zeros(4, targets.numel(), dtype=dtype, device=values.device)
     gradient = torch.zeros(values.numel(), dtype=dtype, device=values.device)
-    for row, span in kept_cases.row_ranges(kept):
+    for row, span in support_cases.row_ranges(support):
         z, slope = _z(values[span].to(dtype), row, t)
         log_p = torch.log_softmax(z, -1)
         p = log_p.exp()
         entropy = -(p * log_p.clamp_min(-1e4)).sum()
-        is_target = kept.token_ids[span] == targets[row]
+        is_target = support.token_ids[span] == targets[row]
         logprob = log_p[is_target].sum() if is_target.any() else log_p.new_tensor(torch.nan)
         log_sum = (z - z.max()).exp().sum().log()
         statistics[:, row] = torch.stack([logprob, entropy, z.max(), log_sum])
@@ -75,26 +75,34 @@ def _oracle(
     return statistics, gradient
 
 
-def _case(device: str, sizes: tuple[int, ...] = SIZES, counts: Tensor | None = COUNTS) -> tuple[Tensor, Tensor, Kept]:
-    """Values, targets that are kept, sets."""
-    kept = kept_cases.kept_sets(sizes, VOCAB, device, counts)
-    values = (torch.randn(kept.token_ids.numel()) * 4).to(device)
+def _case(
+    device: str, sizes: tuple[int, ...] = SIZES, counts: Tensor | None = COUNTS
+) -> tuple[Tensor, Tensor, Support]:
+    """Values, targets within the support, the support."""
+    support = support_cases.random_support(sizes, VOCAB, device, counts)
+    values = (torch.randn(support.token_ids.numel()) * 4).to(device)
     targets = torch.full((len(sizes),), -100, device=device)
-    for row, span in kept_cases.row_ranges(kept):
-        targets[row] = kept.token_ids[span][torch.randint(span.stop - span.start, ())]
-    return values, targets, kept
+    for row, span in support_cases.row_ranges(support):
+        targets[row] = support.token_ids[span][torch.randint(span.stop - span.start, ())]
+    return values, targets, support
 
 
-def _statistics(values: Tensor, targets: Tensor, kept: Kept, t: Transform = IDENTITY) -> Statistics:
-    return kernels(forced(), values).kept_statistics(values, targets, kept, t)
+def _statistics(values: Tensor, targets: Tensor, support: Support, t: Transform = IDENTITY) -> Statistics:
+    return kernels(forced(), values).support_statistics(values, targets, support, t)
 
 
 def _gradient(
-    values: Tensor, targets: Tensor, kept: Kept, t: Transform, c: Tensor, h: Tensor | None, out: Tensor | None = None
+    values: Tensor,
+    targets: Tensor,
+    support: Support,
+    t: Transform,
+    c: Tensor,
+    h: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     out = torch.full_like(values, 7.0) if out is None else out
-    found = _statistics(values, targets, kept, t)
-    kernels(forced(), values).kept_gradient(values, targets, kept, t, found, c, h, out)
+    found = _statistics(values, targets, support, t)
+    kernels(forced(), values).support_gradient(values, targets, support, t, found, c, h, out)
     return out
 
 
@@ -105,10 +113,10 @@ def _margin(t: Transform) -> float:
 
 @pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
 def test_statistics_against_float64(name: str, device: str) -> None:
-    values, targets, kept = _case(device)
+    values, targets, support = _case(device)
     t = _transform(name, len(SIZES), device)
-    actual = _statistics(values, targets, kept, t)
-    truth, float32 = (_oracle(values, targets, kept, t, d)[0] for d in (torch.float64, torch.float32))
+    actual = _statistics(values, targets, support, t)
+    truth, float32 = (_oracle(values, targets, support, t, d)[0] for d in (torch.float64, torch.float32))
     for i, field in enumerate(Statistics._fields):
         cases.assert_close(actual[i], truth[i], float32[i], _margin(t), field)
         assert actual[i][[2, 4]].tolist() == [0.0, 0.0]  # no entries; does not count
@@ -117,126 +125,129 @@ def test_statistics_against_float64(name: str, device: str) -> None:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
 def test_gradient_against_float64(name: str, entropy: bool, device: str) -> None:
-    values, targets, kept = _case(device)
+    values, targets, support = _case(device)
     t = _transform(name, len(SIZES), device)
     c, h = torch.randn(len(SIZES)).to(device), torch.randn(len(SIZES)).to(device) if entropy else None
-    actual = _gradient(values, targets, kept, t, c, h)
-    truth, float32 = (_oracle(values, targets, kept, t, d, c, h)[1] for d in (torch.float64, torch.float32))
+    actual = _gradient(values, targets, support, t, c, h)
+    truth, float32 = (_oracle(values, targets, support, t, d, c, h)[1] for d in (torch.float64, torch.float32))
     # Relative to the largest entry of the row.
-    for row, span in kept_cases.row_ranges(kept):
+    for row, span in support_cases.row_ranges(support):
         if span.stop - span.start > 1:
             mine, theirs = (cases.gradient_error(x[None, span], truth[None, span]) for x in (actual, float32))
             assert mine <= theirs + 2 * _margin(t), (row, mine, theirs)
-    assert not actual[kept.offsets[4] : kept.offsets[5]].any()
+    assert not actual[support.offsets[4] : support.offsets[5]].any()
     in_place = values.clone()
-    assert torch.equal(_gradient(in_place, targets, kept, t, c, h, in_place), actual)
+    assert torch.equal(_gradient(in_place, targets, support, t, c, h, in_place), actual)
 
 
 def test_a_row_that_keeps_its_target_alone_is_certain(device: str) -> None:
-    kept = kept_cases.kept_sets((1, 1, 1), VOCAB, device)
+    support = support_cases.random_support((1, 1, 1), VOCAB, device)
     values = torch.tensor([3.7, -1e30, 0.0], device=device)
-    targets, c, h = kept.token_ids.long(), torch.ones(3, device=device), torch.ones(3, device=device)
+    targets, c, h = support.token_ids.long(), torch.ones(3, device=device), torch.ones(3, device=device)
     for t in (IDENTITY, Transform(0.7, None, 1.3, 30.0)):
-        actual = _statistics(values, targets, kept, t)
+        actual = _statistics(values, targets, support, t)
         assert not actual.logprobs.any() and not actual.entropy.any()
         assert (actual.log_sum.abs() <= 1e-6).all()  # up to the maximum's own rounding
         for weights in ((c, None), (c, h)):
-            assert not _gradient(values, targets, kept, t, *weights).any()
+            assert not _gradient(values, targets, support, t, *weights).any()
 
 
 @pytest.mark.parametrize("gap", [10.0, 26.0, 80.0])
 def test_confident_tokens_keep_their_relative_accuracy(gap: float, device: str) -> None:
-    kept = kept_cases.kept_sets((600,), VOCAB, device)
+    support = support_cases.random_support((600,), VOCAB, device)
     values = torch.zeros(600, device=device)
     values[300] = gap
-    targets, c = kept.token_ids[300:301].long(), torch.ones(1, device=device)
-    truth, gradient = _oracle(values, targets, kept, IDENTITY, torch.float64, c)
+    targets, c = support.token_ids[300:301].long(), torch.ones(1, device=device)
+    truth, gradient = _oracle(values, targets, support, IDENTITY, torch.float64, c)
     # log_softmax itself cannot see e**-80 next to 1: the sum over the others is formed by hand.
     exact = torch.tensor(-599.0, dtype=torch.float64).mul(torch.tensor(-gap, dtype=torch.float64).exp()).item()
     if gap < 30:
         assert truth[0].item() == pytest.approx(exact, rel=0.03)
     exact = -torch.tensor(-exact, dtype=torch.float64).log1p().item()
     # As in test_row_statistics: float32 rounds the exponent of e**-80 by 4e-6.
-    assert _statistics(values, targets, kept).logprobs.item() == pytest.approx(exact, rel=1e-5)
-    actual = _gradient(values, targets, kept, IDENTITY, c, None).double()
+    assert _statistics(values, targets, support).logprobs.item() == pytest.approx(exact, rel=1e-5)
+    actual = _gradient(values, targets, support, IDENTITY, c, None).double()
     assert actual[300].item() == pytest.approx(-torch.expm1(torch.tensor(exact, dtype=torch.float64)).item(), rel=2e-5)
     torch.testing.assert_close(actual[:300], gradient[:300], rtol=2e-5, atol=0)
 
 
 def test_a_target_that_is_not_kept_makes_its_row_nan(device: str) -> None:
-    values, targets, kept = _case(device, (5, 5, 300, 5, 5), None)
-    sane = _statistics(values, targets, kept)
-    token = kept.token_ids.long()
+    values, targets, support = _case(device, (5, 5, 300, 5, 5), None)
+    sane = _statistics(values, targets, support)
+    token = support.token_ids.long()
     outside = next(v for v in range(VOCAB) if v not in token[:5].tolist())
     wrong = targets.clone()
-    # One that is not kept; -1; two whose low 32 bits are a kept token's.
+    # One that is not support; -1; two whose low 32 bits are a support token's.
     wrong[:4] = torch.stack(
         [torch.tensor(outside, device=device), token[0] * 0 - 1, token[12] + 2**32, token[311] - 2**32]
     )
-    actual = _statistics(values, wrong, kept)
+    actual = _statistics(values, wrong, support)
     assert actual.logprobs.isnan().tolist() == [True] * 4 + [False]
-    truth = _oracle(values, wrong, kept, IDENTITY, torch.float64)[0]
+    truth = _oracle(values, wrong, support, IDENTITY, torch.float64)[0]
     for i in (1, 2, 3):
         torch.testing.assert_close(actual[i].double(), truth[i], rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(actual[i], sane[i], rtol=2e-6, atol=2e-6)
     for weight in (0.0, 1.0):  # an idle row is NaN too: nothing invalid passes silently
         c = torch.full((5,), weight, device=device)
-        gradient = _gradient(values, wrong, kept, IDENTITY, c, None)
+        gradient = _gradient(values, wrong, support, IDENTITY, c, None)
         assert gradient[:315].isnan().all() and not gradient[315:].isnan().any()
 
 
 def test_rows_that_do_not_count_are_0_and_not_read(device: str) -> None:
-    values, targets, kept = _case(device)
-    values[kept.offsets[4] : kept.offsets[5]] = torch.nan
-    actual = _statistics(values, targets, kept)
+    values, targets, support = _case(device)
+    values[support.offsets[4] : support.offsets[5]] = torch.nan
+    actual = _statistics(values, targets, support)
     ones = torch.ones(len(SIZES), device=device)
     assert not any(x[4] for x in actual)
-    gradient = _gradient(values, targets, kept, IDENTITY, ones, ones)
-    assert not gradient[kept.offsets[4] : kept.offsets[5]].any() and not gradient.isnan().any()
+    gradient = _gradient(values, targets, support, IDENTITY, ones, ones)
+    assert not gradient[support.offsets[4] : support.offsets[5]].any() and not gradient.isnan().any()
 
 
 def test_idle_rows_are_0(device: str) -> None:
-    values, targets, kept = _case(device)
+    values, targets, support = _case(device)
     zeros = torch.zeros(len(SIZES), device=device)
-    assert not _gradient(values, targets, kept, IDENTITY, zeros, None).any()
-    assert not _gradient(values, targets, kept, IDENTITY, zeros, zeros).any()
-    entropy_only = _gradient(values, targets, kept, IDENTITY, zeros, zeros + 1)
+    assert not _gradient(values, targets, support, IDENTITY, zeros, None).any()
+    assert not _gradient(values, targets, support, IDENTITY, zeros, zeros).any()
+    entropy_only = _gradient(values, targets, support, IDENTITY, zeros, zeros + 1)
     assert entropy_only[:8].any()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 def test_minus_infinity_is_a_probability_of_0(softcap: float, device: str) -> None:
     t = Transform(1.0, None, 1.0, softcap)
-    values, targets, kept = _case(device, (8, 300, 2, 2), None)
+    values, targets, support = _case(device, (8, 300, 2, 2), None)
     values[[1, 2]] = -torch.inf
     values[8:270] = -torch.inf  # a whole block
     values[308] = -torch.inf  # all but the target
     values[311] = -torch.inf  # the target
-    targets[:] = kept.token_ids[[0, 300, 309, 311]]
-    actual = _statistics(values, targets, kept, t)
+    targets[:] = support.token_ids[[0, 300, 309, 311]]
+    actual = _statistics(values, targets, support, t)
     c, h = torch.randn(4, device=device), torch.randn(4, device=device)
     assert actual.logprobs[3] == -torch.inf
-    truth, float32 = (_oracle(values, targets, kept, t, d)[0] for d in (torch.float64, torch.float32))
+    truth, float32 = (_oracle(values, targets, support, t, d)[0] for d in (torch.float64, torch.float32))
     for i, field in enumerate(Statistics._fields):
         cases.assert_close(actual[i], truth[i], float32[i], cases.margin(t), field)
     for entropy in (None, h):
-        gradient = _gradient(values, targets, kept, t, c, entropy)
+        gradient = _gradient(values, targets, support, t, c, entropy)
         assert gradient.isfinite().all()
         assert not gradient[(values == -torch.inf) & (torch.arange(312, device=device) != 311)].any()
 
 
 @pytest.mark.parametrize("kind", ["NaN", "NaN target", "all -inf"])
 def test_only_the_row_with_the_nan_is_nan(kind: str, device: str) -> None:
-    values, targets, kept = _case(device, (5, 300, 4), None)
+    values, targets, support = _case(device, (5, 300, 4), None)
     ones = torch.ones(3, device=device)
-    sane, sane_gradient = _statistics(values, targets, kept), _gradient(values, targets, kept, IDENTITY, ones, ones)
-    target = 5 + (kept.token_ids[5:305] == targets[1]).nonzero().item()
+    sane, sane_gradient = (
+        _statistics(values, targets, support),
+        _gradient(values, targets, support, IDENTITY, ones, ones),
+    )
+    target = 5 + (support.token_ids[5:305] == targets[1]).nonzero().item()
     if kind == "all -inf":
         values[5:305] = -torch.inf
     else:
         values[target if kind == "NaN target" else 5 + (target - 4) % 300] = torch.nan
-    actual = _statistics(values, targets, kept)
-    gradient = _gradient(values, targets, kept, IDENTITY, ones, ones)
+    actual = _statistics(values, targets, support)
+    gradient = _gradient(values, targets, support, IDENTITY, ones, ones)
     for field in ("logprobs", "entropy", "log_sum"):
         assert getattr(actual, field).isnan().tolist() == [False, True, False], field
     assert gradient[5:305].isnan().all()
@@ -247,15 +258,15 @@ def test_only_the_row_with_the_nan_is_nan(kind: str, device: str) -> None:
 
 
 def test_a_row_is_bitwise_the_same_anywhere(device: str) -> None:
-    values, targets, kept = _case(device)
+    values, targets, support = _case(device)
     t = Transform(0.8, None, 1.3, 30.0)
     ones = torch.ones(len(SIZES), device=device)
-    actual, again = (_statistics(values, targets, kept, t) for _ in range(2))
-    gradient = _gradient(values, targets, kept, t, ones, ones)
+    actual, again = (_statistics(values, targets, support, t) for _ in range(2))
+    gradient = _gradient(values, targets, support, t, ones, ones)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-    for row, span in kept_cases.row_ranges(kept):
+    for row, span in support_cases.row_ranges(support):
         size = torch.tensor([0, span.stop - span.start], device=device)
-        alone = Kept(kept.token_ids[span], size, kept.counts[row : row + 1])
+        alone = Support(support.token_ids[span], size, support.counts[row : row + 1])
         x, target = values[span], targets[row : row + 1]
         found = _statistics(x, target, alone, t)
         assert all(torch.equal(a[row], b[0]) for a, b in zip(actual, found, strict=True))
@@ -264,16 +275,16 @@ def test_a_row_is_bitwise_the_same_anywhere(device: str) -> None:
 
 def test_no_rows_and_no_entries(device: str) -> None:
     for rows in (0, 3):
-        kept = (
-            kept_cases.kept_sets((0,) * rows, VOCAB, device)
+        support = (
+            support_cases.random_support((0,) * rows, VOCAB, device)
             if rows
-            else Kept(
+            else Support(
                 torch.empty(0, dtype=torch.int32, device=device),
                 torch.zeros(1, dtype=torch.int64, device=device),
                 torch.empty(0, dtype=torch.bool, device=device),
             )
         )
         values, targets = torch.empty(0, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
-        found = _statistics(values, targets, kept)
+        found = _statistics(values, targets, support)
         assert all(x.shape == (rows,) and not x.any() for x in found)
-        assert _gradient(values, targets, kept, IDENTITY, targets.float(), None).shape == (0,)
+        assert _gradient(values, targets, support, IDENTITY, targets.float(), None).shape == (0,)

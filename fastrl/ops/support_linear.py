@@ -1,6 +1,6 @@
-"""torch.library operators from hidden states for rows with recorded sets: products with the entries that a row keeps.
+"""torch.library operators from hidden states for rows with a recorded support: products with its entries alone.
 
-Rows without a set, and those with one too wide to gather, are `dense`: they write the gradients first, by the passes of
+Rows without one, and those with one too wide to gather, are `dense`: they write the gradients first, by the passes of
 `forward.py` and `backward.py`, and the others add their entries, so that no second (V, H) buffer exists.
 """
 
@@ -13,33 +13,34 @@ from torch import Tensor
 
 from fastrl.ops import backward, forward, products
 from fastrl.ops.backend import kernels
-from fastrl.ops.contract import ByToken, Kept, Statistics, Transform
+from fastrl.ops.contract import ByToken, Statistics, Support, Transform
+from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits
-from fastrl.ops.kept import check_targets, restriction, together, without_target
 from fastrl.ops.products import Head, Needs
 from fastrl.ops.rows import upstream
+from fastrl.ops.support import check_targets, together, without_target
 
 
-def by_token(kept: Kept, vocab: int) -> ByToken:
+def by_token(support: Support, vocab: int) -> ByToken:
     """The entries sorted by token; a stable sort, so that sums have one order."""
-    takes_part = kept.counts.repeat_interleave(kept.offsets.diff(), output_size=kept.token_ids.shape[0])
-    ids, entries = kept.token_ids.where(takes_part, vocab).sort(stable=True)
-    rows = torch.searchsorted(kept.offsets, entries, right=True, out_int32=True)
+    takes_part = support.counts.repeat_interleave(support.offsets.diff(), output_size=support.token_ids.shape[0])
+    ids, entries = support.token_ids.where(takes_part, vocab).sort(stable=True)
+    rows = torch.searchsorted(support.offsets, entries, right=True, out_int32=True)
     return ByToken(ids, entries, rows.sub_(1))
 
 
-@torch.library.custom_op("fastrl::kept_linear_statistics", mutates_args=())
-def kept_linear_statistics(
+@torch.library.custom_op("fastrl::support_linear_statistics", mutates_args=())
+def support_linear_statistics(
     hidden: Tensor,  # (N, H), unit stride on H, as the weight
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (N,) int64
-    dense: Tensor | None,  # (N,) bool: rows for the dense kernels, with wide sets or none; None: there are none
+    dense: Tensor | None,  # (N,) bool: rows for the dense kernels, with a wide support or none; None: there are none
     temperatures: Tensor | None,  # (N,) float32
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
     counts: Tensor,  # (N,) bool: rows that count and whose entries are gathered
-    wide: list[Tensor],  # as in `kept_row_statistics`, for all rows
+    dense_support: list[Tensor],  # as in `support_row_statistics`, for all rows
     temperature: float,
     logit_scale: float,
     softcap: float,
@@ -48,25 +49,25 @@ def kept_linear_statistics(
     plan: str,
     limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`linear_statistics` over the kept entries, and their logits (nnz,) float32; the first two are differentiable.
+    """`linear_statistics` over the support entries, and their logits (nnz,) float32; the first two are differentiable.
 
     `num_dense`: the number of dense rows, or -1.
     """
-    kept, transform = Kept(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
-    sets = restriction(wide)
-    check_targets(targets, dense, kept, sets, weight.shape[0])
+    support, transform = Support(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
+    wide = DenseSupport.of(dense_support)
+    check_targets(targets, dense, support, wide, weight.shape[0])
     head, rest = Head(hidden, weight, bias), None
     if dense is not None:
-        rest = forward.statistics(head, targets, dense, transform, backend, num_dense, Limits(*limits), sets)
-        if sets is not None:
-            rest.logprobs.masked_fill_(without_target(targets, wide[0], wide[1]) & dense, torch.nan)
+        rest = forward.statistics(head, targets, dense, transform, backend, num_dense, Limits(*limits), wide)
+        if wide is not None:
+            rest.logprobs.masked_fill_(without_target(targets, dense_support[0], dense_support[1]) & dense, torch.nan)
     row_kernels: Any = kernels(backend, hidden)
-    values = row_kernels.kept_products(hidden, weight, bias, kept)
-    found = together(rest, row_kernels.kept_statistics(values, targets, kept, transform))
+    values = row_kernels.support_products(hidden, weight, bias, support)
+    found = together(rest, row_kernels.support_statistics(values, targets, support, transform))
     return *found, values
 
 
-@kept_linear_statistics.register_fake
+@support_linear_statistics.register_fake
 def _(
     hidden: Tensor,
     weight: Tensor,
@@ -81,8 +82,8 @@ def _(
     return *numbers, hidden.new_empty(token_ids.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("fastrl::kept_linear_gradient", mutates_args=())
-def kept_linear_gradient(
+@torch.library.custom_op("fastrl::support_linear_gradient", mutates_args=())
+def support_linear_gradient(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -92,7 +93,7 @@ def kept_linear_gradient(
     token_ids: Tensor,
     offsets: Tensor,
     counts: Tensor,
-    wide: list[Tensor],
+    dense_support: list[Tensor],
     values: Tensor,
     statistics: list[Tensor],
     c: Tensor,
@@ -107,7 +108,7 @@ def kept_linear_gradient(
     limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/d(hidden, weight, bias) in their dtypes; an empty tensor where one is not needed."""
-    kept, transform = Kept(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
+    support, transform = Support(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
     found, head = Statistics(*statistics), Head(hidden, weight, bias)
     if dense is not None:
         d_hidden, d_weight, d_bias = backward.gradients(
@@ -123,7 +124,7 @@ def kept_linear_gradient(
             -1,
             plan,
             Limits(*limits),
-            restriction(wide),
+            DenseSupport.of(dense_support),
         )
     else:
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
@@ -133,17 +134,17 @@ def kept_linear_gradient(
         )
     row_kernels: Any = kernels(backend, hidden)
     gradient = torch.empty_like(values)
-    row_kernels.kept_gradient(values, targets, kept, transform, found, c, h, gradient)
+    row_kernels.support_gradient(values, targets, support, transform, found, c, h, gradient)
     if d_hidden is not None:
-        row_kernels.kept_hidden(gradient, weight, kept, d_hidden)
+        row_kernels.support_hidden(gradient, weight, support, d_hidden)
     if d_weight is not None or d_bias is not None:
-        entries = by_token(kept, weight.shape[0])
-        row_kernels.kept_weight(gradient, hidden, entries, d_weight, d_bias, dense is not None)
+        entries = by_token(support, weight.shape[0])
+        row_kernels.support_weight(gradient, hidden, entries, d_weight, d_bias, dense is not None)
     gradients = (d_hidden, d_weight, d_bias)
     return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
 
 
-@kept_linear_gradient.register_fake
+@support_linear_gradient.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, rest[12], strict=True))
@@ -159,14 +160,14 @@ def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _linear_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
     c, h = upstream(d_logprobs), upstream(d_entropy)
     saved = ctx.saved_tensors
-    tensors, statistics, values, wide = saved[:9], list(saved[9:13]), saved[13], list(saved[14:])
-    nothing = (*(None,) * 6, [None] * len(wide), *(None,) * len(ctx.options))
+    tensors, statistics, values, dense_support = saved[:9], list(saved[9:13]), saved[13], list(saved[14:])
+    nothing = (*(None,) * 6, [None] * len(dense_support), *(None,) * len(ctx.options))
     if c is None and h is None:
         return (None, None, None, *nothing)
     needs = list(ctx.needs_input_grad[:3])
     c = torch.zeros_like(statistics[0]) if c is None else c
-    found = kept_linear_gradient(*tensors, wide, values, statistics, c, h, needs, *ctx.options)
+    found = support_linear_gradient(*tensors, dense_support, values, statistics, c, h, needs, *ctx.options)
     return (*(g if need else None for g, need in zip(found, needs, strict=True)), *nothing)
 
 
-kept_linear_statistics.register_autograd(_linear_backward, setup_context=_setup_linear)
+support_linear_statistics.register_autograd(_linear_backward, setup_context=_setup_linear)
