@@ -33,7 +33,7 @@ struct Rows {
   int32_t threads;
 
   int64_t count() const { return a * b; }
-  bool counts(int64_t row) const { return mask == nullptr || mask[row]; }
+  bool valid(int64_t row) const { return mask == nullptr || mask[row]; }
   double row_temperature(int64_t row) const { return temperatures == nullptr ? temperature : temperatures[row]; }
   template <class T>
   T* at(int64_t row) const {
@@ -76,7 +76,7 @@ int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
     };
     for (int64_t row = after(-1); row < count;) {
       const int64_t following = after(row);
-      each_row(row, following < count && rows.counts(following) ? following : -1);
+      each_row(row, following < count && rows.valid(following) ? following : -1);
       row = following;
     }
   });
@@ -135,7 +135,7 @@ int32_t fastrl_row_statistics(const Rows* arguments, float* statistics) {
     using T = decltype(element);
     return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
       RowStatistics found{};
-      if (rows.counts(row)) {
+      if (rows.valid(row)) {
         const auto transform = transform_of<decltype(softcap)::value>(rows, row);
         found = row_statistics(rows.at<T>(row), rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next));
       }
@@ -156,7 +156,7 @@ int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
     if (g.out != rows.logits && span == dense) ask_for_huge_pages(g.out, dense);
     return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t) {
       T* out = (T*)g.out + row / rows.b * g.stride_a + row % rows.b * g.stride_b;
-      if (!rows.counts(row)) {
+      if (!rows.valid(row)) {
         std::fill(out, out + rows.vocab, T{});
         return;
       }
@@ -182,7 +182,7 @@ int32_t fastrl_row_visit(const Rows* arguments, const Visit* visit) {
       T* out = v.out == nullptr ? x : (T*)v.out + row * rows.vocab;
       RowStatistics found{};
       std::array<double, formulas::TOKEN_TERMS> terms{};
-      if (rows.counts(row)) {
+      if (rows.valid(row)) {
         const auto transform = transform_of<decltype(softcap)::value>(rows, row);
         found =
             row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());

@@ -12,11 +12,11 @@ using namespace fastrl;
 struct Support {
   const int32_t* ids;      // (nnz,), rising within a row
   const int64_t* offsets;  // (rows + 1,)
-  const uint8_t* counts;   // (rows,)
+  const uint8_t* valid;   // (rows,)
   int64_t rows;
   int32_t threads, padding;
 
-  bool takes_part(int64_t row) const { return counts[row] && offsets[row] < offsets[row + 1]; }
+  bool takes_part(int64_t row) const { return valid[row] && offsets[row] < offsets[row + 1]; }
   // Call each(row) for every row, a few rows at a time.
   template <class F>
   int32_t for_rows(const F& each) const {

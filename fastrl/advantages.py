@@ -104,7 +104,7 @@ def gae(
     Args:
         rewards: the reward of each token, a floating-point tensor: `(B, T)`, or `(N,)`, packed or one response.
         values: the critic's value before each token, shaped like `rewards`.
-        mask: bool or 0/1, shaped like `rewards`, 1 = counts.
+        mask: bool or 0/1, shaped like `rewards`, 1 = valid.
         gamma: the discount a token, in [0, 1].
         lam: the decay of the estimator, in [0, 1].
         bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
@@ -120,7 +120,7 @@ def gae(
     """
     checks.tensor("rewards", rewards)
     same_layout("values", values, "rewards", rewards)
-    counts = token_mask(mask, "rewards", rewards)
+    valid = token_mask(mask, "rewards", rewards)
     _number_between("gamma", gamma, 0.0, 1.0)
     _number_between("lam", lam, 0.0, 1.0)
     numbers, responses = response_numbers("rewards", rewards, cu_seqlens)
@@ -134,7 +134,7 @@ def gae(
 
     # A response's unmasked tokens first, then its masked ones: equal keys become neighbours, in order of time. No token
     # leaves its response, so that `numbers` holds for the sorted tokens too.
-    key, order = torch.sort(2 * numbers + ~counts.reshape(-1), stable=True)
+    key, order = torch.sort(2 * numbers + ~valid.reshape(-1), stable=True)
     reward = rewards.detach().reshape(-1)[order].double()
     value = values.detach().reshape(-1)[order].double()
     next_value = after[numbers]
@@ -169,7 +169,7 @@ def value_loss(
     Args:
         values: the critic's value before each token, a floating-point tensor: `(B, T)` or `(N,)`. Differentiable.
         returns: what the values are regressed on, shaped like `values`; no gradient flows into it.
-        mask: bool or 0/1, shaped like `values`, 1 = counts. Masked entries are not read; their gradient is 0.
+        mask: bool or 0/1, shaped like `values`, 1 = valid. Masked entries are not read; their gradient is 0.
         old_values: the values of the rollout, shaped like `values`; needed with `clip`, not read without it.
         clip: how far a value may move from its old value, > 0, in the units of the values.
         denominator: replaces the local number of unmasked tokens (a number > 0 or a 0-dim tensor), so that
@@ -184,7 +184,7 @@ def value_loss(
     """
     checks.tensor("values", values)
     same_layout("returns", returns, "values", values)
-    counts = token_mask(mask, "values", values)
+    valid = token_mask(mask, "values", values)
     if clip is not None:
         checks.number("clip", clip, positive=True)
         if old_values is None:
@@ -192,15 +192,15 @@ def value_loss(
     if old_values is not None:
         same_layout("old_values", old_values, "values", values)
     response_numbers("values", values, cu_seqlens)
-    total = _denominator(denominator, counts)
+    total = _denominator(denominator, valid)
 
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     # Filled before the arithmetic: a NaN under the mask would otherwise reach the gradient as 0 * NaN.
-    value = values.to(dtype).masked_fill(~counts, 0.0)
-    target = returns.detach().to(dtype).masked_fill(~counts, 0.0)
+    value = values.to(dtype).masked_fill(~valid, 0.0)
+    target = returns.detach().to(dtype).masked_fill(~valid, 0.0)
     squared = (value - target).square()
     if clip is not None and old_values is not None:
-        old = old_values.detach().to(dtype).masked_fill(~counts, 0.0)
+        old = old_values.detach().to(dtype).masked_fill(~valid, 0.0)
         moved = old + (value - old).clamp(-clip, clip)
         squared = torch.maximum(squared, (moved - target).square())
     return 0.5 * squared.sum() / total
@@ -212,10 +212,10 @@ def _number_between(name: str, value: object, low: float, high: float = math.inf
         raise ValueError(f"{name} must be >= {low:g}{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}")
 
 
-def _denominator(denominator: float | Tensor | None, counts: Tensor) -> Tensor | float:
+def _denominator(denominator: float | Tensor | None, valid: Tensor) -> Tensor | float:
     """What a sum over tokens is divided by; never 0."""
     if denominator is None:
-        return counts.sum().clamp(min=1)
+        return valid.sum().clamp(min=1)
     denominator = checks.scalar("denominator", denominator, positive=True)
     if not isinstance(denominator, Tensor):
         return denominator

@@ -184,13 +184,13 @@ def mask(value: object, like: Tensor, like_name: str = "targets") -> Tensor | No
     return value != 0
 
 
-def targets_in_range(value: Tensor, counts: Tensor | None, vocab: int) -> None:
+def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:
     """IndexError for an unmasked target outside [0, vocab), where values may be looked at."""
     if not values_are_checked(value):
         return
     bad = (value < 0) | (value >= vocab)
-    if counts is not None:
-        bad = bad & counts
+    if valid is not None:
+        bad = bad & valid
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
         raise IndexError(

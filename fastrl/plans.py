@@ -182,8 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastrl plan",
         description="Which plan a fused linear loss takes within a budget of temporary memory, and what the others"
-        " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (tokens without a recorded support, if any"
-        " have one); estimated times are relative to the chosen plan's.",
+        " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (of tokens without a recorded support if"
+        " others have one); estimated times are relative to the chosen plan's.",
     )
     add = parser.add_argument
     add("--tokens", type=int, required=True, help="unmasked tokens")

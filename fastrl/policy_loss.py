@@ -51,7 +51,7 @@ def policy_loss(
     Args:
         logprobs: (B, T) or (N,), floating point, with a graph: the current policy's.
         advantages: (B,), one a response, or shaped like logprobs; (B,) it is where a packed batch has B == N.
-        mask: shaped like logprobs, bool or 0/1, 1 = counts. Nothing is read where it is 0.
+        mask: shaped like logprobs, bool or 0/1, 1 = valid. Nothing is read where it is 0.
         old_logprobs: shaped like logprobs; None means on-policy, the detached logprobs.
         ref_logprobs: shaped like logprobs; needed by a KL term to a reference.
         rollout_logprobs: shaped like logprobs, the inference engine's; needed by a rollout correction.

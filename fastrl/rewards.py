@@ -35,7 +35,7 @@ def kl_penalized_rewards(
             carry its score, and gets none; a NaN score makes that one token NaN.
         logprobs: of the policy that drew the tokens, in nats: `(B, T)`, or `(N,)`, packed or one response.
         ref_logprobs: of the frozen reference, shaped like `logprobs`.
-        mask: bool or 0/1, shaped like `logprobs`, 1 = counts. Masked entries are not read.
+        mask: bool or 0/1, shaped like `logprobs`, 1 = valid. Masked entries are not read.
         beta: the weight of the KL, a number or a 0-dim tensor, in reward per nat.
         kind: "k1" (unbiased, the usual one), "k2" or "k3".
         cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
@@ -48,7 +48,7 @@ def kl_penalized_rewards(
     """
     checks.tensor("logprobs", logprobs)
     same_layout("ref_logprobs", ref_logprobs, "logprobs", logprobs)
-    counts = token_mask(mask, "logprobs", logprobs).reshape(-1)
+    valid = token_mask(mask, "logprobs", logprobs).reshape(-1)
     if kind not in _REWARD_KINDS:
         raise ValueError(f"kind must be one of {', '.join(_REWARD_KINDS)} in a reward, got {kind!r}")
     beta = checks.scalar("beta", beta)
@@ -64,11 +64,11 @@ def kl_penalized_rewards(
         if kind == "k3":
             d = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         value, _ = KL_FORMULAS[kind]
-        rewards = (-beta * value(d, torch.zeros_like(d))).masked_fill(~counts, 0.0)
+        rewards = (-beta * value(d, torch.zeros_like(d))).masked_fill(~valid, 0.0)
         # The last unmasked token of each response, -1 where there is none.
         position = torch.arange(d.numel(), device=d.device)
         last = position.new_full((responses,), -1)
-        last = last.scatter_reduce(0, numbers, position.masked_fill(~counts, -1), "amax")
+        last = last.scatter_reduce(0, numbers, position.masked_fill(~valid, -1), "amax")
         carries = last[numbers] == position
         rewards = torch.where(carries, rewards + scores.double()[numbers], rewards)
         return rewards.float().reshape(logprobs.shape)

@@ -244,11 +244,11 @@ class SamplingMask:
 
         targets: int64, one a row, in any shape; not read where the mask (bool or 0/1, the same shape) is 0.
         """
-        counts = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
+        valid = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
         targets = checks.tensor("targets", targets, (torch.int64,)).reshape(-1)
         checks.shape("targets", targets, (len(self),), "one a row of the mask")
         checks.same_device("targets", targets, self.token_ids, "the mask")
-        recorded = self.lengths > 0 if counts is None else (self.lengths > 0) & counts.reshape(-1)
+        recorded = self.lengths > 0 if valid is None else (self.lengths > 0) & valid.reshape(-1)
         bad = recorded & ((targets < 0) | (targets > INT32_MAX))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])

@@ -56,8 +56,8 @@ def _split(
     `asks`: whether a GPU may be asked how many rows are dense; it is where there may be wide ones.
     """
     lengths = mask.lengths
-    counts = torch.ones_like(lengths, dtype=torch.bool) if args.mask is None else args.mask
-    recorded = (lengths > 0) & counts
+    valid = torch.ones_like(lengths, dtype=torch.bool) if args.mask is None else args.mask
+    recorded = (lengths > 0) & valid
     is_wide = None
     if mask.longest > widest and not torch.compiler.is_compiling():
         is_wide = recorded & (lengths > widest)
@@ -66,7 +66,7 @@ def _split(
             is_wide = None
     dense, num_dense = None, 0
     if mask.unrecorded or is_wide is not None:
-        dense, num_dense = counts & ~recorded if is_wide is None else counts & (~recorded | is_wide), -1
+        dense, num_dense = valid & ~recorded if is_wide is None else valid & (~recorded | is_wide), -1
         if checks.values_are_checked(dense) or (asks and not torch.compiler.is_compiling()):
             num_dense = int(dense.sum())
             dense = dense if num_dense else None

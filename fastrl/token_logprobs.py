@@ -56,7 +56,7 @@ def token_logprobs(
     Args:
         logits: (..., V) float32, bfloat16 or float16, any leading strides.
         targets: (...) int64 in [0, V); not read where the mask is 0.
-        mask: (...) bool or 0/1, 1 = counts. Masked outputs and gradients are 0.
+        mask: (...) bool or 0/1, 1 = valid. Masked outputs and gradients are 0.
         temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
         sampling_mask: a `SamplingMask` with one row a target, on the same device: each recorded row's distribution is
             over its own support alone, the others' over the whole vocabulary.

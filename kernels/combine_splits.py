@@ -74,11 +74,11 @@ def combine_splits_kernel(
     # Epilogue.
     logprob, entropy, maximum, log_sum = finish(m, s, w, at_target, valid, outer)
     if mask_ptr is not None:
-        counts = tl.load(mask_ptr + row) != 0
-        logprob = tl.where(counts, logprob, 0.0)
-        entropy = tl.where(counts, entropy, 0.0)
-        maximum = tl.where(counts, maximum, 0.0)
-        log_sum = tl.where(counts, log_sum, 0.0)
+        unmasked = tl.load(mask_ptr + row) != 0
+        logprob = tl.where(unmasked, logprob, 0.0)
+        entropy = tl.where(unmasked, entropy, 0.0)
+        maximum = tl.where(unmasked, maximum, 0.0)
+        log_sum = tl.where(unmasked, log_sum, 0.0)
 
     # Store.
     row = first_row + tl.arange(0, ROWS)

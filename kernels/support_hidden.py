@@ -17,12 +17,12 @@ def support_hidden(
     weight: Tensor,  # (V, H), unit stride on H
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool
+    valid: Tensor,  # (N,) bool
     out: Tensor,  # (N, H), unit stride on H
 ) -> None:
     """Write the rows of `out` that take part; the others are left as they are."""
-    nnz, rows = token_ids.numel(), counts.numel()
+    nnz, rows = token_ids.numel(), valid.numel()
     if nnz == 0:
         return
-    ids = entry_rows(offsets, counts, nnz)
+    ids = entry_rows(offsets, valid, nnz)
     segment_sums(gradient, None, token_ids, ids, offsets, rows, weight, out, None, False)

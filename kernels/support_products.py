@@ -33,10 +33,10 @@ def launch_options(warp: int = _WARP) -> dict[str, Any]:
     return {"num_warps": _THREADS // warp, "num_stages": 1, "enable_fp_fusion": True}
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["offsets_ptr", "counts_ptr", "out_ptr"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["offsets_ptr", "valid_ptr", "out_ptr"])
 def entry_rows_kernel(
     offsets_ptr,  # (N + 1,) int64
-    counts_ptr,  # (N,) uint8
+    valid_ptr,  # (N,) uint8
     out_ptr,  # (nnz,) int32
     rows: tl.int32,  # N
     BLOCK: tl.constexpr,
@@ -45,7 +45,7 @@ def entry_rows_kernel(
     row = tl.program_id(0)
     first = tl.load(offsets_ptr + row)
     count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
-    value = tl.where(tl.load(counts_ptr + row) != 0, row, rows)
+    value = tl.where(tl.load(valid_ptr + row) != 0, row, rows)
     entry = tl.arange(0, BLOCK)
     for start in range(0, count, BLOCK):
         tl.store(out_ptr + first + start + entry, tl.zeros([BLOCK], tl.int32) + value, mask=start + entry < count)
@@ -53,16 +53,16 @@ def entry_rows_kernel(
 
 def entry_rows(
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool
+    valid: Tensor,  # (N,) bool
     nnz: int,
 ) -> Tensor:
     """The row of each entry, (nnz,) int32; N for the entries of rows that take no part."""
     out = torch.empty(nnz, dtype=torch.int32, device=offsets.device)
     if nnz == 0:
         return out
-    rows = counts.numel()
+    rows = valid.numel()
     with on_device(offsets):
-        entry_rows_kernel[(rows,)](offsets, counts.view(torch.uint8), out, rows, BLOCK=ROW_BLOCK, **ROW_OPTIONS)
+        entry_rows_kernel[(rows,)](offsets, valid.view(torch.uint8), out, rows, BLOCK=ROW_BLOCK, **ROW_OPTIONS)
     return out
 
 
@@ -134,7 +134,7 @@ def support_products(
     bias: Tensor | None,  # (V,)
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool
+    valid: Tensor,  # (N,) bool
 ) -> Tensor:
     """The logits of the support entries, (nnz,) float32; 0 in rows that do not count."""
     nnz, (rows, hidden_size) = token_ids.numel(), hidden.shape
@@ -147,7 +147,7 @@ def support_products(
             weight,
             bias,
             token_ids,
-            entry_rows(offsets, counts, nnz),
+            entry_rows(offsets, valid, nnz),
             values,
             nnz,
             rows,

@@ -36,7 +36,7 @@ OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
         "targets_ptr",
         "token_ids_ptr",
         "offsets_ptr",
-        "counts_ptr",
+        "valid_ptr",
         "temperatures_ptr",
         "out_ptr",
     ],
@@ -46,7 +46,7 @@ def support_statistics_kernel(
     targets_ptr,  # (N,) int64
     token_ids_ptr,  # (nnz,) int32
     offsets_ptr,  # (N + 1,) int64
-    counts_ptr,  # (N,) uint8
+    valid_ptr,  # (N,) uint8
     temperatures_ptr,  # (N,) float32, or None
     out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
     rows: tl.int32,  # N
@@ -62,7 +62,7 @@ def support_statistics_kernel(
     first = tl.load(offsets_ptr + row)
     count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
 
-    if (tl.load(counts_ptr + row) == 0) | (count == 0):
+    if (tl.load(valid_ptr + row) == 0) | (count == 0):
         for i in tl.static_range(4):
             tl.store(out_ptr + i * rows.to(tl.int64), 0.0)
         return
@@ -107,7 +107,7 @@ def support_statistics(
     targets: Tensor,  # (N,) int64
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool
+    valid: Tensor,  # (N,) bool
     temperature: float,
     temperatures: Tensor | None,  # (N,) float32
     logit_scale: float,
@@ -124,7 +124,7 @@ def support_statistics(
             targets,
             token_ids,
             offsets,
-            counts.view(torch.uint8),
+            valid.view(torch.uint8),
             temperatures,
             out,
             rows,
@@ -145,7 +145,7 @@ def support_statistics(
         "targets_ptr",
         "token_ids_ptr",
         "offsets_ptr",
-        "counts_ptr",
+        "valid_ptr",
         "temperatures_ptr",
         "logprobs_ptr",
         "entropy_ptr",
@@ -161,7 +161,7 @@ def support_gradient_kernel(
     targets_ptr,  # (N,) int64
     token_ids_ptr,  # (nnz,) int32
     offsets_ptr,  # (N + 1,) int64
-    counts_ptr,  # (N,) uint8
+    valid_ptr,  # (N,) uint8
     temperatures_ptr,  # (N,) float32, or None
     logprobs_ptr,  # (N,) float32, the statistics
     entropy_ptr,  # (N,) float32
@@ -183,7 +183,7 @@ def support_gradient_kernel(
     out_ptr += first
 
     # Load: the row's scalars.
-    counts = tl.load(counts_ptr + row) != 0
+    valid = tl.load(valid_ptr + row) != 0
     logprob = tl.load(logprobs_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
     c = tl.load(c_ptr + row)
@@ -194,7 +194,7 @@ def support_gradient_kernel(
     else:
         h = None
 
-    if (not counts) | idle:
+    if (not valid) | idle:
         for start in range(0, count, BLOCK):
             entry = start + tl.arange(0, BLOCK)
             tl.store(out_ptr + entry, tl.zeros([BLOCK], tl.float32), mask=entry < count)
@@ -221,7 +221,7 @@ def support_gradient(
     targets: Tensor,  # (N,) int64
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool
+    valid: Tensor,  # (N,) bool
     temperature: float,
     temperatures: Tensor | None,  # (N,) float32
     logit_scale: float,
@@ -242,7 +242,7 @@ def support_gradient(
             targets,
             token_ids,
             offsets,
-            counts.view(torch.uint8),
+            valid.view(torch.uint8),
             temperatures,
             *statistics,
             c,

@@ -35,13 +35,13 @@ def token_stats(
     if softcap is not None:
         z = torch.where(x == -torch.inf, -torch.inf, softcap * torch.tanh(z / softcap))
     log_p = torch.log_softmax(z / t, -1)
-    counts = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
-    logp = log_p.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
+    valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    logp = log_p.gather(-1, targets.where(valid, 0)[..., None])[..., 0]
     entropy = _entropy(log_p)
-    logp, entropy = logp.where(counts, 0.0), entropy.where(counts, 0.0)
+    logp, entropy = logp.where(valid, 0.0), entropy.where(valid, 0.0)
     gradient = None
     if upstream is not None:
-        a, b = (u.to(dtype).where(counts, 0.0) for u in upstream)
+        a, b = (u.to(dtype).where(valid, 0.0) for u in upstream)
         (gradient,) = torch.autograd.grad((a * logp + b * entropy).sum(), x)
     return Truth(logp.detach(), entropy.detach(), gradient)
 

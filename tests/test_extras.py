@@ -38,13 +38,13 @@ def truth(
     z = logits.double() * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     z = z / (temperature.double()[..., None] if isinstance(temperature, Tensor) else temperature)
-    counts = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
-    at_target = z.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
+    valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    at_target = z.gather(-1, targets.where(valid, 0)[..., None])[..., 0]
     square = (2 * z.log_softmax(-1)).logsumexp(-1)
     return {
-        "mean_logits": z.mean(-1).where(counts, 0.0),
-        "is_top1": (at_target >= z.amax(-1)) & counts,
-        "log_sum_sq_probs": square.where(counts, 0.0),
+        "mean_logits": z.mean(-1).where(valid, 0.0),
+        "is_top1": (at_target >= z.amax(-1)) & valid,
+        "log_sum_sq_probs": square.where(valid, 0.0),
     }
 
 

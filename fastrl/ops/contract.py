@@ -85,11 +85,11 @@ def entry_rows(offsets: Tensor, nnz: int) -> Tensor:
 
 
 class Support(NamedTuple):
-    """Each row's support, its vocabulary entries, in CSR. A row takes part if its `counts` is True and it has any."""
+    """Each row's support, its vocabulary entries, in CSR. A row takes part if its `valid` is True and it has any."""
 
     token_ids: Tensor  # (nnz,) int32, rising within a row
     offsets: Tensor  # (N + 1,) int64
-    counts: Tensor  # (N,) bool
+    valid: Tensor  # (N,) bool
 
     def rows(self) -> Tensor:
         """(nnz,) int64: the row of each entry."""

@@ -15,7 +15,7 @@ class _Support(Structure):
     _fields_ = (
         ("ids", c_void_p),
         ("offsets", c_void_p),
-        ("counts", c_void_p),
+        ("valid", c_void_p),
         ("rows", c_int64),
         ("threads", c_int32),
         ("padding", c_int32),
@@ -58,11 +58,11 @@ class _ByToken(Structure):
 
 
 def _support(support: Support) -> _Support:
-    rows = support.counts.numel()
+    rows = support.valid.numel()
     return _Support(
         pointer("token_ids", support.token_ids, support.token_ids.numel(), torch.int32),
         pointer("offsets", support.offsets, rows + 1, torch.int64),
-        pointer("counts", support.counts, rows, torch.bool),
+        pointer("valid", support.valid, rows, torch.bool),
         rows,
         torch.get_num_threads(),
     )

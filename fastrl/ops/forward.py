@@ -50,11 +50,11 @@ class Order:
         return part if self.index is None else self.index[part]
 
 
-def order(counts: Tensor | None, total: int, known: int = -1) -> Order:
-    """The rows that count; one synchronisation on a GPU unless their number is known (>= 0)."""
-    if counts is None:
+def order(valid: Tensor | None, total: int, known: int = -1) -> Order:
+    """The valid rows; one synchronisation on a GPU unless their number is known (>= 0)."""
+    if valid is None:
         return Order(None, total)
-    index = _places(counts, known)
+    index = _places(valid, known)
     return Order(None if index.shape[0] == total else index, index.shape[0])
 
 
@@ -66,21 +66,21 @@ def _places(chosen: Tensor, known: int) -> Tensor:
     return torch.nonzero_static(chosen, size=known)[:, 0].clamp_min(0)
 
 
-def active_first(counts: Tensor | None, idle: Tensor | None, total: int, known: int) -> tuple[Order, int]:
-    """The rows that count, those that are not idle first, and how many these are.
+def active_first(valid: Tensor | None, idle: Tensor | None, total: int, known: int) -> tuple[Order, int]:
+    """The valid rows, those that are not idle first, and how many these are.
 
-    One synchronisation on a GPU; none, and no row taken for idle, where the number of rows that count is known.
+    One synchronisation on a GPU; none, and no row taken for idle, where the number of valid rows is known.
     """
     if idle is None or (known >= 0 and idle.is_cuda):
-        used = order(counts, total, known)
+        used = order(valid, total, known)
         return used, used.count
-    active = ~idle if counts is None else counts & ~idle
-    numbers = [active.sum()] if counts is None else [active.sum(), counts.sum()]
+    active = ~idle if valid is None else valid & ~idle
+    numbers = [active.sum()] if valid is None else [active.sum(), valid.sum()]
     many, *rest = torch.stack(numbers).tolist()
     count = rest[0] if rest else total
     if many == count:
-        return order(counts, total, count), count
-    resting = idle if counts is None else counts & idle
+        return order(valid, total, count), count
+    resting = idle if valid is None else valid & idle
     return Order(torch.cat([_places(active, many), _places(resting, count - many)]), count), many
 
 

@@ -29,7 +29,7 @@ class Head(NamedTuple):
     bias: Tensor | None
 
     def sizes(self, rows: int, weight: bool = True) -> Sizes:
-        """What tiles are chosen by, for so many rows that count; whether the weight has a gradient."""
+        """What tiles are chosen by, for so many valid rows; whether the weight has a gradient."""
         vocab, width = self.weight.shape
         half = self.weight.dtype == torch.float16
         return Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)

@@ -41,16 +41,16 @@ def check_targets(
     """IndexError for a target outside [0, vocab), ValueError for one outside its support, where values may be read."""
     if not checks.values_are_checked(targets):
         return
-    counts, supports = (
-        support.counts if dense is None else support.counts | dense,
+    valid, supports = (
+        support.valid if dense is None else support.valid | dense,
         [(support.token_ids, support.offsets)],
     )
     if dense_support is not None:
-        counts = counts.index_fill(0, dense_support.rows, True) if dense is None else counts
+        valid = valid.index_fill(0, dense_support.rows, True) if dense is None else valid
         supports.append((dense_support.token_ids, dense_support.offsets))
-    checks.targets_in_range(targets, counts, vocab)
+    checks.targets_in_range(targets, valid, vocab)
     for token_ids, offsets in supports:
-        missing = counts & without_target(targets, token_ids, offsets)
+        missing = valid & without_target(targets, token_ids, offsets)
         if bool(missing.any()):
             row = int(missing.nonzero()[0])
             raise ValueError(
@@ -80,11 +80,11 @@ def _of_rows(transform: Transform, rows: Tensor) -> Transform:
 def support_row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
-    dense: Tensor | None,  # (N,) bool: rows that count and have no support; None: there are none
+    dense: Tensor | None,  # (N,) bool: valid rows and have no support; None: there are none
     temperatures: Tensor | None,  # (N,) float32
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool: rows that count and whose entries are gathered
+    valid: Tensor,  # (N,) bool: valid rows and whose entries are gathered
     # (nnz',) int32, (N + 1,) int64 and (M,) int64: support of the rows M that take the dense kernels
     dense_support: list[Tensor],
     temperature: float,
@@ -94,7 +94,7 @@ def support_row_statistics(
     consume: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`row_statistics` over the support entries, and their logits (nnz,) float32; the first two are differentiable."""
-    support, transform = Support(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
+    support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
     wide = DenseSupport.of(dense_support)
     check_targets(targets, dense, support, wide, logits.shape[-1])
     consumed.refuse(logits)
@@ -172,7 +172,7 @@ def support_row_gradient(
     temperatures: Tensor | None,
     token_ids: Tensor,
     offsets: Tensor,
-    counts: Tensor,
+    valid: Tensor,
     dense_support: list[Tensor],
     values: Tensor,
     statistics: list[Tensor],
@@ -190,7 +190,7 @@ def support_row_gradient(
         targets,
         dense,
         temperatures,
-        Support(token_ids, offsets, counts),
+        Support(token_ids, offsets, valid),
         DenseSupport.of(dense_support),
         values,
         statistics,
@@ -216,7 +216,7 @@ def support_row_gradient_(
     temperatures: Tensor | None,
     token_ids: Tensor,
     offsets: Tensor,
-    counts: Tensor,
+    valid: Tensor,
     dense_support: list[Tensor],
     values: Tensor,
     statistics: list[Tensor],
@@ -233,7 +233,7 @@ def support_row_gradient_(
         targets,
         dense,
         temperatures,
-        Support(token_ids, offsets, counts),
+        Support(token_ids, offsets, valid),
         DenseSupport.of(dense_support),
         values,
         statistics,

@@ -23,7 +23,7 @@ from fastrl.ops.support import check_targets, together, without_target
 
 def by_token(support: Support, vocab: int) -> ByToken:
     """The entries sorted by token; a stable sort, so that sums have one order."""
-    takes_part = support.counts.repeat_interleave(support.offsets.diff(), output_size=support.token_ids.shape[0])
+    takes_part = support.valid.repeat_interleave(support.offsets.diff(), output_size=support.token_ids.shape[0])
     ids, entries = support.token_ids.where(takes_part, vocab).sort(stable=True)
     rows = torch.searchsorted(support.offsets, entries, right=True, out_int32=True)
     return ByToken(ids, entries, rows.sub_(1))
@@ -39,7 +39,7 @@ def support_linear_statistics(
     temperatures: Tensor | None,  # (N,) float32
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    counts: Tensor,  # (N,) bool: rows that count and whose entries are gathered
+    valid: Tensor,  # (N,) bool: valid rows and whose entries are gathered
     dense_support: list[Tensor],  # as in `support_row_statistics`, for all rows
     temperature: float,
     logit_scale: float,
@@ -53,7 +53,7 @@ def support_linear_statistics(
 
     `num_dense`: the number of dense rows, or -1.
     """
-    support, transform = Support(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
+    support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
     wide = DenseSupport.of(dense_support)
     check_targets(targets, dense, support, wide, weight.shape[0])
     head, rest = Head(hidden, weight, bias), None
@@ -92,7 +92,7 @@ def support_linear_gradient(
     temperatures: Tensor | None,
     token_ids: Tensor,
     offsets: Tensor,
-    counts: Tensor,
+    valid: Tensor,
     dense_support: list[Tensor],
     values: Tensor,
     statistics: list[Tensor],
@@ -108,7 +108,7 @@ def support_linear_gradient(
     limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/d(hidden, weight, bias) in their dtypes; an empty tensor where one is not needed."""
-    support, transform = Support(token_ids, offsets, counts), Transform(temperature, temperatures, logit_scale, softcap)
+    support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
     found, head = Statistics(*statistics), Head(hidden, weight, bias)
     if dense is not None:
         d_hidden, d_weight, d_bias = backward.gradients(

@@ -41,7 +41,7 @@ _COMBINED_BYTES = 12 * 8
 
 
 class Sizes(NamedTuple):
-    """A linear loss: N rows that count (or a bound), H, V, bytes an element, where, whether it is float16."""
+    """A linear loss: N valid rows (or a bound), H, V, bytes an element, where, whether it is float16."""
 
     rows: int
     hidden: int

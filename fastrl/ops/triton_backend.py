@@ -86,7 +86,7 @@ def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, suppor
 
 def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
     """See `fastrl.ops.contract`."""
-    arguments = (values, targets, support.token_ids, support.offsets, support.counts)
+    arguments = (values, targets, support.token_ids, support.offsets, support.valid)
     return Statistics(*support_statistics_kernels.support_statistics(*arguments, *transform))
 
 
@@ -101,7 +101,7 @@ def support_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.ops.contract`; `out` may be `values`."""
-    arguments = (values, targets, support.token_ids, support.offsets, support.counts)
+    arguments = (values, targets, support.token_ids, support.offsets, support.valid)
     support_statistics_kernels.support_gradient(*arguments, *transform, statistics, c, h, out)
 
 

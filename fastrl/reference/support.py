@@ -43,7 +43,7 @@ def _padded(
     first = int(support.offsets[rows.start])
     hits = support.token_ids[first : first + row.shape[0]] == targets[rows][row]
     places = targets.new_full((rows.stop - rows.start,), -1).index_put((row[hits],), place[hits])
-    return block[None], places, support.counts[rows] & (lengths > 0)
+    return block[None], places, support.valid[rows] & (lengths > 0)
 
 
 def _of_rows(transform: Transform, rows: slice) -> Transform:
@@ -58,7 +58,7 @@ def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, suppor
     for part in torch.arange(rows.shape[0], device=rows.device).split(max(1, BLOCK_ENTRIES // hidden.shape[1])):
         ids, row = support.token_ids[part].long(), rows[part]
         product = (hidden[row].to(dtype) * weight[ids].to(dtype)).sum(-1)
-        values[part] = (product if bias is None else product + bias[ids].to(dtype)).where(support.counts[row], 0.0)
+        values[part] = (product if bias is None else product + bias[ids].to(dtype)).where(support.valid[row], 0.0)
     return values
 
 
@@ -66,8 +66,8 @@ def support_statistics(values: Tensor, targets: Tensor, support: Support, transf
     """See `fastrl.ops.contract`."""
     out = torch.zeros(4, targets.shape[0], dtype=values.dtype, device=values.device)
     for rows, entries, row, place in _blocks(support):
-        block, places, counts = _padded(values[entries], support, row, place, rows, targets)
-        out[:, rows] = torch.stack(row_statistics(block, places, counts, _of_rows(transform, rows)))
+        block, places, valid = _padded(values[entries], support, row, place, rows, targets)
+        out[:, rows] = torch.stack(row_statistics(block, places, valid, _of_rows(transform, rows)))
     return Statistics(*out)
 
 
@@ -83,18 +83,18 @@ def support_gradient(
 ) -> None:
     """See `fastrl.ops.contract`."""
     for rows, entries, row, place in _blocks(support):
-        block, places, counts = _padded(values[entries], support, row, place, rows, targets)
+        block, places, valid = _padded(values[entries], support, row, place, rows, targets)
         found = Statistics(*(s[rows] for s in statistics))
         row_gradient(
-            block, places, counts, _of_rows(transform, rows), found, c[rows], None if h is None else h[rows], block
+            block, places, valid, _of_rows(transform, rows), found, c[rows], None if h is None else h[rows], block
         )
         out[entries] = block[0][row, place]
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
     """See `fastrl.ops.contract`."""
-    counts = support.counts & (support.offsets.diff() > 0)
-    for number in counts.nonzero()[:, 0].tolist():
+    valid = support.valid & (support.offsets.diff() > 0)
+    for number in valid.nonzero()[:, 0].tolist():
         entries = slice(int(support.offsets[number]), int(support.offsets[number + 1]))
         total = torch.zeros(weight.shape[1], dtype=_wide(weight), device=weight.device)
         for part in range(entries.start, entries.stop, max(1, BLOCK_ENTRIES // weight.shape[1])):

@@ -78,7 +78,7 @@ class Findings:
 def compile_case(case: Case) -> Findings:
     """Compile with the launcher's sizes and options."""
     kernel, constants, options = _kernel(case)
-    types = {"targets_ptr": "i64", "token_ids_ptr": "i32", "offsets_ptr": "i64", "counts_ptr": "u8"}
+    types = {"targets_ptr": "i64", "token_ids_ptr": "i32", "offsets_ptr": "i64", "valid_ptr": "u8"}
     types |= {"rows_ptr": "i32", "source_rows_ptr": "i32", "entries_ptr": "i64", "ids_ptr": "i32", "heads_ptr": "i64"}
     if case.kernel in MATRIX:
         matrices = ("hidden_ptr", "weight_ptr", "bias_ptr", "source_ptr", "out_ptr", "out_bias_ptr")

@@ -37,7 +37,7 @@ def support_weight(gradient: Tensor, hidden: Tensor, *rest: Any) -> None:
 VOCAB = 100
 # A few entries, one, none, more than a block of them, and rows that do not count between others.
 SIZES = (5, 1, 0, 40, 3, 7, 0, 2)
-COUNTS = torch.tensor([True, True, True, True, False, True, False, True])
+VALID = torch.tensor([True, True, True, True, False, True, False, True])
 HIDDEN = (24, 33, 1100)  # whole vectors; none whole; two chunks
 
 
@@ -85,14 +85,14 @@ def _check_sums(
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
 def test_products_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, bias: bool, device: str) -> None:
-    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     hidden = _matrix(len(SIZES), hidden_size, dtype, device, gap)
     weight = _matrix(VOCAB, hidden_size, dtype, device, gap)
     b = torch.randn(VOCAB).to(dtype).to(device) if bias else None
     hidden[4] = torch.nan  # not read: the row does not count
     actual = support_products(hidden, weight, b, *support)
     rows, tokens = support_cases.entry_rows(support), support.token_ids.long()
-    part = support.counts[rows]
+    part = support.valid[rows]
 
     def oracle(d: torch.dtype, absolute: bool = False) -> Tensor:
         terms = hidden[rows].to(d) * weight[tokens].to(d)
@@ -112,7 +112,7 @@ def test_a_product_is_bitwise_the_same_anywhere(device: str) -> None:
         # Every second of the row's entries, alone.
         ids = support.token_ids[span][::2].contiguous()
         offsets = torch.tensor([0, ids.numel()], device=device)
-        alone = support_products(hidden[row : row + 1], weight, None, ids, offsets, support.counts[:1])
+        alone = support_products(hidden[row : row + 1], weight, None, ids, offsets, support.valid[:1])
         assert torch.equal(alone, actual[span][::2])
 
 
@@ -130,22 +130,22 @@ def test_a_nan_stays_in_its_row(device: str) -> None:
 def _gradient(support: Support) -> Tensor:
     """Random; 0 in rows that do not count."""
     rows = support_cases.entry_rows(support)
-    return torch.randn(rows.numel()).to(rows.device).where(support.counts[rows], 0.0)
+    return torch.randn(rows.numel()).to(rows.device).where(support.valid[rows], 0.0)
 
 
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
 def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, device: str) -> None:
-    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     weight = _matrix(VOCAB, hidden_size, dtype, device, gap)
     rows, tokens, gradient = support_cases.entry_rows(support), support.token_ids.long(), _gradient(support)
-    gradient[~support.counts[rows]] = torch.nan  # not read
+    gradient[~support.valid[rows]] = torch.nan  # not read
     out = _matrix(len(SIZES), hidden_size, dtype, device, gap)
     before = out.clone()
     before[[0, 1, 3, 5, 7]] = 0.0  # rows that take part are written over
     support_hidden(gradient, weight, *support, out)
-    ids = rows.where(support.counts[rows], len(SIZES))
+    ids = rows.where(support.valid[rows], len(SIZES))
     _check_sums(out, ids, gradient.nan_to_num(), weight[tokens], len(SIZES), before, "hidden")
 
 
@@ -154,7 +154,7 @@ def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
 def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, add: bool, device: str) -> None:
-    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     hidden = _matrix(len(SIZES), hidden_size, dtype, device, gap)
     hidden[4] = torch.nan  # not read: the row does not count
     gradient, by_token = _gradient(support), support_cases.by_token(support, VOCAB)
@@ -184,7 +184,7 @@ def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
 
 
 def test_either_alone_is_bitwise_the_same(device: str) -> None:
-    support = support_cases.random_support(SIZES, VOCAB, device, COUNTS)
+    support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     hidden = _matrix(len(SIZES), 24, torch.float32, device)
     arguments = _gradient(support), hidden, *support_cases.by_token(support, VOCAB)
     both, alone = ((torch.zeros(VOCAB, 24, device=device), torch.zeros(VOCAB, device=device)) for _ in range(2))
@@ -237,7 +237,7 @@ def test_a_wide_row(device: str) -> None:
     _check_sums(out, rows, gradient, weight[support.token_ids.long()], 3, torch.zeros_like(out), "hidden")
     # A row's pieces are its own: alone, it has the same bits.
     alone = torch.full((1, 8), 7.0, device=device)
-    one = support.token_ids[3:603], torch.tensor([0, 600], device=device), support.counts[:1]
+    one = support.token_ids[3:603], torch.tensor([0, 600], device=device), support.valid[:1]
     support_hidden(gradient[3:603], weight, *one, alone)
     assert torch.equal(alone[0], out[1])
 

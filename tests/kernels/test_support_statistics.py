@@ -25,7 +25,7 @@ IDENTITY = Transform()
 VOCAB = 1000
 # A few entries, one, none, a block and one entry more, several blocks, and one row that does not count.
 SIZES = (8, 1, 0, 257, 3, 700, 2)
-COUNTS = torch.tensor([True, True, True, True, False, True, True])
+VALID = torch.tensor([True, True, True, True, False, True, True])
 
 
 def _transform(name: str, rows: int, device: str) -> Transform:
@@ -75,11 +75,9 @@ def _oracle(
     return statistics, gradient
 
 
-def _case(
-    device: str, sizes: tuple[int, ...] = SIZES, counts: Tensor | None = COUNTS
-) -> tuple[Tensor, Tensor, Support]:
+def _case(device: str, sizes: tuple[int, ...] = SIZES, valid: Tensor | None = VALID) -> tuple[Tensor, Tensor, Support]:
     """Values, targets within the support, the support."""
-    support = support_cases.random_support(sizes, VOCAB, device, counts)
+    support = support_cases.random_support(sizes, VOCAB, device, valid)
     values = (torch.randn(support.token_ids.numel()) * 4).to(device)
     targets = torch.full((len(sizes),), -100, device=device)
     for row, span in support_cases.row_ranges(support):
@@ -266,7 +264,7 @@ def test_a_row_is_bitwise_the_same_anywhere(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
     for row, span in support_cases.row_ranges(support):
         size = torch.tensor([0, span.stop - span.start], device=device)
-        alone = Support(support.token_ids[span], size, support.counts[row : row + 1])
+        alone = Support(support.token_ids[span], size, support.valid[row : row + 1])
         x, target = values[span], targets[row : row + 1]
         found = _statistics(x, target, alone, t)
         assert all(torch.equal(a[row], b[0]) for a, b in zip(actual, found, strict=True))
