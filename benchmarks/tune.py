@@ -1,11 +1,11 @@
 """The sizes that row kernels could have, each timed at each shape: what a default is chosen by.
 
     python benchmarks/tune.py --out DIR                         # all kernels, at the logits suite's GPU shapes
-    python benchmarks/tune.py --out DIR --kernel visit --shape 8192x151936
+    python benchmarks/tune.py --out DIR --kernel forward-gradient --shape 8192x151936
 
-Prints the fastest first, the default marked, and writes tune.json. Statistics and visit must keep the same `vector`,
-`block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A choice takes
-2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of the visit.
+Prints the fastest first, the default marked, and writes tune.json. Statistics and forward-gradient must keep the same
+`vector`, `block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A
+choice takes 2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of the forward-gradient.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fastrl.bench.clock import time_runs
 from fastrl.bench.measure import default_device
 from fastrl.bench.subjects import Outcome, Run
 from fastrl.bench.suites import SUITES
-from fastrl.kernels import row_gradient, row_statistics, row_visit
+from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
 from fastrl.kernels.configuration import Configuration, configuration, launch_options
 from fastrl.ops import triton_backend
 from fastrl.ops.contract import RowInputs, RowObjective, Transform
 
-ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "visit": row_visit}
+ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "forward-gradient": row_forward_gradient}
 CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
 _REPEATS, _SECONDS = 20, 0.5
 
@@ -43,22 +43,22 @@ Choice = dict[str, Any]
 
 
 def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
-    """Block, warps, registers a thread (None: the compiler's choice) and the visit's segments. The default first.
+    """Block, warps, registers a thread (None: the compiler's choice), segments of forward-gradient. The default first.
 
     Statistics also with the rows' segments apart or not, whatever the number of rows (None: as by default).
     """
     base = configuration(vocab, itemsize)
-    warps = base.visit_warps if kernel == "visit" else base.warps
+    warps = base.forward_gradient_warps if kernel == "forward-gradient" else base.warps
     default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64, "apart": None}
     found = [default]
     for block, segments, warps, registers, apart in itertools.product(
         (1024, 2048, 4096, 8192),
-        (1, 2, 4) if kernel == "visit" else (base.segments,),
+        (1, 2, 4) if kernel == "forward-gradient" else (base.segments,),
         (4, 8, 16, 32),
         (64, None),
         (True, False) if kernel == "statistics" else (None,),
     ):
-        entries = block * (segments if kernel == "visit" else 1) // (32 * warps)  # of a thread, in a step
+        entries = block * (segments if kernel == "forward-gradient" else 1) // (32 * warps)  # of a thread, in a step
         choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers, "apart": apart}
         if choice != default and 8 <= entries <= 32 and (registers or 0) * 32 * warps <= 65536:
             found.append(choice)
@@ -97,8 +97,8 @@ def row_call(kernel: str, n: int, vocab: int, dtype: torch.dtype, device: str) -
         found, out = triton_backend.row_statistics(logits, targets, None, identity), torch.empty_like(logits)
         return lambda: triton_backend.row_gradient(logits, targets, None, identity, found, c, None, out), 2 * once
     inputs = RowInputs(c, c.abs())
-    # In place: the second call visits a gradient, whose rows take as long.
-    return lambda: triton_backend.row_visit(logits, targets, None, identity, CLIP, inputs), 2 * once
+    # In place: the second call reads a gradient, whose rows take as long.
+    return lambda: triton_backend.row_forward_gradient(logits, targets, None, identity, CLIP, inputs), 2 * once
 
 
 def timed(call: Callable[[], Any], device: str) -> float:

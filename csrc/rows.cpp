@@ -48,7 +48,7 @@ struct Gradient {
   int64_t stride_a, stride_b;
 };
 
-struct Visit {
+struct LossTerms {
   double gate_parameters[4], rollout_low, rollout_high, max_log_ratio, entropy_threshold;
   const float *advantages, *policy_weights;
   const float *old, *ref, *rollout, *kl_weights, *entropy_weights;  // or null
@@ -168,9 +168,9 @@ int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
   });
 }
 
-int32_t fastrl_row_visit(const Rows* arguments, const Visit* visit) {
+int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossTerms* terms) {
   const Rows& rows = *arguments;
-  const Visit& v = *visit;
+  const LossTerms& v = *terms;
   return dispatch(rows, [&](auto element, auto softcap) {
     using T = decltype(element);
     if (v.out != nullptr) ask_for_huge_pages(v.out, rows.count() * rows.vocab * int64_t(sizeof(T)));

@@ -12,18 +12,18 @@ from . import checks, memory
 from .arguments import VocabularyArguments, counted_rows, plan_call
 from .batch import Batch
 from .locality import Given, scope, slopes
-from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit
+from .loss_problem import PolicyLoss, Problem, from_statistics, from_terms
 from .memory import ANY, BATCH, RESPONSE, TOKEN, Plan
 from .objective_loss import objective_loss, row_objective
 from .objectives import Objective
 from .ops import forward
-from .ops import visits as visit_ops
+from .ops import forward_gradient as forward_gradient_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
-from .ops.contract import Statistics, Transform, Visit
+from .ops.contract import LossTerms, Statistics, Transform
 from .ops.forward import Order
+from .ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
 from .ops.products import Head, Needs
-from .ops.visits import Chunk, ChunkVisit, linear_visit
 from .supports import linear_over_support
 from .token_logprobs import linear_stats
 
@@ -73,10 +73,10 @@ def planned_linear_loss(
         copied=copied,
     )
     plan = memory.choose(call, budget)
-    if plan.name == "keep":
-        return _keep(problem, head, args, needs, plan, host, count)
+    if plan.name == "whole-response":
+        return _whole_response(problem, head, args, needs, plan, host, count)
     if plan.name == "forward-gradient":
-        return _visit(problem, head, args, needs, plan, count)
+        return _forward_gradient(problem, head, args, needs, plan, count)
     return from_statistics(problem, *linear_stats(head, args, plan, call.slopes, rows, waits=count < 0))
 
 
@@ -100,7 +100,7 @@ def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | Non
     active = batch.counts
     if isinstance(problem.objective, Objective):
         _, inputs, _ = row_objective(problem.objective, batch, problem.weights)
-        matters = ~visit_ops.idle_rows(inputs)
+        matters = ~forward_gradient_ops.idle_rows(inputs)
         active = batch.counts.where(batch.responses.sum(matters.to(batch.counts.dtype)) > 0, 0)
     size = batch.responses.count
     ends = batch.responses.offsets
@@ -111,15 +111,15 @@ def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | Non
     return _Host(found[:size], found[size : 2 * size], rows)
 
 
-def _visit(
+def _forward_gradient(
     problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
 ) -> PolicyLoss:
     """The forward-gradient plan: gradients are ready when the loss is."""
     if not isinstance(problem.objective, Objective):
-        return _visit_by_callable(problem, head, args, needs, plan, num_tokens)
+        return _forward_gradient_by_callable(problem, head, args, needs, plan, num_tokens)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
     transform = args.transform
-    loss, logprobs, entropy, terms, *_ = linear_visit(
+    loss, logprobs, entropy, terms, *_ = linear_forward_gradient(
         *head,
         args.targets,
         args.mask,
@@ -140,23 +140,23 @@ def _visit(
         num_tokens,
         plan.limits,
     )
-    return from_visit(problem, Visit(logprobs, entropy, terms), loss, clamped=clamped)
+    return from_terms(problem, LossTerms(logprobs, entropy, terms), loss, clamped=clamped)
 
 
-def _visit_by_callable(
+def _forward_gradient_by_callable(
     problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
 ) -> PolicyLoss:
     """The same plan with a row-local callable in torch between each chunk's statistics and its gradient."""
     used = forward.order(args.mask, args.targets.shape[0], num_tokens)
-    chunks = visit_ops.row_chunks(used.count, used.count, plan.tiles["visit"].rows)
+    chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
         return problem.batch.rows(where), problem.weights[where], None, slice(None)
 
-    return _visit_in_torch(problem, head, args, needs, used, chunks, part, None)
+    return _forward_gradient_in_torch(problem, head, args, needs, used, chunks, part, None)
 
 
-def _keep(
+def _whole_response(
     problem: Problem,
     head: Head,
     args: VocabularyArguments,
@@ -165,14 +165,14 @@ def _keep(
     host: _Host | None,
     num_tokens: int,
 ) -> PolicyLoss:
-    """The keep plan: a chunk holds the logits of whole responses until their objective is known."""
+    """The whole-response plan: a chunk holds the logits of whole responses until their objective is known."""
     batch, total = problem.batch, args.targets.shape[0]
     if host is None:  # one chunk, of all rows
         used = forward.order(args.mask, total, num_tokens)
         chunks, spans = [Chunk(0, used.count, used.count)], [(0, batch.responses.count)]
         ends = [total]
     else:
-        spans = _spans(host.counts, plan.tiles["visit"].rows)
+        spans = _spans(host.counts, plan.tiles["forward-gradient"].rows)
         chunks, start = [], 0
         for first, last in spans:
             stop = start + sum(host.counts[first:last])
@@ -188,7 +188,7 @@ def _keep(
         own, offsets = batch.part(first, last, rows, problem.cu_seqlens)
         return own, problem.weights[rows], offsets, places
 
-    return _visit_in_torch(problem, head, args, needs, used, chunks, part, dropped)
+    return _forward_gradient_in_torch(problem, head, args, needs, used, chunks, part, dropped)
 
 
 def _drops(problem: Problem) -> bool:
@@ -220,7 +220,7 @@ def _order_of_responses(
     return Order(key.argsort(stable=True)[:count], count)
 
 
-def _visit_in_torch(
+def _forward_gradient_in_torch(
     problem: Problem,
     head: Head,
     args: VocabularyArguments,
@@ -230,25 +230,25 @@ def _visit_in_torch(
     part: _Part,
     dropped: Tensor | None,
 ) -> PolicyLoss:
-    """A visit with the objective in torch between each chunk's statistics and its gradient."""
+    """Forward-gradient with the objective in torch, between a chunk's statistics and its gradient."""
     checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
     backend = forced()
-    found: list[Visit] = []
-    visit_chunk = _torch_visit(problem, backend, part, dropped)
+    found: list[LossTerms] = []
+    chunk_gradient = _gradient_by_torch(problem, backend, part, dropped)
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        visit, gradients = visit_ops.visit(
+        result, gradients = forward_gradient_ops.forward_gradient(
             Head(*inputs),  # type: ignore[arg-type]
             args.targets,
             args.transform,
             used,
             chunks,
-            visit_chunk,
+            chunk_gradient,
             needs,
             backend,
         )
-        found[:] = [visit]
-        return visit.terms[0].sum(), gradients
+        found[:] = [result]
+        return result.terms[0].sum(), gradients
 
     batch = problem.batch
     reads = (
@@ -265,13 +265,15 @@ def _visit_in_torch(
         batch.entropy_threshold,
     )
     loss = attach_gradients(run, head, backend, consume=False, reads=reads)
-    return from_visit(problem, found[0], loss, dropped=dropped)
+    return from_terms(problem, found[0], loss, dropped=dropped)
 
 
-def _torch_visit(problem: Problem, backend: str, part: _Part, dropped: Tensor | None) -> ChunkVisit:
-    """A ChunkVisit that runs the objective in torch."""
+def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Tensor | None) -> ChunkGradient:
+    """A ChunkGradient that runs the objective in torch."""
 
-    def visit_chunk(logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int) -> Visit:
+    def chunk_gradient(
+        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
+    ) -> LossTerms:
         row_kernels: Any = kernels(backend, logits)
         stats: Statistics = row_kernels.row_statistics(logits, targets, None, transform)
         batch, weights, offsets, places = part(where, number)
@@ -295,9 +297,9 @@ def _torch_visit(problem: Problem, backend: str, part: _Part, dropped: Tensor | 
         stats = Statistics(*(s.detach() for s in stats))
         c = torch.zeros_like(stats.logprobs) if c is None else c
         row_kernels.row_gradient(logits, targets, None, transform, stats, c, h, logits)
-        return Visit(stats.logprobs, stats.entropy, terms.detach()[:, places])
+        return LossTerms(stats.logprobs, stats.entropy, terms.detach()[:, places])
 
-    return visit_chunk
+    return chunk_gradient
 
 
 def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:

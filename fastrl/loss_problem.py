@@ -11,7 +11,7 @@ from . import checks
 from .batch import Batch, make_batch
 from .objective_loss import CustomObjective, check_requirements, metrics, objective_loss, settings_of
 from .objectives import Objective
-from .ops.contract import Visit
+from .ops.contract import LossTerms
 
 
 class PolicyLoss(NamedTuple):
@@ -77,10 +77,10 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
     )
 
 
-def from_visit(
-    problem: Problem, found: Visit, loss: Tensor, *, clamped: Tensor | None = None, dropped: Tensor | None = None
+def from_terms(
+    problem: Problem, found: LossTerms, loss: Tensor, *, clamped: Tensor | None = None, dropped: Tensor | None = None
 ) -> PolicyLoss:
-    """A PolicyLoss from what a visit found."""
+    """A PolicyLoss from the terms of `row_forward_gradient`."""
     batch, terms = problem.batch, found.terms
     if clamped is not None:
         terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])

@@ -2,7 +2,7 @@
 
     forward            nothing needs a gradient: statistics alone                                            1U
     forward-gradient   tokens do not depend on each other: gradients while a chunk's logits are at hand       3U
-    keep               responses do: the same, with chunks of whole responses                                 3U
+    whole-response     responses do: the same, with chunks of whole responses                                 3U
     frozen-head        the weight needs no gradient: d logp / d hidden is kept, the backward is a product by rows  2U
     recompute          statistics; the backward forms the logits again, in slices of the vocabulary           4U
     two-pass           statistics; dL/dhidden and dL/dweight in a pass each, so that neither's sums are held  5U
@@ -30,7 +30,7 @@ from .ops.products import Needs
 from .ops.tiling import Sizes, Tile
 from .reference.rows import BLOCK_ENTRIES
 
-PLANS = ("forward", "forward-gradient", "keep", "frozen-head", "recompute", "two-pass", "sparse")
+PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 #: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.
 TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
 
@@ -188,7 +188,7 @@ def applicable(call: Call) -> tuple[str, ...]:
     names = []
     # float16 gradients are scaled by the largest coefficient, which is known only after all statistics.
     if call.dtype != torch.float16 and call.scope != ANY and not call.support_entries:
-        names.append("forward-gradient" if call.scope == TOKEN else "keep")
+        names.append("forward-gradient" if call.scope == TOKEN else "whole-response")
     head = call.needs.weight or call.needs.bias
     if not head and not call.support_entries:
         names.append("frozen-head")
@@ -204,8 +204,8 @@ def _passes(call: Call, name: str) -> tuple[str, ...]:
         return ()
     if name == "forward":
         return ("statistics",)
-    if name in ("forward-gradient", "keep"):
-        return ("visit",)
+    if name in ("forward-gradient", "whole-response"):
+        return ("forward-gradient",)
     if name == "frozen-head":
         return ("frozen",)
     head = call.needs.weight or call.needs.bias
@@ -215,8 +215,8 @@ def _passes(call: Call, name: str) -> tuple[str, ...]:
 
 
 def _least_rows(call: Call, name: str) -> int:
-    """Rows that "keep" cannot part; 0 for the other plans."""
-    if name != "keep":
+    """Rows that "whole-response" cannot part; 0 for the other plans."""
+    if name != "whole-response":
         return 0
     return max(call.rows if call.scope == BATCH else min(call.longest or call.rows, call.rows), 1)
 

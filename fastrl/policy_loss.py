@@ -12,14 +12,14 @@ from .arguments import VocabularyArguments, checked_head, checked_logits, consum
 from .budget import parse_budget
 from .linear_loss import planned_linear_loss
 from .locality import Given, why_not_row_local
-from .loss_problem import PolicyLoss, Problem, from_statistics, from_visit, make_problem
+from .loss_problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
 from .objective_loss import CustomObjective, row_objective
 from .objectives import Objective
 from .ops import consumed
 from .ops import rows as row_ops
 from .ops.attach import attach_gradients
 from .ops.backend import forced, kernels
-from .ops.contract import Visit
+from .ops.contract import LossTerms
 from .sampling_mask import SamplingMask
 from .supports import split_support
 from .token_logprobs import logits_stats
@@ -121,7 +121,7 @@ def logits_policy_loss(
     Same loss and gradient as `policy_loss(token_logprobs(logits, targets))`. With `inplace=True` the logits are
     consumed if they need a gradient, which takes their place: a second backward raises RuntimeError. Without it the
     gradient gets its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on
-    that token only) the forward visits every row once and leaves the gradient, which is differentiable once (no
+    that token only) the forward reads every row once and leaves the gradient, which is differentiable once (no
     create_graph=True) and, under activation checkpointing, is formed in the forward too; otherwise, for float16 and
     with a sampling mask, the backward writes it.
 
@@ -152,28 +152,34 @@ def logits_policy_loss(
     supports = split_support(sampling_mask, args, logits.shape[-1])
     backend = forced()
     consume = consumes(logits, inplace)
-    visited = supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
-    if visited and isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None:
-        return _visit_logits(problem, logits, args, backend, consume)
+    by_forward_gradient = (
+        supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
+    )
+    if (
+        by_forward_gradient
+        and isinstance(objective, Objective)
+        and why_not_row_local(objective, Given.of(problem.batch)) is None
+    ):
+        return _logits_forward_gradient(problem, logits, args, backend, consume)
     rows = row_ops.as_rows(logits, consume)
     return from_statistics(problem, *logits_stats(rows, args, supports, backend, consume))
 
 
-def _visit_logits(
+def _logits_forward_gradient(
     problem: Problem, logits: Tensor, args: VocabularyArguments, backend: str, consume: bool
 ) -> PolicyLoss:
-    """One visit a row: the forward leaves the gradient in the logits' place, or beside them."""
+    """The forward leaves the gradient in the logits' place, or beside them."""
     checks.targets_in_range(args.targets, args.mask, logits.shape[-1])
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-    found: list[Visit] = []
+    found: list[LossTerms] = []
 
     def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
         rows = row_ops.as_rows(logits.detach(), consume)
         consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         with consumed.kept(rows):
-            visit: Visit = kernels(backend, rows).row_visit(
+            result: LossTerms = kernels(backend, rows).row_forward_gradient(
                 rows, args.targets, args.mask, args.transform, spec, inputs, out
             )
             if consume:  # autograd sees that the logits changed, and protects their other readers
@@ -181,12 +187,12 @@ def _visit_logits(
         if out is None:
             out = rows
             consumed.mark(rows)
-        found[:] = found or [visit]
-        return visit.terms[0].sum(), [out.view(logits.shape)]
+        found[:] = found or [result]
+        return result.terms[0].sum(), [out.view(logits.shape)]
 
     reads = (args.targets, args.mask, args.transform.temperatures, *inputs)
     loss = attach_gradients(run, (logits,), backend, consume=consume, reads=reads)
-    return from_visit(problem, found[0], loss, clamped=clamped)
+    return from_terms(problem, found[0], loss, clamped=clamped)
 
 
 def linear_policy_loss(

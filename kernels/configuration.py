@@ -1,7 +1,7 @@
 """How rows are cut: the one place where block sizes are chosen, and the strides that the kernels take.
 
 A row's accumulators depend on `vector`, `block` and `segments` only, and these on V and the dtype only: so a row's
-statistics are bitwise the same in any batch, at any address, and in `row_statistics` and `row_visit` alike.
+statistics are bitwise the same in any batch, at any address, and in `row_statistics` and `row_forward_gradient` alike.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Configuration(NamedTuple):
 
     vector: int  # entries in 16 bytes: one accumulator each
     block: int  # columns that `row_statistics` and `row_gradient` take in a step
-    segments: int  # blocks that `row_visit` takes in a step; block i of a row belongs to segment i % segments
+    segments: int  # blocks that `row_forward_gradient` takes in a step; block i is of segment i % segments
     warps: int  # of a program that takes a block a step
-    visit_warps: int  # of a program that takes `segments` blocks a step
+    forward_gradient_warps: int  # of a program that takes `segments` blocks a step
 
 
 def configuration(vocab: int, itemsize: int, warp: int = _WARP) -> Configuration:
     """The sizes for rows of `vocab` logits of `itemsize` bytes.
 
-    A visit's second sweep should find its rows in L2 (60 MB on an H200): the longer the row, the more warps work on it
-    and the fewer rows are in flight. 16384 columns a step mean one program a multiprocessor, or 40 MB of bfloat16 rows
-    of 151,936; shorter rows leave room for 2 or 4 programs.
+    The second sweep of `row_forward_gradient` should find its rows in L2 (60 MB on an H200): the longer the row, the
+    more warps work on it and the fewer rows are in flight. 16384 columns a step mean one program a multiprocessor, or
+    40 MB of bfloat16 rows of 151,936; shorter rows leave room for 2 or 4 programs.
     """
     block = min(_BLOCK, max(_MIN_BLOCK, 1 << (vocab - 1).bit_length()))
     row_bytes = vocab * itemsize

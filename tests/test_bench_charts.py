@@ -74,14 +74,16 @@ def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
     ]
     for row, seconds, of in zip(rows, (0.045, 0.06), ("3U", "4U"), strict=True):
         finish([row], Limit(seconds, of), EAGER, "torch.compile")
-    section = Section("plans", {"N": 1, "H": 1, "V": 1}, {"milliseconds: 3U, keep": 45.0}, {"a work": "this"}, rows)
+    section = Section(
+        "plans", {"N": 1, "H": 1, "V": 1}, {"milliseconds: 3U, whole-response": 45.0}, {"a work": "this"}, rows
+    )
     (panel,) = charts.figure(HEADER, section).axes
     assert [list(line.get_xdata()) for line in panel.lines] == [[45.0] * 2, [60.0] * 2]
     text = _texts(section)
     assert "60 ms  forward-gradient, 75 % of 3U, 5 MiB" in text
     assert "90 ms  67 % of 4U" in text  # its plan is in its name
     table = as_markdown({**HEADER, "versions": {**HEADER["versions"], "cuda": None}}, [section])  # type: ignore[dict-item]
-    assert "Limit: 3U, keep, 45 ms" in table
+    assert "Limit: 3U, whole-response, 45 ms" in table
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     assert lines[0][-5:] == ["tokens/s", "limit", "of", "temporary", "plan"]
     assert [line[-5:] for line in lines[2:]] == [

@@ -37,7 +37,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[memory.Plan]:
         ("frozen-head", ("hidden",), "2U", 11.0),
         ("forward-gradient", ("hidden",), "2U", 11.0),
         ("forward-gradient", ("hidden", "weight"), "3U", 111.0),
-        ("keep", ("hidden", "weight"), "3U", 111.0),
+        ("whole-response", ("hidden", "weight"), "3U", 111.0),
         ("recompute", ("hidden", "weight"), "4U", 112.0),
         ("two-pass", ("hidden", "weight"), "5U", 113.0),
     ],
@@ -55,7 +55,7 @@ def test_a_floor_is_the_sum_of_the_plans_products(
         torch.float32,
         DEVICE,
         memory.Needs("hidden" in gradients, "weight" in gradients, False),
-        scope=memory.RESPONSE if plan in ("keep", "frozen-head") else memory.TOKEN,
+        scope=memory.RESPONSE if plan in ("whole-response", "frozen-head") else memory.TOKEN,
         longest=8,
     )
     (planned,) = (p for p in memory.possible_plans(call, 1 << 34) if p.name == plan)
@@ -66,7 +66,7 @@ def test_a_floor_needs_the_products_that_it_is_made_of_alone() -> None:
     times = [1.0, None, 100.0]
     assert floor("forward", Way("", ()), times) == (1.0, "1U")
     assert floor("frozen-head", Way("", ("hidden",)), times) is None
-    assert plans_work.limits(times)["milliseconds: 3U, forward-gradient and keep"] is None
+    assert plans_work.limits(times)["milliseconds: 3U, forward-gradient and whole-response"] is None
 
 
 def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) -> None:
@@ -74,7 +74,7 @@ def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) 
     assert [name for found in ways(64).values() for way in found if (name := way.forced)] == [
         "recompute",
         "two-pass",
-        "keep",
+        "whole-response",
         "frozen-head",
     ]
     for work, found in plans_work.works(problem):
@@ -101,7 +101,7 @@ def test_the_whole_suite_at_a_small_shape() -> None:
         "fastrl, recompute": ("recompute", "4U", sum(times) + times[0]),
         "fastrl, two-pass": ("two-pass", "5U", sum(times) + 2 * times[0]),
         "fastrl, budget 512MiB": ("forward-gradient", "3U", sum(times)),
-        "fastrl, keep": ("keep", "3U", sum(times)),
+        "fastrl, whole-response": ("whole-response", "3U", sum(times)),
         "fastrl, frozen head, frozen-head": ("frozen-head", "2U", sum(times[:2])),
         "fastrl, loss under no_grad": ("forward", "1U", times[0]),
         "fastrl, linear_token_logprobs with entropy": ("forward", "1U", times[0]),
@@ -127,7 +127,7 @@ def test_of_many_tokens_only_the_choices_are_measured() -> None:
 def test_a_plan_that_cannot_be_followed_is_a_reason_and_no_failure() -> None:
     problem = linear_problem(64, 8, 512, torch.float16, DEVICE, clipped=0.0)
     work, found = plans_work.works(problem)[1]
-    assert found[0].forced == "keep"  # which float16 has not
-    row = Row("plans", {"N": 64, "H": 8, "V": 512}, "float16", work.name, "fastrl, keep")
+    assert found[0].forced == "whole-response"  # which float16 has not
+    row = Row("plans", {"N": 64, "H": 8, "V": 512}, "float16", work.name, "fastrl, whole-response")
     measure(work.subjects[0], row, None, DEVICE, 1)
     assert not row.failed and row.skipped is not None and "cannot be followed" in row.skipped

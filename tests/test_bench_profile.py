@@ -46,11 +46,18 @@ def _trace(width: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
     launches = [  # operator, shapes of its inputs, kernel, category, begins, takes
         ("aten::mm", [[40, width], [width, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 0, 100),
-        ("fastrl::linear_visit", [[80, width]], "row_visit_kernel", "kernel", 100, 30),
+        ("fastrl::linear_forward_gradient", [[80, width]], "row_forward_gradient_kernel", "kernel", 100, 30),
         ("aten::mm", [[40, 500], [500, width], [40, width]], "nvjet_tst_64x8", "kernel", 140, 90),
         ("aten::addmm", [[500, width], [500, 40], [40, width], []], "sm90_xmma_gemm", "kernel", 230, 80),
         ("aten::mm", [[40, width], [width, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 320, 100),
-        ("fastrl::linear_visit", [[80, width]], "row_visit_kernel", "kernel", 410, 30),  # begins before the other ends
+        (
+            "fastrl::linear_forward_gradient",
+            [[80, width]],
+            "row_forward_gradient_kernel",
+            "kernel",
+            410,
+            30,
+        ),  # begins before the other ends
         ("aten::mm", [[30, 500], [500, width], [30, width]], "nvjet_tst_64x8", "kernel", 440, 70),
         ("aten::addmm", [[500, width], [500, 30], [30, width], []], "sm90_xmma_gemm", "kernel", 510, 60),
         (
@@ -82,7 +89,7 @@ def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: Mo
         "products: d_hidden": (2, 0.16),
         "products: d_weight": (3, 0.15),
         "products": (1, 0.005),
-        "row kernels: row_visit_kernel": (2, 0.06),
+        "row kernels: row_forward_gradient_kernel": (2, 0.06),
         "casts, sums and other elementwise work": (1, 0.04),
         "copies and fills": (1, 0.005),
     }

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import tune
 
-from fastrl.kernels import row_visit
+from fastrl.kernels import row_forward_gradient
 from fastrl.ops import triton_backend
 from fastrl.ops.contract import Transform
 
@@ -38,9 +38,9 @@ def test_other_sizes_reach_the_kernel_and_give_its_numbers(device: str) -> None:
         found = triton_backend.row_statistics(logits, targets, None, Transform())
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # float32 sums of 9,000 terms, grouped otherwise
-    with tune.chosen("visit", choice):
-        assert row_visit.configuration(9000, 4).visit_warps == 4
-        assert "maxnreg" not in row_visit.launch_options(4, True)
+    with tune.chosen("forward-gradient", choice):
+        assert row_forward_gradient.configuration(9000, 4).forward_gradient_warps == 4
+        assert "maxnreg" not in row_forward_gradient.launch_options(4, True)
 
 
 def test_a_sweep_is_written(tmp_path: Path, device: str) -> None:

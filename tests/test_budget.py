@@ -34,7 +34,7 @@ CASES = [
     ("forward-gradient", "GRPO", "hw"),
     ("recompute", "GRPO", "hw"),
     ("two-pass", "GRPO", "hw"),
-    ("keep", "GSPO", "hw"),
+    ("whole-response", "GSPO", "hw"),
     ("recompute", "GSPO", "h"),
     ("frozen-head", "GSPO", "h"),
     ("recompute", "logprobs", "hw"),

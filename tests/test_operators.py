@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops import linear, rows, support, support_linear, visits
+from fastrl.ops import forward_gradient, linear, rows, support, support_linear
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.
@@ -55,7 +55,10 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
             (head[0].clone().requires_grad_(), *head[1:], y, m, None, *options, -1, True, "frozen-head", limits, 2),
         ),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
-        (visits.linear_visit, (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1, limits)),
+        (
+            forward_gradient.linear_forward_gradient,
+            (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1, limits),
+        ),
         (
             linear.linear_gradient,
             (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1, True, "two-pass", limits),

@@ -109,7 +109,7 @@ def test_the_published_example() -> None:
     assert chosen("8GiB") == "forward-gradient 3U"
     assert chosen("512MiB") == "recompute 4U"
     assert chosen("64MiB") == "two-pass 5U"
-    assert chosen("8GiB", objective=fastrl.GSPO(), longest=2048) == "keep 3U"
+    assert chosen("8GiB", objective=fastrl.GSPO(), longest=2048) == "whole-response 3U"
     assert chosen("512MiB", objective=fastrl.GSPO(), longest=2048) == "recompute 4U"
     assert chosen("512MiB", objective=fastrl.GSPO(), gradients=("hidden",)) == "frozen-head 2U"
     assert chosen("512MiB", objective=fastrl.GSPO(), on_policy=True, gradients=("hidden",)) == "forward-gradient 2U"
@@ -120,14 +120,19 @@ def test_without_a_budget_a_quarter_of_the_free_memory_and_no_whole_logits(monke
     monkeypatch.setattr(budgets, "free_bytes", lambda device: 5 << 30)
     assert budgets.default_budget("cpu") == 1 << 30
     call = Call(4096, 512, 32768, torch.float32, "cpu", Needs(True, True, False), RESPONSE, longest=4096)
-    assert memory.choose(call, None).name == "recompute"  # "keep" would hold 512 MiB of logits, which nobody asked for
-    assert memory.choose(call, 1 << 30).name == "keep"
+    assert (
+        memory.choose(call, None).name == "recompute"
+    )  # "whole-response" would hold 512 MiB of logits, which nobody asked for
+    assert memory.choose(call, 1 << 30).name == "whole-response"
 
 
 def test_a_forced_plan_must_apply() -> None:
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     targets = torch.zeros(4, dtype=torch.int64)
-    with use_plan("keep"), pytest.raises(ValueError, match="'keep' cannot be followed here, only forward-gradient"):
+    with (
+        use_plan("whole-response"),
+        pytest.raises(ValueError, match="'whole-response' cannot be followed here, only forward-gradient"),
+    ):
         fastrl.linear_policy_loss(hidden, weight, targets, objective=fastrl.DAPO(), advantages=torch.ones(1))
     with pytest.raises(ValueError, match=r"plan must be one of forward, .* got 'fastest'"), use_plan("fastest"):
         pass

@@ -40,7 +40,11 @@ RESPONSE = {
 BATCH = {"callable": from_callable, "top entropy": fastrl.DAPO(top_entropy_fraction=0.4)}
 PLANS = [
     *((name, o, plan) for name, o in TOKEN.items() for plan in ("forward-gradient", "recompute", "two-pass")),
-    *((name, o, plan) for name, o in (RESPONSE | BATCH).items() for plan in ("keep", "recompute", "two-pass")),
+    *(
+        (name, o, plan)
+        for name, o in (RESPONSE | BATCH).items()
+        for plan in ("whole-response", "recompute", "two-pass")
+    ),
 ]
 
 
@@ -162,7 +166,7 @@ def test_float16(backend: str, backend_device: str, small_tiles: None, objective
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("plan", ["frozen-head", "recompute", "keep"])
+@pytest.mark.parametrize("plan", ["frozen-head", "recompute", "whole-response"])
 @pytest.mark.parametrize("name", ["GSPO", "GSPO, entropy", "callable"])
 def test_frozen_head(
     backend: str, backend_device: str, small_tiles: None, name: str, plan: str, dtype: torch.dtype
@@ -173,7 +177,7 @@ def test_frozen_head(
         and (dtype != torch.float32 or plan != "frozen-head" or name == "GSPO")
     ):
         pytest.skip(INTERPRETED)
-    if plan == "keep" and dtype == torch.float16:
+    if plan == "whole-response" and dtype == torch.float16:
         pytest.skip("float16 gradients want a scale that is known only after all statistics")
     check(Problem(backend_device, dtype, seed=5), dtype, (RESPONSE | BATCH)[name], plan, frozen=True)
 
@@ -254,7 +258,7 @@ def test_scaled_and_accumulated_losses(
     device: str, small_tiles: None, name: str, objective: Any, plan: str, dtype: torch.dtype
 ) -> None:
     """A GradScaler's factor, and two backwards into the same .grad: float16 keeps what it would lose unscaled."""
-    if dtype == torch.float16 and plan in ("forward-gradient", "keep"):
+    if dtype == torch.float16 and plan in ("forward-gradient", "whole-response"):
         pytest.skip("float16 gradients want a scale that is known only after all statistics")
     problem = Problem(device, dtype, seed=13)
     leaves = problem.leaves(dtype, frozen=False)
@@ -298,7 +302,7 @@ def test_plans_agree_for_any_batch(data: st.DataObject) -> None:
         "cu_seqlens": cu,
     }
     found = []
-    for plan in ("keep", "recompute", "two-pass"):
+    for plan in ("whole-response", "recompute", "two-pass"):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with use_plan(plan):
             out = fastrl.linear_policy_loss(

@@ -27,7 +27,7 @@ CASES = [
     ("forward-gradient", GRPO, True),
     ("recompute", GRPO, True),
     ("two-pass", GRPO, True),
-    ("keep", GSPO, True),
+    ("whole-response", GSPO, True),
     ("recompute", GSPO, True),
     ("frozen-head", GSPO, False),
     ("frozen-head", GRPO, False),

@@ -34,7 +34,7 @@ OBJECTIVES = {
     "dropped": fastrl.DeepSeekV32(kl_coef=0.1, off_policy_delta=0.1),
     "batch": fastrl.Objective(top_entropy_fraction=0.2),
 }
-PLANS = (None, None, "forward", "forward-gradient", "keep", "frozen-head", "recompute", "two-pass", "sparse")
+PLANS = (None, None, "forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
 
 def refusal(run: Run, budget: int | str) -> tuple[int, str]:

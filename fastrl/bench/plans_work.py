@@ -84,7 +84,7 @@ def ways(tokens: int) -> dict[str, list[Way]]:
         "loss and gradients": [free, *by_plan, _within("512MiB"), largest],
         "loss of sequence ratios and gradients": [
             # no response's gradient is known before the whole response's log-probabilities are
-            Way("fastrl, keep", forced="keep", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
+            Way("fastrl, whole-response", forced="whole-response", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
         ],
         "loss, frozen head": [
             Way("fastrl, frozen head, no budget", ("hidden",)),
@@ -143,7 +143,7 @@ def limits(times: list[float | None]) -> dict[str, float | None]:
     named = {
         "1U, forward": ("forward", ()),
         "2U, frozen head": ("frozen-head", ("hidden",)),
-        "3U, forward-gradient and keep": ("keep", _BOTH),
+        "3U, forward-gradient and whole-response": ("whole-response", _BOTH),
         "4U, recompute": ("recompute", _BOTH),
         "5U, two-pass": ("two-pass", _BOTH),
     }

@@ -4,19 +4,19 @@ A backend is a module with these three functions (`fastrl.reference.rows` is the
 
     row_statistics(logits, targets, mask, transform) -> Statistics
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
-    row_visit(logits, targets, mask, transform, objective, inputs, out=None) -> Visit   out contiguous; None: the logits
+    row_forward_gradient(logits, targets, mask, transform, objective, inputs, out=None) -> LossTerms
 
-and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
+(its `out` is contiguous; None: the logits) and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
 fresh tensor that is about to be filled.
 
 The same for rows over a support of a few vocabulary entries each (`Support`), whose logits lie one after the other:
 
-    support_products(hidden, weight, bias, support) -> values                               their logits
+    support_products(hidden, weight, bias, support) -> values                              their logits
     support_statistics(values, targets, support, transform) -> Statistics
-    support_gradient(values, targets, support, transform, statistics, c, h, out) -> None    out may be values
-    support_hidden(gradient, weight, support, out) -> None                                  dL/dhidden
-    support_weight(gradient, hidden, by_token, out, out_bias, add) -> None               dL/dweight and dL/dbias
-    support_restrict(logits, first, rows, token_ids, offsets) -> None                    -inf outside the support
+    support_gradient(values, targets, support, transform, statistics, c, h, out) -> None   out may be values
+    support_hidden(gradient, weight, support, out) -> None                                 dL/dhidden
+    support_weight(gradient, hidden, by_token, out, out_bias, add) -> None                 dL/dweight and dL/dbias
+    support_restrict(logits, first, rows, token_ids, offsets) -> None                      -inf outside the support
 
 and `find_support(logits, temperature, top_k, top_p, min_p)`, which finds the entries that a sampler would keep.
 
@@ -56,7 +56,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The rows of `Visit.terms`, in the order in which `fastrl.formulas.token_terms` returns them.
+#: The rows of `LossTerms.terms`, in the order in which `fastrl.formulas.token_terms` returns them.
 TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clamped")
 
 
@@ -129,8 +129,8 @@ class RowInputs(NamedTuple):
     entropy_threshold: Tensor | None = None  # 0-dim float32; absent: -1e30
 
 
-class Visit(NamedTuple):
-    """What a visit returns beside the gradient that it leaves in the logits."""
+class LossTerms(NamedTuple):
+    """What `row_forward_gradient` returns beside the gradient that it writes."""
 
     logprobs: Tensor  # (N,) float32
     entropy: Tensor  # (N,) float32

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Statistics, Transform, Visit
+from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Statistics, Transform
 from fastrl.ops.cpp_find_support import find_support
 from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer, strides, why_unavailable
 from fastrl.ops.cpp_support import (
@@ -23,9 +23,9 @@ from fastrl.ops.cpp_support import (
 __all__ = [
     "advise",
     "find_support",
+    "row_forward_gradient",
     "row_gradient",
     "row_statistics",
-    "row_visit",
     "scale_",
     "support_gradient",
     "support_hidden",
@@ -64,7 +64,7 @@ class _Gradient(Structure):
     )
 
 
-class _Visit(Structure):
+class _LossTerms(Structure):
     _fields_ = (
         ("gate_parameters", c_double * 4),
         ("rollout_low", c_double),
@@ -152,7 +152,7 @@ def row_gradient(
     )
 
 
-def row_visit(
+def row_forward_gradient(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
@@ -160,32 +160,32 @@ def row_visit(
     objective: RowObjective,
     inputs: RowInputs,
     out: Tensor | None = None,
-) -> Visit:
+) -> LossTerms:
     """See `fastrl.ops.contract`. The objective runs in float64 on the rows' float32 numbers."""
     n = targets.numel()
     if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
         got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
         raise ValueError(f"out must be contiguous {logits.dtype} {tuple(logits.shape)}, got {got}")
     shapes = ((n,), (n,), (len(TERMS), n))
-    visit = Visit(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
+    result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
     threshold = inputs.entropy_threshold
-    arguments = _Visit(
+    arguments = _LossTerms(
         (c_double * 4)(*objective.gate_parameters),
         objective.rollout_low,
         objective.rollout_high,
         objective.max_log_ratio,
         -1e30 if threshold is None else float(threshold),
         *(pointer(name, value, n) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
-        *(tensor.data_ptr() for tensor in visit),
+        *(tensor.data_ptr() for tensor in result),
         None if out is None else address("out", out),
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
         list(ROLLOUT_FORMULAS).index(objective.rollout),
     )
-    function("fastrl_row_visit", POINTER(_Rows), POINTER(_Visit))(
+    function("fastrl_row_forward_gradient", POINTER(_Rows), POINTER(_LossTerms))(
         byref(_rows(logits, targets, mask, transform)), byref(arguments)
     )
-    return visit
+    return result
 
 
 def advise(tensor: Tensor) -> None:

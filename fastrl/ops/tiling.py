@@ -2,12 +2,12 @@
 
 A pass forms every tile of the logits once, with one matrix product, and does something with it:
 
-    statistics   the rows' maxima and sums
-    visit        statistics, objective and both gradients: whole rows only
-    frozen       statistics and d logp / d hidden (and d entropy / d hidden): whole rows only
-    hidden       dL/dhidden, a chunk of rows after the other
-    weight       dL/dweight and dL/dbias, a slice of the vocabulary after the other
-    both         the two at once, in the order of `weight`
+    statistics         the rows' maxima and sums
+    forward-gradient   statistics, objective and both gradients: whole rows only
+    frozen             statistics and d logp / d hidden (and d entropy / d hidden): whole rows only
+    hidden             dL/dhidden, a chunk of rows after the other
+    weight             dL/dweight and dL/dbias, a slice of the vocabulary after the other
+    both               the two at once, in the order of `weight`
 
 Bytes are those of the tensors that the pass allocates, to some per mille. Costs are floating-point operations: those of
 the matrix products, and others in whose time the operands could be read, and a tile's calls made.
@@ -77,14 +77,14 @@ def pass_bytes(kind: str, sizes: Sizes, tile: Tile, vectors: int = 1) -> int:
         return total + (vectors - 1) * n * v * itemsize + n * width * itemsize
     if sizes.narrow:
         total += (2 if half else 1) * PIECE_BYTES
-    if kind in ("visit", "hidden", "both"):
+    if kind in ("forward-gradient", "hidden", "both"):
         if whole:
             total += n * width * itemsize
         elif kind == "both" and sizes.narrow:
             total += rows * width * 4
         else:
             total += n * width * 4
-    if kind == "visit" and sizes.narrow and sizes.weight:
+    if kind == "forward-gradient" and sizes.narrow and sizes.weight:
         total += vocab * width * 4
     if kind in ("weight", "both") and sizes.narrow and (n < rows or half):
         total += v * width * 4
@@ -107,7 +107,7 @@ def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
     # Each product reads W once a chunk and the hidden states once a slice.
     moved = units * (chunks * vocab + slices * rows) * width * itemsize
     # Sums over several tiles are read and written again.
-    if kind in ("visit", "weight", "both") and chunks > 1 and sizes.weight:
+    if kind in ("forward-gradient", "weight", "both") and chunks > 1 and sizes.weight:
         moved += 8 * chunks * vocab * width
     if kind in ("hidden", "both") and slices > 1:
         moved += 8 * slices * rows * width
@@ -162,7 +162,7 @@ def _candidates(kind: str, sizes: Sizes, cap: int, vectors: int, least_rows: int
     The room is no matter here: so the cheapest of those that fit costs no more in more.
     """
     vocab = sizes.vocab
-    whole_rows = kind in ("visit", "frozen")
+    whole_rows = kind in ("forward-gradient", "frozen")
     least_rows = least_rows or (1 if whole_rows else _LEAST_ROWS)
     if kind == "frozen":
         cap //= vectors  # there are as many tiles

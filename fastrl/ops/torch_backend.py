@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastrl.reference.find_support import find_support
-from fastrl.reference.rows import row_gradient, row_statistics, row_visit
+from fastrl.reference.rows import row_forward_gradient, row_gradient, row_statistics
 from fastrl.reference.support import (
     support_gradient,
     support_hidden,
@@ -18,9 +18,9 @@ from fastrl.reference.support import (
 __all__ = [
     "advise",
     "find_support",
+    "row_forward_gradient",
     "row_gradient",
     "row_statistics",
-    "row_visit",
     "scale_",
     "support_gradient",
     "support_hidden",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
-from fastrl.kernels import row_visit as visit_kernel
 from fastrl.kernels import support_hidden as support_hidden_kernel
 from fastrl.kernels import support_products as support_products_kernel
 from fastrl.kernels import support_statistics as support_statistics_kernels
@@ -14,15 +14,15 @@ from fastrl.kernels import support_weight as support_weight_kernel
 from fastrl.kernels.find_support import find_support
 from fastrl.kernels.scale import scale_
 from fastrl.kernels.support_restrict import support_restrict
-from fastrl.ops.contract import ByToken, RowInputs, RowObjective, Statistics, Support, Transform, Visit
+from fastrl.ops.contract import ByToken, LossTerms, RowInputs, RowObjective, Statistics, Support, Transform
 from fastrl.ops.triton_formulas import device_objective
 
 __all__ = [
     "advise",
     "find_support",
+    "row_forward_gradient",
     "row_gradient",
     "row_statistics",
-    "row_visit",
     "scale_",
     "support_gradient",
     "support_hidden",
@@ -56,7 +56,7 @@ def row_gradient(
     gradient_kernel.row_gradient(logits, targets, mask, *transform, statistics, c, h, out)
 
 
-def row_visit(
+def row_forward_gradient(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
@@ -64,12 +64,14 @@ def row_visit(
     objective: RowObjective,
     inputs: RowInputs,
     out: Tensor | None = None,
-) -> Visit:
+) -> LossTerms:
     """See `fastrl.ops.contract`."""
     function, numbers = device_objective(objective)
     weights = inputs.advantages, inputs.policy_weights
-    found = visit_kernel.row_visit(logits, out, targets, mask, *transform, function, numbers, *weights, *inputs[2:])
-    return Visit(found[0], found[1], found[2:])
+    found = forward_gradient_kernel.row_forward_gradient(
+        logits, out, targets, mask, *transform, function, numbers, *weights, *inputs[2:]
+    )
+    return LossTerms(found[0], found[1], found[2:])
 
 
 def _check_unit_strides(**tensors: Tensor | None) -> None:

@@ -102,7 +102,7 @@ def _terms(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def row_terms(gate: str, kl: str, rollout: str) -> Any:
-    """`token_terms` with its formulas filled in: the device function that `row_visit` takes, one a combination."""
+    """`token_terms` with its formulas filled in: the device function of `row_forward_gradient`, one per combination."""
     names = ("gate_value", "gate_weight", "gate_side", "kl_value", "kl_gradient", "rollout_weight")
     chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl], ROLLOUT_FORMULAS[rollout])
     bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
@@ -110,6 +110,6 @@ def row_terms(gate: str, kl: str, rollout: str) -> Any:
 
 
 def device_objective(objective: RowObjective) -> tuple[Any, tuple[float, ...]]:
-    """The objective as `row_visit` takes it: a device function and its numbers."""
+    """The objective as `row_forward_gradient` takes it: a device function and its numbers."""
     numbers = (*objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio)
     return row_terms(objective.gate, objective.kl, objective.rollout), numbers

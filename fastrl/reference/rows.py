@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.formulas import token_terms
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform, Visit
+from fastrl.ops.contract import LossTerms, RowInputs, RowObjective, Statistics, Transform
 
 #: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.
 BLOCK_ENTRIES = 1 << 17
@@ -133,7 +133,7 @@ def row_terms(
     return stacked[:-2], stacked[-2], stacked[-1]
 
 
-def row_visit(
+def row_forward_gradient(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
@@ -141,10 +141,10 @@ def row_visit(
     objective: RowObjective,
     inputs: RowInputs,
     out: Tensor | None = None,
-) -> Visit:
+) -> LossTerms:
     """Statistics, objective and gradient of each row; the gradient overwrites the logits where `out` is None."""
     statistics = row_statistics(logits, targets, mask, transform)
     terms, c, h = row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
     slopes = c, None if inputs.entropy_weights is None else h
     row_gradient(logits, targets, mask, transform, statistics, *slopes, logits if out is None else out)
-    return Visit(statistics.logprobs, statistics.entropy, terms)
+    return LossTerms(statistics.logprobs, statistics.entropy, terms)

@@ -18,7 +18,8 @@ from machine_code import GPUS, VENDORS, Code, Recorder, amd_resources, compile_k
 class Case:
     """One kernel in one variant for one GPU."""
 
-    kernel: str  # statistics, split (the same by segments), gradient, visit (in place), beside (into a buffer), scale
+    # statistics, split (the same by segments), gradient, forward-gradient (in place), beside (into a buffer), scale
+    kernel: str
     gpu: str
     dtype: str = "bf16"
     aligned: bool = True
@@ -31,7 +32,7 @@ class Case:
     def name(self) -> str:
         words = [self.kernel, self.gpu, self.dtype, "aligned" if self.aligned else "plain"]
         words += ["softcap"] * self.softcap + ["entropy"] * self.entropy
-        if self.kernel in ("visit", "beside"):
+        if self.kernel in ("forward-gradient", "beside"):
             words += ["+".join(self.objective)]
         return "/".join([*words, str(self.vocab)])
 
@@ -39,24 +40,24 @@ class Case:
 def fast_cases() -> list[Case]:
     """One GPU of each vendor: every kernel, in both common dtypes, and some of the other variants."""
     found = [
-        Case(kernel, gpu, dtype, entropy=kernel == "visit" and dtype == "fp32")
-        for kernel in ("statistics", "gradient", "visit")
+        Case(kernel, gpu, dtype, entropy=kernel == "forward-gradient" and dtype == "fp32")
+        for kernel in ("statistics", "gradient", "forward-gradient")
         for gpu in VENDORS
         for dtype in ("bf16", "fp32")
     ]
     found += [Case(kernel, gpu) for kernel in ("scale", "split", "beside") for gpu in VENDORS]
     for gpu in VENDORS:
-        found += [Case(kernel, gpu, softcap=True) for kernel in ("statistics", "gradient", "visit")]
-    found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "visit")]
-    found += [Case("gradient", "sm_90", entropy=True), Case("visit", "sm_90", entropy=True)]
-    found += [Case("visit", "sm_90", objective=("soft", "k3-unbiased", "truncate"))]
+        found += [Case(kernel, gpu, softcap=True) for kernel in ("statistics", "gradient", "forward-gradient")]
+    found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "forward-gradient")]
+    found += [Case("gradient", "sm_90", entropy=True), Case("forward-gradient", "sm_90", entropy=True)]
+    found += [Case("forward-gradient", "sm_90", objective=("soft", "k3-unbiased", "truncate"))]
     return found
 
 
 def slow_cases() -> list[Case]:
     """The rest: all variants everywhere (in float16 on one GPU of each vendor), all gates, short rows."""
     variants = itertools.product(
-        ("statistics", "split", "gradient", "visit", "beside"),
+        ("statistics", "split", "gradient", "forward-gradient", "beside"),
         GPUS,
         ("bf16", "fp16", "fp32"),
         (True, False),
@@ -66,10 +67,12 @@ def slow_cases() -> list[Case]:
     found = [Case(*v) for v in variants if not (v[0] in ("statistics", "split") and v[5])]
     found = [case for case in found if (case.kernel != "beside" and case.dtype != "fp16") or case.gpu in VENDORS]
     found += [Case("scale", gpu) for gpu in GPUS] + [Case("beside", gpu) for gpu in GPUS if gpu not in VENDORS]
-    found += [Case("visit", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)]
-    found += [Case("visit", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
     found += [
-        Case("visit", gpu, objective=objective)
+        Case("forward-gradient", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)
+    ]
+    found += [Case("forward-gradient", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
+    found += [
+        Case("forward-gradient", gpu, objective=objective)
         for gpu in VENDORS
         for objective in (
             ("surrogate", "k1", "none"),
@@ -149,13 +152,13 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
 
         constants |= {"BLOCKS": 16} | ({} if case.entropy else {"h_ptr": None})
         return row_gradient_kernel, constants, sizes.warps
-    from fastrl.kernels.row_visit import row_visit_kernel
+    from fastrl.kernels.row_forward_gradient import row_forward_gradient_kernel
     from fastrl.ops.triton_formulas import row_terms
 
     constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": row_terms(*case.objective)}
-    constants |= {"gradient_ptr": None} if case.kernel == "visit" else {}
+    constants |= {"gradient_ptr": None} if case.kernel == "forward-gradient" else {}
     constants |= {} if case.entropy else {"entropy_weights_ptr": None, "entropy_threshold_ptr": None}
-    return row_visit_kernel, constants, sizes.visit_warps
+    return row_forward_gradient_kernel, constants, sizes.forward_gradient_warps
 
 
 def _inspect_cubin(cubin: bytes, itemsize: int) -> Findings:
@@ -191,12 +194,12 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.kernels import combine_splits, row_gradient, row_statistics, row_visit
+    from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics
     from fastrl.ops import triton_backend
     from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 
     keys: dict[str, list[str]] = {}
-    for module in (row_statistics, combine_splits, row_gradient, row_visit):
+    for module in (row_statistics, combine_splits, row_gradient, row_forward_gradient):
         name = module.__name__.split(".")[-1] + "_kernel"
         setattr(module, name, Recorder(getattr(module, name), keys))
 
@@ -220,7 +223,9 @@ def launch_keys() -> dict[str, list[str]]:
             triton_backend.row_statistics(logits, targets, mask, transform)
         triton_backend.row_gradient(logits, targets, mask, transform, Statistics(*numbers[:4]), *numbers[4:6], logits)
         for out in (None, torch.empty(logits.shape, dtype=logits.dtype)):
-            triton_backend.row_visit(logits, targets, mask, transform, objective, RowInputs(*numbers[:4]), out)
+            triton_backend.row_forward_gradient(
+                logits, targets, mask, transform, objective, RowInputs(*numbers[:4]), out
+            )
     return keys
 
 

@@ -50,11 +50,11 @@ def test_rows_far_apart(backend: Any, dtype: torch.dtype, dimension: int, device
     gradient = torch.empty_like(near)
     backend.row_gradient(near, targets, None, IDENTITY, expected, c, h, gradient)
     inputs = RowInputs(c, c.abs())
-    visited = near.clone()
-    visit = backend.row_visit(visited, targets, None, IDENTITY, CLIP, inputs)
-    far_visit = backend.row_visit(logits, targets, None, IDENTITY, CLIP, inputs)
-    assert torch.equal(logits.view(2, V), visited[0])
-    assert torch.equal(far_visit.logprobs, visit.logprobs)
+    overwritten = near.clone()
+    result = backend.row_forward_gradient(overwritten, targets, None, IDENTITY, CLIP, inputs)
+    far_result = backend.row_forward_gradient(logits, targets, None, IDENTITY, CLIP, inputs)
+    assert torch.equal(logits.view(2, V), overwritten[0])
+    assert torch.equal(far_result.logprobs, result.logprobs)
     logits.copy_(rows.view(logits.shape))
     backend.row_gradient(logits, targets, None, IDENTITY, expected, c, h, logits)
     assert torch.equal(logits.view(2, V), gradient[0])
@@ -86,12 +86,12 @@ def test_every_row_of_logits_beyond_2_to_the_31_entries() -> None:
         again = triton_backend.row_statistics(logits[:, part], targets[part], None, IDENTITY)
         assert all(torch.equal(a[part], b) for a, b in zip(whole, again, strict=True))
     few = logits[:, sampled]  # a copy
-    expected = triton_backend.row_visit(
+    expected = triton_backend.row_forward_gradient(
         few, targets[sampled], None, IDENTITY, CLIP, RowInputs(c[sampled], c[sampled].abs())
     )
-    visit = triton_backend.row_visit(logits, targets, None, IDENTITY, CLIP, RowInputs(c, c.abs()))
-    assert torch.equal(visit.logprobs, whole.logprobs)
-    assert torch.equal(visit.terms[TERMS.index("loss")][sampled], expected.terms[TERMS.index("loss")])
+    result = triton_backend.row_forward_gradient(logits, targets, None, IDENTITY, CLIP, RowInputs(c, c.abs()))
+    assert torch.equal(result.logprobs, whole.logprobs)
+    assert torch.equal(result.terms[TERMS.index("loss")][sampled], expected.terms[TERMS.index("loss")])
     assert torch.equal(logits[:, sampled], few)
 
 
@@ -108,6 +108,6 @@ def test_more_rows_than_a_grid_axis_has_places() -> None:
     logp = torch.log_softmax(x, -1)[0].gather(1, targets[:, None])[:, 0]
     (truth,) = torch.autograd.grad((c * logp).sum(), x)
     assert cases.gradient_error(gradient, truth) < 1e-5  # float32: sums of 136 terms
-    visited = logits.clone()
-    triton_backend.row_visit(visited, targets, None, IDENTITY, CLIP, RowInputs(-c, torch.ones_like(c)))
-    assert torch.equal(visited, gradient)  # on-policy, weight 1: c = -A
+    overwritten = logits.clone()
+    triton_backend.row_forward_gradient(overwritten, targets, None, IDENTITY, CLIP, RowInputs(-c, torch.ones_like(c)))
+    assert torch.equal(overwritten, gradient)  # on-policy, weight 1: c = -A

@@ -12,7 +12,7 @@ from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 
 backend = pytest.importorskip("fastrl.ops.triton_backend")
 
-from fastrl.kernels import combine_splits, row_gradient, row_statistics, row_visit, scale  # noqa: E402
+from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402
 
 CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
@@ -34,7 +34,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(row_statistics, "row_statistics_kernel", found)
     monkeypatch.setattr(combine_splits, "combine_splits_kernel", found)
     monkeypatch.setattr(row_gradient, "row_gradient_kernel", found)
-    monkeypatch.setattr(row_visit, "row_visit_kernel", found)
+    monkeypatch.setattr(row_forward_gradient, "row_forward_gradient_kernel", found)
     monkeypatch.setattr(scale, "scale_kernel", found)
     return found
 
@@ -44,7 +44,7 @@ def _launch_all(logits: Tensor) -> None:
     targets, ones = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     backend.row_statistics(logits, targets, None, Transform(1))
     backend.row_gradient(logits, targets, None, Transform(1), Statistics(ones, ones, ones, ones), ones, None, logits)
-    backend.row_visit(logits, targets, None, Transform(1), CLIP, RowInputs(ones, ones))
+    backend.row_forward_gradient(logits, targets, None, Transform(1), CLIP, RowInputs(ones, ones))
     backend.scale_(logits, torch.tensor(2.0))
 
 
@@ -83,11 +83,11 @@ def test_sizes_depend_on_the_row_only() -> None:
             assert c.block >= min(vocab, 4096)
             assert c.segments == 1 or vocab > c.block * c.segments
             assert 1 <= c.warps <= 8
-            assert c.visit_warps * 32 <= 1024
+            assert c.forward_gradient_warps * 32 <= 1024
             amd = configuration(vocab, itemsize, warp=64)
-            assert amd.visit_warps * 64 <= 1024
+            assert amd.forward_gradient_warps * 64 <= 1024
             assert amd[:3] == c[:3]
-    # design.md: 4096 columns and 8 warps for the statistics, 16384 and 32 for the visit.
+    # design.md: 4096 columns and 8 warps for the statistics, 16384 and 32 for the forward-gradient.
     assert configuration(151936, 2) == (8, 4096, 4, 8, 32)
 
 
@@ -106,17 +106,19 @@ def test_alignment() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compilations_on_a_gpu() -> None:
     def compiled() -> int:
-        return sum(len(caches[0]) for caches in row_visit.row_visit_kernel.device_caches.values())
+        return sum(len(caches[0]) for caches in row_forward_gradient.row_forward_gradient_kernel.device_caches.values())
 
-    def visit(rows: int, vocab: int, temperature: float, epsilon: float) -> None:
+    def result(rows: int, vocab: int, temperature: float, epsilon: float) -> None:
         logits = torch.randn(1, rows, vocab, device="cuda", dtype=torch.bfloat16)
         ones = torch.ones(rows, device="cuda")
         objective = CLIP._replace(gate_parameters=(epsilon, epsilon, 1e30, 1e30))
         targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        backend.row_visit(logits, targets, None, Transform(temperature), objective, RowInputs(ones, ones, ones))
+        backend.row_forward_gradient(
+            logits, targets, None, Transform(temperature), objective, RowInputs(ones, ones, ones)
+        )
 
-    visit(4, 151936, 1.0, 0.2)
+    result(4, 151936, 1.0, 0.2)
     before = compiled()
     for rows, vocab, temperature, epsilon in ((1, 151936, 1, 0.2), (7, 128256, 0.7, 1), (16, 151936, 2, 0)):
-        visit(rows, vocab, temperature, epsilon)
+        result(rows, vocab, temperature, epsilon)
     assert compiled() == before

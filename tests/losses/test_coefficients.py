@@ -124,7 +124,7 @@ def test_policy_and_kl_together() -> None:
 
 
 def test_rows(backend: str, backend_device: str) -> None:
-    """One visit a row where the objective is row-local, statistics and gradient where it is not."""
+    """Forward-gradient where the objective is row-local, statistics and gradient where it is not."""
     interpreted = (
         backend == "triton" and backend_device == "cpu"
     )  # a tenth of a second a row: kernels/test_row_terms.py

@@ -104,10 +104,10 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_without_a_graph_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def visited(*args: Any) -> Any:
+    def overwritten(*args: Any) -> Any:
         pytest.fail("the gradient was written")
 
-    monkeypatch.setattr(cpp_backend, "row_visit", visited)
+    monkeypatch.setattr(cpp_backend, "row_forward_gradient", overwritten)
     problem = Problem("cpu", on_policy=False)
     logits = torch.randn(B, T, V, requires_grad=True)
     with torch.no_grad(), fastrl.use_backend("cpp"):

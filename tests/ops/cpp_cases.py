@@ -139,7 +139,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
-# --- one visit ---
+# --- forward-gradient ---
 
 OBJECTIVE = RowObjective("clip", (0.2, 0.28, 3.0, 1e30), "k3", "truncate", 0.1, 2.0, 20.0)
 PARAMETERS = {
@@ -176,7 +176,7 @@ def random_inputs(logprobs: Tensor, present: tuple[str, ...], seed: int) -> RowI
     return RowInputs(advantages, weights, **{name: inputs[name] for name in present})
 
 
-def check_visit(
+def check_forward_gradient(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
@@ -202,11 +202,11 @@ def check_visit(
     torch_statistics = reference.row_statistics(logits.float(), targets, mask, transform)
     reference.row_gradient(logits.float(), targets, mask, transform, torch_statistics, c, h, gradient32)
 
-    visited = logits.clone()
-    found = cpp_backend.row_visit(visited, targets, mask, transform, objective, inputs)
+    overwritten = logits.clone()
+    found = cpp_backend.row_forward_gradient(overwritten, targets, mask, transform, objective, inputs)
     assert same_bits(found.logprobs, statistics.logprobs)
     assert same_bits(found.entropy, statistics.entropy)
     scale = 1 + exact.abs()
     assert relative_error(found.terms, exact, scale) <= relative_error(torch32, exact, scale) + 1e-7
     scale = gradient_scale(logits, targets, transform, exact_statistics, c, h)
-    check_gradient(visited, gradient64, gradient32, scale, rounding_of_z(logits, transform))
+    check_gradient(overwritten, gradient64, gradient32, scale, rounding_of_z(logits, transform))

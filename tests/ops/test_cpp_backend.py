@@ -11,7 +11,7 @@ from cpp_cases import (
     ROUNDING,
     VOCABULARIES,
     check,
-    check_visit,
+    check_forward_gradient,
     generator,
     needs_cpp,
     random_inputs,
@@ -261,7 +261,7 @@ def test_no_rows() -> None:
     assert all(statistic.shape == (0,) for statistic in found)
     cpp_backend.row_gradient(logits, targets, None, Transform(), found, torch.empty(0), None, logits)
     empty = RowInputs(torch.empty(0), torch.empty(0))
-    assert cpp_backend.row_visit(logits, targets, None, Transform(), OBJECTIVE, empty).terms.shape == (8, 0)
+    assert cpp_backend.row_forward_gradient(logits, targets, None, Transform(), OBJECTIVE, empty).terms.shape == (8, 0)
 
 
 def test_zero_coefficients_give_zero() -> None:
@@ -356,9 +356,9 @@ def test_a_rows_bits_depend_on_the_row_alone(dtype: torch.dtype, vocab: int, sof
         out = torch.empty(x.shape, dtype=dtype)
         cpp_backend.row_gradient(x, targets[rows], None, transform, found, c[rows], h[rows], out)
         inputs = RowInputs(c[rows], torch.full((n,), 0.3), entropy_weights=h[rows])
-        visited = x.clone(memory_format=torch.contiguous_format)
-        visit = cpp_backend.row_visit(visited, targets[rows], None, transform, OBJECTIVE, inputs)
-        return [*found, out.view(n, -1), *visit[:2], visit.terms.T, visited.view(n, -1)]
+        overwritten = x.clone(memory_format=torch.contiguous_format)
+        result = cpp_backend.row_forward_gradient(overwritten, targets[rows], None, transform, OBJECTIVE, inputs)
+        return [*found, out.view(n, -1), *result[:2], result.terms.T, overwritten.view(n, -1)]
 
     together = run(logits, torch.arange(9))
     threads = torch.get_num_threads()
@@ -478,7 +478,7 @@ def test_narrower_vectors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatc
             logits[0, 2, 2222] = 0.0
             logprobs = cpp_backend.row_statistics(logits, targets, None, Transform()).logprobs
             inputs = random_inputs(logprobs, OPTIONAL, 0)
-            check_visit(logits, targets, None, Transform(), OBJECTIVE, inputs)
+            check_forward_gradient(logits, targets, None, Transform(), OBJECTIVE, inputs)
     finally:
         monkeypatch.undo()
         cpp_library._load.cache_clear()

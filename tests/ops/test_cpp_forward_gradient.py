@@ -1,4 +1,4 @@
-"""The C++ backend's one visit a row: the objective in C++ between a row's statistics and its gradient."""
+"""The C++ backend's forward-gradient: the objective in C++ between a row's statistics and its gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpp_cases import (
     OPTIONAL,
     PARAMETERS,
     VOCABULARIES,
-    check_visit,
+    check_forward_gradient,
     generator,
     needs_cpp,
     random_inputs,
@@ -41,7 +41,7 @@ def test_every_objective_with_and_without_each_input(gate: str, kl: str, rollout
     singles = [(name,) for name in OPTIONAL]
     all_but_one = [tuple(set(OPTIONAL) - {name}) for name in OPTIONAL]
     for seed, present in enumerate([(), *singles, *all_but_one, OPTIONAL]):
-        check_visit(logits, targets, None, Transform(), objective, random_inputs(logprobs, present, seed))
+        check_forward_gradient(logits, targets, None, Transform(), objective, random_inputs(logprobs, present, seed))
 
 
 def test_every_presence_of_inputs() -> None:
@@ -49,22 +49,22 @@ def test_every_presence_of_inputs() -> None:
     logprobs = reference.row_statistics(logits, targets, None, Transform()).logprobs
     for seed, bits in enumerate(itertools.product([False, True], repeat=len(OPTIONAL))):
         inputs = random_inputs(logprobs, tuple(itertools.compress(OPTIONAL, bits)), seed)
-        check_visit(logits, targets, None, Transform(), OBJECTIVE, inputs)
+        check_forward_gradient(logits, targets, None, Transform(), OBJECTIVE, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_visit_of_ragged_rows(dtype: torch.dtype, vocab: int) -> None:
+def test_forward_gradient_of_ragged_rows(dtype: torch.dtype, vocab: int) -> None:
     logits, targets, _, _ = random_rows(5, vocab, dtype, seed=vocab)
     mask = torch.tensor([True, True, False, True, True])
     targets[2] = -100
     transform = Transform(temperature=0.8, softcap=40.0)
     logprobs = reference.row_statistics(logits, targets, mask, transform).logprobs
-    check_visit(logits, targets, mask, transform, OBJECTIVE, random_inputs(logprobs, OPTIONAL, 0))
-    check_visit(logits, targets, None, Transform(), OBJECTIVE, random_inputs(logprobs, ("old",), 0))
+    check_forward_gradient(logits, targets, mask, transform, OBJECTIVE, random_inputs(logprobs, OPTIONAL, 0))
+    check_forward_gradient(logits, targets, None, Transform(), OBJECTIVE, random_inputs(logprobs, ("old",), 0))
 
 
-def test_visit_equals_statistics_then_gradient() -> None:
+def test_forward_gradient_equals_statistics_then_gradient() -> None:
     logits, targets, _, _ = random_rows(7, 3001, torch.float32)
     statistics = cpp_backend.row_statistics(logits, targets, None, Transform())
     weights, advantages = torch.rand(7, generator=generator()), torch.randn(7, generator=generator())
@@ -73,32 +73,32 @@ def test_visit_equals_statistics_then_gradient() -> None:
     out = torch.empty_like(logits)
     c, h = (-advantages.double() * weights.double()).float(), torch.full((7,), -0.25)
     cpp_backend.row_gradient(logits, targets, None, Transform(), statistics, c, h, out)
-    cpp_backend.row_visit(logits, targets, None, Transform(), objective, inputs)
-    # The visit has e^z already where the gradient forms e^(log p); log p + H cancels in some entries.
+    cpp_backend.row_forward_gradient(logits, targets, None, Transform(), objective, inputs)
+    # It has e^z already where the gradient forms e^(log p); log p + H cancels in some entries.
     torch.testing.assert_close(logits, out, rtol=2e-6, atol=1e-8)
 
 
-def test_visit_leaves_what_is_masked_and_isolates_nan() -> None:
+def test_forward_gradient_leaves_what_is_masked_and_isolates_nan() -> None:
     logits, targets, _, _ = random_rows(6, 70, torch.float32)
     logits[0, 1, 3] = torch.nan
     logits[0, 2] = torch.nan
     targets[4], targets[2] = 70, -100
     mask = torch.tensor([True, True, False, True, True, True])
-    visited = logits.clone()
+    overwritten = logits.clone()
     inputs = RowInputs(torch.ones(6), torch.ones(6))
-    found = cpp_backend.row_visit(visited, targets, mask, Transform(), OBJECTIVE, inputs)
-    assert visited[0].isnan().all(-1).tolist() == [False, True, False, False, True, False]
-    assert visited[0].isnan().any(-1).tolist() == [False, True, False, False, True, False]
+    found = cpp_backend.row_forward_gradient(overwritten, targets, mask, Transform(), OBJECTIVE, inputs)
+    assert overwritten[0].isnan().all(-1).tolist() == [False, True, False, False, True, False]
+    assert overwritten[0].isnan().any(-1).tolist() == [False, True, False, False, True, False]
     assert found.logprobs.isnan().tolist() == [False, True, False, False, True, False]
     assert found.terms[0].isnan().tolist() == [False, True, False, False, True, False]
     assert (found.terms[:, 2] == 0).all()
-    assert (visited[0, 2] == 0).all()
+    assert (overwritten[0, 2] == 0).all()
 
 
 def test_on_policy_ratio_is_exactly_one() -> None:
     logits, targets, _, _ = random_rows(50, 501, torch.float32)
     old = cpp_backend.row_statistics(logits, targets, None, Transform()).logprobs
     inputs = RowInputs(torch.randn(50, generator=generator()), torch.ones(50), old=old, ref=old)
-    terms = cpp_backend.row_visit(logits, targets, None, Transform(), OBJECTIVE, inputs).terms
+    terms = cpp_backend.row_forward_gradient(logits, targets, None, Transform(), OBJECTIVE, inputs).terms
     assert (terms[3] == 1).all()  # ratio
     assert (terms[2] == 0).all()  # kl

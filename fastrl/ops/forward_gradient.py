@@ -1,9 +1,9 @@
 """The plans that form gradients in the forward, while a chunk's logits are at hand (3U in all).
 
-`visit` is the loop, for any way to turn a chunk's logits into their gradient; `linear_visit` is the torch.library
-operator of a row-local objective, which does that in one kernel. The gradients are outputs of the forward. The backward
-hands their buffers over, times the upstream scalar, which is read on its device; a second backward, whose buffers are
-gone, computes them again.
+`forward_gradient` is the loop, for any way to turn a chunk's logits into their gradient; `linear_forward_gradient` is
+the torch.library operator of a row-local objective, which does that in one kernel. The gradients are outputs of the
+forward. The backward hands their buffers over, times the upstream scalar, which is read on its device; a second
+backward, whose buffers are gone, computes them again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from fastrl import checks
 from fastrl.ops import forward, products
 from fastrl.ops.backend import kernels
-from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform, Visit
+from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
 from fastrl.ops.forward import Limits, Order
 from fastrl.ops.products import Head, HeadSums, Held, Needs
 from fastrl.ops.tiling import Tile
 
-#: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> Visit
-ChunkVisit = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], Visit]
+#: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
+ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossTerms]
 
 
 class Chunk(NamedTuple):
-    """Rows that are visited at once, by their places in an order; the first so many are not idle."""
+    """Rows that are computed at once, by their places in an order; the first so many are not idle."""
 
     start: int
     stop: int
@@ -66,19 +66,21 @@ class _Sums:
 
 
 @torch.no_grad()
-def visit(
+def forward_gradient(
     head: Head,
     targets: Tensor,
     transform: Transform,
     used: Order,
     chunks: Sequence[Chunk],
-    visit_chunk: ChunkVisit,
+    chunk_gradient: ChunkGradient,
     needs: Needs,
     backend: str,
-) -> tuple[Visit, tuple[Tensor | None, ...]]:
+) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
     """Each chunk's logits become their gradient at once; those of its idle rows enter no product."""
     n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
-    out = Visit(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
+    out = LossTerms(
+        *(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n)))
+    )
     sums = _Sums(head, needs, backend)
     longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     held = Held(head, Tile(longest, vocab), used.index is not None, backend)
@@ -88,7 +90,7 @@ def visit(
         logits = held.logits(hidden, slice(0, vocab))
         t = transform.temperatures
         own = transform if t is None else transform._replace(temperatures=t[where].contiguous())
-        found = visit_chunk(logits[None], targets[where], own, where, number)
+        found = chunk_gradient(logits[None], targets[where], own, where, number)
         out.logprobs[where], out.entropy[where], out.terms[:, where] = found
         if chunk.active == len(hidden):
             sums.add(where, hidden, logits)
@@ -110,23 +112,27 @@ def idle_rows(inputs: RowInputs) -> Tensor:
     return idle
 
 
-def _kernel_visit(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkVisit:
-    """A ChunkVisit that runs the objective inside the backend's kernel."""
+def _gradient_by_kernel(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkGradient:
+    """A ChunkGradient that runs the objective inside the backend's kernel."""
 
-    def visit_chunk(logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int) -> Visit:
+    def chunk_gradient(
+        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
+    ) -> LossTerms:
         chosen = {k: x if x is None or x.dim() == 0 else x[where].contiguous() for k, x in inputs._asdict().items()}
         part = RowInputs(**chosen)
-        visited: Visit = kernels(backend, logits).row_visit(logits, targets, None, transform, objective, part)
-        return visited
+        result: LossTerms = kernels(backend, logits).row_forward_gradient(
+            logits, targets, None, transform, objective, part
+        )
+        return result
 
-    return visit_chunk
+    return chunk_gradient
 
 
 _RESULTS = 4  # loss, logprobs, entropy, terms; the three gradients follow
 
 
-@torch.library.custom_op("fastrl::linear_visit", mutates_args=())
-def linear_visit(
+@torch.library.custom_op("fastrl::linear_forward_gradient", mutates_args=())
+def linear_forward_gradient(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -170,15 +176,15 @@ def linear_visit(
     chunks: list[Chunk] = []
     if used.count:
         chunks = row_chunks(
-            used.count, active, forward.pass_tile("visit", head, used, Limits(*limits), weight=needs[1]).rows
+            used.count, active, forward.pass_tile("forward-gradient", head, used, Limits(*limits), weight=needs[1]).rows
         )
-    found, gradients = visit(
+    found, gradients = forward_gradient(
         head,
         targets,
         Transform(temperature, temperatures, logit_scale, softcap),
         used,
         chunks,
-        _kernel_visit(backend, objective, inputs),
+        _gradient_by_kernel(backend, objective, inputs),
         Needs(*needs),
         backend,
     )
@@ -186,7 +192,7 @@ def linear_visit(
     return found.terms[0].sum(), *found, d_hidden, d_weight, d_bias
 
 
-@linear_visit.register_fake
+@linear_forward_gradient.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     n, needs = targets.shape[0], rest[-7]
     shapes = ((hidden.shape, hidden.dtype), (weight.shape, torch.float32), (weight.shape[:1], torch.float32))
@@ -217,7 +223,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...
     tensors, needs, backend = ctx.saved_tensors, ctx.options[-7], ctx.options[-3]
     if gradients is None:
         with torch.no_grad():
-            again = linear_visit(*tensors, *ctx.options)
+            again = linear_forward_gradient(*tensors, *ctx.options)
         gradients = again[_RESULTS:]
     dtype = tensors[0].dtype
     found: list[Tensor | None] = []
@@ -230,4 +236,4 @@ def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...
     return (*found, *nothing)
 
 
-linear_visit.register_autograd(_backward, setup_context=_setup_context)
+linear_forward_gradient.register_autograd(_backward, setup_context=_setup_context)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform, Visit
+from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
 from fastrl.reference import rows as reference
 
 backend = pytest.importorskip("fastrl.ops.triton_backend")
@@ -53,33 +53,33 @@ def _inputs(logits: Tensor, targets: Tensor, transform: Transform) -> RowInputs:
     )
 
 
-def _assert_visit(
+def _assert_result(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
     transform: Transform,
     objective: RowObjective,
     inputs: RowInputs,
-) -> tuple[Tensor, Visit]:
-    """Visit a copy of the logits and compare all that comes out with the oracle; returns the gradient and the visit."""
+) -> tuple[Tensor, LossTerms]:
+    """Compare the gradient and terms of a copy of the logits with the oracle, and return both."""
     gradient = logits.clone()
-    visit = backend.row_visit(gradient, targets, mask, transform, objective, inputs)
+    result = backend.row_forward_gradient(gradient, targets, mask, transform, objective, inputs)
     x = logits.double()
     exact = cases.to_double(inputs)
-    truth = reference.row_visit(x, targets, mask, transform, objective, exact)
+    truth = reference.row_forward_gradient(x, targets, mask, transform, objective, exact)
     x32 = logits.float().clone()
-    float32 = reference.row_visit(x32, targets, mask, transform, objective, inputs)
+    float32 = reference.row_forward_gradient(x32, targets, mask, transform, objective, inputs)
     loss_size, gradient_size, kl_size = _sizes(logits, targets, mask, transform, objective, exact)
     # Ratios amplify the error of a log-probability, relative to themselves.
     allowed = 5 * cases.margin(transform)
-    cases.assert_close(visit.logprobs, truth.logprobs, float32.logprobs, allowed, "logprobs")
-    cases.assert_close(visit.entropy, truth.entropy, float32.entropy, allowed, "entropy")
-    for name, *values in zip(TERMS, visit.terms, truth.terms, float32.terms, strict=True):
+    cases.assert_close(result.logprobs, truth.logprobs, float32.logprobs, allowed, "logprobs")
+    cases.assert_close(result.entropy, truth.entropy, float32.entropy, allowed, "entropy")
+    for name, *values in zip(TERMS, result.terms, truth.terms, float32.terms, strict=True):
         cases.assert_close(*values, allowed, name, {"loss": loss_size, "kl": kl_size}.get(name))
     error = cases.gradient_error(gradient, x, gradient_size)
     bound = cases.gradient_error(x32, x, gradient_size) + allowed
     assert error <= bound, f"gradient: error {error:.3e}, allowed {bound:.3e}"
-    return gradient, visit
+    return gradient, result
 
 
 def _sizes(
@@ -105,9 +105,11 @@ def _sizes(
         without = {"policy_weights": zeros, "kl_weights": None, "entropy_weights": None}
         without[part] = getattr(inputs, part)
         x = logits.double()
-        terms = reference.row_visit(x, targets, mask, transform, objective, inputs._replace(**without)).terms
+        terms = reference.row_forward_gradient(x, targets, mask, transform, objective, inputs._replace(**without)).terms
         moved = logits.double()
-        reference.row_visit(moved, targets, mask, transform, objective, inputs._replace(**without, **shifted))
+        reference.row_forward_gradient(
+            moved, targets, mask, transform, objective, inputs._replace(**without, **shifted)
+        )
         change = ((moved - x).abs() / step).flatten(0, 1)
         # A difference of logarithms can be small and its error not: a term also has the size of its slope times a
         # tenth of log p (k3 near the reference, times a ratio of e^20). The 5e-6 allowed of it is 5e-7 of log p, four
@@ -140,7 +142,7 @@ def _pairs() -> set[tuple[str, str, str]]:
 def test_every_objective(gate: str, kl: str, rollout: str, device: str) -> None:
     logits = torch.randn(2, 3, 37, device=device) * 2
     targets = torch.randint(0, 37, (6,), device=device)
-    _assert_visit(logits, targets, None, IDENTITY, _objective(gate, kl, rollout), _inputs(logits, targets, IDENTITY))
+    _assert_result(logits, targets, None, IDENTITY, _objective(gate, kl, rollout), _inputs(logits, targets, IDENTITY))
 
 
 @pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
@@ -148,7 +150,7 @@ def test_every_objective(gate: str, kl: str, rollout: str, device: str) -> None:
 def test_transforms_and_sizes(vocab: int, name: str, device: str) -> None:
     logits, targets = cases.random_rows(vocab, torch.float32, device)
     transform = cases.transform(name, device)
-    _assert_visit(logits, targets, None, transform, _objective("clip", "k3"), _inputs(logits, targets, transform))
+    _assert_result(logits, targets, None, transform, _objective("clip", "k3"), _inputs(logits, targets, transform))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_absent_inputs(absent: str, device: str) -> None:
     logits, targets = cases.random_rows(1000, torch.float32, device)
     inputs = _inputs(logits, targets, IDENTITY)
     names = RowInputs._fields[2:] if absent == "all" else (absent,)
-    _assert_visit(
+    _assert_result(
         logits,
         targets,
         None,
@@ -183,9 +185,9 @@ def test_beside_the_logits_the_gradient_is_bitwise_the_same(
     )
     before = logits.clone()
     out = torch.full(logits.shape, 7.0, dtype=dtype, device=device)
-    beside = backend.row_visit(logits, targets, mask, transform, _objective("clip"), inputs, out)
+    beside = backend.row_forward_gradient(logits, targets, mask, transform, _objective("clip"), inputs, out)
     assert torch.equal(logits, before)
-    inside = backend.row_visit(before, targets, mask, transform, _objective("clip"), inputs)
+    inside = backend.row_forward_gradient(before, targets, mask, transform, _objective("clip"), inputs)
     assert torch.equal(out, before)
     assert (out.flatten(0, 1)[[1, 2]] == 0).all()  # idle, and masked
     for a, b in zip(beside, inside, strict=True):
@@ -197,14 +199,16 @@ def test_on_policy_is_exactly_the_ratio_1_with_log_probabilities_of_row_statisti
     logits, targets = cases.random_rows(40000, torch.float32, device)
     old = backend.row_statistics(logits, targets, None, IDENTITY).logprobs
     ones = torch.ones(cases.N, device=device)
-    visit = backend.row_visit(logits, targets, None, IDENTITY, _objective("clip"), RowInputs(ones, ones, old))
-    assert (visit.terms[TERMS.index("ratio")] == 1).all()
+    result = backend.row_forward_gradient(
+        logits, targets, None, IDENTITY, _objective("clip"), RowInputs(ones, ones, old)
+    )
+    assert (result.terms[TERMS.index("ratio")] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
 @pytest.mark.parametrize("vocab", [1000, 40001, 70000])  # one segment; two and four
-def test_a_visit_is_bitwise_its_three_parts(vocab: int, name: str, dtype: torch.dtype, device: str) -> None:
+def test_a_forward_gradient_is_bitwise_its_three_parts(vocab: int, name: str, dtype: torch.dtype, device: str) -> None:
     logits, targets = cases.random_rows(vocab, dtype, device)
     transform = cases.transform(name, device)
     # Its c is exact, so that torch can form it too.
@@ -214,9 +218,9 @@ def test_a_visit_is_bitwise_its_three_parts(vocab: int, name: str, dtype: torch.
     _, c, h = reference.row_terms(statistics.logprobs, statistics.entropy, None, _objective("reinforce"), inputs)
     parts = torch.empty_like(logits)
     backend.row_gradient(logits, targets, None, transform, statistics, c, h, parts)
-    visit = backend.row_visit(logits, targets, None, transform, _objective("reinforce"), inputs)
-    assert torch.equal(visit.logprobs, statistics.logprobs)
-    assert torch.equal(visit.entropy, statistics.entropy)
+    result = backend.row_forward_gradient(logits, targets, None, transform, _objective("reinforce"), inputs)
+    assert torch.equal(result.logprobs, statistics.logprobs)
+    assert torch.equal(result.entropy, statistics.entropy)
     assert torch.equal(logits, parts)
 
 
@@ -226,8 +230,8 @@ def test_a_row_is_bitwise_the_same_at_any_address(vocab: int, device: str) -> No
     inputs = _inputs(logits, targets, IDENTITY)
     shifted = torch.empty(2, 2, vocab + 1, device=device)[:, :, 1:]
     shifted.copy_(logits)
-    a = backend.row_visit(logits, targets, None, IDENTITY, _objective("soft", "k3"), inputs)
-    b = backend.row_visit(shifted, targets, None, IDENTITY, _objective("soft", "k3"), inputs)
+    a = backend.row_forward_gradient(logits, targets, None, IDENTITY, _objective("soft", "k3"), inputs)
+    b = backend.row_forward_gradient(shifted, targets, None, IDENTITY, _objective("soft", "k3"), inputs)
     assert torch.equal(logits, shifted)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -240,12 +244,12 @@ def test_masked_idle_invalid_and_nan_rows(device: str) -> None:
     targets[2] = -7
     logits[0, 3], targets[3] = torch.nan, -100  # masked
     mask = torch.tensor([True, True, True, False, True], device=device)
-    gradient, visit = _assert_visit(logits, targets, mask, IDENTITY, _objective("reinforce"), inputs)
+    gradient, result = _assert_result(logits, targets, mask, IDENTITY, _objective("reinforce"), inputs)
     assert (gradient[0, 0] == 0).all()
     assert gradient[0, 1].isnan().all()
     assert gradient[0, 2].isnan().all()
     assert (gradient[0, 3] == 0).all()
-    assert (visit.terms[:, 3] == 0).all()
+    assert (result.terms[:, 3] == 0).all()
     assert (gradient[0, 4] != 0).any()
 
 
@@ -254,7 +258,7 @@ def test_narrow_logits(dtype: torch.dtype, device: str) -> None:
     logits, targets = cases.random_rows(4104, dtype, device)
     inputs = _inputs(logits, targets, IDENTITY)
     truth = logits.double()
-    reference.row_visit(truth, targets, None, IDENTITY, _objective("soft", "k2"), cases.to_double(inputs))
-    backend.row_visit(logits, targets, None, IDENTITY, _objective("soft", "k2"), inputs)
+    reference.row_forward_gradient(truth, targets, None, IDENTITY, _objective("soft", "k2"), cases.to_double(inputs))
+    backend.row_forward_gradient(logits, targets, None, IDENTITY, _objective("soft", "k2"), inputs)
     allowed = cases.rounding(dtype, device == "cpu") * truth.abs() + 1e-5 * truth.abs().amax(-1, keepdim=True) + 2**-24
     assert ((logits.double() - truth).abs() <= allowed).all()

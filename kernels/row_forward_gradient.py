@@ -1,4 +1,4 @@
-"""One visit: logits -> statistics -> a row-local objective -> the gradient, in place of the logits or beside them.
+"""Forward-gradient: logits -> statistics -> a row-local objective -> gradient, in place of the logits or beside them.
 
 A program owns a row and sweeps it twice: forth for the statistics, back for the gradient, so that the second sweep
 starts with what the first has left in L2; the gradient may go to a buffer of its own. In between stands the objective,
@@ -54,7 +54,7 @@ from fastrl.kernels.device_functions import (
         "out_ptr",
     ],
 )
-def row_visit_kernel(
+def row_forward_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     gradient_ptr,  # (A, B, V) contiguous, or None: the logits become the gradient
     targets_ptr,  # (N,) int64, N = A * B
@@ -248,7 +248,7 @@ def row_visit_kernel(
         )
 
 
-def row_visit(
+def row_forward_gradient(
     logits: Tensor,  # (A, B, V)
     gradient: Tensor | None,  # (A, B, V) contiguous, or None: the logits become the gradient
     targets: Tensor,  # (N,) int64
@@ -277,7 +277,7 @@ def row_visit(
     sizes = configuration(vocab, logits.element_size())
     aligned = is_aligned(logits, sizes.vector) and (gradient is None or is_aligned(gradient, sizes.vector))
     with on_device(logits):
-        row_visit_kernel[(rows,)](
+        row_forward_gradient_kernel[(rows,)](
             logits,
             gradient,
             targets,
@@ -307,6 +307,6 @@ def row_visit(
             VEC=sizes.vector,
             BLOCK=sizes.block,
             SEGMENTS=sizes.segments,
-            **launch_options(sizes.visit_warps, aligned and not softcap),
+            **launch_options(sizes.forward_gradient_warps, aligned and not softcap),
         )
     return out
