@@ -55,7 +55,7 @@ def test_its_loop_reads_by_16_byte_loads_and_does_little_else() -> None:
     assert len(loop) < 10 * len(loads)  # four of them fold the 16 bytes
 
 
-@pytest.mark.parametrize("count", [1, 4095, 4096, 5 * 4096, 11 * 4096 + 3])
+@pytest.mark.parametrize("count", [1, 4096, 5 * 4096 + 3])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_it_reads_every_word(count: int, programs: int, device: str) -> None:
     words = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)

@@ -6,8 +6,8 @@ A backend is a module with these three functions (`fastrl.reference.rows` is the
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
     row_forward_gradient(logits, targets, mask, transform, objective, inputs, out=None) -> LossTerms
 
-(its `out` is contiguous; None: the logits) and two helpers: `scale_(tensor, factor)`, in place, factor 0-dim and on the device; `advise(tensor)`, told of a large
-fresh tensor that is about to be filled.
+(`out` of the last is contiguous; None means the logits) and two helpers: `scale_(tensor, factor)`, in place, factor
+0-dim and on the device; `advise(tensor)`, told of a large fresh tensor that is about to be filled.
 
 The same for rows over a support of a few vocabulary entries each (`Support`), whose logits lie one after the other:
 

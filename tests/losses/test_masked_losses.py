@@ -10,7 +10,7 @@ from oracle import assert_as_good_as_torch
 from test_policy_loss import OBJECTIVES
 
 import fastrl
-from fastrl import checks, sampled
+from fastrl import checks, supports
 from fastrl.memory import use_plan
 from fastrl.ops import tiling
 
@@ -24,7 +24,7 @@ KINDS = ("narrow", "mixed", "targets alone", "wide", "full")
 @pytest.fixture(autouse=True)
 def few_wide_rows_are_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """In problems as small as these it would be cheaper to gather them."""
-    monkeypatch.setattr(sampled, "gathers", lambda rows, ids, sizes: False)
+    monkeypatch.setattr(supports, "gathers", lambda rows, ids, sizes: False)
 
 
 class Problem:
@@ -152,7 +152,7 @@ def test_dtypes_and_transforms(
     if backend == "triton" and backend_device == "cpu" and (dtype != torch.float32 or kind not in ("narrow", "mixed")):
         pytest.skip("Triton's interpreter is slow, and rounds 16-bit casts otherwise than a GPU")
     if gathers:  # however wide
-        monkeypatch.setattr(sampled, "widest_support", lambda vocab, device, itemsize: vocab)
+        monkeypatch.setattr(supports, "widest_support", lambda vocab, device, itemsize: vocab)
     objective = fastrl.GRPO(entropy_coef=0.01)
     options = {"temperature": 0.7, "logit_scale": 1.5, "softcap": 8.0}
     problem = Problem(backend_device, kind, dtype)
@@ -191,7 +191,7 @@ def test_sets_of_thousands(backend: str, backend_device: str, monkeypatch: pytes
         logp = log_p.gather(-1, targets[:, None])[:, 0]
         truths.append((logp.detach(), *torch.autograd.grad(logp.sum(), (h, w))))
     for widest in (20_000, 200):
-        monkeypatch.setattr(sampled, "widest_support", lambda vocab, device, itemsize, most=widest: most)
+        monkeypatch.setattr(supports, "widest_support", lambda vocab, device, itemsize, most=widest: most)
         h, w = (x.clone().requires_grad_() for x in (hidden, weight))
         logp = fastrl.linear_token_logprobs(h, w, targets, sampling_mask=sets).logprobs
         found = (logp.detach(), *torch.autograd.grad(logp.sum(), (h, w)))
