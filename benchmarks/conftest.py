@@ -1,4 +1,4 @@
-"""Shared by the suites: how one subject of `fastrl.bench` is handed to pytest-benchmark."""
+"""Shared by the suites: how one contender of `fastrl.bench` is handed to pytest-benchmark."""
 
 from __future__ import annotations
 

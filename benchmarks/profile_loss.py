@@ -22,7 +22,7 @@ from torch.profiler import profile
 from fastrl.bench import heads, machine
 from fastrl.bench.clock import synchronize
 from fastrl.bench.measure import default_device
-from fastrl.bench.plans_work import Way
+from fastrl.bench.plans_workloads import Way
 from fastrl.bench.problems import linear_problem
 
 _CALLS = 3
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     device, (n, width, vocab) = default_device(), map(int, options.shape.split("x"))
     problem = linear_problem(n, width, vocab, getattr(torch, options.dtype), device, clipped=0.0)
-    run = heads.subject(problem, heads.ours(options.budget)).prepare()
+    run = heads.contender(problem, heads.ours(options.budget)).prepare()
     calls = [profiled(run.call, device) for _ in range(2 + _CALLS)][2:]  # after kernels and the profiler are warm
     found = {
         **machine.describe([]),

@@ -21,14 +21,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that rows of one subject should stay below or come up to."""
+    """A ratio that rows of one contender should stay below or come up to."""
 
     suite: str
-    work: str
-    subject: str
+    workload: str
+    contender: str
     bound: float
-    over: str | None = None  # the subject whose time is divided by; None: the limit of the work
-    over_work: str | None = None  # that subject's work, where it is another
+    over: str | None = None  # the contender whose time is divided by; None: the limit of the workload
+    over_workload: str | None = None  # that contender's workload, where it is another
     faster: bool = False  # whether the other's time over ours is told, which should be at least the bound
     field: str = "milliseconds_median"
     least: tuple[tuple[str, int], ...] = ()  # of the shape's numbers
@@ -39,8 +39,8 @@ class Target:
         """Whether the target speaks of this row."""
         shape = row["shape"]
         return (
-            (row["suite"], row["subject"], row["dtype"]) == (self.suite, self.subject, self.dtype)
-            and row["work"] == self.work
+            (row["suite"], row["contender"], row["dtype"]) == (self.suite, self.contender, self.dtype)
+            and row["workload"] == self.workload
             and all(shape[name] >= size for name, size in self.least)
             and all(shape[name] <= size for name, size in self.most)
         )
@@ -51,8 +51,8 @@ class Target:
             return None if row[self.field] is None else row[self.field] / 2**30
         base = row["milliseconds_limit"]
         if self.over is not None:
-            names = (self.over_work or row["work"], self.over)
-            base = next((o[self.field] for o in others if (o["work"], o["subject"]) == names), None)
+            names = (self.over_workload or row["workload"], self.over)
+            base = next((o[self.field] for o in others if (o["workload"], o["contender"]) == names), None)
         if base is None or row[self.field] is None:
             return None
         return base / row[self.field] if self.faster else row[self.field] / base
@@ -62,7 +62,7 @@ class Target:
         """What the ratio is of."""
         if self.field == "peak_temporary_bytes":
             return "temporary memory in GiB"
-        other = "its limit" if self.over is None else self.over_work or self.over
+        other = "its limit" if self.over is None else self.over_workload or self.over
         return f"{other} / ours" if self.faster else f"ours / {other}"
 
 
@@ -83,9 +83,9 @@ TARGETS = [
     Target("masks", "loss over recorded sets", "fastrl", 0.03, "fastrl", "loss over the whole vocabulary"),
     Target("sets", "top-p 0.95", "fastrl SamplingMask.from_logits", 5.0, "transformers' warpers", faster=True),
     *(
-        Target("plans", work, f"fastrl, {subject}", bound, least=((("H", width)),), most=(("H", width), *_SHORT))
+        Target("plans", workload, f"fastrl, {contender}", bound, least=((("H", width)),), most=(("H", width), *_SHORT))
         for width, bound in ((4096, 1.10), (2048, 1.15))
-        for work, subject in (
+        for workload, contender in (
             ("loss and gradients", "no budget"),
             ("loss and gradients", "recompute"),
             ("loss and gradients", "budget 512MiB"),
@@ -114,7 +114,7 @@ def lines(found: list[list[Row]]) -> list[tuple[str, ...]]:
     for target in TARGETS:
         wanted = f"{'>=' if target.faster else '<='} {target.bound:g}"
         pairs = [(row, rows) for rows in found for row in rows if target.matches(row)]
-        name = f"{target.suite}: {target.work}, {target.subject} ({target.dtype})"
+        name = f"{target.suite}: {target.workload}, {target.contender} ({target.dtype})"
         if not pairs:
             table.append((name, "", target.words, wanted, "", "not measured"))
         for row, rows in pairs:

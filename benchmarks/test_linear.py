@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastrl.bench import heads
-from fastrl.bench.linear_work import products, works
+from fastrl.bench.linear_workloads import products, workloads
 from fastrl.bench.measure import default_device
-from fastrl.bench.memory_work import BUDGETS
+from fastrl.bench.memory_workloads import BUDGETS
 from fastrl.bench.problems import LinearProblem, linear_problem
 
 DEVICE = default_device()
@@ -20,7 +20,7 @@ SIZES = {
     # a 7B-shaped and a 1.5B-shaped head with a Qwen vocabulary
     "cuda": [(8192, 4096, 151936, torch.bfloat16), (8192, 2048, 151936, torch.bfloat16)],
 }[DEVICE]
-WORKS = ["loss and gradients", "cross-entropy", "statistics"]
+WORKLOADS = ["loss and gradients", "cross-entropy", "statistics"]
 
 sizes = pytest.mark.parametrize(
     ("n", "width", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch.")
@@ -33,21 +33,21 @@ def problem(n: int, width: int, vocab: int, dtype: torch.dtype) -> LinearProblem
 
 
 @sizes
-@pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("subject", ["fastrl", "products"])
-def test_linear(n, width, vocab, dtype, work, subject, time_run) -> None:
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("contender", ["fastrl", "products"])
+def test_linear(n, width, vocab, dtype, workload, contender, time_run) -> None:
     given = problem(n, width, vocab, dtype)
-    if subject == "products":
-        run = products(given.hidden, given.weight, backward=work != "statistics").prepare()
+    if contender == "products":
+        run = products(given.hidden, given.weight, backward=workload != "statistics").prepare()
     else:
-        found = next(w for w in works(given) if w.name == work)
-        run = next(s for s in found.subjects if s.name == subject).prepare()
-    time_run(f"linear, {work}, {n} x {width} x {vocab} {dtype}", run)
+        found = next(w for w in workloads(given) if w.name == workload)
+        run = next(s for s in found.contenders if s.name == contender).prepare()
+    time_run(f"linear, {workload}, {n} x {width} x {vocab} {dtype}", run)
 
 
 @sizes
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_budget(n, width, vocab, dtype, budget, time_run) -> None:
     """The plan that each budget gets; one that no plan fits is skipped, with the smallest that one does."""
-    subject = heads.subject(problem(n, width, vocab, dtype), heads.ours(budget))
-    time_run(f"budgets, {n} x {width} x {vocab} {dtype}", subject.prepare())
+    contender = heads.contender(problem(n, width, vocab, dtype), heads.ours(budget))
+    time_run(f"budgets, {n} x {width} x {vocab} {dtype}", contender.prepare())

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from fastrl.bench.logits_work import works
+from fastrl.bench.logits_workloads import workloads
 from fastrl.bench.measure import default_device
 from fastrl.bench.problems import LogitsProblem, logits_problem
 
@@ -18,7 +18,7 @@ SIZES = {
     # a Qwen vocabulary, where a row no longer fits an SM, and a small one, where launches and reductions weigh more
     "cuda": [(8192, 151936, torch.bfloat16), (32768, 32768, torch.bfloat16)],
 }[DEVICE]
-WORKS = {
+WORKLOADS = {
     "statistics and gradients": ["fastrl", "eager torch"],
     "loss and gradient": ["fastrl, in place", "fastrl", "eager torch"],
     "statistics": ["fastrl", "eager torch"],
@@ -31,8 +31,10 @@ def problem(n: int, vocab: int, dtype: torch.dtype) -> LogitsProblem:
 
 
 @pytest.mark.parametrize(("n", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch."))
-@pytest.mark.parametrize(("work", "subject"), [(work, subject) for work in WORKS for subject in WORKS[work]])
-def test_logits(n, vocab, dtype, work, subject, time_run) -> None:
-    found = next(w for w in works(problem(n, vocab, dtype)) if w.name == work)
-    chosen = next(s for s in found.subjects if s.name == subject)
-    time_run(f"logits, {work}, {n} x {vocab} {dtype}", chosen.prepare())
+@pytest.mark.parametrize(
+    ("workload", "contender"), [(workload, contender) for workload in WORKLOADS for contender in WORKLOADS[workload]]
+)
+def test_logits(n, vocab, dtype, workload, contender, time_run) -> None:
+    found = next(w for w in workloads(problem(n, vocab, dtype)) if w.name == workload)
+    chosen = next(s for s in found.contenders if s.name == contender)
+    time_run(f"logits, {workload}, {n} x {vocab} {dtype}", chosen.prepare())

@@ -27,8 +27,8 @@ from triton import TritonError
 
 from fastrl.bench import machine
 from fastrl.bench.clock import time_runs
+from fastrl.bench.contenders import Outcome, Run
 from fastrl.bench.measure import default_device
-from fastrl.bench.subjects import Outcome, Run
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
 from fastrl.kernels.configuration import Configuration, configuration, launch_options

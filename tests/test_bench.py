@@ -1,4 +1,4 @@
-"""`fastrl bench` at tiny shapes: every subject measured or skipped with a reason, and nothing measured is wrong."""
+"""`fastrl bench` at tiny shapes: every contender measured or skipped with a reason, and nothing measured is wrong."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.bench import command, heads, machine, main, memory_work, step_work, suites
+from fastrl.bench import command, heads, machine, main, memory_workloads, step_workloads, suites
+from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
 from fastrl.bench.measure import Row, default_device, measure, peak_temporary_bytes
-from fastrl.bench.problems import Truth, linear_problem
-from fastrl.bench.subjects import Outcome, Run, Subject, Unavailable
-from fastrl.bench.works import EAGER, Section
+from fastrl.bench.problems import Expected, linear_problem
+from fastrl.bench.workloads import EAGER, Section
 
 DEVICE = default_device()
 ROOT = Path(__file__).parent.parent
 SHAPES = ["40x77", "40x8x77", "40x8x77x3", "2x20x1x16x77"]
 PEERS = ("trl.trainer.utils", "trl.kernels", "liger_kernel.chunked_loss", "liger_kernel.transformers")
-#: What each work's subjects are at least: ours and plain torch are measured wherever the tests run.
+#: What each workload's contenders are at least: ours and plain torch are measured wherever the tests run.
 MEASURED = {
     "statistics and gradients": {"fastrl", "eager torch", "torch.compile"},
     "loss and gradient": {"fastrl", "fastrl, in place", "eager torch", "torch.compile"},
@@ -43,7 +43,13 @@ MEASURED = {
     "loss over the whole vocabulary": {"fastrl"},
     "top-p 0.95": {"fastrl SamplingMask.from_logits"},
     "top-k 50, top-p 0.95": {"fastrl SamplingMask.from_logits"},
-    "step": {"fastrl, linear_policy_loss", "fastrl, logits in place", "eager torch", "torch.compile", step_work.BODY},
+    "step": {
+        "fastrl, linear_policy_loss",
+        "fastrl, logits in place",
+        "eager torch",
+        "torch.compile",
+        step_workloads.BODY,
+    },
 }
 
 
@@ -52,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run of all suites; N = 40 is not a multiple of a sampled row count, V = 77 not of a vector.
 
     What torch.compile makes is traced and run, and not translated to C++, which takes minutes. Garbage is collected
-    hundreds of times, so what the subjects import is put out of its way first.
+    hundreds of times, so what the contenders import is put out of its way first.
     """
     for name in ("torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot", *PEERS):
         with suppress(ImportError):
@@ -71,7 +77,7 @@ def _sections(results: Path) -> dict[str, dict[str, Any]]:
     return {section["suite"]: section for section in json.loads((results / "results.json").read_text())["sections"]}
 
 
-def test_every_subject_is_measured_or_skipped_with_a_reason(results: Path) -> None:
+def test_every_contender_is_measured_or_skipped_with_a_reason(results: Path) -> None:
     found = json.loads((results / "results.json").read_text())
     assert [(s["suite"], s["shape"]) for s in found["sections"]] == [
         ("logits", {"N": 40, "V": 77}),
@@ -84,36 +90,38 @@ def test_every_subject_is_measured_or_skipped_with_a_reason(results: Path) -> No
         ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
     ]
     rows = [row for section in found["sections"] for row in section["rows"]]
-    assert len({(row["suite"], row["work"], row["subject"]) for row in rows}) == len(rows) == 81
+    assert len({(row["suite"], row["workload"], row["contender"]) for row in rows}) == len(rows) == 81
     measured: dict[str, set[str]] = {}
     for row in rows:
         assert not row["failed"], row
         if row["skipped"] is not None:
             assert row["skipped"]
             continue
-        measured.setdefault(row["work"], set()).add(row["subject"])
+        measured.setdefault(row["workload"], set()).add(row["contender"])
         assert row["milliseconds_median"] >= row["milliseconds_min"] > 0
         assert row["tokens_per_second"] == pytest.approx(40e3 / row["milliseconds_median"])
-        limited = row["suite"] not in ("memory", "masks", "sets", "overhead") and row["subject"] != step_work.BODY
-        if limited and row["work"] != "bare products":
+        limited = (
+            row["suite"] not in ("memory", "masks", "sets", "overhead") and row["contender"] != step_workloads.BODY
+        )
+        if limited and row["workload"] != "bare products":
             limit = row["milliseconds_limit"]
             assert row["limit"] and row["fraction_of_limit"] == pytest.approx(limit / row["milliseconds_median"])
         else:
             assert row["limit"] is row["milliseconds_limit"] is row["fraction_of_limit"] is None
-        if not row["is_limit"] and row["subject"] != step_work.BODY and row["suite"] != "sets":
+        if not row["is_limit"] and row["contender"] != step_workloads.BODY and row["suite"] != "sets":
             assert row["errors"], row
             assert all(error is not None and error <= 1e-5 for error in row["errors"].values()), row
-    for work, expected in MEASURED.items():
-        assert expected <= measured[work], work
+    for workload, expected in MEASURED.items():
+        assert expected <= measured[workload], workload
 
 
 def test_peers_that_need_no_gpu_are_measured(results: Path) -> None:
     # Their packages may be missing; where they are installed, nothing else is a reason here.
     rows = [row for section in _sections(results).values() for row in section["rows"]]
-    for subject in ("Liger LigerFusedLinearGRPOLoss", "TRL chunked head", "Apple torch_compile"):
-        reasons = {row["skipped"] for row in rows if row["subject"] == subject}
+    for contender in ("Liger LigerFusedLinearGRPOLoss", "TRL chunked head", "Apple torch_compile"):
+        reasons = {row["skipped"] for row in rows if row["contender"] == contender}
         assert all(r is None or r.startswith("ModuleNotFoundError: ") or "on a GPU" in r for r in reasons), reasons
-    (torch_peer,) = (row for row in rows if row["subject"] == "torch linear_cross_entropy")
+    (torch_peer,) = (row for row in rows if row["contender"] == "torch linear_cross_entropy")
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         assert set(torch_peer["errors"]) == {"loss", "d_hidden", "d_weight"}
 
@@ -126,15 +134,15 @@ def test_linear_reports_both_ceilings(results: Path) -> None:
         "flops_per_second: the matrix product alone",
     }
     assert all(value > 0 for value in section["limits"].values())
-    bare = {row["work"]: row for row in section["rows"] if row["is_limit"]}
+    bare = {row["workload"]: row for row in section["rows"] if row["is_limit"]}
     assert set(bare) == {"loss and gradients", "cross-entropy", "statistics"}
     flops = 3 * 2 * 40 * 8 * 77 / (bare["cross-entropy"]["milliseconds_median"] / 1e3)
     assert section["limits"]["flops_per_second: the three matrix products alone"] == pytest.approx(flops)
 
 
 def test_a_steps_share_is_what_the_body_does_not_take(results: Path) -> None:
-    rows = {row["subject"]: row for row in _sections(results)["step"]["rows"]}
-    body = rows.pop(step_work.BODY)
+    rows = {row["contender"]: row for row in _sections(results)["step"]["rows"]}
+    body = rows.pop(step_workloads.BODY)
     assert body["share_of_step"] is None and not body["errors"] and body["speedup_over_eager"] is None
     measured = [row for row in rows.values() if not row["skipped"]]  # a peer may not be installed
     assert len(measured) >= 4
@@ -164,7 +172,9 @@ def test_a_chart_is_drawn_for_every_section(results: Path) -> None:
 
 
 def test_speedups_are_ratios_of_medians(results: Path) -> None:
-    rows = {row["subject"]: row for row in _sections(results)["logits"]["rows"] if row["work"] == "loss and gradient"}
+    rows = {
+        row["contender"]: row for row in _sections(results)["logits"]["rows"] if row["workload"] == "loss and gradient"
+    }
     assert rows["eager torch"]["speedup_over_eager"] == 1
     expected = rows["eager torch"]["milliseconds_median"] / rows["fastrl, in place"]["milliseconds_median"]
     assert rows["fastrl, in place"]["speedup_over_eager"] == pytest.approx(expected)
@@ -183,10 +193,10 @@ def test_results_name_machine_versions_and_command(results: Path) -> None:
     assert found["machine"]["cpu"] in text
     for section in found["sections"]:
         for row in section["rows"]:
-            assert row["subject"] in text
+            assert row["contender"] in text
             assert row["skipped"] is None or row["skipped"] in text
-        for work, description in section["works"].items():
-            assert f"### {work}\n\n{description}." in text
+        for workload, description in section["workloads"].items():
+            assert f"### {workload}\n\n{description}." in text
 
 
 @pytest.mark.parametrize(
@@ -267,14 +277,14 @@ def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: p
     def interrupted(shape: suites.Shape, setting: suites.Setting) -> Section:
         if shape == (9, 9):
             raise KeyboardInterrupt
-        return Section("logits", {"N": 8, "V": 8}, {}, {"a work": "something"}, [replace(_row(), skipped="so")])
+        return Section("logits", {"N": 8, "V": 8}, {}, {"a workload": "something"}, [replace(_row(), skipped="so")])
 
     monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=interrupted))
     arguments = ["--suite", "logits", "--shape", "8x8", "--shape", "9x9", "--out", str(tmp_path), "--name", "some"]
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
     assert len(json.loads((tmp_path / "some.json").read_text())["sections"]) == 1
-    assert "a subject" in (tmp_path / "some.md").read_text()
+    assert "a contender" in (tmp_path / "some.md").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
@@ -291,7 +301,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
 
 
 def _row() -> Row:
-    return Row("logits", {"N": 1, "V": 1}, "float32", "a work", "a subject")
+    return Row("logits", {"N": 1, "V": 1}, "float32", "a workload", "a contender")
 
 
 def test_a_peer_that_fails_is_skipped_and_ours_is_not() -> None:
@@ -302,15 +312,15 @@ def test_a_peer_that_fails_is_skipped_and_ours_is_not() -> None:
         raise Unavailable("it needs a GPU")
 
     row = _row()
-    measure(Subject("peer", broken, 0), row, None, DEVICE, 1)
+    measure(Contender("peer", broken, 0), row, None, DEVICE, 1)
     assert row.skipped == "RuntimeError: no such kernel"
     row = _row()
-    measure(Subject("peer", absent, 0), row, None, DEVICE, 1)
+    measure(Contender("peer", absent, 0), row, None, DEVICE, 1)
     assert row.skipped == "it needs a GPU"
     assert not row.failed
     row = _row()
     with pytest.raises(RuntimeError, match="no such kernel"):
-        measure(Subject("ours", broken, 0, ours=True), row, None, DEVICE, 1)
+        measure(Contender("ours", broken, 0, ours=True), row, None, DEVICE, 1)
     assert row.failed and row.skipped == "RuntimeError: no such kernel"
 
 
@@ -334,7 +344,7 @@ def test_a_failure_of_ours_is_told_and_the_others_are_still_measured(
 
 
 def test_a_budget_that_no_plan_fits_is_a_reason_and_another_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = heads.subject(linear_problem(16, 4, 8, torch.float32, DEVICE), heads.ours("64MiB"))
+    contender = heads.contender(linear_problem(16, 4, 8, torch.float32, DEVICE), heads.ours("64MiB"))
     message = "memory_budget is too small, the smallest possible is 7"
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -342,19 +352,19 @@ def test_a_budget_that_no_plan_fits_is_a_reason_and_another_error_is_not(monkeyp
 
     monkeypatch.setattr(fastrl, "linear_policy_loss", refuse)
     row = _row()
-    measure(subject, row, None, DEVICE, 1)
+    measure(contender, row, None, DEVICE, 1)
     assert row.skipped == message and not row.failed
     message = "hidden must be on the device of weight"
     with pytest.raises(ValueError, match="hidden must be"):
-        measure(subject, _row(), None, DEVICE, 1)
+        measure(contender, _row(), None, DEVICE, 1)
 
 
 def test_the_plan_is_the_one_of_the_rows_own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_work, "BUDGETS", ("4MiB", "1KiB"))
+    monkeypatch.setattr(memory_workloads, "BUDGETS", ("4MiB", "1KiB"))
     problem = linear_problem(512, 256, 8192, torch.bfloat16, DEVICE)
-    rows = [replace(_row(), subject=f"fastrl, {budget}") for budget in ("no budget", "4MiB", "1KiB")]
+    rows = [replace(_row(), contender=f"fastrl, {budget}") for budget in ("no budget", "4MiB", "1KiB")]
     rows[2].skipped = "too small"  # or there would be no plan to name
-    memory_work.add_plans(rows, problem)
+    memory_workloads.add_plans(rows, problem)
     for row, budget in zip(rows[:2], (None, "4MiB"), strict=True):
         expected = fastrl.plan_memory(512, 256, 8192, torch.bfloat16, budget, objective=fastrl.PPO(), device=DEVICE)
         assert row.plan == expected.chosen.name
@@ -363,18 +373,18 @@ def test_the_plan_is_the_one_of_the_rows_own_budget(monkeypatch: pytest.MonkeyPa
 
 
 def test_token_counts_are_halves_and_not_few() -> None:
-    assert memory_work.token_counts(4096) == [512, 1024, 2048, 4096]
-    assert memory_work.token_counts(1000) == [256, 500, 1000]
-    assert memory_work.token_counts(40) == [40]
+    assert memory_workloads.token_counts(4096) == [512, 1024, 2048, 4096]
+    assert memory_workloads.token_counts(1000) == [256, 500, 1000]
+    assert memory_workloads.token_counts(40) == [40]
 
 
 def test_memory_is_measured_at_every_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [c for c in heads.policy_candidates() if c.name in ("fastrl", EAGER)]
     monkeypatch.setattr(heads, "policy_candidates", lambda: plain)
-    monkeypatch.setattr(memory_work, "BUDGETS", ("64MiB",))
+    monkeypatch.setattr(memory_workloads, "BUDGETS", ("64MiB",))
     section = suites.run_memory((512, 4, 8192), suites.Setting(torch.float32, DEVICE, 1, lambda text: None))
-    assert list(section.works) == ["256 tokens", "512 tokens"]
-    memory = {(row.tokens, row.subject): row.peak_temporary_bytes for row in section.rows}
+    assert list(section.workloads) == ["256 tokens", "512 tokens"]
+    memory = {(row.tokens, row.contender): row.peak_temporary_bytes for row in section.rows}
     assert len(memory) == 2 * 3
     if None in memory.values():
         pytest.skip("this system does not tell a process' peak memory")
@@ -386,16 +396,16 @@ def test_memory_is_measured_at_every_token_count(monkeypatch: pytest.MonkeyPatch
 
 def test_what_does_not_fit_in_memory_is_never_started() -> None:
     row = _row()
-    measure(Subject("peer", lambda: pytest.fail("was started"), 1 << 60), row, None, DEVICE, 1)
+    measure(Contender("peer", lambda: pytest.fail("was started"), 1 << 60), row, None, DEVICE, 1)
     assert row.skipped is not None
     assert re.match(r"needs about 107374182[45]\.0 GiB", row.skipped)  # on a GPU with what empties its cache
 
 
-def test_a_wrong_subject_shows_its_error() -> None:
-    truth = Truth(torch.tensor(1.0).double(), torch.zeros(2).double(), torch.zeros(2).double(), {})
+def test_a_wrong_contender_shows_its_error() -> None:
+    expected = Expected(torch.tensor(1.0).double(), torch.zeros(2).double(), torch.zeros(2).double(), {})
     row = _row()
     wrong = Outcome(torch.tensor(1.5), torch.tensor([0.0, torch.nan]), None, {})
-    measure(Subject("peer", lambda: Run(lambda: wrong), 0), row, truth, DEVICE, 1)
+    measure(Contender("peer", lambda: Run(lambda: wrong), 0), row, expected, DEVICE, 1)
     assert row.errors == {"loss": 0.5, "logprobs": None}
 
 

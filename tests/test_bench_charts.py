@@ -11,7 +11,7 @@ import pytest
 from fastrl.bench import charts
 from fastrl.bench.measure import Limit, Row, finish
 from fastrl.bench.report import as_markdown
-from fastrl.bench.works import EAGER, Section
+from fastrl.bench.workloads import EAGER, Section
 
 HEADER = {
     "command": "fastrl bench",
@@ -24,12 +24,17 @@ HEADER = {
 
 
 def _row() -> Row:
-    return Row("linear", {"N": 1, "H": 1, "V": 1}, "float32", "a work", "a subject")
+    return Row("linear", {"N": 1, "H": 1, "V": 1}, "float32", "a workload", "a contender")
 
 
-def _measured(subject: str, milliseconds: float, **fields: Any) -> Row:
-    given = {"suite": "linear", "shape": {"N": 1, "H": 1, "V": 1}, "dtype": "float32", "work": "a work"} | fields
-    return Row(**given, subject=subject, milliseconds_median=milliseconds)
+def _measured(contender: str, milliseconds: float, **fields: Any) -> Row:
+    given = {
+        "suite": "linear",
+        "shape": {"N": 1, "H": 1, "V": 1},
+        "dtype": "float32",
+        "workload": "a workload",
+    } | fields
+    return Row(**given, contender=contender, milliseconds_median=milliseconds)
 
 
 def _texts(section: Section) -> str:
@@ -45,13 +50,13 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
         _measured("the bare products", 50.0, is_limit=True),
         _measured("fastrl", 60.0, ours=True),
         _measured(EAGER, 240.0),
-        replace(_row(), work="a work", subject="a peer", skipped="its Triton kernels need a GPU"),
-        replace(_row(), work="another work", subject="a peer", skipped="its Triton kernels need a GPU"),
+        replace(_row(), workload="a workload", contender="a peer", skipped="its Triton kernels need a GPU"),
+        replace(_row(), workload="another workload", contender="a peer", skipped="its Triton kernels need a GPU"),
     ]
     finish(rows[:3], Limit(0.05, "the bare matrix products"), EAGER, "torch.compile")
-    section = Section("linear", {"N": 1, "H": 1, "V": 1}, {}, {"a work": "this", "another work": "that"}, rows)
+    section = Section("linear", {"N": 1, "H": 1, "V": 1}, {}, {"a workload": "this", "another workload": "that"}, rows)
     found = charts.figure(HEADER, section)
-    (panel,) = found.axes  # nobody did the other work
+    (panel,) = found.axes  # nobody did the other workload
     assert [bar.get_width() for bar in panel.patches] == [60.0, 240.0]
     assert panel.patches[0].get_facecolor() != panel.patches[1].get_facecolor()
     (limit,) = panel.lines
@@ -75,7 +80,7 @@ def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
     for row, seconds, of in zip(rows, (0.045, 0.06), ("3U", "4U"), strict=True):
         finish([row], Limit(seconds, of), EAGER, "torch.compile")
     section = Section(
-        "plans", {"N": 1, "H": 1, "V": 1}, {"milliseconds: 3U, whole-response": 45.0}, {"a work": "this"}, rows
+        "plans", {"N": 1, "H": 1, "V": 1}, {"milliseconds: 3U, whole-response": 45.0}, {"a workload": "this"}, rows
     )
     (panel,) = charts.figure(HEADER, section).axes
     assert [list(line.get_xdata()) for line in panel.lines] == [[45.0] * 2, [60.0] * 2]
@@ -96,7 +101,7 @@ def test_what_all_rows_of_a_table_are_held_against_is_said_once() -> None:
     rows = [_measured("fastrl", 2.0, ours=True, milliseconds_hot=1.5), _measured("a peer", 4.0)]
     finish(rows, Limit(0.001, "a read of as many bytes"), EAGER, "torch.compile")
     limits = {"copy_bytes_per_second": 4.2e12, "read_bytes_per_second": 4.5e12}
-    section = Section("logits", {"N": 1, "V": 1}, limits, {"a work": "this"}, rows)
+    section = Section("logits", {"N": 1, "V": 1}, limits, {"a workload": "this"}, rows)
     text = as_markdown({**HEADER, "versions": {**HEADER["versions"], "cuda": None}}, [section])  # type: ignore[dict-item]
     assert "this. Limit: a read of as many bytes.\n" in text and "Limit: read, 4500.0 GB/s\n" in text
     header, _, first, second = (line for line in text.splitlines() if line.startswith("|"))
@@ -109,12 +114,12 @@ def test_lines_show_memory_and_time_against_tokens() -> None:
     rows = []
     for tokens in (256, 512):
         shape = {"N": tokens, "H": 1, "V": 1}
-        same = {"suite": "memory", "shape": shape, "work": f"{tokens} tokens"}
+        same = {"suite": "memory", "shape": shape, "workload": f"{tokens} tokens"}
         rows.append(_measured("fastrl, no budget", 1.0, ours=True, peak_temporary_bytes=0, **same))
         rows.append(_measured(EAGER, 2.0, peak_temporary_bytes=tokens << 20, **same))
         rows.append(replace(_measured("a peer", 0.0, **same), milliseconds_median=None, skipped=f"{tokens} are many"))
-    works = {row.work: "this" for row in rows}
-    section = Section("memory", {"N": 512, "H": 1, "V": 1}, {}, works, rows)
+    workloads = {row.workload: "this" for row in rows}
+    section = Section("memory", {"N": 512, "H": 1, "V": 1}, {}, workloads, rows)
     found = charts.figure(HEADER, section)
     memory, time = found.axes
     assert [(panel.get_xscale(), panel.get_yscale()) for panel in found.axes] == [("log", "log")] * 2
@@ -129,7 +134,7 @@ def test_lines_show_memory_and_time_against_tokens() -> None:
 def test_a_section_without_numbers_is_still_drawn_and_written(tmp_path: Path) -> None:
     for suite in ("linear", "memory"):
         row = replace(_row(), suite=suite, skipped="nobody could")
-        section = Section(suite, row.shape, {}, {"a work": "this"}, [row])
+        section = Section(suite, row.shape, {}, {"a workload": "this"}, [row])
         assert charts.draw(HEADER, section, tmp_path).stat().st_size > 1000
         header = {**HEADER, "versions": {**HEADER["versions"], "cuda": None}}  # type: ignore[dict-item]
-        assert "- a subject: skipped, nobody could" in as_markdown(header, [section])
+        assert "- a contender: skipped, nobody could" in as_markdown(header, [section])

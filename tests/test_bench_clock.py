@@ -11,14 +11,14 @@ import torch
 
 from fastrl.bench import clock
 from fastrl.bench.clock import time_issue, time_runs
+from fastrl.bench.contenders import Contender, Outcome, Run
 from fastrl.bench.measure import Row, default_device, measure
-from fastrl.bench.subjects import Outcome, Run, Subject
 
 DEVICE = default_device()
 NOTHING = Outcome(None, None, None, {})
 
 
-def test_a_slow_subject_is_repeated_often_enough_for_a_median_only() -> None:
+def test_a_slow_contender_is_repeated_often_enough_for_a_median_only() -> None:
     run = Run(lambda: NOTHING)
     assert len(time_runs(run, DEVICE, 10, seconds=0.0)) == 3
     assert len(time_runs(run, DEVICE, 2, seconds=0.0)) == 2
@@ -104,16 +104,16 @@ def test_on_a_gpu_calls_are_issued_without_waiting(gpu: Recorder) -> None:
 
 
 def test_a_row_has_the_hot_median_where_it_is_asked_for() -> None:
-    subject = Subject("a subject", lambda: Run(lambda: NOTHING), 0)
+    contender = Contender("a contender", lambda: Run(lambda: NOTHING), 0)
     for hot in (False, True):
-        row = Row("logits", {"N": 1, "V": 1}, "float32", "a work", "a subject")
-        measure(subject, row, None, DEVICE, 3, hot=hot)
+        row = Row("logits", {"N": 1, "V": 1}, "float32", "a workload", "a contender")
+        measure(contender, row, None, DEVICE, 3, hot=hot)
         assert (row.milliseconds_hot is not None) == hot
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_events_see_the_work_and_not_the_launches() -> None:
+def test_a_gpus_events_see_the_workload_and_not_the_launches() -> None:
     x = torch.zeros(1 << 26, device="cuda")
 
     def adding(entries: int) -> Run:

@@ -7,9 +7,9 @@ import torch
 
 import fastrl
 from fastrl import memory
-from fastrl.bench import plans_work, suites
+from fastrl.bench import plans_workloads, suites
 from fastrl.bench.measure import Row, default_device, measure
-from fastrl.bench.plans_work import Way, floor, ways
+from fastrl.bench.plans_workloads import Way, floor, ways
 from fastrl.bench.problems import linear_problem
 
 DEVICE = default_device()
@@ -66,7 +66,7 @@ def test_a_floor_needs_the_products_that_it_is_made_of_alone() -> None:
     times = [1.0, None, 100.0]
     assert floor("forward", Way("", ()), times) == (1.0, "1U")
     assert floor("frozen-head", Way("", ("hidden",)), times) is None
-    assert plans_work.limits(times)["milliseconds: 3U, forward-gradient and whole-response"] is None
+    assert plans_workloads.limits(times)["milliseconds: 3U, forward-gradient and whole-response"] is None
 
 
 def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) -> None:
@@ -77,11 +77,11 @@ def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) 
         "whole-response",
         "frozen-head",
     ]
-    for work, found in plans_work.works(problem):
-        for subject, way in zip(work.subjects, found, strict=True):
+    for workload, found in plans_workloads.workloads(problem):
+        for contender, way in zip(workload.contenders, found, strict=True):
             if way.objective is None:
                 continue  # calls a name of its own, and there is one plan
-            run = subject.prepare()
+            run = contender.prepare()
             chosen.clear()
             outcome = run.call()
             (plan,) = chosen
@@ -92,9 +92,9 @@ def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) 
 
 def test_the_whole_suite_at_a_small_shape() -> None:
     section = suites.run_plans((96, 16, 600), suites.Setting(torch.float32, DEVICE, 1, lambda text: None))
-    rows = {row.subject: row for row in section.rows}
+    rows = {row.contender: row for row in section.rows}
     bare = [row for row in section.rows if row.is_limit]
-    assert [row.work for row in bare] == ["bare products"] * 3
+    assert [row.workload for row in bare] == ["bare products"] * 3
     times = [row.milliseconds_median or 0.0 for row in bare]
     expected = {
         "fastrl, no budget": ("forward-gradient", "3U", sum(times)),
@@ -106,9 +106,9 @@ def test_the_whole_suite_at_a_small_shape() -> None:
         "fastrl, loss under no_grad": ("forward", "1U", times[0]),
         "fastrl, linear_token_logprobs with entropy": ("forward", "1U", times[0]),
     }
-    for subject, (plan, limit, milliseconds) in expected.items():
-        row = rows[subject]
-        assert (row.plan, row.limit) == (plan, limit), subject
+    for contender, (plan, limit, milliseconds) in expected.items():
+        row = rows[contender]
+        assert (row.plan, row.limit) == (plan, limit), contender
         assert row.milliseconds_limit == pytest.approx(milliseconds)
         assert all(error is not None and error < 1e-5 for error in row.errors.values()) and row.errors
     assert section.limits["milliseconds: 4U, recompute"] == pytest.approx(sum(times) + times[0])
@@ -126,8 +126,8 @@ def test_of_many_tokens_only_the_choices_are_measured() -> None:
 
 def test_a_plan_that_cannot_be_followed_is_a_reason_and_no_failure() -> None:
     problem = linear_problem(64, 8, 512, torch.float16, DEVICE, clipped=0.0)
-    work, found = plans_work.works(problem)[1]
+    workload, found = plans_workloads.workloads(problem)[1]
     assert found[0].forced == "whole-response"  # which float16 has not
-    row = Row("plans", {"N": 64, "H": 8, "V": 512}, "float16", work.name, "fastrl, whole-response")
-    measure(work.subjects[0], row, None, DEVICE, 1)
+    row = Row("plans", {"N": 64, "H": 8, "V": 512}, "float16", workload.name, "fastrl, whole-response")
+    measure(workload.contenders[0], row, None, DEVICE, 1)
     assert not row.failed and row.skipped is not None and "cannot be followed" in row.skipped

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fastrl.bench import ceilings, running
-from fastrl.bench.subjects import Subject
+from fastrl.bench.contenders import Contender
 
 
 def compiled() -> dict[str, object]:
@@ -80,8 +80,8 @@ def test_the_fastest_read_is_the_ceiling(device: str, monkeypatch: pytest.Monkey
     taken = []
     seconds_of = running.Bench.seconds_of
 
-    def spy(self: running.Bench, subject: Subject) -> float | None:
-        taken.append(seconds_of(self, subject))
+    def spy(self: running.Bench, contender: Contender) -> float | None:
+        taken.append(seconds_of(self, contender))
         return taken[-1]
 
     monkeypatch.setattr(running.Bench, "seconds_of", spy)

@@ -19,13 +19,13 @@ from fastrl.bench import suites
 SHAPE = {"N": 8192, "V": 151936}
 
 
-def row(subject: str, milliseconds: float | None, **fields: Any) -> dict[str, Any]:
+def row(contender: str, milliseconds: float | None, **fields: Any) -> dict[str, Any]:
     found = {
         "suite": "logits",
         "shape": SHAPE,
         "dtype": "bfloat16",
-        "work": "loss and gradient",
-        "subject": subject,
+        "workload": "loss and gradient",
+        "contender": contender,
         "milliseconds_median": milliseconds,
         "milliseconds_limit": 2.0,
         "peak_temporary_bytes": None,
@@ -47,9 +47,9 @@ def test_ratios_to_the_limit_and_to_others() -> None:
     }
 
 
-def test_the_other_may_belong_to_another_work_of_the_same_run() -> None:
-    dense = {"suite": "masks", "work": "loss over the whole vocabulary"}
-    rows = [row("fastrl", 1.0, suite="masks", work="loss over recorded sets"), row("fastrl", 40.0, **dense)]
+def test_the_other_may_belong_to_another_workload_of_the_same_run() -> None:
+    dense = {"suite": "masks", "workload": "loss over the whole vocabulary"}
+    rows = [row("fastrl", 1.0, suite="masks", workload="loss over recorded sets"), row("fastrl", 40.0, **dense)]
     assert measured([rows]) == {"ours / loss over the whole vocabulary": ("0.025", "yes")}
     assert measured([rows[:1], rows[1:]]) == {"ours / loss over the whole vocabulary": ("", "not measured")}
 
@@ -60,8 +60,8 @@ def test_every_target_names_a_suite_and_an_axis_that_there_is() -> None:
         assert all(name in axes for name, _ in (*target.least, *target.most))
         if target.suite in ("logits", "linear", "plans", "overhead"):  # some default shape is one that it speaks of
             shapes = [dict(zip(axes, shape, strict=True)) for shape in suites.SUITES[target.suite].defaults["cuda"]]
-            given = {"suite": target.suite, "work": target.work, "dtype": target.dtype}
-            assert any(target.matches(row(target.subject, 1.0, **given, shape=shape)) for shape in shapes), target
+            given = {"suite": target.suite, "workload": target.workload, "dtype": target.dtype}
+            assert any(target.matches(row(target.contender, 1.0, **given, shape=shape)) for shape in shapes), target
 
 
 def test_a_folder_is_read_and_nothing_in_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def main() -> None:
         return Run(call)
 
     loss_func = compute_loss_func(model)
-    subjects = {
+    contenders = {
         "transformers": run(lambda: model(input_ids=ids, labels=ids).loss),
         "return_token_stats=True": run(lambda: model(input_ids=ids, labels=ids, return_token_stats=True).loss),
         "compute_loss_func": run(lambda: loss_func(model(input_ids=ids), ids)),
@@ -57,11 +57,11 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {version('transformers')}, {options.shape}, float32, "
         f"{torch.get_num_threads()} threads"
     )
-    expected = subjects["transformers"].call()
-    for name, subject in subjects.items():
-        milliseconds = 1000 * statistics.median(time_runs(subject, "cpu", options.repeats))
-        peak = (peak_temporary_bytes(subject, "cpu") or 0) / 2**20
-        found = subject.call()
+    expected = contenders["transformers"].call()
+    for name, contender in contenders.items():
+        milliseconds = 1000 * statistics.median(time_runs(contender, "cpu", options.repeats))
+        peak = (peak_temporary_bytes(contender, "cpu") or 0) / 2**20
+        found = contender.call()
         error = max(float((found.gradients[k] - g).abs().max() / g.abs().max()) for k, g in expected.gradients.items())
         print(f"{name:24} {milliseconds:7.0f} ms {peak:7.0f} MiB  gradients {error:.1e}")
 

@@ -28,7 +28,7 @@ DPO: dict[str, Any] = {"beta": 0.1}
 
 
 class Problem:
-    """One batch; the same numbers for every subject."""
+    """One batch; the same numbers for every contender."""
 
     def __init__(self, responses: int, length: int, hidden: int, vocab: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -75,8 +75,8 @@ class Problem:
         return Run(call)
 
 
-def subjects(problem: Problem) -> dict[str, dict[str, Run]]:
-    """work -> subject -> run; the first of each is what the others are compared with."""
+def contenders(problem: Problem) -> dict[str, dict[str, Run]]:
+    """workload -> contender -> run; the first of each is what the others are compared with."""
 
     def grpo(loss_of: Any) -> Run:
         return problem.run(lambda: problem.grpo(loss_of))
@@ -107,7 +107,7 @@ def gap(found: Outcome, expected: Outcome) -> float:
 
 
 def main() -> None:
-    """Print one Markdown table a work."""
+    """Print one Markdown table a workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8x128x256x32768", help="responses x tokens x hidden x vocabulary")
     parser.add_argument("--repeats", type=int, default=5)
@@ -115,8 +115,8 @@ def main() -> None:
     responses, length, hidden, vocab = (int(number) for number in options.shape.split("x"))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "liger-kernel", "fastrl"))
     print(f"{' '.join(sys.argv)}: {versions}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, float32\n")
-    for work, runs in subjects(Problem(responses, length, hidden, vocab)).items():
-        print(f"| {work} | median ms | peak temporary MiB | largest gradient difference |\n|---|---|---|---|")
+    for workload, runs in contenders(Problem(responses, length, hidden, vocab)).items():
+        print(f"| {workload} | median ms | peak temporary MiB | largest gradient difference |\n|---|---|---|---|")
         first: Outcome | None = None
         for name, run in runs.items():
             outcome = run.call()

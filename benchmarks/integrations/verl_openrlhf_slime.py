@@ -45,9 +45,9 @@ def load(path: str, stand_ins: dict[str, dict[str, Any]]) -> Any:
     return module
 
 
-def report(title: str, subjects: dict[str, Callable[[], Tensor]], inputs: tuple[Tensor, ...]) -> None:
+def report(title: str, contenders: dict[str, Callable[[], Tensor]], inputs: tuple[Tensor, ...]) -> None:
     print(title)
-    for name, loss in subjects.items():
+    for name, loss in contenders.items():
 
         def call(loss: Callable[[], Tensor] = loss) -> Outcome:
             gradients = torch.autograd.grad(loss(), inputs)

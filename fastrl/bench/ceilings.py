@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .contenders import Contender, Outcome, Run
 from .running import Bench
-from .subjects import Outcome, Run, Subject
 
 #: Bytes of the buffer whose copy tells the memory's speed where the suite's own tensors are no measure of it.
 STREAM_BYTES = 1 << 30
@@ -26,14 +26,14 @@ def stream(logits: Tensor) -> Tensor:
 def copy_speed(bench: Bench, source: Tensor) -> float | None:
     """Bytes a second, read and written together, of a copy of the tensor."""
     size = source.numel() * source.element_size()
-    seconds = bench.seconds_of(Subject("copy", partial(_copy, source), size))
+    seconds = bench.seconds_of(Contender("copy", partial(_copy, source), size))
     return None if seconds is None else 2 * size / seconds
 
 
 def read_speed(bench: Bench, source: Tensor) -> float | None:
     """Bytes a second of reading the tensor (contiguous, on a GPU)."""
     found = [
-        bench.seconds_of(Subject(f"read, {count} programs a multiprocessor", partial(_read, source, count), 0))
+        bench.seconds_of(Contender(f"read, {count} programs a multiprocessor", partial(_read, source, count), 0))
         for count in _PROGRAMS
     ]
     fastest = min((seconds for seconds in found if seconds is not None), default=None)

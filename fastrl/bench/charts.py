@@ -13,10 +13,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from .measure import Row
 from .report import shape_text, shared_limit, skipped_text
-from .works import Section
+from .workloads import Section
 
 _OURS, _OTHERS, _BODY, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#ffffff", "#c1272d", "#222222"
-#: Of lines: ours in the order of the subjects, ever lighter and thinner, so that coinciding ones all show; the others.
+#: Of lines: ours in the order of the contenders, ever lighter and thinner, so that coinciding ones all show; the
+#: others.
 _OUR_LINES = (("#08306b", 5.4), ("#0868ac", 4.0), ("#4eb3d3", 2.8), ("#35978f", 1.6))
 _OTHER_LINES = ("#737373", "#b35806", "#7b3294", "#c51b7d", "#a6761d")
 _MARKERS = "os^vDPX*<>"
@@ -41,16 +42,19 @@ def figure(header: dict[str, Any], section: Section) -> Figure:
 
 
 def _time_figure(header: dict[str, Any], section: Section) -> Figure:
-    """A panel of horizontal bars for each work that anything did."""
-    works = {work: [row for row in section.rows if row.work == work and not row.is_limit] for work in section.works}
-    bars = {work: [row for row in rows if row.skipped is None] for work, rows in works.items()}
-    bars = {work: rows for work, rows in bars.items() if rows}
+    """A panel of horizontal bars for each workload that anything did."""
+    workloads = {
+        workload: [row for row in section.rows if row.workload == workload and not row.is_limit]
+        for workload in section.workloads
+    }
+    bars = {workload: [row for row in rows if row.skipped is None] for workload, rows in workloads.items()}
+    bars = {workload: rows for workload, rows in bars.items() if rows}
     heights = [0.9 + 0.3 * len(rows) for rows in bars.values()]
     figure, panels = _figure(header, section, sum(heights), (len(bars), 1), heights)
-    for panel, (work, rows) in zip(panels, bars.items(), strict=True):
+    for panel, (workload, rows) in zip(panels, bars.items(), strict=True):
         _bars(panel, rows)
-        panel.set_title(f"{work}\n", loc="left", fontsize=10, fontweight="bold", color=_INK, pad=4)
-        text = textwrap.shorten(section.works[work], 120, placeholder=" ...")
+        panel.set_title(f"{workload}\n", loc="left", fontsize=10, fontweight="bold", color=_INK, pad=4)
+        text = textwrap.shorten(section.workloads[workload], 120, placeholder=" ...")
         panel.text(0, 1.0, text, transform=panel.transAxes, fontsize=8, color=_INK, va="bottom")
         _limit_line(panel, rows)
     if panels:
@@ -84,7 +88,7 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
             zorder=4,
         )
-    panel.set_yticks(places, ["\n".join(textwrap.wrap(row.subject, 38)) for row in rows], fontsize=8.5)
+    panel.set_yticks(places, ["\n".join(textwrap.wrap(row.contender, 38)) for row in rows], fontsize=8.5)
     for label, row in zip(panel.get_yticklabels(), rows, strict=True):
         label.set_color(_OURS if row.ours else _INK)
         label.set_fontweight("bold" if row.ours else "normal")
@@ -98,7 +102,7 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
 
 def _plan_text(row: Row) -> str:
     """Which plan, unless its name is the row's, what of its limit it reached, and its memory."""
-    parts = [row.plan or ""] if not row.subject.endswith(row.plan or "") else []
+    parts = [row.plan or ""] if not row.contender.endswith(row.plan or "") else []
     if row.fraction_of_limit is not None:
         parts.append(f"{100 * row.fraction_of_limit:.0f} % of {row.limit}")
     if row.peak_temporary_bytes is not None:
@@ -129,11 +133,11 @@ def _limit_line(panel: Axes, rows: list[Row]) -> None:
 def _memory_figure(header: dict[str, Any], section: Section) -> Figure:
     """Two panels with the same lines: memory and time against tokens."""
     figure, panels = _figure(header, section, 4.6, (1, 2), None)
-    subjects = list(dict.fromkeys(row.subject for row in section.rows if row.skipped is None))
+    contenders = list(dict.fromkeys(row.contender for row in section.rows if row.skipped is None))
     our_styles, other_colours = iter(_OUR_LINES), iter(_OTHER_LINES)
-    for subject, marker in zip(subjects, _MARKERS, strict=False):
-        rows = [row for row in section.rows if row.subject == subject and row.skipped is None]
-        style: dict[str, Any] = {"label": subject, "marker": marker, "markersize": 5.5, "linewidth": 1.3, "zorder": 2}
+    for contender, marker in zip(contenders, _MARKERS, strict=False):
+        rows = [row for row in section.rows if row.contender == contender and row.skipped is None]
+        style: dict[str, Any] = {"label": contender, "marker": marker, "markersize": 5.5, "linewidth": 1.3, "zorder": 2}
         if rows[0].ours:
             colour, width = next(our_styles, (_INK, 1.0))
             style |= {"color": colour, "linewidth": width, "markersize": 4.5 + width, "zorder": 3}
@@ -203,14 +207,14 @@ def _notes(section: Section) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for row in section.rows:
         if row.skipped is not None:
-            reasons.setdefault(skipped_text(row), []).append(row.subject)
+            reasons.setdefault(skipped_text(row), []).append(row.contender)
     if section.suite == "memory":
         skipped = [row for row in section.rows if row.skipped is not None]
         reasons = {}
-        for subject in dict.fromkeys(row.subject for row in skipped):
-            rows = [row for row in skipped if row.subject == subject]
+        for contender in dict.fromkeys(row.contender for row in skipped):
+            rows = [row for row in skipped if row.contender == contender]
             counts = ", ".join(f"{row.tokens:,}" for row in rows)
             # The reasons may differ in their numbers: the last, of the most tokens, stands for them.
-            reasons.setdefault(skipped_text(rows[-1]), []).append(f"{subject} at {counts} tokens")
+            reasons.setdefault(skipped_text(rows[-1]), []).append(f"{contender} at {counts} tokens")
     texts = (f"{'; '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items())
     return [line for text in texts for line in textwrap.wrap(text, 155)]

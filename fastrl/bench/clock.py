@@ -1,4 +1,4 @@
-"""Seconds of a subject's calls: by the host's clock on a CPU, by events on a GPU; and what issuing them costs."""
+"""Seconds of a contender's calls: by the host's clock on a CPU, by events on a GPU; and what issuing them costs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .subjects import Run
+from .contenders import Run
 
-#: Repeats that a slow subject still gets: a median of fewer says nothing.
+#: Repeats that a slow contender still gets: a median of fewer says nothing.
 _FEWEST_REPEATS = 3
 #: Bytes that are read before a call, to leave nothing of its inputs in a GPU's cache: 20 times an H200's.
 FLUSHED_BYTES = 1 << 30

@@ -15,7 +15,7 @@ from .. import dependencies
 from . import machine
 from .measure import Row, default_device
 from .suites import SUITES, Setting, Shape, Suite
-from .works import Section
+from .workloads import Section
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -63,7 +63,7 @@ def _write(folder: Path, name: str, header: dict[str, Any], sections: list[Secti
 
 
 def _status(rows: Iterable[Row]) -> int:
-    failed = [f"{row.suite}, {row.work}, {row.subject}: {row.skipped}" for row in rows if row.failed]
+    failed = [f"{row.suite}, {row.workload}, {row.contender}: {row.skipped}" for row in rows if row.failed]
     for line in failed:
         print(f"fastrl bench: failed: {line}", file=sys.stderr)
     return int(bool(failed))
@@ -103,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         " without it, the suites' own shapes",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
-    parser.add_argument("--repeats", type=_positive, help="timed repeats of each subject; default: 5, on a GPU 20")
+    parser.add_argument("--repeats", type=_positive, help="timed repeats of each contender; default: 5, on a GPU 20")
     parser.add_argument(
-        "--seconds", type=_positive, help="repeat a subject no further after so long; default: 60, on a GPU 5"
+        "--seconds", type=_positive, help="repeat a contender no further after so long; default: 60, on a GPU 5"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and a chart a shape there")
     parser.add_argument("--name", type=_name, default="results", help="of the files in DIR; default: results")

@@ -16,9 +16,9 @@ from torch import Tensor
 import fastrl
 
 from . import peers, plain
+from .contenders import Contender, Outcome, Run, Unavailable
 from .problems import LinearProblem, Tokens
-from .subjects import Outcome, Run, Subject, Unavailable
-from .works import COMPILED, EAGER, Head, HeadLoss, compiled
+from .workloads import COMPILED, EAGER, Head, HeadLoss, compiled
 
 _GIB = 1 << 30
 
@@ -103,10 +103,10 @@ def size_of(problem: LinearProblem) -> Size:
     return Size(tokens, width, vocab, problem.weight.element_size())
 
 
-def subject(problem: LinearProblem, candidate: Candidate) -> Subject:
+def contender(problem: LinearProblem, candidate: Candidate) -> Contender:
     """The candidate's loss and gradients on a problem's inputs."""
     run = partial(_loss_and_gradients, problem, candidate.make)
-    return Subject(candidate.name, run, candidate.bytes_needed(size_of(problem)), candidate.ours)
+    return Contender(candidate.name, run, candidate.bytes_needed(size_of(problem)), candidate.ours)
 
 
 def _loss_and_gradients(problem: LinearProblem, make: Callable[[Tokens], Head]) -> Run:

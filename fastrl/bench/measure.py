@@ -1,4 +1,4 @@
-"""Time, peak temporary memory and error of one subject."""
+"""Time, peak temporary memory and error of one contender."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import Tensor
 from fastrl.budget import free_bytes
 
 from .clock import FLUSHED_BYTES, synchronize, time_runs
-from .problems import Truth
-from .subjects import Outcome, Run, Subject, Unavailable
+from .contenders import Contender, Outcome, Run, Unavailable
+from .problems import Expected
 
 #: (run, device, most repeats, seconds after which none is begun) -> the seconds of each
 Clock = Callable[[Run, str, int, float], list[float]]
 
 
 class Limit(NamedTuple):
-    """The least time of a work, measured in the same run, and of what: "a copy of as many bytes"."""
+    """The least time of a workload, measured in the same run, and of what: "a copy of as many bytes"."""
 
     seconds: float
     of: str
@@ -34,26 +34,26 @@ class Limit(NamedTuple):
 
 @dataclass
 class Row:
-    """One line of a table: a subject's numbers, or the reason why it has none."""
+    """One line of a table: a contender's numbers, or the reason why it has none."""
 
     suite: str
     shape: dict[str, int]
     dtype: str
-    work: str
-    subject: str
+    workload: str
+    contender: str
     skipped: str | None = None
     failed: bool = False  # skipped, and that is our mistake
     ours: bool = False
-    is_limit: bool = False  # the bare work that the others are held against
+    is_limit: bool = False  # the bare workload that the others are held against
     plan: str | None = None  # which memory plan fastrl took
     milliseconds_median: float | None = None
     milliseconds_min: float | None = None
     milliseconds_hot: float | None = None  # the median where the call before left what it could in a GPU's L2 cache
     repeats: int | None = None
     tokens_per_second: float | None = None
-    work_bytes: int | None = None  # what the work has to move at least
+    workload_bytes: int | None = None  # what the workload has to move at least
     bytes_per_second: float | None = None
-    work_flops: int | None = None  # what its matrix products cost at least
+    workload_flops: int | None = None  # what its matrix products cost at least
     flops_per_second: float | None = None
     limit: str | None = None  # what the row is held against
     milliseconds_limit: float | None = None
@@ -123,20 +123,20 @@ def release_free_memory() -> None:
         trim(0)
 
 
-def errors(outcome: Outcome, truth: Truth) -> dict[str, float | None]:
+def errors(outcome: Outcome, expected: Expected) -> dict[str, float | None]:
     """Largest errors against float64: absolute for loss and statistics, relative to the largest entry for gradients."""
     found: dict[str, float] = {}
     for name in ("loss", "logprobs", "entropy"):
-        actual, expected = getattr(outcome, name), getattr(truth, name)
-        if actual is not None and expected is not None:
-            found[name] = _largest(actual.reshape(-1).double() - expected.reshape(-1))
+        actual, exact = getattr(outcome, name), getattr(expected, name)
+        if actual is not None and exact is not None:
+            found[name] = _largest(actual.reshape(-1).double() - exact.reshape(-1))
     for name, gradient in outcome.gradients.items():
-        rows, expected = truth.gradients[name]
+        rows, exact = expected.gradients[name]
         if gradient.dim() == 3:  # (B, T, V), perhaps with gaps, which reshape would copy
             actual = gradient[rows // gradient.shape[1], rows % gradient.shape[1]]
         else:
             actual = gradient[rows]
-        found[f"d_{name}"] = _largest(actual.double() - expected) / max(_largest(expected), 1e-300)
+        found[f"d_{name}"] = _largest(actual.double() - exact) / max(_largest(exact), 1e-300)
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
@@ -145,9 +145,9 @@ def _largest(x: Tensor) -> float:
 
 
 def measure(
-    subject: Subject,
+    contender: Contender,
     row: Row,
-    truth: Truth | None,
+    expected: Expected | None,
     device: str,
     repeats: int,
     seconds: float = math.inf,
@@ -158,18 +158,18 @@ def measure(
 
     What another package raises becomes the row's reason; what ours raises is raised, its first line in the row.
     """
-    row.ours = subject.ours
+    row.ours = contender.ours
     free = free_bytes(device)
-    needed = subject.bytes_needed + (FLUSHED_BYTES if device == "cuda" else 0)
+    needed = contender.bytes_needed + (FLUSHED_BYTES if device == "cuda" else 0)
     if free is not None and needed > free:
         row.skipped = f"needs about {_gib(needed)}, and {_gib(free)} are free"
         return
     try:
-        run = subject.prepare()
+        run = contender.prepare()
         run.restore()
         outcome = run.call()
-        if truth is not None:
-            row.errors = errors(outcome, truth)
+        if expected is not None:
+            row.errors = errors(outcome, expected)
         del outcome
         row.peak_temporary_bytes = peak_temporary_bytes(run, device)
         times = clock(run, device, repeats, seconds)
@@ -180,7 +180,7 @@ def measure(
         row.skipped = f"out of memory: {_first_line(error)}"
     except Exception as error:  # a peer's code may raise anything, and must not end the run; ours must
         row.skipped = f"{type(error).__name__}: {_first_line(error)}"
-        if subject.ours:
+        if contender.ours:
             row.failed = True
             raise
     else:
@@ -189,7 +189,7 @@ def measure(
         row.milliseconds_min = 1e3 * min(times)
         row.milliseconds_hot = None if hot_times is None else 1e3 * statistics.median(hot_times)
     finally:
-        run = None  # type: ignore[assignment]  # frees its tensors before the next subject is measured
+        run = None  # type: ignore[assignment]  # frees its tensors before the next contender is measured
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -205,15 +205,15 @@ def _gib(size: int) -> str:
 
 
 def finish(rows: list[Row], limit: Limit | None, eager: str, compiled: str) -> None:
-    """Derived numbers of a work's rows: rates, fraction of the limit, speed-ups over two of the subjects."""
-    medians: dict[str, Any] = {row.subject: row.milliseconds_median for row in rows}
+    """Derived numbers of a workload's rows: rates, fraction of the limit, speed-ups over two of the contenders."""
+    medians: dict[str, Any] = {row.contender: row.milliseconds_median for row in rows}
     for row in rows:
         if row.milliseconds_median is None:
             continue
         seconds = row.milliseconds_median / 1e3
         row.tokens_per_second = row.tokens / seconds
-        row.bytes_per_second = None if row.work_bytes is None else row.work_bytes / seconds
-        row.flops_per_second = None if row.work_flops is None else row.work_flops / seconds
+        row.bytes_per_second = None if row.workload_bytes is None else row.workload_bytes / seconds
+        row.flops_per_second = None if row.workload_flops is None else row.workload_flops / seconds
         if limit is not None:
             row.limit, row.milliseconds_limit = limit.of, 1e3 * limit.seconds
             row.fraction_of_limit = limit.seconds / seconds

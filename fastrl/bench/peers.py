@@ -1,4 +1,4 @@
-"""Other packages' ways to do the same works, at their own defaults; each says why it cannot run.
+"""Other packages' ways to do the same workloads, at their own defaults; each says why it cannot run.
 
 PPO's clip with beta = 0 and loss_type "bnpo" (the mean over tokens) is what both Liger losses and ours compute here.
 """
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import plain
+from .contenders import Outcome, Run, Unavailable
 from .problems import LinearProblem, LogitsProblem, Tokens
-from .subjects import Outcome, Run, Unavailable
-from .works import Head, HeadLoss
+from .workloads import Head, HeadLoss
 
 #: What TRL's trainers give its head.
 _TRL_HEAD_CHUNK = 32768

@@ -1,6 +1,6 @@
 """The vocabulary work and PPO's clipped loss as a trainer writes them in torch: what eager and torch.compile run.
 
-In float64 the same functions are the truth that every subject is compared with.
+In float64 the same functions give the values that every contender is compared with.
 """
 
 from __future__ import annotations

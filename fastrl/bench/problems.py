@@ -1,4 +1,4 @@
-"""Inputs that all subjects of a work share, and float64 answers to judge them by."""
+"""Inputs that all contenders of a workload share, and float64 answers to judge them by."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAMPLED_ROWS = 64
 _CHUNK_BYTES = 256 << 20
 
 
-class Truth(NamedTuple):
+class Expected(NamedTuple):
     """Float64 answers; gradients by name, each as (indices into the first dimension, its values there)."""
 
     loss: Tensor | None
@@ -70,22 +70,22 @@ class LogitsProblem:
     logprobs: Tensor  # (N,) float64
     entropy: Tensor  # (N,) float64
 
-    def statistics_truth(self) -> Truth:
+    def expected_statistics(self) -> Expected:
         """For log-probabilities and entropies with the tokens' upstream gradients."""
         rows = self.tokens.sampled()
         c, h = (u[rows].double() for u in self.tokens.upstream)
         x = self.logits[rows].double().requires_grad_()
         logprobs, entropy = plain.statistics(x, self.tokens.targets[rows])
         (gradient,) = torch.autograd.grad((c * logprobs + h * entropy).sum(), x)
-        return Truth(None, self.logprobs, self.entropy, {"logits": (rows, gradient)})
+        return Expected(None, self.logprobs, self.entropy, {"logits": (rows, gradient)})
 
-    def loss_truth(self) -> Truth:
+    def expected_loss(self) -> Expected:
         """For the clipped loss."""
         rows = self.tokens.sampled()
         x = self.logits[rows].double().requires_grad_()
         loss, *_ = plain.policy_loss(x, *_loss_inputs(self.tokens, rows))
         (gradient,) = torch.autograd.grad(loss, x)
-        return Truth(_loss(self.tokens, self.logprobs), self.logprobs, self.entropy, {"logits": (rows, gradient)})
+        return Expected(_loss(self.tokens, self.logprobs), self.logprobs, self.entropy, {"logits": (rows, gradient)})
 
 
 @dataclass(frozen=True)
@@ -98,28 +98,28 @@ class LinearProblem:
     logprobs: Tensor  # (N,) float64
     entropy: Tensor  # (N,) float64
 
-    def statistics_truth(self) -> Truth:
+    def expected_statistics(self) -> Expected:
         """For log-probabilities and entropies, forward only."""
-        return Truth(None, self.logprobs, self.entropy, {})
+        return Expected(None, self.logprobs, self.entropy, {})
 
-    def loss_truth(self) -> Truth:
+    def expected_loss(self) -> Expected:
         """For the clipped loss."""
-        return self._loss_truth(_loss)
+        return self._expected_loss(_loss)
 
-    def sequence_loss_truth(self) -> Truth:
+    def expected_sequence_loss(self) -> Expected:
         """For the clipped loss of sequence ratios."""
-        return self._loss_truth(_sequence_loss)
+        return self._expected_loss(_sequence_loss)
 
-    def _loss_truth(self, loss_of: Callable[[Tokens, Tensor], Tensor]) -> Truth:
+    def _expected_loss(self, loss_of: Callable[[Tokens, Tensor], Tensor]) -> Expected:
         logp = self.logprobs.clone().requires_grad_()
         loss = loss_of(self.tokens, logp)
         (c,) = torch.autograd.grad(loss, logp)
-        return Truth(loss.detach(), self.logprobs, self.entropy, self._gradients(c))
+        return Expected(loss.detach(), self.logprobs, self.entropy, self._gradients(c))
 
-    def cross_entropy_truth(self) -> Truth:
+    def expected_cross_entropy(self) -> Expected:
         """For the mean cross-entropy of the targets."""
         c = torch.full_like(self.logprobs, -1 / self.tokens.count)
-        return Truth(-self.logprobs.mean(), self.logprobs, self.entropy, self._gradients(c))
+        return Expected(-self.logprobs.mean(), self.logprobs, self.entropy, self._gradients(c))
 
     def _gradients(self, c: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Of sum_t c_t logp_t, for sampled rows of the hidden states and of the weight."""

@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from .measure import Row
-from .works import Section
+from .workloads import Section
 
 _NOTE = """\
 ms: median and fastest of the repeats, on a GPU by events with a cold L2 cache; hot L2: the median with what the call
@@ -47,9 +47,9 @@ def as_markdown(header: dict[str, Any], sections: list[Section]) -> str:
     for section in sections:
         parts.append(f"## {section.suite}: {shape_text(section.shape)}, {section.rows[0].dtype}")
         parts += [f"Limit: {_limit(name, value)}" for name, value in section.limits.items() if value is not None]
-        for work in dict.fromkeys(row.work for row in section.rows):
-            rows = [row for row in section.rows if row.work == work]
-            parts += [f"### {work}", f"{section.works[work]}.{_held_against(rows)}", _table(rows)]
+        for workload in dict.fromkeys(row.workload for row in section.rows):
+            rows = [row for row in section.rows if row.workload == workload]
+            parts += [f"### {workload}", f"{section.workloads[workload]}.{_held_against(rows)}", _table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -106,7 +106,7 @@ def skipped_text(row: Row) -> str:
 def _table(rows: list[Row]) -> str:
     shared = shared_limit(rows)
     lines = [_line(row, shared) for row in rows if row.skipped is None]
-    skipped = "\n".join(f"- {row.subject}: {skipped_text(row)}" for row in rows if row.skipped is not None)
+    skipped = "\n".join(f"- {row.contender}: {skipped_text(row)}" for row in rows if row.skipped is not None)
     if not lines:
         return skipped
     used = [i for i in range(len(_HEADERS)) if any(line[i] for line in lines)]  # columns that say something here
@@ -128,7 +128,7 @@ def _line(row: Row, shared: str | None) -> tuple[str, ...]:
     else:
         error = f"{max(e for e in row.errors.values() if e is not None):.1e}"
     return (
-        row.subject,
+        row.contender,
         number(row.milliseconds_median, ".4g"),
         number(row.milliseconds_min, ".4g"),
         number(row.milliseconds_hot, ".4g"),

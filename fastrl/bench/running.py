@@ -1,4 +1,4 @@
-"""One suite at one shape: its subjects measured into rows."""
+"""One suite at one shape: its contenders measured into rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from .clock import time_runs
+from .contenders import Contender
 from .measure import Clock, Row, measure
-from .subjects import Subject
-from .works import Section, Work
+from .workloads import Section, Workload
 
 Shape = tuple[int, ...]
 Log = Callable[[str], None]
@@ -26,7 +26,7 @@ class Setting:
     device: str
     repeats: int
     log: Log
-    seconds: float = math.inf  # after which a subject is not repeated again
+    seconds: float = math.inf  # after which a contender is not repeated again
 
     @property
     def dtype_name(self) -> str:
@@ -42,22 +42,29 @@ class Bench:
     shape: dict[str, int]
     setting: Setting
     clock: Clock = time_runs
-    hot: bool = False  # whether subjects are timed with a hot cache too
+    hot: bool = False  # whether contenders are timed with a hot cache too
 
-    def measure_work(self, work: Work) -> list[Row]:
-        """The rows of all subjects of the work."""
-        return [self.measure_subject(subject, work) for subject in work.subjects]
+    def measure_workload(self, workload: Workload) -> list[Row]:
+        """The rows of all contenders of the workload."""
+        return [self.measure_contender(contender, workload) for contender in workload.contenders]
 
-    def measure_subject(self, subject: Subject, work: Work, with_truth: bool = True) -> Row:
-        """The subject's row. A mistake of ours is told and marks the row; the others are still worth measuring."""
-        self.setting.log(f"{work.name}: {subject.name}")
-        row = self._row(work.name, subject.name)
-        row.work_bytes, row.work_flops = work.work_bytes, work.work_flops
-        truth = work.truth if with_truth else None
+    def measure_contender(self, contender: Contender, workload: Workload, with_expected: bool = True) -> Row:
+        """The contender's row. A mistake of ours is told and marks the row; the others are still worth measuring."""
+        self.setting.log(f"{workload.name}: {contender.name}")
+        row = self._row(workload.name, contender.name)
+        row.workload_bytes, row.workload_flops = workload.workload_bytes, workload.workload_flops
+        expected = workload.expected if with_expected else None
         setting = self.setting
         try:
             measure(
-                subject, row, truth, setting.device, setting.repeats, setting.seconds, clock=self.clock, hot=self.hot
+                contender,
+                row,
+                expected,
+                setting.device,
+                setting.repeats,
+                setting.seconds,
+                clock=self.clock,
+                hot=self.hot,
             )
         except Exception:
             if not row.failed:
@@ -65,19 +72,21 @@ class Bench:
             self.setting.log(traceback.format_exc())
         return row
 
-    def seconds_of(self, subject: Subject) -> float | None:
-        """The median of something that belongs to no work; None where it cannot run."""
-        self.setting.log(subject.name)
-        row = self._row(subject.name, subject.name)
-        measure(subject, row, None, self.setting.device, self.setting.repeats, self.setting.seconds)
+    def seconds_of(self, contender: Contender) -> float | None:
+        """The median of something that belongs to no workload; None where it cannot run."""
+        self.setting.log(contender.name)
+        row = self._row(contender.name, contender.name)
+        measure(contender, row, None, self.setting.device, self.setting.repeats, self.setting.seconds)
         return seconds(row)
 
-    def section(self, limits: dict[str, float | None], works: list[Work], rows: list[Row]) -> Section:
+    def section(self, limits: dict[str, float | None], workloads: list[Workload], rows: list[Row]) -> Section:
         """What was found."""
-        return Section(self.suite, self.shape, limits, {work.name: work.description for work in works}, rows)
+        return Section(
+            self.suite, self.shape, limits, {workload.name: workload.description for workload in workloads}, rows
+        )
 
-    def _row(self, work: str, subject: str) -> Row:
-        return Row(self.suite, self.shape, self.setting.dtype_name, work, subject)
+    def _row(self, workload: str, contender: str) -> Row:
+        return Row(self.suite, self.shape, self.setting.dtype_name, workload, contender)
 
 
 def seconds(row: Row) -> float | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.budget import free_bytes
 
 from . import plain
-from .problems import Tokens, Truth, checked_entries, chunks, make_tokens
+from .problems import Expected, Tokens, checked_entries, chunks, make_tokens
 
 #: Bytes of activations a token, layer and hidden dimension, over the element size: kept for the backward, roughly.
 _ACTIVATIONS = 40
@@ -102,7 +102,7 @@ class StepProblem:
     weights: int  # how many the model has
     inputs: Tensor
     tokens: Tokens
-    truth: Truth
+    expected: Expected
 
     def bytes_needed(self) -> int:
         """Of a model with gradients and AdamW's two numbers a weight, and of activations, roughly."""
@@ -143,11 +143,11 @@ def _first_step(architecture: Architecture, ids: Tensor, generator: torch.Genera
         ]
     logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     tokens = make_tokens(targets, logprobs, generator, ids.shape[0])
-    truth = _truth(model, hidden, tokens, logprobs, entropy)
-    return StepProblem(architecture, sum(p.numel() for p in model.parameters()), inputs, tokens, truth)
+    expected = _expected(model, hidden, tokens, logprobs, entropy)
+    return StepProblem(architecture, sum(p.numel() for p in model.parameters()), inputs, tokens, expected)
 
 
-def _truth(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entropy: Tensor) -> Truth:
+def _expected(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entropy: Tensor) -> Expected:
     """Head and loss in float64 on the body's own hidden states; two gradients that everything behind them enters.
 
     The last norm's gradient sums over all tokens' d_hidden, and a tied weight's has the head's and the embedding's.
@@ -173,4 +173,4 @@ def _truth(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entropy
     if model.lm_head.weight.grad is not None:  # the embedding's
         d_weight = d_weight + model.lm_head.weight.grad[entries].double()
     every = torch.arange(norm.numel(), device=norm.device)
-    return Truth(loss, logprobs, entropy, {"norm": (every, norm), "weight": (entries, d_weight)})
+    return Expected(loss, logprobs, entropy, {"norm": (every, norm), "weight": (entries, d_weight)})

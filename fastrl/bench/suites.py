@@ -1,4 +1,4 @@
-"""The suites: the shapes they run at, and the limits, measured in the same run, that their works are held against."""
+"""The suites: their shapes, and the limits, measured in the same run, that their workloads are held against."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from . import (
     ceilings,
-    linear_work,
-    logits_work,
-    masks_work,
-    memory_work,
-    overhead_work,
-    plans_work,
-    sets_work,
-    step_work,
+    linear_workloads,
+    logits_workloads,
+    masks_workloads,
+    memory_workloads,
+    overhead_workload,
+    plans_workloads,
+    sets_workloads,
+    step_workloads,
 )
 from .clock import time_issue
 from .measure import Limit, Row, finish
 from .problems import linear_problem, logits_problem
 from .running import Bench, Setting, Shape, seconds
 from .step_problem import step_problem
-from .works import COMPILED, EAGER, Section, Work
+from .workloads import COMPILED, EAGER, Section, Workload
 
 _COPY, _READ = "a copy of as many bytes", "a read of as many bytes"
 _PRODUCTS = "the bare matrix products"
@@ -31,7 +31,7 @@ _PRODUCTS = "the bare matrix products"
 
 @dataclass(frozen=True)
 class Suite:
-    """A group of works that share inputs: the names of a shape's numbers, defaults a device, and what to run."""
+    """A group of workloads that share inputs: the names of a shape's numbers, defaults a device, and what to run."""
 
     axes: str
     defaults: dict[str, tuple[Shape, ...]]
@@ -41,7 +41,7 @@ class Suite:
 
 
 def run_logits(shape: Shape, setting: Setting) -> Section:
-    """The logits suite at N, V; its limit is the memory's speed: a copy, and on a GPU a read where that is the work."""
+    """The logits suite at N, V; its limit is the memory's speed: a copy, on a GPU also a read."""
     setting.log("inputs and float64 answers")
     n, vocab = shape
     on_gpu = setting.device == "cuda"
@@ -52,17 +52,17 @@ def run_logits(shape: Shape, setting: Setting) -> Section:
     if on_gpu:
         speeds["read_bytes_per_second"] = ceilings.read_speed(bench, source)
     del source
-    works = logits_work.works(problem)
+    workloads = logits_workloads.workloads(problem)
     rows: list[Row] = []
-    for work in works:
-        assert work.work_bytes is not None
-        reads = on_gpu and work.name == logits_work.FORWARD
+    for workload in workloads:
+        assert workload.workload_bytes is not None
+        reads = on_gpu and workload.name == logits_workloads.FORWARD
         speed = speeds["read_bytes_per_second" if reads else "copy_bytes_per_second"]
-        found = bench.measure_work(work)
-        limit = None if speed is None else Limit(work.work_bytes / speed, _READ if reads else _COPY)
+        found = bench.measure_workload(workload)
+        limit = None if speed is None else Limit(workload.workload_bytes / speed, _READ if reads else _COPY)
         finish(found, limit, EAGER, COMPILED)
         rows += found
-    return bench.section(speeds, works, rows)
+    return bench.section(speeds, workloads, rows)
 
 
 def run_overhead(shape: Shape, setting: Setting) -> Section:
@@ -70,7 +70,7 @@ def run_overhead(shape: Shape, setting: Setting) -> Section:
     n, vocab = shape
     problem = logits_problem(n, vocab, setting.dtype, setting.device)
     bench = replace(_bench("overhead", shape, setting), clock=time_issue)
-    return _without_limit(bench, [overhead_work.work(problem)])
+    return _without_limit(bench, [overhead_workload.workload(problem)])
 
 
 def run_linear(shape: Shape, setting: Setting) -> Section:
@@ -83,19 +83,19 @@ def run_linear(shape: Shape, setting: Setting) -> Section:
     speed = ceilings.copy_speed(bench, torch.rand(copied, dtype=setting.dtype, device=setting.device))
     limits: dict[str, float | None] = {"copy_bytes_per_second": speed}
     floors: dict[int | None, Row] = {}
-    works = linear_work.works(problem)
+    workloads = linear_workloads.workloads(problem)
     rows: list[Row] = []
-    for work in works:
-        if work.work_flops not in floors:  # works of as many products share their measurement
-            backward = work.work_flops != linear_work.product_flops(problem)
-            floor = linear_work.products(problem.hidden, problem.weight, backward)
-            floors[work.work_flops] = bench.measure_subject(floor, work, with_truth=False)
-        bare = replace(floors[work.work_flops], work=work.name, is_limit=True)
-        found = [bare, *bench.measure_work(work)]
+    for workload in workloads:
+        if workload.workload_flops not in floors:  # workloads of as many products share their measurement
+            backward = workload.workload_flops != linear_workloads.product_flops(problem)
+            floor = linear_workloads.products(problem.hidden, problem.weight, backward)
+            floors[workload.workload_flops] = bench.measure_contender(floor, workload, with_expected=False)
+        bare = replace(floors[workload.workload_flops], workload=workload.name, is_limit=True)
+        found = [bare, *bench.measure_workload(workload)]
         finish(found, _limit(_PRODUCTS, bare), EAGER, COMPILED)
-        limits[f"flops_per_second: {bare.subject}"] = bare.flops_per_second
+        limits[f"flops_per_second: {bare.contender}"] = bare.flops_per_second
         rows += found
-    return bench.section(limits, works, rows)
+    return bench.section(limits, workloads, rows)
 
 
 def run_plans(shape: Shape, setting: Setting) -> Section:
@@ -104,62 +104,62 @@ def run_plans(shape: Shape, setting: Setting) -> Section:
     bench = _bench("plans", shape, setting)
     n, width, vocab = shape
     problem = linear_problem(n, width, vocab, setting.dtype, setting.device, clipped=0.0)
-    bare = plans_work.products(problem)
-    rows = [replace(row, is_limit=True) for row in bench.measure_work(bare)]
+    bare = plans_workloads.products(problem)
+    rows = [replace(row, is_limit=True) for row in bench.measure_workload(bare)]
     times = [seconds(row) for row in rows]
     finish(rows, None, EAGER, COMPILED)
-    works = [bare]
-    for work, ways in plans_work.works(problem):
-        for subject, way in zip(work.subjects, ways, strict=True):
-            row = bench.measure_subject(subject, work)
+    workloads = [bare]
+    for workload, ways in plans_workloads.workloads(problem):
+        for contender, way in zip(workload.contenders, ways, strict=True):
+            row = bench.measure_contender(contender, workload)
             if row.skipped is None:
                 row.plan = way.taken(problem)
-                finish([row], plans_work.floor(row.plan, way, times), EAGER, COMPILED)
+                finish([row], plans_workloads.floor(row.plan, way, times), EAGER, COMPILED)
             rows.append(row)
-        works.append(work)
-    return bench.section(plans_work.limits(times), works, rows)
+        workloads.append(workload)
+    return bench.section(plans_workloads.limits(times), workloads, rows)
 
 
 def run_memory(shape: Shape, setting: Setting) -> Section:
     """The memory suite: token counts up to N, at H, V; no limit, for what is asked is memory."""
     most, width, vocab = shape
     rows: list[Row] = []
-    works: list[Work] = []
-    for n in memory_work.token_counts(most):
+    workloads: list[Workload] = []
+    for n in memory_workloads.token_counts(most):
         setting.log(f"{n} tokens: inputs and float64 answers")
         problem = linear_problem(n, width, vocab, setting.dtype, setting.device)
-        work = memory_work.work(problem)
-        found = _bench("memory", (n, width, vocab), setting).measure_work(work)
+        workload = memory_workloads.workload(problem)
+        found = _bench("memory", (n, width, vocab), setting).measure_workload(workload)
         finish(found, None, EAGER, COMPILED)
-        memory_work.add_plans(found, problem)
+        memory_workloads.add_plans(found, problem)
         rows += found
-        works.append(replace(work, subjects=[]))  # which hold the problem
-    return _bench("memory", shape, setting).section({}, works, rows)
+        workloads.append(replace(workload, contenders=[]))  # which hold the problem
+    return _bench("memory", shape, setting).section({}, workloads, rows)
 
 
 def run_masks(shape: Shape, setting: Setting) -> Section:
     """The masks suite at N, H, V and K ids a token in the mean; no limit: what is spared is told beside it."""
     setting.log("inputs and float64 answers")
     n, width, vocab, mean = shape
-    problem = masks_work.masked_problem(n, width, vocab, mean, setting.dtype, setting.device)
+    problem = masks_workloads.masked_problem(n, width, vocab, mean, setting.dtype, setting.device)
     dense = linear_problem(n, width, vocab, setting.dtype, setting.device)
-    return _without_limit(_bench("masks", shape, setting), masks_work.works(problem, dense))
+    return _without_limit(_bench("masks", shape, setting), masks_workloads.workloads(problem, dense))
 
 
 def run_sets(shape: Shape, setting: Setting) -> Section:
     """The sets suite at N, V; no limit: nobody else finds them without a sort."""
     n, vocab = shape
     logits = logits_problem(n, vocab, setting.dtype, setting.device).logits
-    return _without_limit(_bench("sets", shape, setting), sets_work.works(logits))
+    return _without_limit(_bench("sets", shape, setting), sets_workloads.workloads(logits))
 
 
-def _without_limit(bench: Bench, works: list[Work]) -> Section:
+def _without_limit(bench: Bench, workloads: list[Workload]) -> Section:
     rows: list[Row] = []
-    for work in works:
-        found = bench.measure_work(work)
+    for workload in workloads:
+        found = bench.measure_workload(workload)
         finish(found, None, EAGER, COMPILED)
         rows += found
-    return bench.section({}, works, rows)
+    return bench.section({}, workloads, rows)
 
 
 def run_step(shape: Shape, setting: Setting) -> Section:
@@ -168,22 +168,22 @@ def run_step(shape: Shape, setting: Setting) -> Section:
     bench = _bench("step", shape, setting)
     responses, length, layers, width, vocab = shape
     problem = step_problem(responses, length, layers, width, vocab, setting.dtype, setting.device)
-    work = step_work.work(problem)
+    workload = step_workloads.workload(problem)
     body, bare = (
-        bench.measure_subject(floor, work, with_truth=False)
-        for floor in (step_work.body(problem), step_work.head_products(problem))
+        bench.measure_contender(floor, workload, with_expected=False)
+        for floor in (step_workloads.body(problem), step_workloads.head_products(problem))
     )
-    rows = bench.measure_work(work)
+    rows = bench.measure_workload(workload)
     limit = _limit("the body's step and the head's bare products", body, bare)
-    finish([body], None, EAGER, COMPILED)  # no way to do the work: it is no faster than any
+    finish([body], None, EAGER, COMPILED)  # no way to do the workload: it is no faster than any
     finish(rows, limit, EAGER, COMPILED)
-    step_work.add_shares(rows, body)
+    step_workloads.add_shares(rows, body)
     limits: dict[str, float | None] = {
         "milliseconds: the body's step and the head's three matrix products": None
         if limit is None
         else 1e3 * limit.seconds
     }
-    return bench.section(limits, [work], [body, *rows])
+    return bench.section(limits, [workload], [body, *rows])
 
 
 SUITES = {

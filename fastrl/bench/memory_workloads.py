@@ -9,7 +9,7 @@ import fastrl
 from . import heads, plain
 from .measure import Row
 from .problems import LinearProblem
-from .works import Work
+from .workloads import Workload
 
 BUDGETS = ("64MiB", "256MiB", "1GiB")
 _NO_BUDGET = "fastrl, no budget"
@@ -23,16 +23,16 @@ def token_counts(most: int) -> list[int]:
     return sorted({max(most // part, fewest) for part in (8, 4, 2, 1)})
 
 
-def work(problem: LinearProblem) -> Work:
+def workload(problem: LinearProblem) -> Workload:
     """The linear suite's loss and gradients: ours without a budget and within each, and what others do."""
     first, *others = heads.policy_candidates()
     candidates = [replace(first, name=_NO_BUDGET), *(heads.ours(budget) for budget in BUDGETS), *others]
-    return Work(
+    return Workload(
         f"{problem.tokens.count} tokens",
         "PPO's clipped loss (off-policy) and its gradients for the hidden states and the weight",
-        [heads.subject(problem, candidate) for candidate in candidates],
-        problem.loss_truth(),
-        work_flops=6 * problem.hidden.numel() * problem.weight.shape[0],
+        [heads.contender(problem, candidate) for candidate in candidates],
+        problem.expected_loss(),
+        workload_flops=6 * problem.hidden.numel() * problem.weight.shape[0],
     )
 
 
@@ -41,13 +41,13 @@ def add_plans(rows: list[Row], problem: LinearProblem) -> None:
     size = heads.size_of(problem)
     budgets = {_NO_BUDGET: None, **{heads.ours(budget).name: budget for budget in BUDGETS}}
     for row in rows:
-        if row.subject in budgets and row.skipped is None:
+        if row.contender in budgets and row.skipped is None:
             plans = fastrl.plan_memory(
                 size.tokens,
                 size.hidden,
                 size.vocab,
                 problem.weight.dtype,
-                budgets[row.subject],
+                budgets[row.contender],
                 objective=fastrl.PPO(clip=plain.CLIP),
                 device=problem.weight.device.type,
             )

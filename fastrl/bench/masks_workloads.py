@@ -12,8 +12,8 @@ import fastrl
 
 from . import heads, plain
 from .heads import Candidate
-from .problems import LinearProblem, Tokens, Truth, checked_entries, chunks, make_tokens
-from .works import EAGER, Head, HeadLoss, Work
+from .problems import Expected, LinearProblem, Tokens, checked_entries, chunks, make_tokens
+from .workloads import EAGER, Head, HeadLoss, Workload
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MaskedProblem:
         """What heads read; its answers are those over the sets."""
         return LinearProblem(self.hidden, self.weight, self.tokens, self.logprobs, self.entropy)
 
-    def loss_truth(self) -> Truth:
+    def expected_loss(self) -> Expected:
         """For the clipped loss, with gradients of sampled rows of the hidden states and of the weight."""
         tokens, ids = self.tokens, self.sets.token_ids.long()
         logp = self.logprobs.clone().requires_grad_()
@@ -51,7 +51,7 @@ class MaskedProblem:
                 entries = (owners == one).nonzero()[:, 0]
                 sums.append(d_logits[entries] @ factors[0][factors[1][entries]].double())
             found[name] = (chosen, torch.stack(sums))
-        return Truth(loss.detach(), self.logprobs, self.entropy, found)
+        return Expected(loss.detach(), self.logprobs, self.entropy, found)
 
 
 def masked_problem(n: int, width: int, vocab: int, mean: int, dtype: torch.dtype, device: str) -> MaskedProblem:
@@ -80,22 +80,22 @@ def masked_problem(n: int, width: int, vocab: int, mean: int, dtype: torch.dtype
     return MaskedProblem(hidden, weight, make_tokens(targets, logprobs, g), sets, logprobs, entropy, rows, kept.exp())
 
 
-def works(problem: MaskedProblem, dense: LinearProblem) -> list[Work]:
+def workloads(problem: MaskedProblem, dense: LinearProblem) -> list[Workload]:
     """The loss over the sets, and over the whole vocabulary."""
     ours = Candidate("fastrl", partial(_policy, problem.sets), lambda s: s.gradients, ours=True)
     eager = Candidate(EAGER, partial(_plain_policy, problem.sets), lambda s: 2 * s.once + 6 * s.wide + s.gradients)
     return [
-        Work(
+        Workload(
             "loss over recorded sets",
             "PPO's clipped loss (off-policy) over recorded sets and its gradients for hidden states and weight",
-            [heads.subject(problem.as_linear, c) for c in (ours, eager)],
-            problem.loss_truth(),
+            [heads.contender(problem.as_linear, c) for c in (ours, eager)],
+            problem.expected_loss(),
         ),
-        Work(
+        Workload(
             "loss over the whole vocabulary",
             "the same without sets: what the sets save",
-            [heads.subject(dense, heads.ours())],
-            dense.loss_truth(),
+            [heads.contender(dense, heads.ours())],
+            dense.expected_loss(),
         ),
     ]
 

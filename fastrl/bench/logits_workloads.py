@@ -1,4 +1,4 @@
-"""The works that start from logits (N, V), and who does them."""
+"""The workloads that start from logits (N, V), and who does them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import torch
 import fastrl
 
 from . import peers, plain
+from .contenders import Contender, Outcome, Run
 from .problems import LogitsProblem
-from .subjects import Outcome, Run, Subject
-from .works import COMPILED, EAGER, Work, compiled
+from .workloads import COMPILED, EAGER, Workload, compiled
 
-#: The work that writes nothing.
+#: The workload that writes nothing.
 FORWARD = "statistics"
 
 
-def works(problem: LogitsProblem) -> list[Work]:
+def workloads(problem: LogitsProblem) -> list[Workload]:
     """Statistics with gradients, one loss with its gradient, statistics alone."""
     once = problem.logits.numel() * problem.logits.element_size()  # reading or writing the logits once
-    truth = problem.statistics_truth()
+    expected = problem.expected_statistics()
     return [
-        Work(
+        Workload(
             "statistics and gradients",
             "log-probabilities and entropies, and the gradient of both (arbitrary upstream) in a fresh buffer",
-            _statistics_subjects(problem, backward=True),
-            truth,
-            work_bytes=3 * once,
+            _statistics_contenders(problem, backward=True),
+            expected,
+            workload_bytes=3 * once,
         ),
-        Work(
+        Workload(
             "loss and gradient",
             "PPO's clipped loss (off-policy) and its gradient",
-            loss_subjects(problem),
-            problem.loss_truth(),
-            work_bytes=2 * once,
+            loss_contenders(problem),
+            problem.expected_loss(),
+            workload_bytes=2 * once,
         ),
-        Work(
+        Workload(
             FORWARD,
             "log-probabilities and entropies, forward only",
-            _statistics_subjects(problem, backward=False),
-            truth,
-            work_bytes=once,
+            _statistics_contenders(problem, backward=False),
+            expected,
+            workload_bytes=once,
         ),
     ]
 
@@ -51,30 +51,30 @@ def _sizes(problem: LogitsProblem) -> tuple[int, int]:
     return problem.logits.numel() * problem.logits.element_size(), problem.logits.numel() * 4
 
 
-def _statistics_subjects(problem: LogitsProblem, backward: bool) -> list[Subject]:
+def _statistics_contenders(problem: LogitsProblem, backward: bool) -> list[Contender]:
     once, wide = _sizes(problem)
     plain_run = partial(_plain_statistics, problem, backward)
     trl_run = partial(peers.trl_statistics, problem, backward=backward)
     return [
-        Subject("fastrl", partial(_statistics, problem, backward), once, ours=True),
-        Subject(EAGER, partial(plain_run, compile=False), 5 * wide),
-        Subject(COMPILED, partial(plain_run, compile=True), 3 * wide),
-        Subject("TRL kernel", partial(trl_run, kernel=True), once),
-        Subject("TRL torch", partial(trl_run, kernel=False), 5 * wide),
+        Contender("fastrl", partial(_statistics, problem, backward), once, ours=True),
+        Contender(EAGER, partial(plain_run, compile=False), 5 * wide),
+        Contender(COMPILED, partial(plain_run, compile=True), 3 * wide),
+        Contender("TRL kernel", partial(trl_run, kernel=True), once),
+        Contender("TRL torch", partial(trl_run, kernel=False), 5 * wide),
     ]
 
 
-def loss_subjects(problem: LogitsProblem) -> list[Subject]:
+def loss_contenders(problem: LogitsProblem) -> list[Contender]:
     """PPO's clipped loss with its gradient: ours in place and not, plain torch, peers."""
     once, wide = _sizes(problem)
     return [
-        Subject("fastrl, in place", partial(_loss, problem, inplace=True), once, ours=True),
-        Subject("fastrl", partial(_loss, problem, inplace=False), once, ours=True),
-        Subject(EAGER, partial(_plain_loss, problem, compile=False), 5 * wide),
-        Subject(COMPILED, partial(_plain_loss, problem, compile=True), 3 * wide),
-        Subject("Liger triton_grpo_loss", partial(peers.liger_logits_loss, problem), once),
-        Subject("TRL kernel", partial(peers.trl_logits_loss, problem, kernel=True), once),
-        Subject("TRL torch", partial(peers.trl_logits_loss, problem, kernel=False), 5 * wide),
+        Contender("fastrl, in place", partial(_loss, problem, inplace=True), once, ours=True),
+        Contender("fastrl", partial(_loss, problem, inplace=False), once, ours=True),
+        Contender(EAGER, partial(_plain_loss, problem, compile=False), 5 * wide),
+        Contender(COMPILED, partial(_plain_loss, problem, compile=True), 3 * wide),
+        Contender("Liger triton_grpo_loss", partial(peers.liger_logits_loss, problem), once),
+        Contender("TRL kernel", partial(peers.trl_logits_loss, problem, kernel=True), once),
+        Contender("TRL torch", partial(peers.trl_logits_loss, problem, kernel=False), 5 * wide),
     ]
 
 

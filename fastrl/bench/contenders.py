@@ -1,4 +1,4 @@
-"""What is measured: one way to do a work, what it gives, and why it may not run here."""
+"""What is measured: one way to do a workload, what it gives, and why it may not run here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Outcome(NamedTuple):
-    """What a subject gave, detached; None or missing where it does not give that."""
+    """What a contender gave, detached; None or missing where it does not give that."""
 
     loss: Tensor | None
     logprobs: Tensor | None
@@ -19,19 +19,19 @@ class Outcome(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A subject, ready: `call` is what is timed; `restore` brings consumed inputs back before it, untimed."""
+    """A contender, ready: `call` is what is timed; `restore` brings consumed inputs back before it, untimed."""
 
     call: Callable[[], Outcome]
     restore: Callable[[], None] = lambda: None
 
 
 class Unavailable(Exception):
-    """Why a subject cannot run here."""
+    """Why a contender cannot run here."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One way to do a work."""
+class Contender:
+    """One way to do a workload."""
 
     name: str
     prepare: Callable[[], Run]  # raises Unavailable or ImportError where it cannot run

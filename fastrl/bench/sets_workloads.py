@@ -10,22 +10,22 @@ from torch import Tensor
 
 import fastrl
 
-from .subjects import Outcome, Run, Subject
-from .works import Work
+from .contenders import Contender, Outcome, Run
+from .workloads import Workload
 
 TOP_P, TOP_K = 0.95, 50
 
 
-def works(logits: Tensor) -> list[Work]:
+def workloads(logits: Tensor) -> list[Workload]:
     """Top-p alone, top-k and top-p: of logits (N, V)."""
     size, rows = logits.numel(), logits.shape[0]
     found = []
     for name, top_k in ((f"top-p {TOP_P}", 0), (f"top-k {TOP_K}, top-p {TOP_P}", TOP_K)):
-        subjects = [
-            Subject("fastrl SamplingMask.from_logits", partial(_sets, logits, top_k), 4 * size, ours=True),
-            Subject("transformers' warpers", partial(_warpers, logits, top_k), 40 * size),
+        contenders = [
+            Contender("fastrl SamplingMask.from_logits", partial(_sets, logits, top_k), 4 * size, ours=True),
+            Contender("transformers' warpers", partial(_warpers, logits, top_k), 40 * size),
         ]
-        found.append(Work(name, f"which entries of {rows} rows a sampler keeps", subjects, None))
+        found.append(Workload(name, f"which entries of {rows} rows a sampler keeps", contenders, None))
     return found
 
 

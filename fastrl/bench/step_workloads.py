@@ -9,44 +9,44 @@ from functools import partial
 import torch
 
 from . import heads
+from .contenders import Contender, Outcome, Run
 from .heads import Candidate, Size
-from .linear_work import products
+from .linear_workloads import products
 from .measure import Row
 from .problems import Tokens
 from .step_problem import StepProblem, hidden_states
-from .subjects import Outcome, Run, Subject
-from .works import Head, HeadLoss, Work
+from .workloads import Head, HeadLoss, Workload
 
 #: The step without head and loss: what the others' share of the step is told by.
 BODY = "the model's body alone (loss: the mean of its hidden states)"
-#: So small that the weights, and with them the work, stay the same from step to step.
+#: So small that the weights, and with them the workload, stay the same from step to step.
 _LEARNING_RATE = 1e-6
 
 
-def work(problem: StepProblem) -> Work:
+def workload(problem: StepProblem) -> Workload:
     """One step: forward, PPO's clipped loss, backward, AdamW."""
     first, *others = heads.policy_candidates()
     candidates = [replace(first, name="fastrl, linear_policy_loss"), heads.ours_from_logits(), *others]
     checkpointed = "with" if problem.architecture.checkpointed else "no"
-    return Work(
+    return Workload(
         "step",
         f"forward, PPO's clipped loss (off-policy), backward, AdamW; Qwen3's layers, {problem.weights / 1e6:,.4g} M"
         f" weights, {checkpointed} gradient checkpointing",
-        [_subject(problem, candidate) for candidate in candidates],
-        problem.truth,
+        [_contender(problem, candidate) for candidate in candidates],
+        problem.expected,
     )
 
 
-def body(problem: StepProblem) -> Subject:
+def body(problem: StepProblem) -> Contender:
     """The same step through the body alone, whose hidden states' mean is the loss."""
 
     def head(tokens: Tokens) -> Head:
         return lambda hidden, weight: HeadLoss(hidden.float().mean())
 
-    return Subject(BODY, partial(_step, problem, head), problem.bytes_needed())
+    return Contender(BODY, partial(_step, problem, head), problem.bytes_needed())
 
 
-def head_products(problem: StepProblem) -> Subject:
+def head_products(problem: StepProblem) -> Contender:
     """The head's three matrix products alone, at the step's size."""
     of, size = problem.architecture, _size(problem)
 
@@ -55,7 +55,7 @@ def head_products(problem: StepProblem) -> Subject:
         hidden, weight = (torch.randn(n, of.width, dtype=of.dtype, device=of.device) for n in (size.tokens, size.vocab))
         return products(hidden, weight, backward=True).prepare()
 
-    return Subject("the head's three matrix products alone", prepare, size.once + size.gradients)
+    return Contender("the head's three matrix products alone", prepare, size.once + size.gradients)
 
 
 def add_shares(rows: list[Row], body: Row) -> None:
@@ -65,9 +65,9 @@ def add_shares(rows: list[Row], body: Row) -> None:
             row.share_of_step = max(0.0, 1 - body.milliseconds_median / row.milliseconds_median)
 
 
-def _subject(problem: StepProblem, candidate: Candidate) -> Subject:
+def _contender(problem: StepProblem, candidate: Candidate) -> Contender:
     needed = problem.bytes_needed() + candidate.bytes_needed(_size(problem))
-    return Subject(candidate.name, partial(_step, problem, candidate.make), needed, candidate.ours)
+    return Contender(candidate.name, partial(_step, problem, candidate.make), needed, candidate.ours)
 
 
 def _size(problem: StepProblem) -> Size:
@@ -77,7 +77,8 @@ def _size(problem: StepProblem) -> Size:
 
 def _step(problem: StepProblem, make: Callable[[Tokens], Head]) -> Run:
     head = make(problem.tokens)
-    # A model of the subject's own, at the same weights as every other's: a copy would need the one that it is taken of.
+    # A model of the contender's own, at the same weights as every other's: a copy would need the one that it is taken
+    # of.
     model = problem.architecture.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
 

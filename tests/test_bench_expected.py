@@ -1,4 +1,4 @@
-"""The answers that benchmarks hold every subject against are autograd's, through whole logits in float64."""
+"""The answers that benchmarks hold every contender against are autograd's, through whole logits in float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fastrl.bench import step_problem as step_problem_module
-from fastrl.bench import step_work
-from fastrl.bench.masks_work import masked_problem
+from fastrl.bench import step_workloads
+from fastrl.bench.masks_workloads import masked_problem
 from fastrl.bench.measure import default_device
-from fastrl.bench.problems import Tokens, Truth, linear_problem, logits_problem
+from fastrl.bench.problems import Expected, Tokens, linear_problem, logits_problem
 from fastrl.bench.step_problem import Architecture, StepProblem, hidden_states, step_problem
 
 DEVICE = default_device()
@@ -25,30 +25,30 @@ def clipped_loss(logp: Tensor, tokens: Tokens) -> Tensor:
     return -torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages).mean()
 
 
-def check_truth(truth: Truth, loss: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """The truth's loss, and its gradients at the rows that it names."""
+def check_expected(expected: Expected, loss: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """The loss, and its gradients at the rows that are named."""
     loss.backward()
-    assert truth.loss is not None
-    torch.testing.assert_close(truth.loss, loss.detach(), rtol=1e-9, atol=1e-12)
+    assert expected.loss is not None
+    torch.testing.assert_close(expected.loss, loss.detach(), rtol=1e-9, atol=1e-12)
     for name, gradient in (("hidden", hidden.grad), ("weight", weight.grad)):
-        rows, expected = truth.gradients[name]
-        assert gradient is not None and expected.any()
-        torch.testing.assert_close(expected, gradient[rows], rtol=1e-7, atol=1e-10)
+        rows, exact = expected.gradients[name]
+        assert gradient is not None and exact.any()
+        torch.testing.assert_close(exact, gradient[rows], rtol=1e-7, atol=1e-10)
 
 
-def test_the_cross_entropys_truth_is_autograds() -> None:
+def test_the_cross_entropys_expected_value_is_autograds() -> None:
     problem = linear_problem(24, 5, 31, torch.float32, DEVICE)
     hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
     loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), problem.tokens.targets)
-    check_truth(problem.cross_entropy_truth(), loss, hidden, weight)
+    check_expected(problem.expected_cross_entropy(), loss, hidden, weight)
 
 
-def test_a_steps_truth_is_autograds_through_the_whole_model() -> None:
+def test_a_steps_expected_value_is_autograds_through_the_whole_model() -> None:
     problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
     check_step(problem, problem.architecture.model().double())
 
 
-def test_the_truth_of_a_head_of_its_own_has_no_embedding_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expected_value_of_a_head_of_its_own_has_no_embedding_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_problem_module, "_UNTIED_WIDTH", 16)
     problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
     model = problem.architecture.model().double()
@@ -62,11 +62,11 @@ def check_step(problem: StepProblem, model: Any) -> None:
     logp = torch.log_softmax(hidden @ model.lm_head.weight.t(), -1).gather(-1, tokens.targets[:, None])[:, 0]
     loss = clipped_loss(logp, tokens)
     loss.backward()
-    assert problem.truth.loss is not None
-    torch.testing.assert_close(problem.truth.loss, loss.detach(), rtol=1e-5, atol=1e-6)
+    assert problem.expected.loss is not None
+    torch.testing.assert_close(problem.expected.loss, loss.detach(), rtol=1e-5, atol=1e-6)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == problem.architecture.tied
     for name, gradient in (("norm", model.model.norm.weight.grad), ("weight", model.lm_head.weight.grad)):
-        rows, expected = problem.truth.gradients[name]
+        rows, expected = problem.expected.gradients[name]
         assert float(expected.abs().max()) > 0
         # the body ran in float32 for the one, in float64 for the other
         scale = float(expected.abs().max())
@@ -76,12 +76,12 @@ def check_step(problem: StepProblem, model: Any) -> None:
 def test_every_step_starts_from_the_same_weights_and_trains_them() -> None:
     problem = step_problem(2, 12, 1, 16, 61, torch.float32, DEVICE)
     before = dict(problem.architecture.model().named_parameters())
-    subjects = {s.name: s for s in step_work.work(problem).subjects}
-    run = subjects["fastrl, linear_policy_loss"].prepare()
+    contenders = {s.name: s for s in step_workloads.workload(problem).contenders}
+    run = contenders["fastrl, linear_policy_loss"].prepare()
     first, second = run.call(), run.call()
     assert first.loss is not None and second.loss is not None
     assert first.loss != second.loss
-    again = subjects["fastrl, logits in place"].prepare().call()
+    again = contenders["fastrl, logits in place"].prepare().call()
     assert again.loss is not None
     torch.testing.assert_close(again.loss, first.loss, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(p, before[name]) for name, p in problem.architecture.model().named_parameters())
@@ -113,7 +113,7 @@ def test_what_a_step_needs_is_told_before_it_is_made() -> None:
     assert not problem.architecture.checkpointed and checkpointed.model().model.layers[0].gradient_checkpointing
 
 
-def test_the_truth_of_sequence_ratios_is_autograds() -> None:
+def test_the_expected_value_of_sequence_ratios_is_autograds() -> None:
     problem = linear_problem(24, 5, 31, torch.float32, DEVICE, clipped=0.0)
     tokens = problem.tokens
     hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
@@ -122,20 +122,20 @@ def test_the_truth_of_sequence_ratios_is_autograds() -> None:
     for first, advantage in zip(range(0, 24, 3), tokens.per_response.double(), strict=True):
         ratio = (logp[first : first + 3] - tokens.old[first : first + 3].double()).mean().exp()
         losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-    check_truth(problem.sequence_loss_truth(), torch.stack(losses).mean(), hidden, weight)
+    check_expected(problem.expected_sequence_loss(), torch.stack(losses).mean(), hidden, weight)
     assert ((problem.logprobs - tokens.old).abs() < 0.18).all()  # within the clip of 0.2 on either side
 
 
-def test_the_truths_gradients_are_autograds() -> None:
+def test_the_expected_value_gradients_are_autograds() -> None:
     problem = linear_problem(24, 5, 31, torch.float32, DEVICE)
     tokens = problem.tokens
     hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
     logits = hidden @ weight.t()
     logp = torch.log_softmax(logits, -1).gather(-1, tokens.targets[:, None])[:, 0]
-    check_truth(problem.loss_truth(), clipped_loss(logp, tokens), hidden, weight)
+    check_expected(problem.expected_loss(), clipped_loss(logp, tokens), hidden, weight)
 
 
-def test_the_masked_truths_gradients_are_autograds() -> None:
+def test_the_masked_expected_value_gradients_are_autograds() -> None:
     problem = masked_problem(24, 5, 31, 3, torch.float32, DEVICE)
     hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
     logits = (hidden @ weight.t()).masked_fill(~problem.sets.to_dense(31), -torch.inf)
@@ -144,7 +144,7 @@ def test_the_masked_truths_gradients_are_autograds() -> None:
     torch.testing.assert_close(problem.logprobs, logp.detach(), rtol=1e-9, atol=1e-12)
     entropy = -(log_p.exp() * log_p.where(log_p > -torch.inf, 0.0)).sum(-1)
     torch.testing.assert_close(problem.entropy, entropy.detach(), rtol=1e-9, atol=1e-12)
-    check_truth(problem.loss_truth(), clipped_loss(logp, problem.tokens), hidden, weight)
+    check_expected(problem.expected_loss(), clipped_loss(logp, problem.tokens), hidden, weight)
     assert 2.0 < problem.sets.lengths.double().mean() < 4.0
 
 

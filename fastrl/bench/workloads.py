@@ -1,4 +1,4 @@
-"""What a work is, the two subjects that every work has, and what goes from a head to a loss."""
+"""What a workload is, the two contenders that every workload has, and what goes from a head to a loss."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .contenders import Contender
 from .measure import Row
-from .problems import Truth
-from .subjects import Subject
+from .problems import Expected
 
 EAGER = "eager torch"
 COMPILED = "torch.compile"
 
 
 @dataclass(frozen=True)
-class Work:
-    """One thing to compute, the subjects that do it, and what it costs at least."""
+class Workload:
+    """One thing to compute, the contenders that do it, and what it costs at least."""
 
     name: str
     description: str
-    subjects: list[Subject]
-    truth: Truth | None
-    work_bytes: int | None = None
-    work_flops: int | None = None
+    contenders: list[Contender]
+    expected: Expected | None
+    workload_bytes: int | None = None
+    workload_flops: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Section:
     suite: str
     shape: dict[str, int]
     limits: dict[str, float | None]  # measured, by what they are; the name begins with the unit
-    works: dict[str, str]  # what each work computes, by name
+    workloads: dict[str, str]  # what each workload computes, by name
     rows: list[Row]
 
 

@@ -17,10 +17,10 @@ import fastrl
 from fastrl.memory import use_plan
 
 from . import heads, plain
+from .contenders import Contender, Outcome, Run, Unavailable
 from .measure import Limit
 from .problems import LinearProblem
-from .subjects import Outcome, Run, Subject, Unavailable
-from .works import Work
+from .workloads import Workload
 
 _BOTH = ("hidden", "weight")
 _PRODUCTS = ("logits = hidden x weight^T", "d_hidden = d_logits x weight", "d_weight = d_logits^T x hidden")
@@ -75,7 +75,7 @@ class Way:
 
 
 def ways(tokens: int) -> dict[str, list[Way]]:
-    """The calls of each work."""
+    """The calls of each workload."""
     free, largest = Way("fastrl, no budget"), _within(_LARGEST_BUDGET)
     if tokens >= _MANY_TOKENS:
         return {"loss and gradients": [free, largest]}
@@ -97,9 +97,9 @@ def ways(tokens: int) -> dict[str, list[Way]]:
     }
 
 
-def works(problem: LinearProblem) -> list[tuple[Work, list[Way]]]:
-    """The works, and for each of their subjects how it goes."""
-    truth, unit = problem.loss_truth(), _unit(problem)
+def workloads(problem: LinearProblem) -> list[tuple[Workload, list[Way]]]:
+    """The workloads, and for each of their contenders how it goes."""
+    expected, unit = problem.expected_loss(), _unit(problem)
     descriptions = {
         "loss and gradients": "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and"
         " weight",
@@ -109,22 +109,22 @@ def works(problem: LinearProblem) -> list[tuple[Work, list[Way]]]:
     }
     found = []
     for name, chosen in ways(problem.tokens.count).items():
-        right = problem.sequence_loss_truth() if "sequence" in name else truth
-        subjects = [_subject(problem, way) for way in chosen]
+        right = problem.expected_sequence_loss() if "sequence" in name else expected
+        contenders = [_contender(problem, way) for way in chosen]
         flops = unit * (1 + len(chosen[0].gradients))
-        found.append((Work(name, descriptions[name], subjects, right, work_flops=flops), chosen))
+        found.append((Workload(name, descriptions[name], contenders, right, workload_flops=flops), chosen))
     return found
 
 
-def products(problem: LinearProblem) -> Work:
+def products(problem: LinearProblem) -> Workload:
     """The three bare products."""
     size = heads.size_of(problem)
-    subjects = [
-        Subject(name, partial(_product, problem, place), size.once + size.gradients)
+    contenders = [
+        Contender(name, partial(_product, problem, place), size.once + size.gradients)
         for place, name in enumerate(_PRODUCTS)
     ]
     description = "each matrix product alone, into a buffer that is there already: what the floors are put together of"
-    return Work("bare products", description, subjects, None, work_flops=_unit(problem))
+    return Workload("bare products", description, contenders, None, workload_flops=_unit(problem))
 
 
 def floor(plan: str, way: Way, times: list[float | None]) -> Limit | None:
@@ -178,10 +178,10 @@ def _product(problem: LinearProblem, place: int) -> Run:
     return Run(call)
 
 
-def _subject(problem: LinearProblem, way: Way) -> Subject:
+def _contender(problem: LinearProblem, way: Way) -> Contender:
     size = heads.size_of(problem)
     run = partial(_statistics if way.objective is None else _loss, problem, way)
-    return Subject(way.name, run, 2 * size.gradients + (2 << 30), ours=True)
+    return Contender(way.name, run, 2 * size.gradients + (2 << 30), ours=True)
 
 
 def _loss(problem: LinearProblem, way: Way) -> Run:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from .logits_work import loss_subjects
+from .logits_workloads import loss_contenders
 from .problems import LogitsProblem
-from .works import Work
+from .workloads import Workload
 
 
-def work(problem: LogitsProblem) -> Work:
+def workload(problem: LogitsProblem) -> Workload:
     """The logits suite's losses, at a size where the work itself is next to nothing."""
-    return Work(
+    return Workload(
         "issue loss and gradient",
         "the host's time to issue PPO's clipped loss (off-policy) and its backward, without waiting for a GPU",
-        loss_subjects(problem),
-        problem.loss_truth(),
+        loss_contenders(problem),
+        problem.expected_loss(),
     )

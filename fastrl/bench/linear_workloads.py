@@ -1,4 +1,4 @@
-"""The works that start from hidden states (N, H) and the output head (V, H), and who does them."""
+"""The workloads that start from hidden states (N, H) and the output head (V, H), and who does them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import torch
 import fastrl
 
 from . import heads, peers, plain
+from .contenders import Contender, Outcome, Run
 from .heads import Candidate
 from .problems import LinearProblem
-from .subjects import Outcome, Run, Subject
-from .works import COMPILED, EAGER, Work, compiled
+from .workloads import COMPILED, EAGER, Workload, compiled
 
 
-def works(problem: LinearProblem) -> list[Work]:
+def workloads(problem: LinearProblem) -> list[Workload]:
     """Two losses with their gradients, statistics alone."""
     unit = product_flops(problem)
     apple = Candidate("Apple cut-cross-entropy", peers.apple_policy_head, lambda s: 2 * s.gradients)
     return [
-        Work(
+        Workload(
             "loss and gradients",
             "PPO's clipped loss (off-policy) and its gradients for the hidden states and the weight",
-            [heads.subject(problem, c) for c in (*heads.policy_candidates(), apple)],
-            problem.loss_truth(),
-            work_flops=3 * unit,
+            [heads.contender(problem, c) for c in (*heads.policy_candidates(), apple)],
+            problem.expected_loss(),
+            workload_flops=3 * unit,
         ),
-        Work(
+        Workload(
             "cross-entropy",
             "the mean cross-entropy of the targets and its gradients for the hidden states and the weight",
-            [heads.subject(problem, c) for c in heads.cross_entropy_candidates()],
-            problem.cross_entropy_truth(),
-            work_flops=3 * unit,
+            [heads.contender(problem, c) for c in heads.cross_entropy_candidates()],
+            problem.expected_cross_entropy(),
+            workload_flops=3 * unit,
         ),
-        Work(
+        Workload(
             "statistics",
             "log-probabilities and entropies, forward only",
-            _statistics_subjects(problem),
-            problem.statistics_truth(),
-            work_flops=unit,
+            _statistics_contenders(problem),
+            problem.expected_statistics(),
+            workload_flops=unit,
         ),
     ]
 
@@ -49,10 +49,10 @@ def product_flops(problem: LinearProblem) -> int:
     return 2 * problem.hidden.numel() * problem.weight.shape[0]
 
 
-def products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Subject:
+def products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Contender:
     """The bare matrix products: what no method can go below that forms the logits once."""
     name = "the three matrix products alone" if backward else "the matrix product alone"
-    return Subject(
+    return Contender(
         name, partial(_products, hidden, weight, backward), hidden.shape[0] * weight.shape[0] * weight.element_size()
     )
 
@@ -72,15 +72,15 @@ def _products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Run
     return Run(call)
 
 
-def _statistics_subjects(problem: LinearProblem) -> list[Subject]:
+def _statistics_contenders(problem: LinearProblem) -> list[Contender]:
     size = heads.size_of(problem)
     tile = 1 << 30
     return [
-        Subject("fastrl", partial(_statistics, problem), 2 * tile, ours=True),
-        Subject(EAGER, partial(_plain_statistics, problem, compile=False), size.once + 3 * size.wide),
-        Subject(COMPILED, partial(_plain_statistics, problem, compile=True), size.once + size.wide),
-        Subject("TRL chunked head", partial(peers.trl_linear_statistics, problem), tile),
-        Subject("Apple cut-cross-entropy", partial(peers.apple_linear_statistics, problem), tile),
+        Contender("fastrl", partial(_statistics, problem), 2 * tile, ours=True),
+        Contender(EAGER, partial(_plain_statistics, problem, compile=False), size.once + 3 * size.wide),
+        Contender(COMPILED, partial(_plain_statistics, problem, compile=True), size.once + size.wide),
+        Contender("TRL chunked head", partial(peers.trl_linear_statistics, problem), tile),
+        Contender("Apple cut-cross-entropy", partial(peers.apple_linear_statistics, problem), tile),
     ]
 
 
