@@ -4,11 +4,11 @@ Token log-probabilities, entropies and whole policy losses, with their gradients
 the output head, without an (N, V) float32 tensor.
 """
 
-from .advantages import gae, group_advantages, rloo_advantages, value_loss
-from .checks import check_inputs
-from .cross_entropy import linear_cross_entropy
-from .objective_loss import LossContext
-from .objectives import (
+from fastrl.advantages import gae, group_advantages, rloo_advantages, value_loss
+from fastrl.checks import check_inputs
+from fastrl.cross_entropy import linear_cross_entropy
+from fastrl.objective_loss import LossContext
+from fastrl.objectives import (
     KL,
     Clip,
     GammaWeight,
@@ -19,11 +19,11 @@ from .objectives import (
     SoftGate,
     StopGradientClip,
 )
-from .ops.backend import backends, use_backend
-from .plans import MemoryPlans, plan_memory
-from .policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
-from .preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
-from .presets import (
+from fastrl.ops.backend import backends, use_backend
+from fastrl.plans import MemoryPlans, plan_memory
+from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
+from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
+from fastrl.presets import (
     BNPO,
     CISPO,
     CPI,
@@ -43,10 +43,10 @@ from .presets import (
     DrGRPO,
     GSPOToken,
 )
-from .process_rewards import process_advantages
-from .rewards import kl_penalized_rewards, overlong_penalty
-from .sampling_mask import SamplingMask
-from .token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
+from fastrl.process_rewards import process_advantages
+from fastrl.rewards import kl_penalized_rewards, overlong_penalty
+from fastrl.sampling_mask import SamplingMask
+from fastrl.token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
 
 __version__ = "0.1.0"
 

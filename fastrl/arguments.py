@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .memory import Call
-from .ops.backend import forced, resolved
-from .ops.contract import Transform
-from .ops.products import Head, Needs
+from fastrl import checks
+from fastrl.memory import Call
+from fastrl.ops.backend import forced, resolved
+from fastrl.ops.contract import Transform
+from fastrl.ops.products import Head, Needs
 
 
 class VocabularyArguments(NamedTuple):

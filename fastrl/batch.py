@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .objectives import Objective
-from .responses import Responses, check_cu_seqlens
+from fastrl import checks
+from fastrl.objectives import Objective
+from fastrl.responses import Responses, check_cu_seqlens
 
 
 @dataclass

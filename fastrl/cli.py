@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from . import __version__, dependencies
+from fastrl import __version__, dependencies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    from .doctor import missing_for_train
+    from fastrl.doctor import missing_for_train
 
     if missing := missing_for_train():
         return _fail_for_packages("train", missing)
-    from .trainer.train import main as train
+    from fastrl.trainer.train import main as train
 
     return _run(train, argv)
 
@@ -44,7 +44,7 @@ def _stage(name: str) -> Callable[[list[str]], int]:
     """The command of a module of fastrl.stages."""
 
     def run(argv: list[str]) -> int:
-        from .doctor import missing_for_train
+        from fastrl.doctor import missing_for_train
 
         if missing := missing_for_train():
             return _fail_for_packages(name, missing)
@@ -54,20 +54,20 @@ def _stage(name: str) -> Callable[[list[str]], int]:
 
 
 def _bench(argv: list[str]) -> int:
-    from .bench import main as bench
+    from fastrl.bench import main as bench
 
     return bench(argv)
 
 
 def _doctor(argv: list[str]) -> int:
-    from .doctor import main as doctor
+    from fastrl.doctor import main as doctor
 
     argparse.ArgumentParser(prog="fastrl doctor", description=_COMMANDS["doctor"][1]).parse_args(argv)
     return doctor()
 
 
 def _plan(argv: list[str]) -> int:
-    from .plans import main as plan
+    from fastrl.plans import main as plan
 
     return plan(argv)
 
@@ -75,7 +75,7 @@ def _plan(argv: list[str]) -> int:
 def _report(argv: list[str]) -> int:
     if missing := dependencies.missing(["matplotlib"]):
         return _fail_for_packages("report", missing)
-    from .runs.report import main as report
+    from fastrl.runs.report import main as report
 
     return _run(report, argv)
 
@@ -83,15 +83,15 @@ def _report(argv: list[str]) -> int:
 def _plot_gates(argv: list[str]) -> int:
     if missing := dependencies.missing(["matplotlib"]):
         return _fail_for_packages("plot-gates", missing)
-    from .plot_gates import main as plot_gates
+    from fastrl.plot_gates import main as plot_gates
 
     return _run(plot_gates, argv)
 
 
 def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """The command's exit status; 2 and one line for what the user can mend."""
-    from .budget import BudgetTooSmall
-    from .runs.errors import UserError
+    from fastrl.budget import BudgetTooSmall
+    from fastrl.runs.errors import UserError
 
     try:
         return command(argv)

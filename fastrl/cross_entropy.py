@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .policy_loss import linear_policy_loss
-from .presets import REINFORCE
-from .token_logprobs import linear_token_logprobs
+from fastrl import checks
+from fastrl.policy_loss import linear_policy_loss
+from fastrl.presets import REINFORCE
+from fastrl.token_logprobs import linear_token_logprobs
 
 _REDUCTIONS = ("mean", "sum", "none")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import dependencies
-from .bench import machine
-from .ops import cpp_build
+from fastrl import dependencies
+from fastrl.bench import machine
+from fastrl.ops import cpp_build
 
 #: The oldest and the newest version of each that `make test` has passed with, whole but for what the README leaves out.
 TESTED = {

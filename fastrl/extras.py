@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import VocabularyArguments
-from .budget import default_budget
-from .memory import Call, Plan, choose, possible_plans
-from .ops.backend import forced
-from .ops.contract import Statistics, Transform
-from .ops.forward import Limits, order, pass_tile
-from .ops.linear import linear_statistics
-from .ops.products import Head, Held, Needs, slices
-from .reference.rows import transformed
+from fastrl.arguments import VocabularyArguments
+from fastrl.budget import default_budget
+from fastrl.memory import Call, Plan, choose, possible_plans
+from fastrl.ops.backend import forced
+from fastrl.ops.contract import Statistics, Transform
+from fastrl.ops.forward import Limits, order, pass_tile
+from fastrl.ops.linear import linear_statistics
+from fastrl.ops.products import Head, Held, Needs, slices
+from fastrl.reference.rows import transformed
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 

@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, memory
-from .arguments import VocabularyArguments, counted_rows, plan_call
-from .batch import Batch
-from .locality import Given, scope, slopes
-from .loss_problem import PolicyLoss, Problem, from_statistics, from_terms
-from .memory import ANY, BATCH, RESPONSE, TOKEN, Plan
-from .objective_loss import objective_loss, row_objective
-from .objectives import Objective
-from .ops import forward
-from .ops import forward_gradient as forward_gradient_ops
-from .ops.attach import attach_gradients
-from .ops.backend import forced, kernels
-from .ops.contract import LossTerms, Statistics, Transform
-from .ops.forward import Order
-from .ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
-from .ops.products import Head, Needs
-from .supports import linear_over_support
-from .token_logprobs import linear_stats
+from fastrl import checks, memory
+from fastrl.arguments import VocabularyArguments, counted_rows, plan_call
+from fastrl.batch import Batch
+from fastrl.locality import Given, scope, slopes
+from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms
+from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Plan
+from fastrl.objective_loss import objective_loss, row_objective
+from fastrl.objectives import Objective
+from fastrl.ops import forward
+from fastrl.ops import forward_gradient as forward_gradient_ops
+from fastrl.ops.attach import attach_gradients
+from fastrl.ops.backend import forced, kernels
+from fastrl.ops.contract import LossTerms, Statistics, Transform
+from fastrl.ops.forward import Order
+from fastrl.ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
+from fastrl.ops.products import Head, Needs
+from fastrl.supports import linear_over_support
+from fastrl.token_logprobs import linear_stats
 
 #: The rows of a chunk -> those tokens as a batch, their weights w, cu_seqlens, and where the rows lie in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .batch import Batch
-from .memory import BATCH, RESPONSE, TOKEN
-from .objectives import GammaWeight, GeometricMean, Objective
+from fastrl.batch import Batch
+from fastrl.memory import BATCH, RESPONSE, TOKEN
+from fastrl.objectives import GammaWeight, GeometricMean, Objective
 
 
 class Given(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .batch import Batch, make_batch
-from .objective_loss import CustomObjective, check_requirements, metrics, objective_loss, settings_of
-from .objectives import Objective
-from .ops.contract import LossTerms
+from fastrl import checks
+from fastrl.batch import Batch, make_batch
+from fastrl.objective_loss import CustomObjective, check_requirements, metrics, objective_loss, settings_of
+from fastrl.objectives import Objective
+from fastrl.ops.contract import LossTerms
 
 
 class PolicyLoss(NamedTuple):

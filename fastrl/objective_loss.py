@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import formulas as f
-from .batch import Batch
-from .derivative import with_derivative
-from .objectives import (
+from fastrl import formulas as f
+from fastrl.batch import Batch
+from fastrl.derivative import with_derivative
+from fastrl.objectives import (
     DETACHED_GATES,
     GATE_FORMULAS,
     KL_FORMULAS,
@@ -26,8 +26,8 @@ from .objectives import (
     GeometricMean,
     Objective,
 )
-from .ops.contract import TERMS, RowInputs, RowObjective
-from .presets import PRESETS
+from fastrl.ops.contract import TERMS, RowInputs, RowObjective
+from fastrl.presets import PRESETS
 
 
 class LossContext(NamedTuple):

@@ -7,22 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, forms_gradient, vocabulary_arguments
-from .budget import parse_budget
-from .linear_loss import planned_linear_loss
-from .locality import Given, why_not_row_local
-from .loss_problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
-from .objective_loss import CustomObjective, row_objective
-from .objectives import Objective
-from .ops import consumed
-from .ops import rows as row_ops
-from .ops.attach import attach_gradients
-from .ops.backend import forced, kernels
-from .ops.contract import LossTerms
-from .sampling_mask import SamplingMask
-from .supports import split_support
-from .token_logprobs import logits_stats
+from fastrl import checks
+from fastrl.arguments import (
+    VocabularyArguments,
+    checked_head,
+    checked_logits,
+    consumes,
+    forms_gradient,
+    vocabulary_arguments,
+)
+from fastrl.budget import parse_budget
+from fastrl.linear_loss import planned_linear_loss
+from fastrl.locality import Given, why_not_row_local
+from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
+from fastrl.objective_loss import CustomObjective, row_objective
+from fastrl.objectives import Objective
+from fastrl.ops import consumed
+from fastrl.ops import rows as row_ops
+from fastrl.ops.attach import attach_gradients
+from fastrl.ops.backend import forced, kernels
+from fastrl.ops.contract import LossTerms
+from fastrl.sampling_mask import SamplingMask
+from fastrl.supports import split_support
+from fastrl.token_logprobs import logits_stats
 
 
 def policy_loss(

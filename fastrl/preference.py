@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .responses import INTEGER_DTYPES, Responses, check_cu_seqlens
-from .sampling_mask import SamplingMask
-from .token_logprobs import linear_token_logprobs
+from fastrl import checks
+from fastrl.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
+from fastrl.sampling_mask import SamplingMask
+from fastrl.token_logprobs import linear_token_logprobs
 
 
 class PreferenceLoss(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .objectives import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+from fastrl.objectives import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
 
 
 def _objective(overrides: dict[str, Any], **defaults: Any) -> Objective:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, sampling_sources
-from .csr import INT32_MAX, check_layout, offsets_of
-from .ops.contract import entry_rows
+from fastrl import checks, sampling_sources
+from fastrl.csr import INT32_MAX, check_layout, offsets_of
+from fastrl.ops.contract import entry_rows
 
 
 class _Facts(NamedTuple):

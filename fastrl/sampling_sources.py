@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .csr import check_layout, integers, offsets_of
-from .ops import consumed
-from .ops.backend import forced, kernels
-from .ops.rows import as_rows
+from fastrl import checks
+from fastrl.csr import check_layout, integers, offsets_of
+from fastrl.ops import consumed
+from fastrl.ops.backend import forced, kernels
+from fastrl.ops.rows import as_rows
 
 _VLLM = (
     "vLLM records sets where the engine is made with LLM(..., return_sampling_mask=True), or vllm serve"

@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .arguments import VocabularyArguments, plan_call
-from .csr import offsets_of
-from .memory import choose
-from .ops.backend import forced
-from .ops.contract import Support, entry_rows
-from .ops.dense_support import DenseSupport
-from .ops.products import Head
-from .ops.support import support_row_statistics
-from .ops.support_linear import support_linear_statistics
-from .ops.tiling import gathers, widest_support
-from .sampling_mask import SamplingMask
+from fastrl import checks
+from fastrl.arguments import VocabularyArguments, plan_call
+from fastrl.csr import offsets_of
+from fastrl.memory import choose
+from fastrl.ops.backend import forced
+from fastrl.ops.contract import Support, entry_rows
+from fastrl.ops.dense_support import DenseSupport
+from fastrl.ops.products import Head
+from fastrl.ops.support import support_row_statistics
+from fastrl.ops.support_linear import support_linear_statistics
+from fastrl.ops.tiling import gathers, widest_support
+from fastrl.sampling_mask import SamplingMask
 
 #: Of logits, an entry is gathered at 40 bytes, by the row and the column; the dense kernels read and write 4 to 8.
 _WIDEST_FROM_LOGITS = 1 / 100

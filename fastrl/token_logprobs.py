@@ -6,18 +6,25 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import checks
-from .arguments import VocabularyArguments, checked_head, checked_logits, consumes, plan_call, vocabulary_arguments
-from .budget import parse_budget
-from .extras import checked_extras, extras_ahead, extras_of
-from .memory import ANY, Plan, choose
-from .ops.backend import forced
-from .ops.contract import Statistics
-from .ops.linear import linear_statistics
-from .ops.products import Head
-from .ops.rows import as_rows, row_statistics
-from .sampling_mask import SamplingMask
-from .supports import Supports, linear_over_support, logits_over_support, split_support
+from fastrl import checks
+from fastrl.arguments import (
+    VocabularyArguments,
+    checked_head,
+    checked_logits,
+    consumes,
+    plan_call,
+    vocabulary_arguments,
+)
+from fastrl.budget import parse_budget
+from fastrl.extras import checked_extras, extras_ahead, extras_of
+from fastrl.memory import ANY, Plan, choose
+from fastrl.ops.backend import forced
+from fastrl.ops.contract import Statistics
+from fastrl.ops.linear import linear_statistics
+from fastrl.ops.products import Head
+from fastrl.ops.rows import as_rows, row_statistics
+from fastrl.sampling_mask import SamplingMask
+from fastrl.supports import Supports, linear_over_support, logits_over_support, split_support
 
 
 class TokenStats(NamedTuple):

@@ -15,6 +15,6 @@
 - report, charts: rows -> Markdown and JSON, PNG
 """
 
-from .command import main
+from fastrl.bench.command import main
 
 __all__ = ["main"]

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .contenders import Contender, Outcome, Run
-from .running import Bench
+from fastrl.bench.contenders import Contender, Outcome, Run
+from fastrl.bench.running import Bench
 
 #: Bytes of the buffer whose copy tells the memory's speed where the suite's own tensors are no measure of it.
 STREAM_BYTES = 1 << 30
@@ -51,7 +51,7 @@ def _copy(source: Tensor) -> Run:
 
 
 def _read(source: Tensor, programs: int) -> Run:
-    from .read_ceiling import fold, words_of  # Triton, which is imported on a GPU only
+    from fastrl.bench.read_ceiling import fold, words_of  # Triton, which is imported on a GPU only
 
     words = words_of(source)
     folded = words.new_empty(programs * torch.cuda.get_device_properties(source.device).multi_processor_count)

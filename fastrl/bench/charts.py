@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from .measure import Row
-from .report import shape_text, shared_limit, skipped_text
-from .workloads import Section
+from fastrl.bench.measure import Row
+from fastrl.bench.report import shape_text, shared_limit, skipped_text
+from fastrl.bench.workloads import Section
 
 _OURS, _OTHERS, _BODY, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#ffffff", "#c1272d", "#222222"
 #: Of lines: ours in the order of the contenders, ever lighter and thinner, so that coinciding ones all show; the

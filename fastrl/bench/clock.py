@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .contenders import Run
+from fastrl.bench.contenders import Run
 
 #: Repeats that a slow contender still gets: a median of fewer says nothing.
 _FEWEST_REPEATS = 3

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .. import dependencies
-from . import machine
-from .measure import Row, default_device
-from .suites import SUITES, Setting, Shape, Suite
-from .workloads import Section
+from fastrl import dependencies
+from fastrl.bench import machine
+from fastrl.bench.measure import Row, default_device
+from fastrl.bench.suites import SUITES, Setting, Shape, Suite
+from fastrl.bench.workloads import Section
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             parser.error(f"argument --out: cannot write to {str(options.out)!r}: {error.strerror}")
 
-    from .report import as_markdown
+    from fastrl.bench.report import as_markdown
 
     device = default_device()
     dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, name: str, header: dict[str, Any], sections: list[Section]) -> None:
-    from . import charts
-    from .report import as_json, as_markdown
+    from fastrl.bench import charts
+    from fastrl.bench.report import as_json, as_markdown
 
     (folder / f"{name}.json").write_text(as_json(header, sections))
     (folder / f"{name}.md").write_text(as_markdown(header, sections))

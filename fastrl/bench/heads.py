@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 import fastrl
-
-from . import peers, plain
-from .contenders import Contender, Outcome, Run, Unavailable
-from .problems import LinearProblem, Tokens
-from .workloads import COMPILED, EAGER, Head, HeadLoss, compiled
+from fastrl.bench import peers, plain
+from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
+from fastrl.bench.problems import LinearProblem, Tokens
+from fastrl.bench.workloads import COMPILED, EAGER, Head, HeadLoss, compiled
 
 _GIB = 1 << 30
 

@@ -7,12 +7,11 @@ from functools import partial
 import torch
 
 import fastrl
-
-from . import heads, peers, plain
-from .contenders import Contender, Outcome, Run
-from .heads import Candidate
-from .problems import LinearProblem
-from .workloads import COMPILED, EAGER, Workload, compiled
+from fastrl.bench import heads, peers, plain
+from fastrl.bench.contenders import Contender, Outcome, Run
+from fastrl.bench.heads import Candidate
+from fastrl.bench.problems import LinearProblem
+from fastrl.bench.workloads import COMPILED, EAGER, Workload, compiled
 
 
 def workloads(problem: LinearProblem) -> list[Workload]:

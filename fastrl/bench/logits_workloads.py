@@ -7,11 +7,10 @@ from functools import partial
 import torch
 
 import fastrl
-
-from . import peers, plain
-from .contenders import Contender, Outcome, Run
-from .problems import LogitsProblem
-from .workloads import COMPILED, EAGER, Workload, compiled
+from fastrl.bench import peers, plain
+from fastrl.bench.contenders import Contender, Outcome, Run
+from fastrl.bench.problems import LogitsProblem
+from fastrl.bench.workloads import COMPILED, EAGER, Workload, compiled
 
 #: The workload that writes nothing.
 FORWARD = "statistics"

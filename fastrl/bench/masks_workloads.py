@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 import fastrl
-
-from . import heads, plain
-from .heads import Candidate
-from .problems import Expected, LinearProblem, Tokens, checked_entries, chunks, make_tokens
-from .workloads import EAGER, Head, HeadLoss, Workload
+from fastrl.bench import heads, plain
+from fastrl.bench.heads import Candidate
+from fastrl.bench.problems import Expected, LinearProblem, Tokens, checked_entries, chunks, make_tokens
+from fastrl.bench.workloads import EAGER, Head, HeadLoss, Workload
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import fastrl
-
-from . import heads, plain
-from .measure import Row
-from .problems import LinearProblem
-from .workloads import Workload
+from fastrl.bench import heads, plain
+from fastrl.bench.measure import Row
+from fastrl.bench.problems import LinearProblem
+from fastrl.bench.workloads import Workload
 
 BUDGETS = ("64MiB", "256MiB", "1GiB")
 _NO_BUDGET = "fastrl, no budget"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .logits_workloads import loss_contenders
-from .problems import LogitsProblem
-from .workloads import Workload
+from fastrl.bench.logits_workloads import loss_contenders
+from fastrl.bench.problems import LogitsProblem
+from fastrl.bench.workloads import Workload
 
 
 def workload(problem: LogitsProblem) -> Workload:

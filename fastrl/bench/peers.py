@@ -11,10 +11,10 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from . import plain
-from .contenders import Outcome, Run, Unavailable
-from .problems import LinearProblem, LogitsProblem, Tokens
-from .workloads import Head, HeadLoss
+from fastrl.bench import plain
+from fastrl.bench.contenders import Outcome, Run, Unavailable
+from fastrl.bench.problems import LinearProblem, LogitsProblem, Tokens
+from fastrl.bench.workloads import Head, HeadLoss
 
 #: What TRL's trainers give its head.
 _TRL_HEAD_CHUNK = 32768

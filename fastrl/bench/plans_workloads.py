@@ -14,13 +14,12 @@ from functools import partial
 import torch
 
 import fastrl
+from fastrl.bench import heads, plain
+from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
+from fastrl.bench.measure import Limit
+from fastrl.bench.problems import LinearProblem
+from fastrl.bench.workloads import Workload
 from fastrl.memory import use_plan
-
-from . import heads, plain
-from .contenders import Contender, Outcome, Run, Unavailable
-from .measure import Limit
-from .problems import LinearProblem
-from .workloads import Workload
 
 _BOTH = ("hidden", "weight")
 _PRODUCTS = ("logits = hidden x weight^T", "d_hidden = d_logits x weight", "d_weight = d_logits^T x hidden")

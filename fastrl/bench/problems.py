@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import plain
+from fastrl.bench import plain
 
 #: Standard deviation of the logits: with it a row is neither flat nor decided.
 _SPREAD = 3.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .measure import Row
-from .workloads import Section
+from fastrl.bench.measure import Row
+from fastrl.bench.workloads import Section
 
 _NOTE = """\
 ms: median and fastest of the repeats, on a GPU by events with a cold L2 cache; hot L2: the median with what the call

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .clock import time_runs
-from .contenders import Contender
-from .measure import Clock, Row, measure
-from .workloads import Section, Workload
+from fastrl.bench.clock import time_runs
+from fastrl.bench.contenders import Contender
+from fastrl.bench.measure import Clock, Row, measure
+from fastrl.bench.workloads import Section, Workload
 
 Shape = tuple[int, ...]
 Log = Callable[[str], None]

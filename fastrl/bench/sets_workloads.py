@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import fastrl
-
-from .contenders import Contender, Outcome, Run
-from .workloads import Workload
+from fastrl.bench.contenders import Contender, Outcome, Run
+from fastrl.bench.workloads import Workload
 
 TOP_P, TOP_K = 0.95, 50
 

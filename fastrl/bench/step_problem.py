@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.bench import plain
+from fastrl.bench.problems import Expected, Tokens, checked_entries, chunks, make_tokens
 from fastrl.budget import free_bytes
-
-from . import plain
-from .problems import Expected, Tokens, checked_entries, chunks, make_tokens
 
 #: Bytes of activations a token, layer and hidden dimension, over the element size: kept for the backward, roughly.
 _ACTIVATIONS = 40

@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from . import heads
-from .contenders import Contender, Outcome, Run
-from .heads import Candidate, Size
-from .linear_workloads import products
-from .measure import Row
-from .problems import Tokens
-from .step_problem import StepProblem, hidden_states
-from .workloads import Head, HeadLoss, Workload
+from fastrl.bench import heads
+from fastrl.bench.contenders import Contender, Outcome, Run
+from fastrl.bench.heads import Candidate, Size
+from fastrl.bench.linear_workloads import products
+from fastrl.bench.measure import Row
+from fastrl.bench.problems import Tokens
+from fastrl.bench.step_problem import StepProblem, hidden_states
+from fastrl.bench.workloads import Head, HeadLoss, Workload
 
 #: The step without head and loss: what the others' share of the step is told by.
 BODY = "the model's body alone (loss: the mean of its hidden states)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import (
+from fastrl.bench import (
     ceilings,
     linear_workloads,
     logits_workloads,
@@ -18,12 +18,12 @@ from . import (
     sets_workloads,
     step_workloads,
 )
-from .clock import time_issue
-from .measure import Limit, Row, finish
-from .problems import linear_problem, logits_problem
-from .running import Bench, Setting, Shape, seconds
-from .step_problem import step_problem
-from .workloads import COMPILED, EAGER, Section, Workload
+from fastrl.bench.clock import time_issue
+from fastrl.bench.measure import Limit, Row, finish
+from fastrl.bench.problems import linear_problem, logits_problem
+from fastrl.bench.running import Bench, Setting, Shape, seconds
+from fastrl.bench.step_problem import step_problem
+from fastrl.bench.workloads import COMPILED, EAGER, Section, Workload
 
 _COPY, _READ = "a copy of as many bytes", "a read of as many bytes"
 _PRODUCTS = "the bare matrix products"

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contenders import Contender
-from .measure import Row
-from .problems import Expected
+from fastrl.bench.contenders import Contender
+from fastrl.bench.measure import Row
+from fastrl.bench.problems import Expected
 
 EAGER = "eager torch"
 COMPILED = "torch.compile"

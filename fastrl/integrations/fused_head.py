@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, linear_cross_entropy, linear_token_logprobs, token_logprobs
-from ..budget import parse_budget
-from ..dependencies import how_to_install
+from fastrl import checks, linear_cross_entropy, linear_token_logprobs, token_logprobs
+from fastrl.budget import parse_budget
+from fastrl.dependencies import how_to_install
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple
 
-from ..objectives import KL, Aggregation, Clip, GammaWeight, Gate, Objective, RatioLevel, SoftGate, StopGradientClip
+from fastrl.objectives import (
+    KL,
+    Aggregation,
+    Clip,
+    GammaWeight,
+    Gate,
+    Objective,
+    RatioLevel,
+    SoftGate,
+    StopGradientClip,
+)
 
 #: What a loss type's sum is divided by; "items" are the tokens of a whole optimizer step over the number of processes.
 Denominator = Literal["tokens", "items", "responses"]

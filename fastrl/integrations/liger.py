@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks, dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
-from ..budget import parse_budget
-from ..objectives import Clip, Objective, StopGradientClip
-from .grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
-from .losses_from_logits import token_losses
+from fastrl import checks, dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
+from fastrl.budget import parse_budget
+from fastrl.integrations.grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
+from fastrl.integrations.losses_from_logits import token_losses
+from fastrl.objectives import Clip, Objective, StopGradientClip
 
 __all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 

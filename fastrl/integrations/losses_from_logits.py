@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import logits_policy_loss, token_logprobs
-from ..loss_problem import make_problem
-from ..objective_loss import objective_loss
-from ..objectives import Objective
-from ..ops.contract import TERMS
+from fastrl import logits_policy_loss, token_logprobs
+from fastrl.loss_problem import make_problem
+from fastrl.objective_loss import objective_loss
+from fastrl.objectives import Objective
+from fastrl.ops.contract import TERMS
 
 _OPTIONAL = (
     "mask",

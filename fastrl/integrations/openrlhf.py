@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Objective, policy_loss, token_logprobs
-from ..objectives import Clip
+from fastrl import Objective, policy_loss, token_logprobs
+from fastrl.objectives import Clip
 
 __all__ = ["PolicyLoss", "log_probs_from_logits"]
 

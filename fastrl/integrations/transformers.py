@@ -21,9 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import SamplingMask, checks, token_logprobs
-from ..dependencies import how_to_install
-from .fused_head import LMHead, TokenStatsOutput, compute_loss_func, fused_lm_head, remove_fused_lm_head
+from fastrl import SamplingMask, checks, token_logprobs
+from fastrl.dependencies import how_to_install
+from fastrl.integrations.fused_head import (
+    LMHead,
+    TokenStatsOutput,
+    compute_loss_func,
+    fused_lm_head,
+    remove_fused_lm_head,
+)
 
 try:
     import transformers

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import checks, linear_token_logprobs, token_logprobs
-from ..budget import parse_budget
-from ..dependencies import how_to_install
-from .patching import exchange, say_once
+from fastrl import checks, linear_token_logprobs, token_logprobs
+from fastrl.budget import parse_budget
+from fastrl.dependencies import how_to_install
+from fastrl.integrations.patching import exchange, say_once
 
 try:
     import trl
@@ -36,7 +36,7 @@ except ImportError as error:
     raise ImportError(f"fastrl.integrations.trl needs trl ({error}): {how_to_install(['trl'])}") from error
 
 if TYPE_CHECKING:
-    from .trl_grpo import FastGRPOTrainer
+    from fastrl.integrations.trl_grpo import FastGRPOTrainer
 
 __all__ = ["FastGRPOTrainer", "disable", "enable", "enabled"]
 
@@ -291,7 +291,7 @@ def replaced_head(head: Any) -> Iterator[None]:
 def __getattr__(name: str) -> Any:
     """FastGRPOTrainer, whose module imports TRL's GRPO trainer, when it is asked for."""
     if name == "FastGRPOTrainer":
-        from .trl_grpo import FastGRPOTrainer
+        from fastrl.integrations.trl_grpo import FastGRPOTrainer
 
         return FastGRPOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

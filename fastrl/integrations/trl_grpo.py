@@ -11,15 +11,23 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import utils
 
-from .. import linear_policy_loss, linear_token_logprobs
-from ..budget import parse_budget
-from . import trl_objective
-from .grpo_options import LOSS_TYPES
-from .patching import say_once
-from .trl import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
-from .trl_forward import LOSS, HeadCall, add_loss_forward
-from .trl_metrics import Found, log_entropy_bonus, log_policy
-from .trl_objective import KNOWN_READS, MULTIMODAL, Batch, denominator_of, objective_of, reads, vespo_rollout
+from fastrl import linear_policy_loss, linear_token_logprobs
+from fastrl.budget import parse_budget
+from fastrl.integrations import trl_objective
+from fastrl.integrations.grpo_options import LOSS_TYPES
+from fastrl.integrations.patching import say_once
+from fastrl.integrations.trl import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
+from fastrl.integrations.trl_forward import LOSS, HeadCall, add_loss_forward
+from fastrl.integrations.trl_metrics import Found, log_entropy_bonus, log_policy
+from fastrl.integrations.trl_objective import (
+    KNOWN_READS,
+    MULTIMODAL,
+    Batch,
+    denominator_of,
+    objective_of,
+    reads,
+    vespo_rollout,
+)
 
 
 class FastGRPOTrainer(GRPOTrainer):

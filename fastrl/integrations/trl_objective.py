@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .grpo_options import ENGINE_LOG_RATIOS, LOSS_TYPES, GRPOChoice, grpo_objective
+from fastrl.integrations.grpo_options import ENGINE_LOG_RATIOS, LOSS_TYPES, GRPOChoice, grpo_objective
 
 #: What `GRPOTrainer._compute_loss` of the versions known reads of the trainer ("self."), of its arguments ("args.") and
 #: of the batch. A version that reads something else computes something else, and is left to do so.

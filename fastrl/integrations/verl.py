@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import PRESETS, Objective, linear_token_logprobs, policy_loss
-from ..budget import parse_budget
-from ..dependencies import how_to_install
-from ..objectives import Clip, GeometricMean
-from .patching import exchange, say_once
+from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
+from fastrl.budget import parse_budget
+from fastrl.dependencies import how_to_install
+from fastrl.integrations.patching import exchange, say_once
+from fastrl.objectives import Clip, GeometricMean
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..sampling_sources import field_of, has_field
-from .routing import RouterAdapter, routers_of
+from fastrl import checks
+from fastrl.integrations.routing import RouterAdapter, routers_of
+from fastrl.sampling_sources import field_of, has_field
 
 __all__ = ["routing_from_vllm"]
 

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .checksums import CHECKSUMS, damage, write_checksums
-from .errors import UserError
-from .files import remove, whole_directory
-from .lock import sole_writer
-from .log import check_output
-from .sections import LoggingConfig
-from .settings import Section
+from fastrl.runs.checksums import CHECKSUMS, damage, write_checksums
+from fastrl.runs.errors import UserError
+from fastrl.runs.files import remove, whole_directory
+from fastrl.runs.lock import sole_writer
+from fastrl.runs.log import check_output
+from fastrl.runs.sections import LoggingConfig
+from fastrl.runs.settings import Section
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 # Sections and fields that a resumed run may change. Other batches round and sample differently; all else would make it

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .. import SamplingMask
-from ..integrations.routing import record_routing
-from ..integrations.transformers import record_sampling
-from .data import Example
-from .policy import Policy, left_pad
-from .rollout import Rollout
-from .sections import RolloutConfig
+from fastrl import SamplingMask
+from fastrl.integrations.routing import record_routing
+from fastrl.integrations.transformers import record_sampling
+from fastrl.runs.data import Example
+from fastrl.runs.policy import Policy, left_pad
+from fastrl.runs.rollout import Rollout
+from fastrl.runs.sections import RolloutConfig
 
 
 def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:

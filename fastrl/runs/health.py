@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .rollout import Rollout
+from fastrl.runs.rollout import Rollout
 
 PATIENCE = 5  # steps in a row without anything to learn from, before it is said; the first few may be without
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from .errors import UserError
-from .sections import ModelConfig
-from .settings import looks_like_path
+from fastrl.runs.errors import UserError
+from fastrl.runs.sections import ModelConfig
+from fastrl.runs.settings import looks_like_path
 
 # What a directory may hold that is one JSON object; transformers' own words for others do not name the file.
 _OBJECTS = (

@@ -15,12 +15,12 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from ..dependencies import how_to_install
-from .errors import UserError
-from .health import Watch
-from .report import plot_curves, write_report
-from .sections import LoggingConfig
-from .settings import Section
+from fastrl.dependencies import how_to_install
+from fastrl.runs.errors import UserError
+from fastrl.runs.health import Watch
+from fastrl.runs.report import plot_curves, write_report
+from fastrl.runs.sections import LoggingConfig
+from fastrl.runs.settings import Section
 
 # Everything a run writes; overwriting a run removes these and nothing else.
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")

@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import Objective
-from ..budget import BudgetTooSmall, parse_budget, text
-from ..locality import Given, scope, slopes
-from ..memory import ANY, RESPONSE, Call, applicable, choose, least_budget
-from ..ops.backend import forced, resolved
-from ..ops.products import Needs
-from ..ops.tiling import widest_support
-from .errors import UserError
-from .loading import load_config
-from .optimizer import cpu_threads
-from .policy import Policy
-from .sections import ModelConfig, RolloutConfig
+from fastrl import Objective
+from fastrl.budget import BudgetTooSmall, parse_budget, text
+from fastrl.locality import Given, scope, slopes
+from fastrl.memory import ANY, RESPONSE, Call, applicable, choose, least_budget
+from fastrl.ops.backend import forced, resolved
+from fastrl.ops.products import Needs
+from fastrl.ops.tiling import widest_support
+from fastrl.runs.errors import UserError
+from fastrl.runs.loading import load_config
+from fastrl.runs.optimizer import cpu_threads
+from fastrl.runs.policy import Policy
+from fastrl.runs.sections import ModelConfig, RolloutConfig
 
 ON_POLICY = Given(old=False)
 

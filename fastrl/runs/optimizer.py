@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import get_scheduler
 
-from .errors import UserError
-from .sections import OptimizerConfig
+from fastrl.runs.errors import UserError
+from fastrl.runs.sections import OptimizerConfig
 
 
 def make_optimizer(

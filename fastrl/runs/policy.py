@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..dependencies import how_to_install
-from ..integrations.fused_head import TOLERANCE, LMHead
-from .errors import UserError
-from .loading import load_tokenizer, load_weights, name_of
-from .sections import ModelConfig
+from fastrl.dependencies import how_to_install
+from fastrl.integrations.fused_head import TOLERANCE, LMHead
+from fastrl.runs.errors import UserError
+from fastrl.runs.loading import load_tokenizer, load_weights, name_of
+from fastrl.runs.sections import ModelConfig
 
 
 @dataclass(frozen=True)

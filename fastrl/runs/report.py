@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
-from .report_curves import Panel, Series, draw_png, draw_svg, is_phase
-from .report_html import Page, page
+from fastrl.runs.errors import UserError
+from fastrl.runs.report_curves import Panel, Series, draw_png, draw_svg, is_phase
+from fastrl.runs.report_html import Page, page
 
 # What `curves.png` shows, if it is there: panel title -> the metrics drawn in it.
 PANELS = {

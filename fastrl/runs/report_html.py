@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .report_curves import COLOURS, Series, is_phase
+from fastrl.runs.report_curves import COLOURS, Series, is_phase
 
 ROWS = 16  # samples of a step that are shown
 CHARACTERS = 4000  # of a prompt or completion that are shown

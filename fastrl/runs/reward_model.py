@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from .data import Example, tokenize_pair
-from .errors import UserError
-from .loading import load_config, load_tokenizer
-from .policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
-from .reward import Rewards, load_rewards
-from .sections import ModelConfig
+from fastrl.runs.data import Example, tokenize_pair
+from fastrl.runs.errors import UserError
+from fastrl.runs.loading import load_config, load_tokenizer
+from fastrl.runs.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
+from fastrl.runs.reward import Rewards, load_rewards
+from fastrl.runs.sections import ModelConfig
 
 # In a model's config.json: what its scores are on average, over the set that the run that trained it refers to.
 MEAN = "fastrl_score_mean"

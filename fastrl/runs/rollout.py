@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import SamplingMask, linear_token_logprobs
-from ..integrations.routing import replay_routing
-from .policy import Policy, decoder_states
+from fastrl import SamplingMask, linear_token_logprobs
+from fastrl.integrations.routing import replay_routing
+from fastrl.runs.policy import Policy, decoder_states
 
 ROWS = ("counted", "rewards", "groups", "response_advantages")  # (B,)
 TOKENS = ("token_advantages", "returns", "old_logprobs", "ref_logprobs", "rollout_logprobs", "old_values")  # (B, T)

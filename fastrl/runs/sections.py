@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..budget import parse_budget
-from .settings import Location, Section
+from fastrl.budget import parse_budget
+from fastrl.runs.settings import Location, Section
 
 ModelLocation = Annotated[str | None, Location(hub=True)]
 FileLocation = Annotated[Path, Location()]

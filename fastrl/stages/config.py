@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from ..runs.sections import (
+from fastrl.runs.sections import (
     Budget,
     FileLocation,
     LoggingConfig,
@@ -14,7 +14,7 @@ from ..runs.sections import (
     OptimizerConfig,
     check_input,
 )
-from ..runs.settings import Location, Section
+from fastrl.runs.settings import Location, Section
 
 
 class TrainingConfig(MachineConfig):

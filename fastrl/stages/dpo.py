@@ -13,15 +13,15 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import linear_dpo_loss
-from ..runs.errors import UserError
-from ..runs.memory_needs import LossCall, check_budget
-from ..runs.policy import Policy, load_policy, max_positions, reference_of
-from ..runs.rollout import hidden_states, rollout_logprobs
-from ..runs.settings import Section
-from .config import StageConfig, TokenTrainingConfig
-from .loop import PolicyStage, command, fit, prepared
-from .rows import Reader, Tokens, as_rollout, largest_call, smallest
+from fastrl import linear_dpo_loss
+from fastrl.runs.errors import UserError
+from fastrl.runs.memory_needs import LossCall, check_budget
+from fastrl.runs.policy import Policy, load_policy, max_positions, reference_of
+from fastrl.runs.rollout import hidden_states, rollout_logprobs
+from fastrl.runs.settings import Section
+from fastrl.stages.config import StageConfig, TokenTrainingConfig
+from fastrl.stages.loop import PolicyStage, command, fit, prepared
+from fastrl.stages.rows import Reader, Tokens, as_rollout, largest_call, smallest
 
 
 class LossConfig(Section):

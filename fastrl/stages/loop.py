@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
 
-from ..runs.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
-from ..runs.checksums import digest
-from ..runs.errors import UserError
-from ..runs.files import whole_directory
-from ..runs.interruption import ABOUT, RESUME, exit_status, stop_signals
-from ..runs.log import RunLog
-from ..runs.optimizer import cpu_threads, find_device, make_optimizer
-from ..runs.policy import Policy, checkpointing
-from ..runs.sections import MachineConfig
-from ..runs.settings import parse_command_line
-from .config import StageConfig
+from fastrl.runs.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
+from fastrl.runs.checksums import digest
+from fastrl.runs.errors import UserError
+from fastrl.runs.files import whole_directory
+from fastrl.runs.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.runs.log import RunLog
+from fastrl.runs.optimizer import cpu_threads, find_device, make_optimizer
+from fastrl.runs.policy import Policy, checkpointing
+from fastrl.runs.sections import MachineConfig
+from fastrl.runs.settings import parse_command_line
+from fastrl.stages.config import StageConfig
 
 Row = TypeVar("Row")
 Config = TypeVar("Config", bound=StageConfig)

@@ -15,15 +15,15 @@ from pydantic import model_validator
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from .. import reward_model_loss
-from ..runs.errors import UserError
-from ..runs.loading import load_tokenizer
-from ..runs.policy import load_model, max_positions
-from ..runs.reward_model import MEAN, RewardModel, check_classifier, score_sequences
-from ..runs.settings import Location
-from . import config as shared
-from .loop import Stage, command, fit, prepared
-from .rows import Reader, field, smallest
+from fastrl import reward_model_loss
+from fastrl.runs.errors import UserError
+from fastrl.runs.loading import load_tokenizer
+from fastrl.runs.policy import load_model, max_positions
+from fastrl.runs.reward_model import MEAN, RewardModel, check_classifier, score_sequences
+from fastrl.runs.settings import Location
+from fastrl.stages import config as shared
+from fastrl.stages.loop import Stage, command, fit, prepared
+from fastrl.stages.rows import Reader, field, smallest
 
 
 class DataConfig(shared.DataConfig):

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..runs.data import read_rows, tokenize_pair
-from ..runs.errors import UserError
-from ..runs.memory_needs import LossCall
-from ..runs.policy import Policy
-from ..runs.rollout import Rollout
+from fastrl.runs.data import read_rows, tokenize_pair
+from fastrl.runs.errors import UserError
+from fastrl.runs.memory_needs import LossCall
+from fastrl.runs.policy import Policy
+from fastrl.runs.rollout import Rollout
 
 Row = TypeVar("Row")
 

@@ -14,18 +14,18 @@ from typing import TextIO
 from pydantic import Field, model_validator
 from tqdm import tqdm
 
-from ..runs.data import Example, load_examples
-from ..runs.errors import UserError
-from ..runs.generation import completion_texts, ended_by_eos, generate
-from ..runs.lock import sole_writer
-from ..runs.optimizer import cpu_threads
-from ..runs.policy import Policy, load_policy, max_positions
-from ..runs.reward import Rewards
-from ..runs.reward_model import make_rewards
-from ..runs.sections import FileLocation, MachineConfig, ModelConfig, RolloutConfig
-from ..runs.settings import Section, parse_command_line
-from ..trainer.config import RewardConfig
-from .loop import start
+from fastrl.runs.data import Example, load_examples
+from fastrl.runs.errors import UserError
+from fastrl.runs.generation import completion_texts, ended_by_eos, generate
+from fastrl.runs.lock import sole_writer
+from fastrl.runs.optimizer import cpu_threads
+from fastrl.runs.policy import Policy, load_policy, max_positions
+from fastrl.runs.reward import Rewards
+from fastrl.runs.reward_model import make_rewards
+from fastrl.runs.sections import FileLocation, MachineConfig, ModelConfig, RolloutConfig
+from fastrl.runs.settings import Section, parse_command_line
+from fastrl.stages.loop import start
+from fastrl.trainer.config import RewardConfig
 
 # What a line holds beside the prompt row's own fields.
 WRITTEN = ("completion", "reward", "rewards", "truncated")

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import REINFORCE, linear_cross_entropy
-from ..runs.memory_needs import LossCall, check_budget
-from ..runs.policy import Policy, load_policy, max_positions
-from ..runs.rollout import hidden_states
-from .config import StageConfig, TokenTrainingConfig
-from .loop import PolicyStage, command, fit, prepared
-from .rows import Reader, Tokens, as_rollout, largest_call, smallest
+from fastrl import REINFORCE, linear_cross_entropy
+from fastrl.runs.memory_needs import LossCall, check_budget
+from fastrl.runs.policy import Policy, load_policy, max_positions
+from fastrl.runs.rollout import hidden_states
+from fastrl.stages.config import StageConfig, TokenTrainingConfig
+from fastrl.stages.loop import PolicyStage, command, fit, prepared
+from fastrl.stages.rows import Reader, Tokens, as_rollout, largest_call, smallest
 
 
 class Config(StageConfig):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from ..runs.checkpoint import Trained, read_checkpoint, write_checkpoint
-from .run import Run
+from fastrl.runs.checkpoint import Trained, read_checkpoint, write_checkpoint
+from fastrl.trainer.run import Run
 
 
 def save_checkpoint(run: Run) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..runs.sections import (
+from fastrl.runs.sections import (
     Budget,
     FileLocation,
     MachineConfig,
@@ -14,9 +14,9 @@ from ..runs.sections import (
     RolloutConfig,
     check_input,
 )
-from ..runs.sections import LoggingConfig as CommonLogging
-from ..runs.settings import Location, Section
-from .objective_config import ObjectiveConfig
+from fastrl.runs.sections import LoggingConfig as CommonLogging
+from fastrl.runs.settings import Location, Section
+from fastrl.trainer.objective_config import ObjectiveConfig
 
 
 class DataConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import EntropyConfig, KLConfig
+from fastrl.trainer.config import EntropyConfig, KLConfig
 
 
 class AdaptiveKL:

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from ..runs.policy import Policy
-from ..runs.rollout import Rollout, hidden_states, in_batches, replaying, unpacked
+from fastrl.runs.policy import Policy
+from fastrl.runs.rollout import Rollout, hidden_states, in_batches, replaying, unpacked
 
 
 class Critic(nn.Module):

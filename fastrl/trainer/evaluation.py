@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import set_seed
 
-from ..runs.generation import completion_texts, generate
-from ..runs.health import average
-from .run import Run
+from fastrl.runs.generation import completion_texts, generate
+from fastrl.runs.health import average
+from fastrl.trainer.run import Run
 
 
 def evaluate(run: Run) -> dict[str, float]:

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
-from ..runs.data import Example
-from ..runs.generation import completion_texts, ended_by_eos, generate
-from ..runs.health import describe
-from ..runs.policy import Policy
-from ..runs.rollout import Rollout, join, rollout_logprobs
-from ..runs.timing import timed
-from .run import Run
+from fastrl import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
+from fastrl.runs.data import Example
+from fastrl.runs.generation import completion_texts, ended_by_eos, generate
+from fastrl.runs.health import describe
+from fastrl.runs.policy import Policy
+from fastrl.runs.rollout import Rollout, join, rollout_logprobs
+from fastrl.runs.timing import timed
+from fastrl.trainer.run import Run
 
 Steps = list[tuple[int, float]]  # a completion's reasoning steps: (characters up to its end, reward)
 

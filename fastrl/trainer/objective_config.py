@@ -20,8 +20,8 @@ from typing import Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model, model_validator
 
-from .. import PRESETS, Objective
-from ..runs.settings import Section
+from fastrl import PRESETS, Objective
+from fastrl.runs.settings import Section
 
 _BY_NAME: dict[str, Callable[..., Objective]] = {name.lower(): preset for name, preset in PRESETS.items()}
 

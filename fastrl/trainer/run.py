@@ -5,19 +5,19 @@ from typing import Any
 
 import torch
 
-from .. import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
-from ..integrations.routing import has_routers
-from ..locality import Given
-from ..runs.data import Example, PromptSampler, TextStream, load_examples
-from ..runs.errors import UserError
-from ..runs.memory_needs import LossCall, check_budget
-from ..runs.optimizer import find_device, make_optimizer
-from ..runs.policy import Policy, load_policy, max_positions, reference_of
-from ..runs.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
-from ..runs.reward_model import make_rewards
-from .config import Config
-from .controllers import AdaptiveKL, LearnedEntropy
-from .critic import Critic
+from fastrl import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
+from fastrl.integrations.routing import has_routers
+from fastrl.locality import Given
+from fastrl.runs.data import Example, PromptSampler, TextStream, load_examples
+from fastrl.runs.errors import UserError
+from fastrl.runs.memory_needs import LossCall, check_budget
+from fastrl.runs.optimizer import find_device, make_optimizer
+from fastrl.runs.policy import Policy, load_policy, max_positions, reference_of
+from fastrl.runs.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
+from fastrl.runs.reward_model import make_rewards
+from fastrl.trainer.config import Config
+from fastrl.trainer.controllers import AdaptiveKL, LearnedEntropy
+from fastrl.trainer.critic import Critic
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..runs.policy import Policy
-from ..runs.rollout import Rollout
+from fastrl.runs.policy import Policy
+from fastrl.runs.rollout import Rollout
 
 KEPT = 3  # batches; one repeats what the last ones said
 

@@ -8,18 +8,18 @@ from typing import Any
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from ..runs.checkpoint import checkpoint_of, due, run_folder
-from ..runs.interruption import ABOUT, RESUME, exit_status, stop_signals
-from ..runs.log import RunLog
-from ..runs.optimizer import cpu_threads
-from ..runs.settings import parse_command_line
-from ..runs.timing import peak_memory, timed
-from .checkpoint import load_checkpoint, save_checkpoint
-from .config import Config
-from .evaluation import evaluate
-from .experience import collect
-from .run import Run, make_run
-from .update import update
+from fastrl.runs.checkpoint import checkpoint_of, due, run_folder
+from fastrl.runs.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.runs.log import RunLog
+from fastrl.runs.optimizer import cpu_threads
+from fastrl.runs.settings import parse_command_line
+from fastrl.runs.timing import peak_memory, timed
+from fastrl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from fastrl.trainer.config import Config
+from fastrl.trainer.evaluation import evaluate
+from fastrl.trainer.experience import collect
+from fastrl.trainer.run import Run, make_run
+from fastrl.trainer.update import update
 
 # What a step's line shows, if it is there.
 SHOWN = ("reward", "eval/reward", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")

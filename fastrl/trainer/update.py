@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import linear_cross_entropy, linear_policy_loss, value_loss
-from ..formulas import kl_k3_value
-from ..runs.errors import UserError
-from ..runs.policy import checkpointing, decoder_states
-from ..runs.rollout import Rollout, hidden_states, replaying
-from ..runs.timing import Stopwatch
-from .run import Run
-from .skipped import save_batch
+from fastrl import linear_cross_entropy, linear_policy_loss, value_loss
+from fastrl.formulas import kl_k3_value
+from fastrl.runs.errors import UserError
+from fastrl.runs.policy import checkpointing, decoder_states
+from fastrl.runs.rollout import Rollout, hidden_states, replaying
+from fastrl.runs.timing import Stopwatch
+from fastrl.trainer.run import Run
+from fastrl.trainer.skipped import save_batch
 
 # How a metric of several batches becomes one; those not named here are averaged with the batches' tokens as weights.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
