@@ -5,7 +5,7 @@ the output head, without an (N, V) float32 tensor.
 """
 
 from fastrl.advantages import gae, group_advantages, rloo_advantages, value_loss
-from fastrl.checks import check_inputs
+from fastrl.base.checks import check_inputs
 from fastrl.cross_entropy import linear_cross_entropy
 from fastrl.objective_loss import LossContext
 from fastrl.objectives import (

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl import checks
-from fastrl.responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
+from fastrl.base import checks
+from fastrl.base.responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
 
 
 def group_advantages(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.memory import Call
 from fastrl.ops.backend import forced, resolved
 from fastrl.ops.contract import Transform

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
+from fastrl.base.responses import Responses, check_cu_seqlens
 from fastrl.objectives import Objective
-from fastrl.responses import Responses, check_cu_seqlens
 
 
 @dataclass

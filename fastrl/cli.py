@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from fastrl import __version__, dependencies
+from fastrl import __version__
+from fastrl.base import dependencies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,8 +91,8 @@ def _plot_gates(argv: list[str]) -> int:
 
 def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """The command's exit status; 2 and one line for what the user can mend."""
+    from fastrl.base.errors import UserError
     from fastrl.budget import BudgetTooSmall
-    from fastrl.runs.errors import UserError
 
     try:
         return command(argv)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.policy_loss import linear_policy_loss
 from fastrl.presets import REINFORCE
 from fastrl.token_logprobs import linear_token_logprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastrl import dependencies
+from fastrl.base import dependencies
 from fastrl.bench import machine
 from fastrl.ops import cpp_build
 

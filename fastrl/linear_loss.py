@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks, memory
+from fastrl import memory
 from fastrl.arguments import VocabularyArguments, counted_rows, plan_call
+from fastrl.base import checks
 from fastrl.batch import Batch
 from fastrl.locality import Given, scope, slopes
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.batch import Batch, make_batch
 from fastrl.objective_loss import CustomObjective, check_requirements, metrics, objective_loss, settings_of
 from fastrl.objectives import Objective

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastrl import formulas as f
+from fastrl.base.derivative import with_derivative
 from fastrl.batch import Batch
-from fastrl.derivative import with_derivative
 from fastrl.objectives import (
     DETACHED_GATES,
     GATE_FORMULAS,

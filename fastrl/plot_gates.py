@@ -21,10 +21,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
+from fastrl.base.errors import UserError
 from fastrl.objectives import Gate, Objective
 from fastrl.policy_loss import policy_loss
 from fastrl.presets import PRESETS, any_numbers
-from fastrl.runs.errors import UserError
 
 # Suffix of the file -> what it says of itself: no date, so that the same figure is the same file.
 FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}

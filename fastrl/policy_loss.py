@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
 from fastrl.arguments import (
     VocabularyArguments,
     checked_head,
@@ -16,6 +15,7 @@ from fastrl.arguments import (
     forms_gradient,
     vocabulary_arguments,
 )
+from fastrl.base import checks
 from fastrl.budget import parse_budget
 from fastrl.linear_loss import planned_linear_loss
 from fastrl.locality import Given, why_not_row_local

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks
-from fastrl.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
+from fastrl.base import checks
+from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
 from fastrl.sampling_mask import SamplingMask
 from fastrl.token_logprobs import linear_token_logprobs
 

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl import checks
 from fastrl.advantages import group_advantages, group_numbers
-from fastrl.responses import INTEGER_DTYPES, check_cu_seqlens
+from fastrl.base import checks
+from fastrl.base.responses import INTEGER_DTYPES, check_cu_seqlens
 
 
 def process_advantages(

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks, sampling_sources
-from fastrl.csr import INT32_MAX, check_layout, offsets_of
+from fastrl import sampling_sources
+from fastrl.base import checks
+from fastrl.base.csr import INT32_MAX, check_layout, offsets_of
 from fastrl.ops.contract import entry_rows
 
 

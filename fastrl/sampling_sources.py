@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks
-from fastrl.csr import check_layout, integers, offsets_of
+from fastrl.base import checks
+from fastrl.base.csr import check_layout, integers, offsets_of
 from fastrl.ops import consumed
 from fastrl.ops.backend import forced, kernels
 from fastrl.ops.rows import as_rows

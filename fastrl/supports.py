@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks
 from fastrl.arguments import VocabularyArguments, plan_call
-from fastrl.csr import offsets_of
+from fastrl.base import checks
+from fastrl.base.csr import offsets_of
 from fastrl.memory import choose
 from fastrl.ops.backend import forced
 from fastrl.ops.contract import Support, entry_rows

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastrl import checks
 from fastrl.arguments import (
     VocabularyArguments,
     checked_head,
@@ -15,6 +14,7 @@ from fastrl.arguments import (
     plan_call,
     vocabulary_arguments,
 )
+from fastrl.base import checks
 from fastrl.budget import parse_budget
 from fastrl.extras import checked_extras, extras_ahead, extras_of
 from fastrl.memory import ANY, Plan, choose

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.ops import backend as backends
 
 B, T, V, H = 2, 3, 7, 4

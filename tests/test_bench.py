@@ -255,7 +255,7 @@ def test_a_shape_goes_to_every_chosen_suite_that_takes_it() -> None:
 def test_missing_packages_are_named_before_anything_runs(
     arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastrl.dependencies.find_spec", lambda name: None)
+    monkeypatch.setattr("fastrl.base.dependencies.find_spec", lambda name: None)
     monkeypatch.setattr(command.machine, "describe", lambda argv: pytest.fail("something ran"))
     with pytest.raises(SystemExit) as stopped:
         main(arguments)

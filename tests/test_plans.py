@@ -201,7 +201,7 @@ def test_nan_is_not_lost(
     problem = Problem(device, torch.float32, seed=17)
     del problem.arguments["mask"]
     if invalid:
-        monkeypatch.setattr("fastrl.checks.values_are_checked", lambda tensor: False)  # as on a GPU
+        monkeypatch.setattr("fastrl.base.checks.values_are_checked", lambda tensor: False)  # as on a GPU
         problem.targets[1, 2] = VOCAB
     else:
         problem.hidden[1, 2, 0] = torch.nan

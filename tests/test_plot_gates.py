@@ -98,6 +98,6 @@ def test_a_mistake_is_one_line(arguments, words, tmp_path, monkeypatch, capsys):
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("fastrl.dependencies.find_spec", lambda name: None)
+    monkeypatch.setattr("fastrl.base.dependencies.find_spec", lambda name: None)
     assert main(["plot-gates"]) == 2
     assert "plot-gates needs packages that are not installed: pip install matplotlib\n" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.runs import report
-from fastrl.runs.errors import UserError
 from fastrl.runs.report_curves import UNITS, decimate, smooth
 from fastrl.runs.report_html import direction, duration
 
@@ -270,7 +270,7 @@ def test_a_directory_without_a_run_and_a_broken_config_are_mistakes(run, tmp_pat
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("fastrl.dependencies.find_spec", lambda name: None)
+    monkeypatch.setattr("fastrl.base.dependencies.find_spec", lambda name: None)
     assert main(["report", "runs/x"]) == 2
     assert "report needs packages that are not installed: pip install matplotlib\n" in capsys.readouterr().err
 

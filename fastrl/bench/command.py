@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastrl import dependencies
+from fastrl.base import dependencies
 from fastrl.bench import machine
 from fastrl.bench.measure import Row, default_device
 from fastrl.bench.suites import SUITES, Setting, Shape, Suite

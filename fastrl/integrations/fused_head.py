@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks, linear_cross_entropy, linear_token_logprobs, token_logprobs
+from fastrl import linear_cross_entropy, linear_token_logprobs, token_logprobs
+from fastrl.base import checks
+from fastrl.base.dependencies import how_to_install
 from fastrl.budget import parse_budget
-from fastrl.dependencies import how_to_install
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.dependencies import how_to_install
+from fastrl.base.dependencies import how_to_install
 
 try:
     import transformers

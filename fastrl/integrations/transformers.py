@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import SamplingMask, checks, token_logprobs
-from fastrl.dependencies import how_to_install
+from fastrl import SamplingMask, token_logprobs
+from fastrl.base import checks
+from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.fused_head import (
     LMHead,
     TokenStatsOutput,

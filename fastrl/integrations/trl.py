@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl import checks, linear_token_logprobs, token_logprobs
+from fastrl import linear_token_logprobs, token_logprobs
+from fastrl.base import checks
+from fastrl.base.dependencies import how_to_install
 from fastrl.budget import parse_budget
-from fastrl.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
 
 try:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
+from fastrl.base.dependencies import how_to_install
 from fastrl.budget import parse_budget
-from fastrl.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
 from fastrl.objectives import Clip, GeometricMean
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.integrations.routing import RouterAdapter, routers_of
 from fastrl.sampling_sources import field_of, has_field
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.checks import lies_in_memory
+from fastrl.base.checks import lies_in_memory
 from fastrl.ops import cpp_build, cpp_formulas
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

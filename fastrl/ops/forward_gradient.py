@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.ops import forward, products
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.ops import backward, forward, products
 from fastrl.ops.contract import Statistics, Transform
 from fastrl.ops.forward import Limits

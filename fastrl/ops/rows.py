@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 from fastrl.ops import consumed
 from fastrl.ops.backend import kernels
 from fastrl.ops.contract import Statistics, Transform

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fastrl.base.errors import UserError
 from fastrl.runs.checksums import CHECKSUMS, damage, write_checksums
-from fastrl.runs.errors import UserError
 from fastrl.runs.files import remove, whole_directory
 from fastrl.runs.lock import sole_writer
 from fastrl.runs.log import check_output

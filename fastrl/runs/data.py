@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fastrl.base.errors import UserError
 from fastrl.runs.checksums import digest
-from fastrl.runs.errors import UserError
 
 # Names that the reward function's own arguments take.
 RESERVED = ("prompts", "completions")

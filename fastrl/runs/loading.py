@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.sections import ModelConfig
 from fastrl.runs.settings import looks_like_path
 

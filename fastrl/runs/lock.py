@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 
 # What flock answers where the file system has no locks: some network and user-space ones.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)

@@ -15,8 +15,8 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from fastrl.dependencies import how_to_install
-from fastrl.runs.errors import UserError
+from fastrl.base.dependencies import how_to_install
+from fastrl.base.errors import UserError
 from fastrl.runs.health import Watch
 from fastrl.runs.report import plot_curves, write_report
 from fastrl.runs.sections import LoggingConfig

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from fastrl import Objective
+from fastrl.base.errors import UserError
 from fastrl.budget import BudgetTooSmall, parse_budget, text
 from fastrl.locality import Given, scope, slopes
 from fastrl.memory import ANY, RESPONSE, Call, applicable, choose, least_budget
 from fastrl.ops.backend import forced, resolved
 from fastrl.ops.products import Needs
 from fastrl.ops.tiling import widest_support
-from fastrl.runs.errors import UserError
 from fastrl.runs.loading import load_config
 from fastrl.runs.optimizer import cpu_threads
 from fastrl.runs.policy import Policy

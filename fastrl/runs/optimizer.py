@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import get_scheduler
 
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.sections import OptimizerConfig
 
 

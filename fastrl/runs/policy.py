@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastrl.dependencies import how_to_install
+from fastrl.base.dependencies import how_to_install
+from fastrl.base.errors import UserError
 from fastrl.integrations.fused_head import TOLERANCE, LMHead
-from fastrl.runs.errors import UserError
 from fastrl.runs.loading import load_tokenizer, load_weights, name_of
 from fastrl.runs.sections import ModelConfig
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.report_curves import Panel, Series, draw_png, draw_svg, is_phase
 from fastrl.runs.report_html import Page, page
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example, tokenize_pair
-from fastrl.runs.errors import UserError
 from fastrl.runs.loading import load_config, load_tokenizer
 from fastrl.runs.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
 from fastrl.runs.reward import Rewards, load_rewards

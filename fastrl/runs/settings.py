@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 
 
 class Section(BaseModel):

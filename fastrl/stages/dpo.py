@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastrl import linear_dpo_loss
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.memory_needs import LossCall, check_budget
 from fastrl.runs.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.runs.rollout import hidden_states, rollout_logprobs

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
 
+from fastrl.base.errors import UserError
 from fastrl.runs.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
 from fastrl.runs.checksums import digest
-from fastrl.runs.errors import UserError
 from fastrl.runs.files import whole_directory
 from fastrl.runs.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.runs.log import RunLog

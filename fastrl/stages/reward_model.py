@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from fastrl import reward_model_loss
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.loading import load_tokenizer
 from fastrl.runs.policy import load_model, max_positions
 from fastrl.runs.reward_model import MEAN, RewardModel, check_classifier, score_sequences

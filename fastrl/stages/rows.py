@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import read_rows, tokenize_pair
-from fastrl.runs.errors import UserError
 from fastrl.runs.memory_needs import LossCall
 from fastrl.runs.policy import Policy
 from fastrl.runs.rollout import Rollout

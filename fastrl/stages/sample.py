@@ -14,8 +14,8 @@ from typing import TextIO
 from pydantic import Field, model_validator
 from tqdm import tqdm
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example, load_examples
-from fastrl.runs.errors import UserError
 from fastrl.runs.generation import completion_texts, ended_by_eos, generate
 from fastrl.runs.lock import sole_writer
 from fastrl.runs.optimizer import cpu_threads

@@ -10,7 +10,8 @@ from oracle import assert_as_good_as_torch
 from test_policy_loss import OBJECTIVES
 
 import fastrl
-from fastrl import checks, supports
+from fastrl import supports
+from fastrl.base import checks
 from fastrl.memory import use_plan
 from fastrl.ops import tiling
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs.errors import UserError
 from fastrl.stages import dpo, reward_model, sft
 
 GOOD = {

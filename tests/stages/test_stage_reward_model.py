@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example, tokenize_pair
-from fastrl.runs.errors import UserError
 from fastrl.runs.loading import load_tokenizer
 from fastrl.runs.policy import load_model
 from fastrl.runs.reward_model import MEAN, RewardModel, score_sequences

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fastrl.stages.sample as module
+from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs.errors import UserError
 from fastrl.stages.sample import Completion, Config, best_of, sample
 
 REWARDS = """

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example, tokenize_pair
-from fastrl.runs.errors import UserError
 from fastrl.runs.generation import completion_texts, generate
 from fastrl.runs.policy import load_policy
 from fastrl.runs.sections import ModelConfig, RolloutConfig

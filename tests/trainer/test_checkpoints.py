@@ -9,9 +9,9 @@ import pytest
 from test_resume import checkpoints
 
 import fastrl.runs.checkpoint as module
+from fastrl.base.errors import UserError
 from fastrl.runs.checkpoint import NUMBERS
 from fastrl.runs.checksums import CHECKSUMS, damage, write_checksums
-from fastrl.runs.errors import UserError
 from fastrl.trainer.train import train
 
 

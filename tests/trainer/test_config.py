@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import fastrl
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.settings import load_settings, parse_command_line
 from fastrl.trainer.config import Config
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example, PromptSampler, load_examples
-from fastrl.runs.errors import UserError
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fastrl.trainer.evaluation as module
+from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 from fastrl.runs.reward import RewardFunction, Rewards
 from fastrl.trainer.config import EvaluationConfig
 from fastrl.trainer.evaluation import evaluate, majority_at_k, pass_at_k

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 import fastrl
 import fastrl.trainer.run as running
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 from fastrl.runs.generation import ended_by_eos, generate
 from fastrl.runs.rollout import join, rollout_logprobs
 from fastrl.runs.sections import RolloutConfig

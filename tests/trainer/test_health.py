@@ -14,8 +14,8 @@ from safetensors import safe_open
 import fastrl.trainer.experience as experience
 import fastrl.trainer.train as module
 import fastrl.trainer.update as updating
+from fastrl.base.errors import UserError
 from fastrl.runs.checkpoint import NUMBERS
-from fastrl.runs.errors import UserError
 from fastrl.runs.health import Watch, describe
 from fastrl.runs.rollout import Rollout
 from fastrl.trainer.train import train

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs.errors import UserError
 from fastrl.runs.loading import listed, load_tokenizer, load_weights
 from fastrl.runs.policy import load_policy
 from fastrl.runs.reward_model import RewardModel

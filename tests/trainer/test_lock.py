@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 import fastrl.runs.lock as module
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.lock import sole_writer
 
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from test_train import records
 
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.log import RunLog
 from fastrl.trainer.train import SHOWN, train
 

@@ -14,9 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import fastrl
 import fastrl.trainer.run as running
 import fastrl.trainer.train as module
+from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 from fastrl.runs.generation import generate
 from fastrl.runs.policy import checkpointing, load_policy, reference_of
 from fastrl.runs.rollout import rollout_logprobs

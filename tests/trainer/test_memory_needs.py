@@ -6,8 +6,8 @@ import pytest
 
 import fastrl.runs.policy as loading
 import fastrl.trainer.run as module
+from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs.errors import UserError
 from fastrl.stages import dpo, sft
 from fastrl.trainer.train import train
 

@@ -14,7 +14,7 @@ from transformers import set_seed
 import fastrl
 import fastrl.trainer.run as running
 from fastrl import SamplingMask
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.policy import check_packing
 from fastrl.runs.rollout import Rollout, rollout_logprobs
 from fastrl.runs.timing import Stopwatch

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 from fastrl.runs.reward import load_reward
 
 EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, [2])]

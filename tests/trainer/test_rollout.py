@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 from fastrl.runs.generation import completion_mask, completion_texts, generate
 from fastrl.runs.rollout import rollout_logprobs
 from fastrl.runs.sections import RolloutConfig

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastrl.trainer.train as module
-from fastrl.runs.errors import UserError
+from fastrl.base.errors import UserError
 from fastrl.runs.rollout import rollout_logprobs
 from fastrl.trainer.train import train
 

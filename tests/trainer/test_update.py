@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.base.errors import UserError
 from fastrl.runs.data import Example
-from fastrl.runs.errors import UserError
 from fastrl.runs.generation import generate
 from fastrl.runs.rollout import rollout_logprobs
 from fastrl.runs.sections import RolloutConfig

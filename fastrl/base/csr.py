@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import checks
+from fastrl.base import checks
 
 INT32_MAX = 2**31 - 1
 
