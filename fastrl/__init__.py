@@ -7,8 +7,8 @@ the output head, without an (N, V) float32 tensor.
 from fastrl.advantages import gae, group_advantages, rloo_advantages, value_loss
 from fastrl.base.checks import check_inputs
 from fastrl.cross_entropy import linear_cross_entropy
-from fastrl.objective_loss import LossContext
-from fastrl.objectives import (
+from fastrl.objectives.evaluate import LossContext
+from fastrl.objectives.objective import (
     KL,
     Clip,
     GammaWeight,
@@ -19,11 +19,7 @@ from fastrl.objectives import (
     SoftGate,
     StopGradientClip,
 )
-from fastrl.ops.backend import backends, use_backend
-from fastrl.plans import MemoryPlans, plan_memory
-from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
-from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
-from fastrl.presets import (
+from fastrl.objectives.presets import (
     BNPO,
     CISPO,
     CPI,
@@ -43,6 +39,10 @@ from fastrl.presets import (
     DrGRPO,
     GSPOToken,
 )
+from fastrl.ops.backend import backends, use_backend
+from fastrl.plans import MemoryPlans, plan_memory
+from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
+from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
 from fastrl.process_rewards import process_advantages
 from fastrl.rewards import kl_penalized_rewards, overlong_penalty
 from fastrl.sampling_mask import SamplingMask

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
+from fastrl.objectives.presets import REINFORCE
 from fastrl.policy_loss import linear_policy_loss
-from fastrl.presets import REINFORCE
 from fastrl.token_logprobs import linear_token_logprobs
 
 _REDUCTIONS = ("mean", "sum", "none")

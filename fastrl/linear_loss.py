@@ -11,12 +11,12 @@ from torch import Tensor
 from fastrl import memory
 from fastrl.arguments import VocabularyArguments, counted_rows, plan_call
 from fastrl.base import checks
-from fastrl.batch import Batch
-from fastrl.locality import Given, scope, slopes
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Plan
-from fastrl.objective_loss import objective_loss, row_objective
-from fastrl.objectives import Objective
+from fastrl.objectives.batch import Batch
+from fastrl.objectives.dependence import Given, scope, slopes
+from fastrl.objectives.evaluate import objective_loss, row_objective
+from fastrl.objectives.objective import Objective
 from fastrl.ops import forward
 from fastrl.ops import forward_gradient as forward_gradient_ops
 from fastrl.ops.attach import attach_gradients

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.batch import Batch, make_batch
-from fastrl.objective_loss import CustomObjective, check_requirements, metrics, objective_loss, settings_of
-from fastrl.objectives import Objective
+from fastrl.objectives.batch import Batch, make_batch
+from fastrl.objectives.evaluate import CustomObjective, check_requirements, metrics, objective_loss, settings_of
+from fastrl.objectives.objective import Objective
 from fastrl.ops.contract import LossTerms
 
 

@@ -18,10 +18,10 @@ from fastrl.arguments import (
 from fastrl.base import checks
 from fastrl.budget import parse_budget
 from fastrl.linear_loss import planned_linear_loss
-from fastrl.locality import Given, why_not_row_local
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
-from fastrl.objective_loss import CustomObjective, row_objective
-from fastrl.objectives import Objective
+from fastrl.objectives.dependence import Given, why_not_row_local
+from fastrl.objectives.evaluate import CustomObjective, row_objective
+from fastrl.objectives.objective import Objective
 from fastrl.ops import consumed
 from fastrl.ops import rows as row_ops
 from fastrl.ops.attach import attach_gradients

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
-from fastrl.objectives import KL_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 
 _REWARD_KINDS = ("k1", "k2", "k3")
 _MAX_LOG_RATIO = 20.0  # as Objective.max_log_ratio: exp(20) is far beyond any use and far from overflow

@@ -1,6 +1,6 @@
 """c = dL/dlogp by the closed forms of the papers, in float64: what every backend's float32 is held to.
 
-Written for a whole sweep at once and without `fastrl.formulas`. Nothing here cancels where c is not small.
+Written for a whole sweep at once and without `fastrl.objectives.formulas`. Nothing here cancels where c is not small.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.objectives import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+from fastrl.objectives.objective import (
+    KL,
+    Clip,
+    GammaWeight,
+    GeometricMean,
+    NoGate,
+    Objective,
+    SoftGate,
+    StopGradientClip,
+)
 
 #: every gate with ordinary and extreme numbers, at each level that its ratio may have
 GATES: dict[str, Objective] = {

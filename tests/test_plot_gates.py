@@ -8,7 +8,7 @@ import torch
 import fastrl
 from fastrl import plot_gates
 from fastrl.cli import main
-from fastrl.presets import any_numbers
+from fastrl.objectives.presets import any_numbers
 
 
 def weight(name: str, ratio: float, advantage: float) -> float:

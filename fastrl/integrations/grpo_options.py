@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple
 
-from fastrl.objectives import (
+from fastrl.objectives.objective import (
     KL,
     Aggregation,
     Clip,

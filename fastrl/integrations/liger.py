@@ -23,7 +23,7 @@ from fastrl.base import checks
 from fastrl.budget import parse_budget
 from fastrl.integrations.grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
 from fastrl.integrations.losses_from_logits import token_losses
-from fastrl.objectives import Clip, Objective, StopGradientClip
+from fastrl.objectives.objective import Clip, Objective, StopGradientClip
 
 __all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 

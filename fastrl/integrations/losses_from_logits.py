@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fastrl import logits_policy_loss, token_logprobs
 from fastrl.loss_problem import make_problem
-from fastrl.objective_loss import objective_loss
-from fastrl.objectives import Objective
+from fastrl.objectives.evaluate import objective_loss
+from fastrl.objectives.objective import Objective
 from fastrl.ops.contract import TERMS
 
 _OPTIONAL = (

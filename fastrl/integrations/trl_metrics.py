@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import nanmax, nanmin
 
-from fastrl.formulas import kl_k3_value
 from fastrl.integrations.trl_objective import Batch
+from fastrl.objectives.formulas import kl_k3_value
 
 
 class Found(NamedTuple):

@@ -25,7 +25,7 @@ from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
 from fastrl.budget import parse_budget
 from fastrl.integrations.patching import exchange, say_once
-from fastrl.objectives import Clip, GeometricMean
+from fastrl.objectives.objective import Clip, GeometricMean
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
 

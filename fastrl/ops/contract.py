@@ -56,7 +56,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The rows of `LossTerms.terms`, in the order in which `fastrl.formulas.token_terms` returns them.
+#: The rows of `LossTerms.terms`, in the order in which `fastrl.objectives.formulas.token_terms` returns them.
 TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clamped")
 
 
@@ -107,10 +107,10 @@ class ByToken(NamedTuple):
 class RowObjective(NamedTuple):
     """A row-local objective as kernels take it: the names of its formulas and their numbers."""
 
-    gate: str  # a key of fastrl.objectives.GATE_FORMULAS
+    gate: str  # a key of fastrl.objectives.objective.GATE_FORMULAS
     gate_parameters: tuple[float, float, float, float]
-    kl: str  # a key of fastrl.objectives.KL_FORMULAS; "none"
-    rollout: str  # a key of fastrl.objectives.ROLLOUT_FORMULAS; "none"
+    kl: str  # a key of fastrl.objectives.objective.KL_FORMULAS; "none"
+    rollout: str  # a key of fastrl.objectives.objective.ROLLOUT_FORMULAS; "none"
     rollout_low: float
     rollout_high: float
     max_log_ratio: float

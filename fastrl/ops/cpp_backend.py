@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Statistics, Transform
 from fastrl.ops.cpp_find_support import find_support
 from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer, strides, why_unavailable

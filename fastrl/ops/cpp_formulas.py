@@ -1,4 +1,4 @@
-"""The formulas of `fastrl.formulas`, translated into a C++ header, so that the objectives' arithmetic has one source.
+"""The formulas of `fastrl.objectives.formulas`, translated into a C++ header, so that the arithmetic has one source.
 
 Straight-line functions only: assignments to names and one return, made of arithmetic, comparisons, `&` and `|` on
 comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters. Anything else
@@ -11,11 +11,11 @@ from __future__ import annotations
 import ast
 import inspect
 
-from fastrl import formulas
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives import formulas
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import TERMS
 
-#: the names of `fastrl.arithmetic` in C++; a NaN argument of minimum or maximum gives NaN, as in torch
+#: the names of `fastrl.objectives.arithmetic` in C++; a NaN argument of minimum or maximum gives NaN, as in torch
 _FUNCTIONS = {
     "exp": "inline double exp(double x) { return std::exp(x); }",
     "expm1": "inline double expm1(double x) { return std::expm1(x); }",

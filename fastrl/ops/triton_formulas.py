@@ -1,4 +1,4 @@
-"""The formulas of `fastrl.formulas` as Triton device functions: the same code objects, executed on other globals.
+"""The formulas of `fastrl.objectives.formulas` as Triton device functions: the same code objects on other globals.
 
 A formula is a plain function on bare names. Here each gets a globals dictionary in which `exp`, `where` and the rest
 are `@triton.jit` functions, and so are the other formulas: torch executes and kernels compile one source.
@@ -14,9 +14,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fastrl import formulas
 from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives import formulas
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import RowObjective
 
 

@@ -1,6 +1,6 @@
 """Policy losses token by token, in Python loops over scalars with autograd: slow, and meant to be obviously right.
 
-Written from the papers' formulas alone, not from `fastrl.formulas`, so that the tests compare two texts.
+Written from the papers' formulas alone, not from `fastrl.objectives.formulas`, so that the tests compare two texts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.objectives import Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+from fastrl.objectives.objective import Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.formulas import token_terms
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.formulas import token_terms
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import LossTerms, RowInputs, RowObjective, Statistics, Transform
 
 #: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.

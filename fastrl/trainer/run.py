@@ -8,7 +8,7 @@ import torch
 from fastrl import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
 from fastrl.base.errors import UserError
 from fastrl.integrations.routing import has_routers
-from fastrl.locality import Given
+from fastrl.objectives.dependence import Given
 from fastrl.runs.data import Example, PromptSampler, TextStream, load_examples
 from fastrl.runs.memory_needs import LossCall, check_budget
 from fastrl.runs.optimizer import find_device, make_optimizer

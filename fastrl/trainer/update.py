@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl import linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
-from fastrl.formulas import kl_k3_value
+from fastrl.objectives.formulas import kl_k3_value
 from fastrl.runs.policy import checkpointing, decoder_states
 from fastrl.runs.rollout import Rollout, hidden_states, replaying
 from fastrl.runs.timing import Stopwatch

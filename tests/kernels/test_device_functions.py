@@ -106,7 +106,7 @@ def test_tanh_and_its_slope(device: str) -> None:
 
 
 def test_every_formula_is_bound() -> None:
-    from fastrl import formulas
+    from fastrl.objectives import formulas
 
     plain = {name for name, f in vars(formulas).items() if getattr(f, "__module__", "") == formulas.__name__}
     assert plain <= _GLOBALS.keys()

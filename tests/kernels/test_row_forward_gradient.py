@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
 from fastrl.reference import rows as reference
 

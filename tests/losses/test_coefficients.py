@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastrl
 from fastrl.integrations.losses_from_logits import token_losses
-from fastrl.objectives import KL, NoGate, Objective
+from fastrl.objectives.objective import KL, NoGate, Objective
 
 SIZE = 20_000
 #: logp = 0, so that old = -x and ref = d are exact whatever x and d are

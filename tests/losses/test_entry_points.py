@@ -9,8 +9,8 @@ import torch
 from test_policy_loss import OBJECTIVES
 
 import fastrl
-from fastrl.batch import make_batch
-from fastrl.locality import Given, why_not_row_local
+from fastrl.objectives.batch import make_batch
+from fastrl.objectives.dependence import Given, why_not_row_local
 
 # Two float32 routes to a sum of some dozen terms of size about 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}

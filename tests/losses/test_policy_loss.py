@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastrl
-from fastrl.objectives import AGGREGATIONS, KL_FORMULAS, RATIO_LEVELS, Objective
+from fastrl.objectives.objective import AGGREGATIONS, KL_FORMULAS, RATIO_LEVELS, Objective
 from fastrl.reference import losses as oracle
 
 PRESET_ARGUMENTS: dict[str, dict[str, Any]] = {

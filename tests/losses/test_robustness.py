@@ -12,7 +12,7 @@ import torch
 from test_entry_points import CLOSE, OBJECTIVES, B, Problem, T, V, assert_same
 
 import fastrl
-from fastrl.objectives import Objective
+from fastrl.objectives.objective import Objective
 
 _OTHER_DEFAULTS = """
 import sys, torch, fastrl

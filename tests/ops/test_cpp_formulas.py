@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl import formulas
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives import formulas
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops import cpp_backend, cpp_build, cpp_formulas
 from fastrl.ops.cpp_formulas import TranslationError, translate_source
 

@@ -19,7 +19,7 @@ from cpp_cases import (
     random_rows,
 )
 
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.ops import cpp_backend
 from fastrl.ops.contract import RowInputs, RowObjective, Transform
 from fastrl.reference import rows as reference

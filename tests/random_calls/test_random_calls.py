@@ -18,8 +18,8 @@ from comparing import Tally, WrongNumber
 from torch import Tensor
 
 import fastrl
-from fastrl import formulas
-from fastrl.objectives import GATE_FORMULAS, KL_FORMULAS
+from fastrl.objectives import formulas
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS
 
 PARTS, CALLS_A_PART = 20, 1_000
 

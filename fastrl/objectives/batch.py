@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.base.responses import Responses, check_cu_seqlens
-from fastrl.objectives import Objective
+from fastrl.objectives.objective import Objective
 
 
 @dataclass

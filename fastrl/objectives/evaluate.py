@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import formulas as f
 from fastrl.base.derivative import with_derivative
-from fastrl.batch import Batch
-from fastrl.objectives import (
+from fastrl.objectives import formulas as f
+from fastrl.objectives.batch import Batch
+from fastrl.objectives.objective import (
     DETACHED_GATES,
     GATE_FORMULAS,
     KL_FORMULAS,
@@ -26,8 +26,8 @@ from fastrl.objectives import (
     GeometricMean,
     Objective,
 )
+from fastrl.objectives.presets import PRESETS
 from fastrl.ops.contract import TERMS, RowInputs, RowObjective
-from fastrl.presets import PRESETS
 
 
 class LossContext(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from fastrl import formulas as f
 from fastrl.base import checks
+from fastrl.objectives import formulas as f
 
 RatioLevel = Literal["token", "sequence", "sequence-token", "sequence-product"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]

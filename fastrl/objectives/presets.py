@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fastrl.objectives import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+from fastrl.objectives.objective import (
+    KL,
+    Clip,
+    GammaWeight,
+    GeometricMean,
+    NoGate,
+    Objective,
+    SoftGate,
+    StopGradientClip,
+)
 
 
 def _objective(overrides: dict[str, Any], **defaults: Any) -> Objective:

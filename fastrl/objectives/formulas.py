@@ -25,7 +25,7 @@ constant for the first derivative is detached for the second.
 # ruff: noqa: D103  (the module's docstring is the contract that all of these share)
 # mypy: disable-error-code="no-untyped-def"
 
-from fastrl.arithmetic import detach, exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid, where
+from fastrl.objectives.arithmetic import detach, exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid, where
 
 # --- gates: the CPI / TRPO surrogate, and REINFORCE -------------------------------------------------------------------
 
