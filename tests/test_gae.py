@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastrl.advantages import gae, value_loss
+from fastrl.advantages.outcome import gae, value_loss
 
 NAN = math.nan
 few = settings(max_examples=60, deadline=None)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastrl.rewards import kl_penalized_rewards, overlong_penalty
+from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
 
 NAN = math.nan
 few = settings(max_examples=60, deadline=None)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastrl.advantages import value_loss
+from fastrl.advantages.outcome import value_loss
 
 NAN = math.nan
 ONES = torch.ones(2, 3)
