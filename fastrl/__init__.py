@@ -7,6 +7,7 @@ the output head, without an (N, V) float32 tensor.
 from fastrl.advantages.outcome import gae, group_advantages, rloo_advantages, value_loss
 from fastrl.advantages.process import process_advantages
 from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
+from fastrl.backends.choice import backends, use_backend
 from fastrl.base.checks import check_inputs
 from fastrl.cross_entropy import linear_cross_entropy
 from fastrl.objectives.evaluate import LossContext
@@ -41,7 +42,6 @@ from fastrl.objectives.presets import (
     DrGRPO,
     GSPOToken,
 )
-from fastrl.ops.backend import backends, use_backend
 from fastrl.plans import MemoryPlans, plan_memory
 from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
 from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import forced, resolved
+from fastrl.backends.contract import Transform
 from fastrl.base import checks
 from fastrl.memory import Call
-from fastrl.ops.backend import forced, resolved
-from fastrl.ops.contract import Transform
 from fastrl.ops.products import Head, Needs
 
 

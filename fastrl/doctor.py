@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastrl.backends.cpp import build as cpp_build
 from fastrl.base import dependencies
 from fastrl.bench import machine
-from fastrl.ops import cpp_build
 
 #: The oldest and the newest version of each that `make test` has passed with, whole but for what the README leaves out.
 TESTED = {

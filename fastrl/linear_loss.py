@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fastrl import memory
 from fastrl.arguments import VocabularyArguments, counted_rows, plan_call
+from fastrl.backends.choice import forced, kernels
+from fastrl.backends.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Plan
@@ -20,8 +22,6 @@ from fastrl.objectives.objective import Objective
 from fastrl.ops import forward
 from fastrl.ops import forward_gradient as forward_gradient_ops
 from fastrl.ops.attach import attach_gradients
-from fastrl.ops.backend import forced, kernels
-from fastrl.ops.contract import LossTerms, Statistics, Transform
 from fastrl.ops.forward import Order
 from fastrl.ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
 from fastrl.ops.products import Head, Needs

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backends.contract import LossTerms
 from fastrl.base import checks
 from fastrl.objectives.batch import Batch, make_batch
 from fastrl.objectives.evaluate import CustomObjective, check_requirements, metrics, objective_loss, settings_of
 from fastrl.objectives.objective import Objective
-from fastrl.ops.contract import LossTerms
 
 
 class PolicyLoss(NamedTuple):

@@ -15,6 +15,8 @@ from fastrl.arguments import (
     forms_gradient,
     vocabulary_arguments,
 )
+from fastrl.backends.choice import forced, kernels
+from fastrl.backends.contract import LossTerms
 from fastrl.base import checks
 from fastrl.budget import parse_budget
 from fastrl.linear_loss import planned_linear_loss
@@ -25,8 +27,6 @@ from fastrl.objectives.objective import Objective
 from fastrl.ops import consumed
 from fastrl.ops import rows as row_ops
 from fastrl.ops.attach import attach_gradients
-from fastrl.ops.backend import forced, kernels
-from fastrl.ops.contract import LossTerms
 from fastrl.sampling_mask import SamplingMask
 from fastrl.supports import split_support
 from fastrl.token_logprobs import logits_stats

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastrl import sampling_sources
+from fastrl.backends.contract import entry_rows
 from fastrl.base import checks
 from fastrl.base.csr import INT32_MAX, check_layout, offsets_of
-from fastrl.ops.contract import entry_rows
 
 
 class _Facts(NamedTuple):

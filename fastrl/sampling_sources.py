@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import forced, kernels
 from fastrl.base import checks
 from fastrl.base.csr import check_layout, integers, offsets_of
 from fastrl.ops import consumed
-from fastrl.ops.backend import forced, kernels
 from fastrl.ops.rows import as_rows
 
 _VLLM = (

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastrl.arguments import VocabularyArguments, plan_call
+from fastrl.backends.choice import forced
+from fastrl.backends.contract import Support, entry_rows
 from fastrl.base import checks
 from fastrl.base.csr import offsets_of
 from fastrl.memory import choose
-from fastrl.ops.backend import forced
-from fastrl.ops.contract import Support, entry_rows
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.products import Head
 from fastrl.ops.support import support_row_statistics

@@ -14,12 +14,12 @@ from fastrl.arguments import (
     plan_call,
     vocabulary_arguments,
 )
+from fastrl.backends.choice import forced
+from fastrl.backends.contract import Statistics
 from fastrl.base import checks
 from fastrl.budget import parse_budget
 from fastrl.extras import checked_extras, extras_ahead, extras_of
 from fastrl.memory import ANY, Plan, choose
-from fastrl.ops.backend import forced
-from fastrl.ops.contract import Statistics
 from fastrl.ops.linear import linear_statistics
 from fastrl.ops.products import Head
 from fastrl.ops.rows import as_rows, row_statistics

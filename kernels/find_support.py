@@ -1,4 +1,4 @@
-"""The entries that a sampler keeps (`find_support` of `fastrl.ops.contract`), without a sort.
+"""The entries that a sampler keeps (`find_support` of `fastrl.backends.contract`), without a sort.
 
 A program owns a row. Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being
 1 (top-k) or the probability (top-p). It is found by an 8-ary search: a sweep weighs the row under 7 thresholds, first

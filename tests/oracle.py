@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.ops.contract import Statistics
+from fastrl.backends.contract import Statistics
 
 
 class Truth(NamedTuple):

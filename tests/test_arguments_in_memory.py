@@ -19,7 +19,7 @@ from memory_child import KINDS, functions
 from torch import Tensor
 
 import fastrl
-from fastrl.ops.cpp_library import pointer
+from fastrl.backends.cpp.library import pointer
 
 SLOW = pytest.mark.slow
 

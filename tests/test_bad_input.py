@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.backends import choice as backends
 from fastrl.base import checks
-from fastrl.ops import backend as backends
 
 B, T, V, H = 2, 3, 7, 4
 F = torch.float32
@@ -217,7 +217,7 @@ def test_kernels_answer_a_bad_target_with_nan(backend: str, backend_device: str)
     logits = torch.randn(1, 3, V, device=backend_device)
     targets = torch.tensor([1, V, -1], device=backend_device)
     run = backends.kernels(backends.forced(), logits).row_statistics
-    from fastrl.ops.contract import Transform
+    from fastrl.backends.contract import Transform
 
     found = run(logits, targets, None, Transform())
     assert found.logprobs.isnan().tolist() == [False, True, True]

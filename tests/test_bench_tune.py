@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import tune
 
+from fastrl.backends.contract import Transform
+from fastrl.backends.triton import backend as triton_backend
 from fastrl.kernels import row_forward_gradient
-from fastrl.ops import triton_backend
-from fastrl.ops.contract import Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

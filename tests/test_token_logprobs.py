@@ -13,8 +13,8 @@ import torch
 from oracle import assert_as_good_as_torch, token_stats
 
 import fastrl
+from fastrl.backends.torch import rows as reference_rows
 from fastrl.ops import tiling
-from fastrl.reference import rows as reference_rows
 
 # A float32 result is formed by a handful of roundings of numbers of the size of the logits' spread.
 MARGIN = 2e-6

@@ -1,8 +1,8 @@
 """The few names that `formulas.py` is written in, as torch executes them.
 
 Every formula is a plain function on these bare names, so that one source serves three executors: torch through this
-module, Triton by rebinding the same code objects (`fastrl.ops.triton_formulas`), C++ by translation
-(`fastrl.ops.cpp_formulas`). Arguments are tensors, or tensors and Python floats.
+module, Triton by rebinding the same code objects (`fastrl.backends.triton.formulas`), C++ by translation
+(`fastrl.backends.cpp.formulas`). Arguments are tensors, or tensors and Python floats.
 """
 
 from __future__ import annotations

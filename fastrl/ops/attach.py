@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
 from fastrl.ops import consumed
-from fastrl.ops.backend import kernels
 
 Gradients = Sequence[Tensor | None]
 #: inputs -> a 0-dim value and the gradients of the inputs, one each or None

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.ops import products
-from fastrl.ops.backend import kernels
-from fastrl.ops.contract import Statistics, Transform
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits, Order, Rows, order, pass_tile
 from fastrl.ops.products import Head, HeadSums, Held, Needs, slices

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastrl.ops.backend import kernels
+from fastrl.backends.choice import kernels
 
 
 class DenseSupport(NamedTuple):

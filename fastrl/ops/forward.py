@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.ops import products, tiling
-from fastrl.ops.backend import kernels
-from fastrl.ops.contract import Statistics, Transform
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.products import Head, Held, slices
 from fastrl.ops.tiling import Tile

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
+from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
 from fastrl.base import checks
 from fastrl.ops import forward, products
-from fastrl.ops.backend import kernels
-from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
 from fastrl.ops.forward import Limits, Order
 from fastrl.ops.products import Head, HeadSums, Held, Needs
 from fastrl.ops.tiling import Tile

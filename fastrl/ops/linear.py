@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.ops import backward, forward, products
-from fastrl.ops.contract import Statistics, Transform
 from fastrl.ops.forward import Limits
 from fastrl.ops.products import Head, Needs
 from fastrl.ops.rows import upstream

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.ops.backend import kernels
+from fastrl.backends.choice import kernels
 from fastrl.ops.tiling import PIECE_BYTES, Sizes, Tile
 
 _LARGE = 8 << 20  # bytes from which memory comes fresh from the system anyway

@@ -1,7 +1,7 @@
 """torch.library operators over logits: row statistics (differentiable) and the row gradient, out of place and in place.
 
 They check target values, choose nothing (the backend's name is an argument, so that a backward uses its forward's) and
-hand over to a backend's functions; `fastrl.ops.contract` says what those are given.
+hand over to a backend's functions; `fastrl.backends.contract` says what those are given.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.ops import consumed
-from fastrl.ops.backend import kernels
-from fastrl.ops.contract import Statistics, Transform
 
 
 @torch.library.custom_op("fastrl::row_statistics", mutates_args=())

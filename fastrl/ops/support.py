@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
+from fastrl.backends.contract import Statistics, Support, Transform, entry_rows
 from fastrl.base import checks
 from fastrl.ops import consumed
-from fastrl.ops.backend import kernels
-from fastrl.ops.contract import Statistics, Support, Transform, entry_rows
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.rows import upstream
 

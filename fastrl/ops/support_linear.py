@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backends.choice import kernels
+from fastrl.backends.contract import ByToken, Statistics, Support, Transform
 from fastrl.ops import backward, forward, products
-from fastrl.ops.backend import kernels
-from fastrl.ops.contract import ByToken, Statistics, Support, Transform
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits
 from fastrl.ops.products import Head, Needs

@@ -152,8 +152,8 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
 
         constants |= {"BLOCKS": 16} | ({} if case.entropy else {"h_ptr": None})
         return row_gradient_kernel, constants, sizes.warps
+    from fastrl.backends.triton.formulas import row_terms
     from fastrl.kernels.row_forward_gradient import row_forward_gradient_kernel
-    from fastrl.ops.triton_formulas import row_terms
 
     constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": row_terms(*case.objective)}
     constants |= {"gradient_ptr": None} if case.kernel == "forward-gradient" else {}
@@ -194,9 +194,9 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
+    from fastrl.backends.contract import RowInputs, RowObjective, Statistics, Transform
+    from fastrl.backends.triton import backend as triton_backend
     from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics
-    from fastrl.ops import triton_backend
-    from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
 
     keys: dict[str, list[str]] = {}
     for module in (row_statistics, combine_splits, row_gradient, row_forward_gradient):

@@ -10,8 +10,8 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+from fastrl.backends.triton.formulas import _GLOBALS  # noqa: E402
 from fastrl.kernels import device_functions as functions  # noqa: E402
-from fastrl.ops.triton_formulas import _GLOBALS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

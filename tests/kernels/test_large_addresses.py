@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.ops import cpp_backend
-from fastrl.ops.contract import TERMS, RowInputs, RowObjective, Transform
+from fastrl.backends.contract import TERMS, RowInputs, RowObjective, Transform
+from fastrl.backends.cpp import backend as cpp_backend
 
-triton_backend = pytest.importorskip("fastrl.ops.triton_backend")
+triton_backend = pytest.importorskip("fastrl.backends.triton.backend")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.ops.contract import RowInputs, RowObjective, Statistics, Transform
+from fastrl.backends.contract import RowInputs, RowObjective, Statistics, Transform
 
-backend = pytest.importorskip("fastrl.ops.triton_backend")
+backend = pytest.importorskip("fastrl.backends.triton.backend")
 
 from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
+from fastrl.backends.torch import rows as reference
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
-from fastrl.reference import rows as reference
 
-backend = pytest.importorskip("fastrl.ops.triton_backend")
+backend = pytest.importorskip("fastrl.backends.triton.backend")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 IDENTITY = Transform()
 NUMBERS = {

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.ops.contract import Statistics, Transform
-from fastrl.reference import rows as reference
+from fastrl.backends.contract import Statistics, Transform
+from fastrl.backends.torch import rows as reference
 
-backend = pytest.importorskip("fastrl.ops.triton_backend")
+backend = pytest.importorskip("fastrl.backends.triton.backend")
 
 from fastrl.kernels import row_statistics  # noqa: E402
 from fastrl.kernels.configuration import configuration  # noqa: E402

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-backend = pytest.importorskip("fastrl.ops.triton_backend")
+backend = pytest.importorskip("fastrl.backends.triton.backend")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)

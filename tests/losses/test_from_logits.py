@@ -12,7 +12,7 @@ import torch
 from test_entry_points import OBJECTIVES, B, Problem, T, V
 
 import fastrl
-from fastrl.ops import cpp_backend
+from fastrl.backends.cpp import backend as cpp_backend
 
 
 class _FromArray(torch.autograd.Function):

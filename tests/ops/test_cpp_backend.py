@@ -22,9 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastrl.ops import cpp_backend, cpp_build, cpp_library
-from fastrl.ops.contract import RowInputs, Statistics, Transform
-from fastrl.reference import rows as reference
+from fastrl.backends.contract import RowInputs, Statistics, Transform
+from fastrl.backends.cpp import backend as cpp_backend
+from fastrl.backends.cpp import build as cpp_build
+from fastrl.backends.cpp import library as cpp_library
+from fastrl.backends.torch import rows as reference
 
 pytestmark = needs_cpp
 

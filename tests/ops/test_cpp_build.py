@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastrl.ops import cpp_backend, cpp_build, cpp_library
-from fastrl.ops.contract import Transform
-from fastrl.ops.cpp_build import BackendUnavailable
+from fastrl.backends.contract import Transform
+from fastrl.backends.cpp import backend as cpp_backend
+from fastrl.backends.cpp import build as cpp_build
+from fastrl.backends.cpp import library as cpp_library
+from fastrl.backends.cpp.build import BackendUnavailable
 
 ANSWER = {
     "answer.cpp": '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n',

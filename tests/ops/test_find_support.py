@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl.ops import cpp_backend
+from fastrl.backends.cpp import backend as cpp_backend
 
 # The interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -36,9 +36,9 @@ def find_support_of(name: str) -> FindSupport:
     if name == "cpp":
         if (reason := cpp_backend.why_unavailable()) is not None:
             pytest.skip(f"no C++ backend: {reason}")
-        from fastrl.ops.cpp_find_support import find_support as found
+        from fastrl.backends.cpp.find_support import find_support as found
     elif name == "torch":
-        from fastrl.reference.find_support import find_support as found
+        from fastrl.backends.torch.find_support import find_support as found
     else:
         found = pytest.importorskip("fastrl.kernels.find_support").find_support
     return found

@@ -1,4 +1,4 @@
-"""The entries that a sampler keeps, in plain torch: `find_support` of `fastrl.ops.contract`.
+"""The entries that a sampler keeps, in plain torch: `find_support` of `fastrl.backends.contract`.
 
 Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being 1 (top-k) or the
 probability (top-p). It is found without a sort, by bisection over the integers whose order is that of the floats:
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastrl.reference.rows import _row_blocks
+from fastrl.backends.torch.rows import _row_blocks
 
 _WRONG = {1: "a NaN", 2: "a +inf", 3: "nothing but -inf"}
 _LEAST = -0x7F800000  # the key of the lowest finite float32
@@ -84,7 +84,7 @@ def _wrong(x: Tensor, z: Tensor) -> Tensor:
 
 
 def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """See `fastrl.ops.contract`.
+    """See `fastrl.backends.contract`.
 
     The host waits for the device once; until then 24 bytes a row say what is kept, and then a second pass writes it.
     """

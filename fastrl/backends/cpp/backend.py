@@ -1,4 +1,4 @@
-"""The C++ backend for the CPU: the row functions of `fastrl.ops.contract`, compiled from `csrc/` on first use."""
+"""The C++ backend for the CPU: the row functions of `fastrl.backends.contract`, compiled from `csrc/` on first use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops.contract import TERMS, LossTerms, RowInputs, RowObjective, Statistics, Transform
-from fastrl.ops.cpp_find_support import find_support
-from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer, strides, why_unavailable
-from fastrl.ops.cpp_support import (
+from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Statistics, Transform
+from fastrl.backends.cpp.find_support import find_support
+from fastrl.backends.cpp.library import ELEMENTS, address, function, pointer, strides, why_unavailable
+from fastrl.backends.cpp.support import (
     support_gradient,
     support_hidden,
     support_products,
@@ -19,6 +18,7 @@ from fastrl.ops.cpp_support import (
     support_statistics,
     support_weight,
 )
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 
 __all__ = [
     "advise",
@@ -117,7 +117,7 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
     function("fastrl_row_statistics", POINTER(_Rows), c_void_p)(
         byref(_rows(logits, targets, mask, transform)), out.data_ptr()
@@ -135,7 +135,7 @@ def row_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.ops.contract`; large pages are asked for where `out` is not the logits."""
+    """See `fastrl.backends.contract`; large pages are asked for where `out` is not the logits."""
     n = targets.numel()
     out_strides = strides("out", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
@@ -161,7 +161,7 @@ def row_forward_gradient(
     inputs: RowInputs,
     out: Tensor | None = None,
 ) -> LossTerms:
-    """See `fastrl.ops.contract`. The objective runs in float64 on the rows' float32 numbers."""
+    """See `fastrl.backends.contract`. The objective runs in float64 on the rows' float32 numbers."""
     n = targets.numel()
     if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
         got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"

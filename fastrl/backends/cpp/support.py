@@ -1,4 +1,4 @@
-"""The C++ backend's functions over support entries (`csrc/support.cpp`); see `fastrl.ops.contract`."""
+"""The C++ backend's functions over support entries (`csrc/support.cpp`); see `fastrl.backends.contract`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.ops.contract import ByToken, Statistics, Support, Transform
-from fastrl.ops.cpp_library import ELEMENTS, address, function, pointer
+from fastrl.backends.contract import ByToken, Statistics, Support, Transform
+from fastrl.backends.cpp.library import ELEMENTS, address, function, pointer
 
 
 class _Support(Structure):
@@ -102,7 +102,7 @@ def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     bias = None if bias is None else bias.contiguous()
     values = torch.empty(support.token_ids.numel(), dtype=torch.float32, device="cpu")
     run = function("fastrl_support_products", POINTER(_Support), POINTER(_Factors), c_void_p)
@@ -111,7 +111,7 @@ def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, suppor
 
 
 def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
     run = function("fastrl_support_statistics", POINTER(_Support), POINTER(_RowArguments), c_void_p, c_void_p)
     at = pointer("values", values, support.token_ids.numel())
@@ -129,7 +129,7 @@ def support_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     n, nnz = targets.numel(), support.token_ids.numel()
     addresses = (c_void_p * 4)(*(pointer(name, value, n) for name, value in statistics._asdict().items()))
     run = function(
@@ -154,7 +154,7 @@ def support_gradient(
 
 
 def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     n, width = logits.shape
     support = _Support(
         pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
@@ -176,7 +176,7 @@ def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     run = function("fastrl_support_hidden", POINTER(_Support), POINTER(_Factors), c_void_p, c_void_p, c_int64)
     at = pointer("gradient", gradient, support.token_ids.numel())
     run(byref(_support(support)), byref(_factors(None, weight, None)), at, *_matrix("out", out, weight))
@@ -185,7 +185,7 @@ def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tens
 def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     given = out if out is not None else out_bias
     if given is None or by_token.token_ids.numel() == 0:
         return

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backends.cpp import build as cpp_build
+from fastrl.backends.cpp import formulas as cpp_formulas
 from fastrl.base.checks import lies_in_memory
-from fastrl.ops import cpp_build, cpp_formulas
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SOURCES = Path(__file__).parents[1] / "csrc"

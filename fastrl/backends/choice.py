@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 NAMES = ("triton", "cpp", "torch")
-_MODULES = {"triton": "fastrl.ops.triton_backend", "cpp": "fastrl.ops.cpp_backend", "torch": "fastrl.ops.torch_backend"}
+_MODULES = {
+    "triton": "fastrl.backends.triton.backend",
+    "cpp": "fastrl.backends.cpp.backend",
+    "torch": "fastrl.backends.torch.backend",
+}
 _forced = ""
 
 
@@ -71,7 +75,7 @@ def forced() -> str:
 def kernels(name: str, tensor: Tensor) -> ModuleType:
     """The named backend's module, or for "" that of the fastest backend for the tensor's device.
 
-    See `fastrl.ops.contract` for what is in it. RuntimeError where the named backend cannot take the tensor.
+    See `fastrl.backends.contract` for what is in it. RuntimeError where the named backend cannot take the tensor.
     """
     device = tensor.device.type
     if name in ("triton", "cpp"):

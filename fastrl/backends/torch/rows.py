@@ -1,4 +1,4 @@
-"""The three row functions of `fastrl.ops.contract` in plain torch: the oracle, and the torch backend.
+"""The three row functions of `fastrl.backends.contract` in plain torch: the oracle, and the torch backend.
 
 Here the logits may also be float64, and all results are then float64.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.backends.contract import LossTerms, RowInputs, RowObjective, Statistics, Transform
 from fastrl.objectives.formulas import token_terms
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.ops.contract import LossTerms, RowInputs, RowObjective, Statistics, Transform
 
 #: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.
 BLOCK_ENTRIES = 1 << 17
@@ -58,7 +58,7 @@ def _block_statistics(z: Tensor, targets: Tensor, valid: Tensor) -> Statistics:
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     out = torch.zeros(4, targets.numel(), dtype=dtype, device=logits.device)
     for block, rows in _row_blocks(logits):

@@ -1,6 +1,6 @@
 """What every backend implements: three row functions over logits, and the plain data that they exchange.
 
-A backend is a module with these three functions (`fastrl.reference.rows` is the readable one):
+A backend is a module with these three functions (`fastrl.backends.torch.rows` is the readable one):
 
     row_statistics(logits, targets, mask, transform) -> Statistics
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None

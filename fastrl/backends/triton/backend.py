@@ -1,9 +1,11 @@
-"""The Triton backend: the row functions of `fastrl.ops.contract`, launches only. Imported when it is first used."""
+"""The Triton backend: the row functions of `fastrl.backends.contract`, launches only. Imported when it is first used."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.backends.contract import ByToken, LossTerms, RowInputs, RowObjective, Statistics, Support, Transform
+from fastrl.backends.triton.formulas import device_objective
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
 from fastrl.kernels import row_statistics as statistics_kernel
@@ -14,8 +16,6 @@ from fastrl.kernels import support_weight as support_weight_kernel
 from fastrl.kernels.find_support import find_support
 from fastrl.kernels.scale import scale_
 from fastrl.kernels.support_restrict import support_restrict
-from fastrl.ops.contract import ByToken, LossTerms, RowInputs, RowObjective, Statistics, Support, Transform
-from fastrl.ops.triton_formulas import device_objective
 
 __all__ = [
     "advise",
@@ -38,7 +38,7 @@ def advise(tensor: Tensor) -> None:
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     return Statistics(*statistics_kernel.row_statistics(logits, targets, mask, *transform))
 
 
@@ -52,7 +52,7 @@ def row_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.ops.contract`; `out` may be `logits`."""
+    """See `fastrl.backends.contract`; `out` may be `logits`."""
     gradient_kernel.row_gradient(logits, targets, mask, *transform, statistics, c, h, out)
 
 
@@ -65,7 +65,7 @@ def row_forward_gradient(
     inputs: RowInputs,
     out: Tensor | None = None,
 ) -> LossTerms:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     function, numbers = device_objective(objective)
     weights = inputs.advantages, inputs.policy_weights
     found = forward_gradient_kernel.row_forward_gradient(
@@ -81,13 +81,13 @@ def _check_unit_strides(**tensors: Tensor | None) -> None:
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     _check_unit_strides(hidden=hidden, weight=weight, bias=bias)
     return support_products_kernel.support_products(hidden, weight, bias, *support)
 
 
 def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     arguments = (values, targets, support.token_ids, support.offsets, support.valid)
     return Statistics(*support_statistics_kernels.support_statistics(*arguments, *transform))
 
@@ -102,13 +102,13 @@ def support_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.ops.contract`; `out` may be `values`."""
+    """See `fastrl.backends.contract`; `out` may be `values`."""
     arguments = (values, targets, support.token_ids, support.offsets, support.valid)
     support_statistics_kernels.support_gradient(*arguments, *transform, statistics, c, h, out)
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     _check_unit_strides(weight=weight, out=out)
     support_hidden_kernel.support_hidden(gradient, weight, *support, out)
 
@@ -116,7 +116,7 @@ def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tens
 def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
-    """See `fastrl.ops.contract`."""
+    """See `fastrl.backends.contract`."""
     _check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
     ids, entries, rows = by_token
     support_weight_kernel.support_weight(gradient, hidden, ids, entries, rows, out, out_bias, add)

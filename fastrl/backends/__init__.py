@@ -1,0 +1,1 @@
+"""The row functions, once per backend: what each implements (contract), and which one runs (choice)."""

@@ -1,0 +1,1 @@
+"""The row functions on the CPU, compiled from `csrc/` on first use."""

@@ -1,0 +1,1 @@
+"""The row functions as launches of the Triton kernels in `fastrl.kernels`."""
