@@ -42,7 +42,7 @@ from fastrl.objectives.presets import (
     DrGRPO,
     GSPOToken,
 )
-from fastrl.plans import MemoryPlans, plan_memory
+from fastrl.planning.table import MemoryPlans, plan_memory
 from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
 from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
 from fastrl.sampling_mask import SamplingMask

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastrl.backends.choice import forced, resolved
 from fastrl.backends.contract import Transform
 from fastrl.base import checks
-from fastrl.memory import Call
 from fastrl.ops.products import Head, Needs
+from fastrl.planning.plans import Call
 
 
 class VocabularyArguments(NamedTuple):

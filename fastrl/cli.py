@@ -68,7 +68,7 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    from fastrl.plans import main as plan
+    from fastrl.planning.table import main as plan
 
     return plan(argv)
 
@@ -92,7 +92,7 @@ def _plot_gates(argv: list[str]) -> int:
 def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """The command's exit status; 2 and one line for what the user can mend."""
     from fastrl.base.errors import UserError
-    from fastrl.budget import BudgetTooSmall
+    from fastrl.planning.budget import BudgetTooSmall
 
     try:
         return command(argv)

@@ -21,11 +21,11 @@ from fastrl.arguments import VocabularyArguments
 from fastrl.backends.choice import forced
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch.rows import transformed
-from fastrl.budget import default_budget
-from fastrl.memory import Call, Plan, choose, possible_plans
 from fastrl.ops.forward import Limits, order, pass_tile
 from fastrl.ops.linear import linear_statistics
 from fastrl.ops.products import Head, Held, Needs, slices
+from fastrl.planning.budget import default_budget
+from fastrl.planning.plans import Call, Plan, choose, possible_plans
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import memory
 from fastrl.arguments import VocabularyArguments, counted_rows, plan_call
 from fastrl.backends.choice import forced, kernels
 from fastrl.backends.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms
-from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Plan
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.dependence import Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
@@ -25,6 +23,8 @@ from fastrl.ops.attach import attach_gradients
 from fastrl.ops.forward import Order
 from fastrl.ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
 from fastrl.ops.products import Head, Needs
+from fastrl.planning import plans as memory
+from fastrl.planning.plans import ANY, BATCH, RESPONSE, TOKEN, Plan
 from fastrl.supports import linear_over_support
 from fastrl.token_logprobs import linear_stats
 

@@ -18,7 +18,6 @@ from fastrl.arguments import (
 from fastrl.backends.choice import forced, kernels
 from fastrl.backends.contract import LossTerms
 from fastrl.base import checks
-from fastrl.budget import parse_budget
 from fastrl.linear_loss import planned_linear_loss
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
 from fastrl.objectives.dependence import Given, why_not_row_local
@@ -27,6 +26,7 @@ from fastrl.objectives.objective import Objective
 from fastrl.ops import consumed
 from fastrl.ops import rows as row_ops
 from fastrl.ops.attach import attach_gradients
+from fastrl.planning.budget import parse_budget
 from fastrl.sampling_mask import SamplingMask
 from fastrl.supports import split_support
 from fastrl.token_logprobs import logits_stats

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import fastrl
-from fastrl import memory
 from fastrl.bench.measure import Run, peak_temporary_bytes
+from fastrl.planning import plans as memory
 
 RESPONSES = 8
 OBJECTIVES = {

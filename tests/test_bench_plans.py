@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import memory
 from fastrl.bench import plans_workloads, suites
 from fastrl.bench.measure import Row, default_device, measure
 from fastrl.bench.plans_workloads import Way, floor, ways
 from fastrl.bench.problems import linear_problem
+from fastrl.planning import plans as memory
 
 DEVICE = default_device()
 TIMES: list[float | None] = [1.0, 10.0, 100.0]  # of logits, d_hidden and d_weight

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.memory import ANY, Call, choose
 from fastrl.ops.products import Needs
+from fastrl.planning.plans import ANY, Call, choose
 
 MIB = 2**20
 SLOW = pytest.mark.slow

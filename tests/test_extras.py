@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.memory import use_plan
-from fastrl.ops import tiling
+from fastrl.planning import tiling
+from fastrl.planning.plans import use_plan
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 OPTIONS: dict[str, dict[str, Any]] = {

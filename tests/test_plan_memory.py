@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from fastrl import budget as budgets
-from fastrl import memory
-from fastrl.budget import parse_budget
 from fastrl.cli import main
-from fastrl.memory import ANY, BATCH, RESPONSE, TOKEN, Call, use_plan
-from fastrl.ops import tiling
 from fastrl.ops.products import Needs
+from fastrl.planning import budget as budgets
+from fastrl.planning import plans as memory
+from fastrl.planning import tiling
+from fastrl.planning.budget import parse_budget
+from fastrl.planning.plans import ANY, BATCH, RESPONSE, TOKEN, Call, use_plan
 
 MIB = 2**20
 calls = st.builds(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from oracle import assert_as_good_as_torch
 
 import fastrl
-from fastrl.memory import use_plan
-from fastrl.ops import tiling
+from fastrl.planning import tiling
+from fastrl.planning.plans import use_plan
 
 # Three chunks and three slices, the last of each ragged, of the smallest tile that is ever chosen (64 x 128).
 RESPONSES, LENGTH, VOCAB, WIDTH = 5, 31, 300, 16

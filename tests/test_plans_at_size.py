@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.memory import use_plan
+from fastrl.planning.plans import use_plan
 
 ON_GPU = torch.cuda.is_available()
 # Rows' lengths that 16 bytes divide, and not; responses x tokens, H.

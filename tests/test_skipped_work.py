@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fastrl
-from fastrl.memory import use_plan
+from fastrl.planning.plans import use_plan
 
 # Four responses; H is large enough that products dominate, small enough to take no time.
 RESPONSES, LENGTH, VOCAB, WIDTH = 4, 16, 48, 32

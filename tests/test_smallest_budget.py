@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastrl
-from fastrl.budget import parse_budget, text
 from fastrl.cli import main
 from fastrl.extras import EXTRAS
-from fastrl.memory import use_plan
+from fastrl.planning.budget import parse_budget, text
+from fastrl.planning.plans import use_plan
 
 Run = Callable[[int | str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from oracle import assert_as_good_as_torch, token_stats
 
 import fastrl
 from fastrl.backends.torch import rows as reference_rows
-from fastrl.ops import tiling
+from fastrl.planning import tiling
 
 # A float32 result is formed by a handful of roundings of numbers of the size of the logits' spread.
 MARGIN = 2e-6

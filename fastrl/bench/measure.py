@@ -18,7 +18,7 @@ from torch import Tensor
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
 from fastrl.bench.problems import Expected
-from fastrl.budget import free_bytes
+from fastrl.planning.budget import free_bytes
 
 #: (run, device, most repeats, seconds after which none is begun) -> the seconds of each
 Clock = Callable[[Run, str, int, float], list[float]]

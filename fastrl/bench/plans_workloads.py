@@ -19,7 +19,7 @@ from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
 from fastrl.bench.measure import Limit
 from fastrl.bench.problems import LinearProblem
 from fastrl.bench.workloads import Workload
-from fastrl.memory import use_plan
+from fastrl.planning.plans import use_plan
 
 _BOTH = ("hidden", "weight")
 _PRODUCTS = ("logits = hidden x weight^T", "d_hidden = d_logits x weight", "d_weight = d_logits^T x hidden")

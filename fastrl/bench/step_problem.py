@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastrl.bench import plain
 from fastrl.bench.problems import Expected, Tokens, checked_entries, chunks, make_tokens
-from fastrl.budget import free_bytes
+from fastrl.planning.budget import free_bytes
 
 #: Bytes of activations a token, layer and hidden dimension, over the element size: kept for the backward, roughly.
 _ACTIVATIONS = 40

@@ -26,7 +26,7 @@ from torch import Tensor
 from fastrl import linear_cross_entropy, linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
-from fastrl.budget import parse_budget
+from fastrl.planning.budget import parse_budget
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -26,8 +26,8 @@ from torch import Tensor
 from fastrl import linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
-from fastrl.budget import parse_budget
 from fastrl.integrations.patching import exchange, say_once
+from fastrl.planning.budget import parse_budget
 
 try:
     import trl

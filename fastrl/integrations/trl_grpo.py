@@ -12,7 +12,6 @@ from trl import GRPOTrainer
 from trl.trainer import utils
 
 from fastrl import linear_policy_loss, linear_token_logprobs
-from fastrl.budget import parse_budget
 from fastrl.integrations import trl_objective
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
@@ -28,6 +27,7 @@ from fastrl.integrations.trl_objective import (
     reads,
     vespo_rollout,
 )
+from fastrl.planning.budget import parse_budget
 
 
 class FastGRPOTrainer(GRPOTrainer):

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
-from fastrl.budget import parse_budget
 from fastrl.integrations.patching import exchange, say_once
 from fastrl.objectives.objective import Clip, GeometricMean
+from fastrl.planning.budget import parse_budget
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
 

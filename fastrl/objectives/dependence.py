@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fastrl.memory import BATCH, RESPONSE, TOKEN
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.objective import GammaWeight, GeometricMean, Objective
+from fastrl.planning.plans import BATCH, RESPONSE, TOKEN
 
 
 class Given(NamedTuple):

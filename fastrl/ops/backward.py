@@ -16,7 +16,7 @@ from fastrl.ops import products
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits, Order, Rows, order, pass_tile
 from fastrl.ops.products import Head, HeadSums, Held, Needs, slices
-from fastrl.ops.tiling import Tile
+from fastrl.planning.tiling import Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in a pass each, so that neither's float32 sums are held whole.
 TWO_PASS = "two-pass"

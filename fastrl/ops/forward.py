@@ -1,7 +1,7 @@
 """The forward from hidden states and the output head, a tile of logits at a time: no (N, V) tensor exists.
 
-Rows that are masked never enter a matrix product. How many bytes a pass may take is an argument: `fastrl.memory`
-chooses the plan, `fastrl.ops.tiling` cuts.
+Rows that are masked never enter a matrix product. How many bytes a pass may take is an argument:
+`fastrl.planning.plans` chooses the plan, `fastrl.planning.tiling` cuts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
-from fastrl.ops import products, tiling
+from fastrl.ops import products
 from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.products import Head, Held, slices
-from fastrl.ops.tiling import Tile
+from fastrl.planning import tiling
+from fastrl.planning.tiling import Tile
 
 
 class Limits(NamedTuple):

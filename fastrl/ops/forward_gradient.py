@@ -20,7 +20,7 @@ from fastrl.base import checks
 from fastrl.ops import forward, products
 from fastrl.ops.forward import Limits, Order
 from fastrl.ops.products import Head, HeadSums, Held, Needs
-from fastrl.ops.tiling import Tile
+from fastrl.planning.tiling import Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
 ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossTerms]

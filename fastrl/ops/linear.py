@@ -1,6 +1,6 @@
 """torch.library operators from hidden states and the output head: statistics (differentiable) and their backward.
 
-Which plan is followed and how many bytes it may take are arguments: `fastrl.memory` chooses.
+Which plan is followed and how many bytes it may take are arguments: `fastrl.planning.plans` chooses.
 """
 
 from __future__ import annotations

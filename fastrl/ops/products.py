@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backends.choice import kernels
-from fastrl.ops.tiling import PIECE_BYTES, Sizes, Tile
+from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
 
 _LARGE = 8 << 20  # bytes from which memory comes fresh from the system anyway
 #: Bytes from which memory is mapped where it has to be gone once it is freed. malloc keeps what lay beneath something

@@ -12,11 +12,11 @@ import torch
 from fastrl import Objective
 from fastrl.backends.choice import forced, resolved
 from fastrl.base.errors import UserError
-from fastrl.budget import BudgetTooSmall, parse_budget, text
-from fastrl.memory import ANY, RESPONSE, Call, applicable, choose, least_budget
 from fastrl.objectives.dependence import Given, scope, slopes
 from fastrl.ops.products import Needs
-from fastrl.ops.tiling import widest_support
+from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
+from fastrl.planning.plans import ANY, RESPONSE, Call, applicable, choose, least_budget
+from fastrl.planning.tiling import widest_support
 from fastrl.runs.loading import load_config
 from fastrl.runs.optimizer import cpu_threads
 from fastrl.runs.policy import Policy

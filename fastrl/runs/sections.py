@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fastrl.budget import parse_budget
+from fastrl.planning.budget import parse_budget
 from fastrl.runs.settings import Location, Section
 
 ModelLocation = Annotated[str | None, Location(hub=True)]

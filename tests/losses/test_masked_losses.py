@@ -12,8 +12,8 @@ from test_policy_loss import OBJECTIVES
 import fastrl
 from fastrl import supports
 from fastrl.base import checks
-from fastrl.memory import use_plan
-from fastrl.ops import tiling
+from fastrl.planning import tiling
+from fastrl.planning.plans import use_plan
 
 # Two responses: the smallest padded batch in which they differ. 300 entries: three slices of the smallest tile, and
 # sets of 30 are the widest that are gathered (64 from logits, 12 in 16 bits): every way to treat a row is in one call.

@@ -17,7 +17,7 @@ from torch import Tensor
 from vocabulary_draw import Vocabulary, draw_backend
 
 import fastrl
-from fastrl.memory import PLANS, use_plan
+from fastrl.planning.plans import PLANS, use_plan
 
 
 def policy_call(draw: Draw, compare: Comparison) -> None:

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 
 from fastrl.backends.torch.rows import BLOCK_ENTRIES
-from fastrl.budget import BudgetTooSmall, default_budget, text
-from fastrl.ops import tiling
 from fastrl.ops.products import Needs
-from fastrl.ops.tiling import Sizes, Tile
+from fastrl.planning import tiling
+from fastrl.planning.budget import BudgetTooSmall, default_budget, text
+from fastrl.planning.tiling import Sizes, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 #: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.

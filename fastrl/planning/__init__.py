@@ -1,0 +1,1 @@
+"""From a budget of bytes to a plan: budgets, tiles and their costs, the plans, and their table."""
