@@ -17,9 +17,9 @@ from fastrl.objectives.batch import Batch
 from fastrl.objectives.dependence import Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
 from fastrl.objectives.objective import Objective
+from fastrl.operators.attach import attach_gradients
 from fastrl.ops import forward
 from fastrl.ops import forward_gradient as forward_gradient_ops
-from fastrl.ops.attach import attach_gradients
 from fastrl.ops.forward import Order
 from fastrl.ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
 from fastrl.ops.products import Head, Needs

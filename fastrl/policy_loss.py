@@ -23,9 +23,9 @@ from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.objectives.dependence import Given, why_not_row_local
 from fastrl.objectives.evaluate import CustomObjective, row_objective
 from fastrl.objectives.objective import Objective
-from fastrl.ops import consumed
-from fastrl.ops import rows as row_ops
-from fastrl.ops.attach import attach_gradients
+from fastrl.operators import consumed
+from fastrl.operators import rows as row_ops
+from fastrl.operators.attach import attach_gradients
 from fastrl.planning.budget import parse_budget
 from fastrl.sampling_mask import SamplingMask
 from fastrl.supports import split_support

@@ -21,8 +21,8 @@ from torch import Tensor
 from fastrl.backends.choice import forced, kernels
 from fastrl.base import checks
 from fastrl.base.csr import check_layout, integers, offsets_of
-from fastrl.ops import consumed
-from fastrl.ops.rows import as_rows
+from fastrl.operators import consumed
+from fastrl.operators.rows import as_rows
 
 _VLLM = (
     "vLLM records sets where the engine is made with LLM(..., return_sampling_mask=True), or vllm serve"

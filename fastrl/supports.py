@@ -13,9 +13,9 @@ from fastrl.backends.choice import forced
 from fastrl.backends.contract import Support, entry_rows
 from fastrl.base import checks
 from fastrl.base.csr import offsets_of
-from fastrl.ops.dense_support import DenseSupport
+from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.support import support_row_statistics
 from fastrl.ops.products import Head
-from fastrl.ops.support import support_row_statistics
 from fastrl.ops.support_linear import support_linear_statistics
 from fastrl.planning.plans import choose
 from fastrl.planning.tiling import gathers, widest_support

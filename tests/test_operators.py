@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops import forward_gradient, linear, rows, support, support_linear
+from fastrl.operators import rows, support
+from fastrl.ops import forward_gradient, linear, support_linear
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.

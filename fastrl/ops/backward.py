@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
+from fastrl.operators.dense_support import DenseSupport
 from fastrl.ops import products
-from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits, Order, Rows, order, pass_tile
 from fastrl.ops.products import Head, HeadSums, Held, Needs, slices
 from fastrl.planning.tiling import Tile

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
+from fastrl.operators.dense_support import DenseSupport
 from fastrl.ops import products
-from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.products import Head, Held, slices
 from fastrl.planning import tiling
 from fastrl.planning.tiling import Tile

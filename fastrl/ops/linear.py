@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
+from fastrl.operators.rows import upstream
 from fastrl.ops import backward, forward, products
 from fastrl.ops.forward import Limits
 from fastrl.ops.products import Head, Needs
-from fastrl.ops.rows import upstream
 
 
 @torch.library.custom_op("fastrl::linear_statistics", mutates_args=())

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import ByToken, Statistics, Support, Transform
+from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.rows import upstream
+from fastrl.operators.support import check_targets, together, without_target
 from fastrl.ops import backward, forward, products
-from fastrl.ops.dense_support import DenseSupport
 from fastrl.ops.forward import Limits
 from fastrl.ops.products import Head, Needs
-from fastrl.ops.rows import upstream
-from fastrl.ops.support import check_targets, together, without_target
 
 
 def by_token(support: Support, vocab: int) -> ByToken:

@@ -1,4 +1,4 @@
-"""The Triton backend: the row functions of `fastrl.backends.contract`, launches only. Imported when it is first used."""
+"""The Triton backend: the row functions of `fastrl.backends.contract`, launches only; imported when first used."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
-from fastrl.ops import consumed
+from fastrl.operators import consumed
 
 
 @torch.library.custom_op("fastrl::row_statistics", mutates_args=())

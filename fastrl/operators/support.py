@@ -15,9 +15,9 @@ from torch import Tensor
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Support, Transform, entry_rows
 from fastrl.base import checks
-from fastrl.ops import consumed
-from fastrl.ops.dense_support import DenseSupport
-from fastrl.ops.rows import upstream
+from fastrl.operators import consumed
+from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.rows import upstream
 
 #: Logits of rows with a wide support are copied so many bytes at a time, and restricted there.
 _BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}

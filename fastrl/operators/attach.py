@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backends.choice import kernels
-from fastrl.ops import consumed
+from fastrl.operators import consumed
 
 Gradients = Sequence[Tensor | None]
 #: inputs -> a 0-dim value and the gradients of the inputs, one each or None
