@@ -45,7 +45,7 @@ from fastrl.objectives.presets import (
 from fastrl.planning.table import MemoryPlans, plan_memory
 from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
 from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
-from fastrl.sampling_mask import SamplingMask
+from fastrl.sampling_mask.mask import SamplingMask
 from fastrl.token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
 
 __version__ = "0.1.0"

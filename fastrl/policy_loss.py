@@ -27,7 +27,7 @@ from fastrl.operators import consumed
 from fastrl.operators import rows as row_ops
 from fastrl.operators.attach import attach_gradients
 from fastrl.planning.budget import parse_budget
-from fastrl.sampling_mask import SamplingMask
+from fastrl.sampling_mask.mask import SamplingMask
 from fastrl.supports import split_support
 from fastrl.token_logprobs import logits_stats
 

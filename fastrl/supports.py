@@ -12,14 +12,14 @@ from fastrl.arguments import VocabularyArguments, plan_call
 from fastrl.backends.choice import forced
 from fastrl.backends.contract import Support, entry_rows
 from fastrl.base import checks
-from fastrl.base.csr import offsets_of
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.support import support_row_statistics
 from fastrl.ops.products import Head
 from fastrl.ops.support_linear import support_linear_statistics
 from fastrl.planning.plans import choose
 from fastrl.planning.tiling import gathers, widest_support
-from fastrl.sampling_mask import SamplingMask
+from fastrl.sampling_mask.csr import offsets_of
+from fastrl.sampling_mask.mask import SamplingMask
 
 #: Of logits, an entry is gathered at 40 bytes, by the row and the column; the dense kernels read and write 4 to 8.
 _WIDEST_FROM_LOGITS = 1 / 100

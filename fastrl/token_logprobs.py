@@ -23,7 +23,7 @@ from fastrl.ops.linear import linear_statistics
 from fastrl.ops.products import Head
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import ANY, Plan, choose
-from fastrl.sampling_mask import SamplingMask
+from fastrl.sampling_mask.mask import SamplingMask
 from fastrl.supports import Supports, linear_over_support, logits_over_support, split_support
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.integrations.routing import RouterAdapter, routers_of
-from fastrl.sampling_sources import field_of, has_field
+from fastrl.sampling_mask.sources import field_of, has_field
 
 __all__ = ["routing_from_vllm"]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fastrl.backends.choice import forced, kernels
 from fastrl.base import checks
-from fastrl.base.csr import check_layout, integers, offsets_of
 from fastrl.operators import consumed
 from fastrl.operators.rows import as_rows
+from fastrl.sampling_mask.csr import check_layout, integers, offsets_of
 
 _VLLM = (
     "vLLM records sets where the engine is made with LLM(..., return_sampling_mask=True), or vllm serve"

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import sampling_sources
 from fastrl.backends.contract import entry_rows
 from fastrl.base import checks
-from fastrl.base.csr import INT32_MAX, check_layout, offsets_of
+from fastrl.sampling_mask import sources as sampling_sources
+from fastrl.sampling_mask.csr import INT32_MAX, check_layout, offsets_of
 
 
 class _Facts(NamedTuple):

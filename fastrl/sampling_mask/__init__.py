@@ -1,0 +1,1 @@
+"""`SamplingMask`: its layout, and where engines, warpers and logits give one."""
