@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl.backends.choice import forced, resolved
 from fastrl.backends.contract import Transform
 from fastrl.base import checks
-from fastrl.ops.products import Head, Needs
+from fastrl.linear.head import Head, Needs
 from fastrl.planning.plans import Call
 
 

@@ -12,17 +12,17 @@ from fastrl.arguments import VocabularyArguments, counted_rows, plan_call
 from fastrl.backends.choice import forced, kernels
 from fastrl.backends.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
+from fastrl.linear import forward_gradient as forward_gradient_ops
+from fastrl.linear import statistics as forward
+from fastrl.linear.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
+from fastrl.linear.head import Head, Needs
+from fastrl.linear.statistics import Order
 from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.dependence import Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
-from fastrl.ops import forward
-from fastrl.ops import forward_gradient as forward_gradient_ops
-from fastrl.ops.forward import Order
-from fastrl.ops.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
-from fastrl.ops.products import Head, Needs
 from fastrl.planning import plans as memory
 from fastrl.planning.plans import ANY, BATCH, RESPONSE, TOKEN, Plan
 from fastrl.supports import linear_over_support

@@ -12,10 +12,10 @@ from fastrl.arguments import VocabularyArguments, plan_call
 from fastrl.backends.choice import forced
 from fastrl.backends.contract import Support, entry_rows
 from fastrl.base import checks
+from fastrl.linear.head import Head
+from fastrl.linear.supports import support_linear_statistics
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.support import support_row_statistics
-from fastrl.ops.products import Head
-from fastrl.ops.support_linear import support_linear_statistics
 from fastrl.planning.plans import choose
 from fastrl.planning.tiling import gathers, widest_support
 from fastrl.sampling_mask.csr import offsets_of

@@ -18,9 +18,9 @@ from fastrl.backends.choice import forced
 from fastrl.backends.contract import Statistics
 from fastrl.base import checks
 from fastrl.extras import checked_extras, extras_ahead, extras_of
+from fastrl.linear.head import Head
+from fastrl.linear.operators import linear_statistics
 from fastrl.operators.rows import as_rows, row_statistics
-from fastrl.ops.linear import linear_statistics
-from fastrl.ops.products import Head
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import ANY, Plan, choose
 from fastrl.sampling_mask.mask import SamplingMask

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops.products import Needs
+from fastrl.linear.head import Needs
 from fastrl.planning.plans import ANY, Call, choose
 
 MIB = 2**20

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.linear import forward_gradient
+from fastrl.linear import operators as linear
+from fastrl.linear import supports as support_linear
 from fastrl.operators import rows, support
-from fastrl.ops import forward_gradient, linear, support_linear
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.

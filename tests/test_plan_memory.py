@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fastrl
 from fastrl.cli import main
-from fastrl.ops.products import Needs
+from fastrl.linear.head import Needs
 from fastrl.planning import budget as budgets
 from fastrl.planning import plans as memory
 from fastrl.planning import tiling

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from fastrl.backends.torch.rows import BLOCK_ENTRIES
-from fastrl.ops.products import Needs
+from fastrl.linear.head import Needs
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
 from fastrl.planning.tiling import Sizes, Tile

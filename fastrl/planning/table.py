@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from fastrl.linear.head import Needs
 from fastrl.objectives.dependence import Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO, PRESETS, any_numbers
-from fastrl.ops.products import Needs
 from fastrl.planning.budget import default_budget, parse_budget, text
 from fastrl.planning.plans import ANY, Call, Plan, applicable, choose, least_budget, possible_plans
 

@@ -12,8 +12,8 @@ import torch
 from fastrl import Objective
 from fastrl.backends.choice import forced, resolved
 from fastrl.base.errors import UserError
+from fastrl.linear.head import Needs
 from fastrl.objectives.dependence import Given, scope, slopes
-from fastrl.ops.products import Needs
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
 from fastrl.planning.plans import ANY, RESPONSE, Call, applicable, choose, least_budget
 from fastrl.planning.tiling import widest_support

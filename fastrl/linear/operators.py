@@ -12,10 +12,12 @@ from torch import Tensor
 
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
+from fastrl.linear import backward
+from fastrl.linear import head as products
+from fastrl.linear import statistics as forward
+from fastrl.linear.head import Head, Needs
+from fastrl.linear.statistics import Limits
 from fastrl.operators.rows import upstream
-from fastrl.ops import backward, forward, products
-from fastrl.ops.forward import Limits
-from fastrl.ops.products import Head, Needs
 
 
 @torch.library.custom_op("fastrl::linear_statistics", mutates_args=())

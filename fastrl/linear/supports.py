@@ -13,12 +13,14 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import ByToken, Statistics, Support, Transform
+from fastrl.linear import backward
+from fastrl.linear import head as products
+from fastrl.linear import statistics as forward
+from fastrl.linear.head import Head, Needs
+from fastrl.linear.statistics import Limits
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.rows import upstream
 from fastrl.operators.support import check_targets, together, without_target
-from fastrl.ops import backward, forward, products
-from fastrl.ops.forward import Limits
-from fastrl.ops.products import Head, Needs
 
 
 def by_token(support: Support, vocab: int) -> ByToken:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
+from fastrl.linear import head as products
+from fastrl.linear.head import Head, Held, slices
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.ops import products
-from fastrl.ops.products import Head, Held, slices
 from fastrl.planning import tiling
 from fastrl.planning.tiling import Tile
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
 from fastrl.base import checks
-from fastrl.ops import forward, products
-from fastrl.ops.forward import Limits, Order
-from fastrl.ops.products import Head, HeadSums, Held, Needs
+from fastrl.linear import head as products
+from fastrl.linear import statistics as forward
+from fastrl.linear.head import Head, HeadSums, Held, Needs
+from fastrl.linear.statistics import Limits, Order
 from fastrl.planning.tiling import Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
