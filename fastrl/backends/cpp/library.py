@@ -21,7 +21,7 @@ from fastrl.backends.cpp import formulas as cpp_formulas
 from fastrl.base.checks import lies_in_memory
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SOURCES = Path(__file__).parents[1] / "csrc"
+_SOURCES = Path(__file__).parents[2] / "csrc"
 _LOCK = threading.Lock()
 
 
