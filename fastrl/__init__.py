@@ -9,7 +9,10 @@ from fastrl.advantages.process import process_advantages
 from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
 from fastrl.backends.choice import backends, use_backend
 from fastrl.base.checks import check_inputs
-from fastrl.cross_entropy import linear_cross_entropy
+from fastrl.losses.cross_entropy import linear_cross_entropy
+from fastrl.losses.logprobs import TokenStats, linear_token_logprobs, token_logprobs
+from fastrl.losses.policy import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
+from fastrl.losses.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
 from fastrl.objectives.evaluate import LossContext
 from fastrl.objectives.objective import (
     KL,
@@ -43,10 +46,7 @@ from fastrl.objectives.presets import (
     GSPOToken,
 )
 from fastrl.planning.table import MemoryPlans, plan_memory
-from fastrl.policy_loss import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
-from fastrl.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
 from fastrl.sampling_mask.mask import SamplingMask
-from fastrl.token_logprobs import TokenStats, linear_token_logprobs, token_logprobs
 
 __version__ = "0.1.0"
 

@@ -22,9 +22,9 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
 from fastrl.base.errors import UserError
+from fastrl.losses.policy import policy_loss
 from fastrl.objectives.objective import Gate, Objective
 from fastrl.objectives.presets import PRESETS, any_numbers
-from fastrl.policy_loss import policy_loss
 
 # Suffix of the file -> what it says of itself: no date, so that the same figure is the same file.
 FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastrl
 from fastrl.cli import main
-from fastrl.extras import EXTRAS
+from fastrl.losses.extras import EXTRAS
 from fastrl.planning.budget import parse_budget, text
 from fastrl.planning.plans import use_plan
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastrl import logits_policy_loss, token_logprobs
 from fastrl.backends.contract import TERMS
-from fastrl.loss_problem import make_problem
+from fastrl.losses.problem import make_problem
 from fastrl.objectives.evaluate import objective_loss
 from fastrl.objectives.objective import Objective
 

@@ -10,8 +10,8 @@ from oracle import assert_as_good_as_torch
 from test_policy_loss import OBJECTIVES
 
 import fastrl
-from fastrl import supports
 from fastrl.base import checks
+from fastrl.losses import supports
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.arguments import VocabularyArguments, plan_call
 from fastrl.backends.choice import forced
 from fastrl.backends.contract import Support, entry_rows
 from fastrl.base import checks
 from fastrl.linear.head import Head
 from fastrl.linear.supports import support_linear_statistics
+from fastrl.losses.arguments import VocabularyArguments, plan_call
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.support import support_row_statistics
 from fastrl.planning.plans import choose

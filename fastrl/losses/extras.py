@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.arguments import VocabularyArguments
 from fastrl.backends.choice import forced
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch.rows import transformed
 from fastrl.linear.head import Head, Held, Needs, slices
 from fastrl.linear.operators import linear_statistics
 from fastrl.linear.statistics import Limits, order, pass_tile
+from fastrl.losses.arguments import VocabularyArguments
 from fastrl.planning.budget import default_budget
 from fastrl.planning.plans import Call, Plan, choose, possible_plans
 

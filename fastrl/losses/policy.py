@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.arguments import (
+from fastrl.backends.choice import forced, kernels
+from fastrl.backends.contract import LossTerms
+from fastrl.base import checks
+from fastrl.losses.arguments import (
     VocabularyArguments,
     checked_head,
     checked_logits,
@@ -15,11 +18,10 @@ from fastrl.arguments import (
     forms_gradient,
     vocabulary_arguments,
 )
-from fastrl.backends.choice import forced, kernels
-from fastrl.backends.contract import LossTerms
-from fastrl.base import checks
-from fastrl.linear_loss import planned_linear_loss
-from fastrl.loss_problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
+from fastrl.losses.linear import planned_linear_loss
+from fastrl.losses.logprobs import logits_stats
+from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
+from fastrl.losses.supports import split_support
 from fastrl.objectives.dependence import Given, why_not_row_local
 from fastrl.objectives.evaluate import CustomObjective, row_objective
 from fastrl.objectives.objective import Objective
@@ -28,8 +30,6 @@ from fastrl.operators import rows as row_ops
 from fastrl.operators.attach import attach_gradients
 from fastrl.planning.budget import parse_budget
 from fastrl.sampling_mask.mask import SamplingMask
-from fastrl.supports import split_support
-from fastrl.token_logprobs import logits_stats
 
 
 def policy_loss(

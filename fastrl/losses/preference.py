@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
+from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.sampling_mask.mask import SamplingMask
-from fastrl.token_logprobs import linear_token_logprobs
 
 
 class PreferenceLoss(NamedTuple):

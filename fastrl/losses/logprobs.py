@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastrl.arguments import (
+from fastrl.backends.choice import forced
+from fastrl.backends.contract import Statistics
+from fastrl.base import checks
+from fastrl.linear.head import Head
+from fastrl.linear.operators import linear_statistics
+from fastrl.losses.arguments import (
     VocabularyArguments,
     checked_head,
     checked_logits,
@@ -14,17 +19,12 @@ from fastrl.arguments import (
     plan_call,
     vocabulary_arguments,
 )
-from fastrl.backends.choice import forced
-from fastrl.backends.contract import Statistics
-from fastrl.base import checks
-from fastrl.extras import checked_extras, extras_ahead, extras_of
-from fastrl.linear.head import Head
-from fastrl.linear.operators import linear_statistics
+from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
+from fastrl.losses.supports import Supports, linear_over_support, logits_over_support, split_support
 from fastrl.operators.rows import as_rows, row_statistics
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import ANY, Plan, choose
 from fastrl.sampling_mask.mask import SamplingMask
-from fastrl.supports import Supports, linear_over_support, logits_over_support, split_support
 
 
 class TokenStats(NamedTuple):

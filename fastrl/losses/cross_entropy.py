@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
+from fastrl.losses.logprobs import linear_token_logprobs
+from fastrl.losses.policy import linear_policy_loss
 from fastrl.objectives.presets import REINFORCE
-from fastrl.policy_loss import linear_policy_loss
-from fastrl.token_logprobs import linear_token_logprobs
 
 _REDUCTIONS = ("mean", "sum", "none")
 
