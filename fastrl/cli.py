@@ -36,20 +36,20 @@ def _train(argv: list[str]) -> int:
 
     if missing := missing_for_train():
         return _fail_for_packages("train", missing)
-    from fastrl.trainer.train import main as train
+    from fastrl.training.rl.train import main as train
 
     return _run(train, argv)
 
 
 def _stage(name: str) -> Callable[[list[str]], int]:
-    """The command of a module of fastrl.stages."""
+    """The command of a module of fastrl.training.stages."""
 
     def run(argv: list[str]) -> int:
         from fastrl.doctor import missing_for_train
 
         if missing := missing_for_train():
             return _fail_for_packages(name, missing)
-        return _run(import_module(f"fastrl.stages.{name.replace('-', '_')}").main, argv)
+        return _run(import_module(f"fastrl.training.stages.{name.replace('-', '_')}").main, argv)
 
     return run
 
@@ -76,7 +76,7 @@ def _plan(argv: list[str]) -> int:
 def _report(argv: list[str]) -> int:
     if missing := dependencies.missing(["matplotlib"]):
         return _fail_for_packages("report", missing)
-    from fastrl.runs.report import main as report
+    from fastrl.training.common.report import main as report
 
     return _run(report, argv)
 

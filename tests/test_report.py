@@ -10,9 +10,9 @@ import pytest
 
 from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs import report
-from fastrl.runs.report_curves import UNITS, decimate, smooth
-from fastrl.runs.report_html import direction, duration
+from fastrl.training.common import report
+from fastrl.training.common.report_curves import UNITS, decimate, smooth
+from fastrl.training.common.report_html import direction, duration
 
 NAMES = (
     "reward",

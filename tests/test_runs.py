@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fastrl.cli import main
-from fastrl.runs.log import RunLog
+from fastrl.training.common.log import RunLog
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LORA = {"model.lora_rank": 2, "model.lora_alpha": 64}
@@ -51,7 +51,7 @@ COMMON = {
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No model hub, no curves, and Ctrl-C as at a terminal: tests in the background of a shell would ignore it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("fastrl.runs.log.RunLog.draw", lambda self: None)
+    monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -167,7 +167,9 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
 
     check_every_file(command, folder / "checkpoints" / "step-000006", capfd)
     check_the_record(command, folder / "metrics.jsonl", capfd)
-    monkeypatch.delattr("fastrl.stages.dpo.DPO.before")  # it is in the checkpoint: the model may have moved since
+    monkeypatch.delattr(
+        "fastrl.training.stages.dpo.DPO.before"
+    )  # it is in the checkpoint: the model may have moved since
     assert main([*command, "--resume"]) == 0
     assert records(folder) == records(whole)
     assert results(folder) == results(whole) and all(results(whole))
@@ -228,7 +230,7 @@ def test_a_model_that_cannot_be_saved_is_in_the_checkpoint(arguments, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fastrl.stages.loop.PolicyStage.save", full)
+        patch.setattr("fastrl.training.stages.loop.PolicyStage.save", full)
         assert main(command) == 2
     assert capfd.readouterr().err.splitlines()[-1] == (
         f"fastrl: {folder / 'model'}: cannot save the model: [Errno 28] No space left on device; it is in "

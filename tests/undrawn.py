@@ -7,4 +7,4 @@ import pytest
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the drawing out where the test has no mark ``drawn``."""
     if "drawn" not in request.keywords:
-        monkeypatch.setattr("fastrl.runs.log.RunLog.draw", lambda self: None)
+        monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from undrawn import undrawn  # noqa: F401
 
-from fastrl.runs.policy import Policy, load_policy
-from fastrl.runs.sections import ModelConfig
+from fastrl.training.common.policy import Policy, load_policy
+from fastrl.training.common.sections import ModelConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_digits"
 TOKENIZER = str(EXAMPLE / "tokenizer")

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from fastrl.runs.policy import load_policy
-from fastrl.runs.sections import ModelConfig
-from fastrl.stages.config import TokenTrainingConfig
-from fastrl.stages.dpo import DPO, Config, Pair, train
-from fastrl.stages.loop import measure
-from fastrl.stages.rows import Tokens
+from fastrl.training.common.policy import load_policy
+from fastrl.training.common.sections import ModelConfig
+from fastrl.training.stages.config import TokenTrainingConfig
+from fastrl.training.stages.dpo import DPO, Config, Pair, train
+from fastrl.training.stages.loop import measure
+from fastrl.training.stages.rows import Tokens
 
 PROMPTS = [[2, 3, 1], [4, 1], [5, 6, 7, 8, 1]]
 PAIRS = [

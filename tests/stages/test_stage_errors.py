@@ -4,7 +4,7 @@ import pytest
 
 from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.stages import dpo, reward_model, sft
+from fastrl.training.stages import dpo, reward_model, sft
 
 GOOD = {
     sft: {"prompt": "12=", "completion": "21"},

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example, tokenize_pair
-from fastrl.runs.loading import load_tokenizer
-from fastrl.runs.policy import load_model
-from fastrl.runs.reward_model import MEAN, RewardModel, score_sequences
-from fastrl.runs.sections import ModelConfig
-from fastrl.stages.loop import measure, save_model
-from fastrl.stages.reward_model import Config, Ranked, RewardModelStage, train
+from fastrl.training.common.data import Example, tokenize_pair
+from fastrl.training.common.loading import load_tokenizer
+from fastrl.training.common.policy import load_model
+from fastrl.training.common.reward_model import MEAN, RewardModel, score_sequences
+from fastrl.training.common.sections import ModelConfig
+from fastrl.training.stages.loop import measure, save_model
+from fastrl.training.stages.reward_model import Config, Ranked, RewardModelStage, train
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import fastrl.stages.sample as module
+import fastrl.training.stages.sample as module
 from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.stages.sample import Completion, Config, best_of, sample
+from fastrl.training.stages.sample import Completion, Config, best_of, sample
 
 REWARDS = """
 def length(prompts, completions, **columns):

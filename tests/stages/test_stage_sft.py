@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example, tokenize_pair
-from fastrl.runs.generation import completion_texts, generate
-from fastrl.runs.policy import load_policy
-from fastrl.runs.sections import ModelConfig, RolloutConfig
-from fastrl.stages.config import TokenTrainingConfig
-from fastrl.stages.loop import measure, save_model
-from fastrl.stages.rows import Tokens
-from fastrl.stages.sft import SFT, Config, train
+from fastrl.training.common.data import Example, tokenize_pair
+from fastrl.training.common.generation import completion_texts, generate
+from fastrl.training.common.policy import load_policy
+from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.stages.config import TokenTrainingConfig
+from fastrl.training.stages.loop import measure, save_model
+from fastrl.training.stages.rows import Tokens
+from fastrl.training.stages.sft import SFT, Config, train
 
 ROWS = [
     Tokens([2, 3, 1], [3, 2, 0]),

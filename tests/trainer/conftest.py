@@ -12,13 +12,13 @@ import pytest
 import torch
 from undrawn import undrawn  # noqa: F401
 
-import fastrl.trainer.train as module
+import fastrl.training.rl.train as module
 from fastrl import Objective
-from fastrl.runs.policy import Policy, load_policy
-from fastrl.runs.sections import ModelConfig, RolloutConfig
-from fastrl.runs.settings import load_settings
-from fastrl.trainer.config import Config, TrainingConfig
-from fastrl.trainer.run import Run
+from fastrl.training.common.policy import Policy, load_policy
+from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.common.settings import load_settings
+from fastrl.training.rl.config import Config, TrainingConfig
+from fastrl.training.rl.run import Run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_digits"
 

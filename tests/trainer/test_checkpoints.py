@@ -8,11 +8,11 @@ import subprocess
 import pytest
 from test_resume import checkpoints
 
-import fastrl.runs.checkpoint as module
+import fastrl.training.common.checkpoint as module
 from fastrl.base.errors import UserError
-from fastrl.runs.checkpoint import NUMBERS
-from fastrl.runs.checksums import CHECKSUMS, damage, write_checksums
-from fastrl.trainer.train import train
+from fastrl.training.common.checkpoint import NUMBERS
+from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
+from fastrl.training.rl.train import train
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])

@@ -6,8 +6,8 @@ import pytest
 
 import fastrl
 from fastrl.base.errors import UserError
-from fastrl.runs.settings import load_settings, parse_command_line
-from fastrl.trainer.config import Config
+from fastrl.training.common.settings import load_settings, parse_command_line
+from fastrl.training.rl.config import Config
 
 MINIMAL = """
 [model]

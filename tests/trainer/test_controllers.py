@@ -10,9 +10,9 @@ from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 from test_update import MODEL
 
 import fastrl
-from fastrl.trainer.config import EntropyConfig, KLConfig
-from fastrl.trainer.controllers import AdaptiveKL, LearnedEntropy
-from fastrl.trainer.train import train
+from fastrl.training.rl.config import EntropyConfig, KLConfig
+from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
+from fastrl.training.rl.train import train
 
 CPU = torch.device("cpu")
 SCHULMAN = KLConfig(adaptive="schulman", target=0.1, coef=0.2)

@@ -9,16 +9,16 @@ from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 from test_update import MODEL
 
 import fastrl
-import fastrl.trainer.run as running
-import fastrl.trainer.train as module
-import fastrl.trainer.update as updating
-from fastrl.runs.data import Example, TextStream
-from fastrl.runs.generation import generate
-from fastrl.runs.sections import RolloutConfig
-from fastrl.trainer.config import AdvantagesConfig, KLConfig, PretrainingConfig
-from fastrl.trainer.controllers import AdaptiveKL
-from fastrl.trainer.critic import Critic
-from fastrl.trainer.experience import add_advantages, whitened
+import fastrl.training.rl.run as running
+import fastrl.training.rl.train as module
+import fastrl.training.rl.update as updating
+from fastrl.training.common.data import Example, TextStream
+from fastrl.training.common.generation import generate
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.rl.config import AdvantagesConfig, KLConfig, PretrainingConfig
+from fastrl.training.rl.controllers import AdaptiveKL
+from fastrl.training.rl.critic import Critic
+from fastrl.training.rl.experience import add_advantages, whitened
 
 PPO = {"advantages": {"estimator": "gae"}, "objective": {"name": "ppo", "entropy_coef": 0.0}}
 COUNTED = [True] * 6 + [False, True]

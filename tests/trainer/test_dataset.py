@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example, PromptSampler, load_examples
+from fastrl.training.common.data import Example, PromptSampler, load_examples
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import fastrl.trainer.evaluation as module
+import fastrl.training.rl.evaluation as module
 from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs.data import Example
-from fastrl.runs.reward import RewardFunction, Rewards
-from fastrl.trainer.config import EvaluationConfig
-from fastrl.trainer.evaluation import evaluate, majority_at_k, pass_at_k
-from fastrl.trainer.train import train
+from fastrl.training.common.data import Example
+from fastrl.training.common.reward import RewardFunction, Rewards
+from fastrl.training.rl.config import EvaluationConfig
+from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
+from fastrl.training.rl.train import train
 
 
 @pytest.mark.parametrize("count", range(1, 7))

@@ -11,15 +11,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
 import fastrl
-import fastrl.trainer.run as running
+import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example
-from fastrl.runs.generation import ended_by_eos, generate
-from fastrl.runs.rollout import join, rollout_logprobs
-from fastrl.runs.sections import RolloutConfig
-from fastrl.trainer.config import AdvantagesConfig, KLConfig
-from fastrl.trainer.controllers import AdaptiveKL
-from fastrl.trainer.experience import add_advantages, collect
+from fastrl.training.common.data import Example
+from fastrl.training.common.generation import ended_by_eos, generate
+from fastrl.training.common.rollout import join, rollout_logprobs
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.rl.config import AdvantagesConfig, KLConfig
+from fastrl.training.rl.controllers import AdaptiveKL
+from fastrl.training.rl.experience import add_advantages, collect
 
 ROWS = 24  # six prompts of four completions each
 REWARDS = """

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import fastrl.trainer.experience as experience
-import fastrl.trainer.train as module
-import fastrl.trainer.update as updating
+import fastrl.training.rl.experience as experience
+import fastrl.training.rl.train as module
+import fastrl.training.rl.update as updating
 from fastrl.base.errors import UserError
-from fastrl.runs.checkpoint import NUMBERS
-from fastrl.runs.health import Watch, describe
-from fastrl.runs.rollout import Rollout
-from fastrl.trainer.train import train
+from fastrl.training.common.checkpoint import NUMBERS
+from fastrl.training.common.health import Watch, describe
+from fastrl.training.common.rollout import Rollout
+from fastrl.training.rl.train import train
 
 BAD = {"nan": math.nan, "inf": math.inf}
 

@@ -9,9 +9,9 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from fastrl.runs.checkpoint import NUMBERS
-from fastrl.trainer.config import Config
-from fastrl.trainer.train import train
+from fastrl.training.common.checkpoint import NUMBERS
+from fastrl.training.rl.config import Config
+from fastrl.training.rl.train import train
 
 STEPS = 150  # more than are made until the last kill
 TABLES = {
@@ -57,7 +57,7 @@ def test_twenty_kills_at_random_moments_change_no_metric(make_config, tmp_path):
     )
     # Children of a process that has imported all but done nothing yet: a fork of this one could hang in its threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fastrl.trainer.train"])
+    context.set_forkserver_preload(["fastrl.training.rl.train"])
     kills, statuses = 0, []
     metrics = config.logging.output_dir / "metrics.jsonl"
     while True:

@@ -10,13 +10,13 @@ from transformers import AutoModelForSequenceClassification
 
 from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.runs.loading import listed, load_tokenizer, load_weights
-from fastrl.runs.policy import load_policy
-from fastrl.runs.reward_model import RewardModel
-from fastrl.runs.sections import ModelConfig
-from fastrl.runs.settings import load_settings, looks_like_path
-from fastrl.trainer.config import Config
-from fastrl.trainer.run import make_run
+from fastrl.training.common.loading import listed, load_tokenizer, load_weights
+from fastrl.training.common.policy import load_policy
+from fastrl.training.common.reward_model import RewardModel
+from fastrl.training.common.sections import ModelConfig
+from fastrl.training.common.settings import load_settings, looks_like_path
+from fastrl.training.rl.config import Config
+from fastrl.training.rl.run import make_run
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 CPU = torch.device("cpu")

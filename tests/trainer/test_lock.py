@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-import fastrl.runs.lock as module
+import fastrl.training.common.lock as module
 from fastrl.base.errors import UserError
-from fastrl.runs.lock import sole_writer
+from fastrl.training.common.lock import sole_writer
 
 
 @pytest.fixture

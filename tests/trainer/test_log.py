@@ -10,8 +10,8 @@ import pytest
 from test_train import records
 
 from fastrl.base.errors import UserError
-from fastrl.runs.log import RunLog
-from fastrl.trainer.train import SHOWN, train
+from fastrl.training.common.log import RunLog
+from fastrl.training.rl.train import SHOWN, train
 
 LINE = re.compile(
     r"step (\d)/2  reward [\d.e-]+  (?:eval/reward [\d.e-]+  )?entropy [\d.]+  kl [\d.e-]+  clip_frac [\d.e-]+  "
@@ -94,7 +94,7 @@ def test_how_long_is_left_is_what_the_steps_of_this_part_took(open_log, monkeypa
     with open_log() as log:
         log.write(1, {"reward": 0.0})
     capsys.readouterr()
-    monkeypatch.setattr("fastrl.runs.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fastrl.training.common.log.time.monotonic", lambda: now[0])
     with open_log(step=1) as log:
         for step in (2, 3, 4):
             now[0] += 90

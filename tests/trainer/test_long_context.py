@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastrl.trainer.train import train
+from fastrl.training.rl.train import train
 
 LENGTH, VOCAB = 16384, 151936  # the logits alone would be 9.3 GiB a response in float32, and a trainer holds several
 

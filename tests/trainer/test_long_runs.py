@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastrl
-import fastrl.trainer.run as running
-import fastrl.trainer.train as module
+import fastrl.training.rl.run as running
+import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.runs.data import Example
-from fastrl.runs.generation import generate
-from fastrl.runs.policy import checkpointing, load_policy, reference_of
-from fastrl.runs.rollout import rollout_logprobs
-from fastrl.runs.sections import ModelConfig, RolloutConfig
-from fastrl.trainer.train import train
+from fastrl.training.common.data import Example
+from fastrl.training.common.generation import generate
+from fastrl.training.common.policy import checkpointing, load_policy, reference_of
+from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.rl.train import train
 
 GRPO = {"objective": {"name": "grpo", "presets": {}, "kl_coef": 0.1}}
 FAST = {"schedule": "constant", "warmup_updates": 0, "lr": 1e-2}

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-import fastrl.runs.policy as loading
-import fastrl.trainer.run as module
+import fastrl.training.common.policy as loading
+import fastrl.training.rl.run as module
 from fastrl.base.errors import UserError
 from fastrl.cli import main
-from fastrl.stages import dpo, sft
-from fastrl.trainer.train import train
+from fastrl.training.rl.train import train
+from fastrl.training.stages import dpo, sft
 
 CASES = {
     "padded": {},

@@ -12,16 +12,16 @@ from test_update import MODEL, OBJECTIVES
 from transformers import set_seed
 
 import fastrl
-import fastrl.trainer.run as running
+import fastrl.training.rl.run as running
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.runs.policy import check_packing
-from fastrl.runs.rollout import Rollout, rollout_logprobs
-from fastrl.runs.timing import Stopwatch
-from fastrl.trainer.config import CriticConfig
-from fastrl.trainer.critic import Critic
-from fastrl.trainer.train import take_step
-from fastrl.trainer.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
+from fastrl.training.common.policy import check_packing
+from fastrl.training.common.rollout import Rollout, rollout_logprobs
+from fastrl.training.common.timing import Stopwatch
+from fastrl.training.rl.config import CriticConfig
+from fastrl.training.rl.critic import Critic
+from fastrl.training.rl.train import take_step
+from fastrl.training.rl.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
 
 VOCAB = 12
 # Eight rows halve three times; prompts and completions of every length, one of a single token each.

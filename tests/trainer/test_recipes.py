@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import set_seed
 
-import fastrl.trainer.train as module
-from fastrl.runs.rollout import Rollout, replaying
-from fastrl.runs.settings import load_settings
-from fastrl.runs.timing import Stopwatch
-from fastrl.trainer.config import Config
-from fastrl.trainer.run import Run, make_run
-from fastrl.trainer.update import accumulate_gradients
+import fastrl.training.rl.train as module
+from fastrl.training.common.rollout import Rollout, replaying
+from fastrl.training.common.settings import load_settings
+from fastrl.training.common.timing import Stopwatch
+from fastrl.training.rl.config import Config
+from fastrl.training.rl.run import Run, make_run
+from fastrl.training.rl.update import accumulate_gradients
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 CHARACTERS = ["", "=", *"0123456789"]  # the example's vocabulary; 0 is EOS

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastrl.cli import main
-from fastrl.runs.checkpoint import NUMBERS, TENSORS
-from fastrl.runs.checksums import CHECKSUMS
-from fastrl.trainer.train import train
+from fastrl.training.common.checkpoint import NUMBERS, TENSORS
+from fastrl.training.common.checksums import CHECKSUMS
+from fastrl.training.rl.train import train
 
 STEPS = 6
 UNREPEATABLE = ("time/", "memory/")
@@ -142,7 +142,7 @@ def test_a_killed_run_resumes_at_its_last_checkpoint_and_no_step_is_recorded_twi
     config = prepare("killed", checkpoint_every=2, tensorboard=True)
     (tmp_path / "request.json").write_text(json.dumps([4, [signal.SIGTERM] * 2]))
     code = (
-        "import json, sys; from fastrl.trainer.config import Config; from fastrl.trainer.train import train\n"
+        "import json, sys; from fastrl.training.rl.config import Config; from fastrl.training.rl.train import train\n"
         "train(Config.model_validate(json.loads(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, config.model_dump_json()]

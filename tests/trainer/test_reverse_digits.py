@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fastrl.runs.log import RunLog
-from fastrl.runs.settings import load_settings
-from fastrl.trainer.config import Config
-from fastrl.trainer.train import train
+from fastrl.training.common.log import RunLog
+from fastrl.training.common.settings import load_settings
+from fastrl.training.rl.config import Config
+from fastrl.training.rl.train import train
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 

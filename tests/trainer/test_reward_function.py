@@ -3,8 +3,8 @@
 import pytest
 
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example
-from fastrl.runs.reward import load_reward
+from fastrl.training.common.data import Example
+from fastrl.training.common.reward import load_reward
 
 EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, [2])]
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example
-from fastrl.runs.generation import completion_mask, completion_texts, generate
-from fastrl.runs.rollout import rollout_logprobs
-from fastrl.runs.sections import RolloutConfig
+from fastrl.training.common.data import Example
+from fastrl.training.common.generation import completion_mask, completion_texts, generate
+from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.common.sections import RolloutConfig
 
 SMALL = {
     "hidden_size": 16,

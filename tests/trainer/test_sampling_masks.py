@@ -9,13 +9,13 @@ import torch
 import fastrl
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.runs.data import Example
-from fastrl.runs.generation import generate
-from fastrl.runs.rollout import rollout_logprobs
-from fastrl.runs.sections import RolloutConfig
-from fastrl.runs.timing import Stopwatch
-from fastrl.trainer.train import train
-from fastrl.trainer.update import accumulate_gradients
+from fastrl.training.common.data import Example
+from fastrl.training.common.generation import generate
+from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.common.timing import Stopwatch
+from fastrl.training.rl.train import train
+from fastrl.training.rl.update import accumulate_gradients
 
 VOCAB = 12
 MODEL = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import fastrl.trainer.train as module
+import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
-from fastrl.runs.rollout import rollout_logprobs
-from fastrl.trainer.train import train
+from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.rl.train import train
 
 LOSS = {
     "loss",

@@ -7,12 +7,12 @@ import torch
 
 import fastrl
 from fastrl.base.errors import UserError
-from fastrl.runs.data import Example
-from fastrl.runs.generation import generate
-from fastrl.runs.rollout import rollout_logprobs
-from fastrl.runs.sections import RolloutConfig
-from fastrl.runs.timing import Stopwatch
-from fastrl.trainer.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
+from fastrl.training.common.data import Example
+from fastrl.training.common.generation import generate
+from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.common.timing import Stopwatch
+from fastrl.training.rl.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
 
 MODEL = {
     "model_type": "llama",

@@ -1,0 +1,122 @@
+"""What a rollout's rewards look like in numbers, and whether a run learns anything from them."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastrl.training.common.rollout import Rollout
+
+PATIENCE = 5  # steps in a row without anything to learn from, before it is said; the first few may be without
+
+
+def describe(
+    rollout: Rollout,
+    ended: Tensor,
+    rewards: Sequence[float | None],
+    by_scorer: dict[str, list[float | None]],
+    groups: Sequence[int],
+    steps: Sequence[Sequence[tuple[int, float]]] | None = None,
+) -> dict[str, float]:
+    """A rollout's own numbers: rewards (without the Nones), lengths in tokens, the share that ended without EOS.
+
+    ``without_variance`` is there if prompts were sampled more than once: the share of groups whose rewards do not
+    differ (None does not count); with ``steps``, each completion's (end, reward), that of their rewards.
+    """
+    given = [value for value in rewards if value is not None]
+    parts = {f"reward/{name}": average(values) for name, values in by_scorer.items() if len(by_scorer) > 1}
+    found: dict[int, set[float]] = {group: set() for group in groups}
+    for row, (value, group) in enumerate(zip(rewards, groups, strict=True)):
+        if value is not None:
+            found[group].update([value] if steps is None else [reward for _, reward in steps[row]])
+    compared = len(found) < len(groups)
+    return {
+        "reward": average(rewards),
+        "reward_std": statistics.pstdev(given) if given else math.nan,
+        **parts,
+        "without_reward": 1 - len(given) / len(rewards),
+        **({"without_variance": sum(len(values) < 2 for values in found.values()) / len(found)} if compared else {}),
+        "length": rollout.completion_mask.sum(1).double().mean().item(),
+        "truncated": 1 - ended.double().mean().item(),
+    }
+
+
+def average(values: Sequence[float | None]) -> float:
+    """The mean of what is not None, NaN of nothing."""
+    given = [value for value in values if value is not None]
+    return statistics.fmean(given) if given else math.nan
+
+
+class Watch:
+    """Says that a run learns nothing and why that may be, each cause once."""
+
+    def __init__(self, config: Any, steps: int) -> None:
+        """``config`` is any command's, of a run of so many steps."""
+        self.patience = min(PATIENCE, steps)
+        self.estimator = getattr(getattr(config, "advantages", None), "estimator", None)  # None: no rewards
+        self.rows: Counter[str] = Counter()  # cause -> steps in a row, up to now
+        self.told: set[str] = set()
+        self.reward = math.nan
+
+    def look(self, numbers: dict[str, float]) -> list[str]:
+        """What there is to say after a step with these metrics."""
+        now = dict(self._causes(numbers))
+        self.reward = numbers.get("reward", math.nan)
+        self.rows = Counter({cause: self.rows[cause] + 1 for cause in now})
+        found = []
+        for cause, text in now.items():
+            # A step without a single reward is no chance, as the first equal ones may be.
+            if cause not in self.told and self.rows[cause] >= (1 if cause == "none" else self.patience):
+                self.told.add(cause)
+                found.append(text)
+        return found
+
+    def _causes(self, numbers: dict[str, float]) -> Iterator[tuple[str, str]]:
+        """Why nothing was learned in a step, each as a name and a sentence."""
+        last = f"in the last {self.patience} steps"
+        cut = ", and all were cut off at rollout.max_new_tokens" if numbers.get("truncated") == 1 else ""
+        if self.estimator is not None:
+            if numbers.get("without_reward") == 1:
+                yield (
+                    "none",
+                    "every reward is None: the reward function gives no completion a number, so nothing is learned",
+                )
+                return
+            same = numbers.get("reward") == self.reward or math.isnan(self.reward)
+            if self.estimator != "process" and numbers.get("reward_std") == 0 and same:
+                yield (
+                    "constant",
+                    f"{last} every completion got the reward {numbers['reward']:.6g}{cut}, so no advantage tells them "
+                    "apart; does the reward function read them, and are the prompts neither too hard nor too easy?",
+                )
+                return
+            if self.estimator in ("group", "rloo", "process") and numbers.get("without_variance") == 1:
+                yield (
+                    "groups",
+                    f"{last} all completions of a prompt got the same reward{cut}, so every advantage in its group is "
+                    "0; does the reward depend on the prompt alone, or are a prompt's completions all the same?",
+                )
+                return
+        if numbers.get("skipped_updates"):  # they are told apart
+            return
+        without_update = 0.0 if "skipped_updates" in numbers else math.nan
+        if numbers.get("grad_norm", without_update) == 0:
+            yield "gradient", f"the gradient was exactly 0 {last}: {self._reason(numbers)}"
+
+    def _reason(self, numbers: dict[str, float]) -> str:
+        if self.estimator is None:
+            if numbers.get("loss") == 0:
+                return "the loss is 0 too; is there anything left to learn, or does the loss saturate (loss.beta)?"
+            return "no weight that is trained reaches the loss; are they frozen?"
+        tokens = numbers.get("tokens", 0)
+        if not tokens:
+            cut = ", for every completion was cut off at rollout.max_new_tokens (reward.overlong_filter)"
+            return "no token counts" + (cut if numbers.get("truncated") == 1 else "")
+        if numbers.get("masked_off_policy") == tokens:
+            return "every token is masked as off-policy"
+        if numbers.get("clip_frac") == 1:
+            return "every token is clipped; is optimizer.lr too high?"
+        return "every token's weight is 0; does rollout_correction mask them all, or is no term of the loss left?"

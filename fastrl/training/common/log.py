@@ -1,0 +1,211 @@
+"""Where a run's numbers go: a line a step, ``metrics.jsonl``, TensorBoard, Weights & Biases, a report at the end."""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from fastrl.base.dependencies import how_to_install
+from fastrl.base.errors import UserError
+from fastrl.training.common.health import Watch
+from fastrl.training.common.report import plot_curves, write_report
+from fastrl.training.common.sections import LoggingConfig
+from fastrl.training.common.settings import Section
+
+# Everything a run writes; overwriting a run removes these and nothing else.
+FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
+DIRECTORIES = ("tensorboard", "wandb", "checkpoints", "skipped", "model")
+
+
+class RunLog:
+    """Writes one record a step into the run's directory. A context manager; leaving it closes the files."""
+
+    def __init__(
+        self, config: Section, settings: LoggingConfig, name: str, steps: int, shown: Sequence[str], step: int = 0
+    ) -> None:
+        """Create the directory and write ``config.json``; after a ``step``, go on with the record that is there.
+
+        ``name`` stands before the bar of ``steps``, and a line a step has those of ``shown`` that it recorded. Raises
+        UserError if a new run's directory holds another run.
+        """
+        self.directory, self.steps, self.shown = settings.output_dir, steps, shown
+        self.path = self.directory / "metrics.jsonl"
+        self.last: dict[str, float | None] = {}
+        self.watch = Watch(config, steps)
+        wandb = _import_wandb() if settings.wandb is not None else None  # before anything is replaced
+        if step == 0:
+            _prepare(self.directory, settings.overwrite)
+        else:
+            for path in (self.path, self.directory / "samples.jsonl"):
+                self._cut(path, step)
+        values = config.model_dump(mode="json")
+        with _writing(self.directory / "config.json"):
+            (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        # Before there is a record: nothing is lost then if the same command is tried again.
+        self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
+        self.file = self.path.open("a", encoding="utf-8")
+        self.writer: SummaryWriter | None = None
+        if settings.tensorboard:
+            self.writer = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1 if step else None)
+        # Where no one watches, the lines alone.
+        self.bar = tqdm(initial=step, total=steps, unit="step", desc=name, disable=None)
+        self.started, self.first = time.monotonic(), step
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=int(error is not None))
+
+    def _cut(self, path: Path, step: int) -> None:
+        """Drop what an interrupted run recorded after its last checkpoint's ``step``: those steps come again."""
+        path.touch()
+        # Bytes, for a text may hold other line separators. What follows the last end was being written when the run
+        # was killed.
+        lines = path.read_bytes().split(b"\n")[:-1]
+        steps, kept = [], []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                at = int(record.pop("step"))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise UserError(
+                    f"{path}:{number}: is not a step's record, so the file is damaged ({type(error).__name__}: "
+                    f"{error}); move it away to go on without what it holds"
+                ) from error
+            if at <= step:
+                steps.append(at)
+                kept.append((line, record))
+        unfinished = path.with_suffix(".unfinished")
+        with _writing(path):
+            unfinished.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+            unfinished.replace(path)
+        if path == self.path:
+            if steps != list(range(1, step + 1)):
+                print(
+                    f"fastrl: warning: {path}: not all steps up to the checkpoint's, {step}, are in it", file=sys.stderr
+                )
+            for _, record in kept:
+                self.last |= record
+
+    def sync(self) -> None:
+        """Wait until the records are on the disk: a checkpoint must not know of steps that a dead machine forgot."""
+        os.fsync(self.file.fileno())
+
+    def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
+        """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
+
+        ``samples`` go to ``samples.jsonl``, from which the report shows some. A run that learns nothing is warned of.
+        """
+        record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        with _writing(self.path, f" step {step}"):
+            self.file.write(json.dumps({"step": step, **record}) + "\n")
+            self.file.flush()
+        if samples:
+            path = self.directory / "samples.jsonl"
+            with _writing(path, f" step {step}"), path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+        if self.writer is not None:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()  # a checkpoint must not know of steps that a killed run never recorded
+        if self.wandb is not None:
+            self.wandb.log(record, step=step)
+        values = "  ".join(f"{name} {numbers[name]:.4g}" for name in self.shown if name in numbers)
+        seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
+        left = tqdm.format_interval(seconds)
+        self.bar.write(f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}  left {left}")
+        for line in self.watch.look(numbers):
+            self.bar.write(f"fastrl: warning: step {step}: {line}", file=sys.stderr)
+        self.bar.update()
+        self.last |= record
+
+    def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Write the summary (the last value of every metric, and ``extra``), curves and report; returns the summary."""
+        summary = {**self.last, **extra}
+        with _writing(self.directory / "summary.json"):
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        with _writing(self.directory / "report.html"):
+            self.draw()
+        return summary
+
+    def draw(self) -> None:
+        """Write ``curves.png`` and ``report.html`` from what is recorded up to now."""
+        records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        plot_curves(records, self.directory / "curves.png")
+        write_report(self.directory)
+
+
+@contextmanager
+def _writing(path: Path, what: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot write{what}: {error}; what is saved can be resumed") from error
+
+
+def check_output(directory: Path, overwrite: bool) -> None:
+    """Raise UserError if ``directory`` holds a run that may not be replaced, or what is not a run's."""
+    metrics = directory / "metrics.jsonl"
+    held = [name for name in (*FILES, *DIRECTORIES) if (directory / name).exists()]
+    if held and not metrics.exists():
+        raise UserError(
+            f"{directory}: holds {', '.join(held)}, but no metrics.jsonl, so it is no run that could be replaced; "
+            "choose another --logging.output_dir"
+        )
+    if metrics.exists() and metrics.stat().st_size and not overwrite:
+        raise UserError(
+            f"{directory}: holds a run already; choose another --logging.output_dir, or replace it with "
+            "--logging.overwrite true"
+        )
+
+
+def _prepare(directory: Path, overwrite: bool) -> None:
+    check_output(directory, overwrite)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (directory / name).unlink(missing_ok=True)
+        for name in DIRECTORIES:
+            if (directory / name).exists():
+                shutil.rmtree(directory / name)
+        (directory / "metrics.jsonl").touch()  # an empty one: a run that has begun, and has nothing to lose yet
+    except OSError as error:
+        raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb  # optional: only runs that log there need it
+    except ImportError as error:
+        raise UserError(f"logging.wandb needs wandb ({error}): {how_to_install(['wandb'])}") from error
+    return wandb
+
+
+def _start_wandb(wandb: Any, settings: LoggingConfig, config: dict[str, Any], resume: bool) -> Any:
+    """A run of Weights & Biases. A resumed one goes on under the id that its first part left."""
+    path = settings.output_dir / "wandb" / "id"
+    known = path.read_text(encoding="utf-8") if resume and path.exists() else None
+    run: Any = wandb.init(
+        project=settings.wandb, dir=settings.output_dir, config=config, id=known, resume="allow" if known else None
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(run.id, encoding="utf-8")
+    return run

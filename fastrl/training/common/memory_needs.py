@@ -1,0 +1,132 @@
+"""Whether training.memory_budget is enough for the largest calls of the vocabulary's losses that a run may make.
+
+Asked before the model is loaded, by the numbers of its config, and again once its head is there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fastrl import Objective
+from fastrl.backends.choice import forced, resolved
+from fastrl.base.errors import UserError
+from fastrl.linear.head import Needs
+from fastrl.objectives.dependence import Given, scope, slopes
+from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
+from fastrl.planning.plans import ANY, RESPONSE, Call, applicable, choose, least_budget
+from fastrl.planning.tiling import widest_support
+from fastrl.training.common.loading import load_config
+from fastrl.training.common.optimizer import cpu_threads
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.sections import ModelConfig, RolloutConfig
+
+ON_POLICY = Given(old=False)
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """The largest call of one of the losses, or of log-probabilities, as far as its memory depends on the config."""
+
+    what: str  # for the message
+    tokens: int  # that count, at most
+    rows: int  # with padding
+    longest: int  # tokens of the longest response
+    packed: bool
+    objective: Objective | None = None  # None: log-probabilities
+    given: Given = ON_POLICY
+    gradients: bool = True
+    own_leaf: bool = False  # the hidden states are cut off from their model, so autograd keeps their gradient's layout
+    truncated: RolloutConfig | None = None  # tokens with recorded entries of the vocabulary, by this sampling
+
+    def plan_call(self, vocab: int, hidden: int, bias: bool, config: ModelConfig, device: str) -> Call:
+        """What the plan is chosen by, for a head of these sizes."""
+        dtype = getattr(torch, config.dtype)
+        gathered = not self.packed and self.rows > self.longest  # hidden states of several sequences, without prompts
+        copies = gathered * (1 + self.own_leaf)
+        copied = copies * self.rows * hidden * dtype.itemsize
+        if dtype != torch.float32:  # autocast: hidden states and weight in the narrower type, and their gradients
+            copied += 2 * (self.rows + vocab) * hidden * dtype.itemsize
+        head = self.gradients and config.lora_rank is None
+        kept, wide = self._kept(vocab, dtype, device)
+        depends = ANY if self.objective is None else scope(self.objective, self.given)
+        return Call(
+            rows=self.tokens if wide or not kept else 0,
+            hidden=hidden,
+            vocab=vocab,
+            dtype=dtype,
+            device=device,
+            needs=Needs(self.gradients, head, head and bias),
+            scope=RESPONSE if kept and self.objective is not None else depends,
+            longest=self.longest,
+            slopes=1 if self.objective is None else slopes(self.objective),
+            all_rows=self.rows,
+            copied=copied,
+            support_entries=kept * self.tokens,
+            backend=resolved(forced(), device),
+        )
+
+    def _kept(self, vocab: int, dtype: torch.dtype, device: str) -> tuple[int, bool]:
+        """Recorded entries a token, and whether tokens may have more than are gathered one by one.
+
+        Top-k bounds them; how many top-p and min-p leave is known only when they do, so that one is counted.
+        """
+        if self.truncated is None or not self.truncated.truncates:
+            return 0, False
+        most = min(self.truncated.top_k or vocab, vocab)
+        return (most if self.truncated.top_k else 1), most > widest_support(vocab, device, dtype.itemsize)
+
+
+class Budgeted(Protocol):
+    """A [training] table with a budget."""
+
+    @property
+    def memory_budget(self) -> str | None:
+        """As the losses take it."""
+
+    @property
+    def threads(self) -> int | None:
+        """Torch's CPU threads, each of which needs some memory."""
+
+
+def check_budget(
+    training: Budgeted,
+    config: ModelConfig,
+    device: torch.device,
+    calls: Iterable[LossCall],
+    policy: Policy | None = None,
+) -> None:
+    """Raise UserError if the budget is too small for a call, naming the smallest one that is enough for all of them.
+
+    Without a ``policy`` the sizes are those of the model's config; what that does not say is asked once there is one.
+    """
+    size = parse_budget(training.memory_budget)
+    if size is None:
+        return
+    if policy is None:
+        model = load_config(config).get_text_config()
+        sizes: list[Any] = [getattr(model, name, None) for name in ("vocab_size", "hidden_size")]
+        bias = False
+        if None in sizes:
+            return
+    else:
+        sizes, bias = list(policy.weight.shape), policy.head["bias"] is not None
+    vocab, hidden = sizes
+    least, worst, fits = 0, None, True
+    with cpu_threads(training.threads):
+        for call in calls:
+            planned = call.plan_call(vocab, hidden, bias, config, device.type)
+            needed = min(least_budget(planned, name) for name in applicable(planned))
+            if needed > least:
+                least, worst = needed, call
+            try:
+                choose(planned, size)
+            except BudgetTooSmall:
+                fits = False
+    if worst is not None and not fits:
+        raise UserError(
+            f"training.memory_budget: too small for {worst.what}, {worst.tokens} tokens x {hidden} x {vocab} in "
+            f"{config.dtype}: got {size} bytes, the smallest possible is {least} ({text(least)}); a smaller "
+            "training.micro_batch_size needs less"
+        )

@@ -1,0 +1,55 @@
+"""AdamW with its learning-rate schedule, and torch's device and threads, as every command sets them up."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import get_scheduler
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.sections import OptimizerConfig
+
+
+def make_optimizer(
+    groups: Sequence[tuple[Iterable[Tensor], float]], settings: OptimizerConfig, updates: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW over groups of (tensors, peak learning rate), and its schedule over a run of this many updates.
+
+    Tensors that need no gradient are left out.
+    """
+    trained: list[dict[str, Any]] = [
+        {"params": [tensor for tensor in tensors if tensor.requires_grad], "lr": lr} for tensors, lr in groups
+    ]
+    optimizer = torch.optim.AdamW(
+        trained, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
+    )
+    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    return optimizer, get_scheduler(name, optimizer, settings.warmup_updates, updates)
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Torch's CPU threads for the block, its own choice for None."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of ``training.device``. Raises UserError for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch built without CUDA
+        raise UserError(f"training.device: cannot use {name!r}: {str(error).splitlines()[0]}") from error
+    if device.type == "meta":
+        raise UserError(f"training.device: cannot use {name!r}: it computes nothing")
+    if device.type == "cuda":  # kernels are launched on the current one
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,243 @@
+"""A Hugging Face causal LM split into what the fused losses need: decoder, head weight, shape of the logits.
+
+The logits of the whole vocabulary are never formed in training: the decoder gives hidden states, and
+``fastrl.linear_policy_loss`` does the rest from the head's weight. That is right only if the model's own logits are
+``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, so it is checked once, on a few tokens.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fastrl.base.dependencies import how_to_install
+from fastrl.base.errors import UserError
+from fastrl.integrations.fused_head import TOLERANCE, LMHead
+from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
+from fastrl.training.common.sections import ModelConfig
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model, its tokenizer, and the head as arguments for the fused losses."""
+
+    model: PreTrainedModel  # or peft's wrapper around one
+    tokenizer: PreTrainedTokenizerBase
+    weight: Tensor  # (V, H), the embedding itself where the two are tied
+    head: dict[str, Any]  # bias (V,) or None, logit_scale, softcap: keyword arguments of every linear_* function
+    eos_token_ids: list[int]
+    pad_token_id: int
+    dtype: torch.dtype  # of the matrix products
+    has_adapters: bool = False  # the model is peft's wrapper, and only its adapters are trained
+    without_adapters: bool = False  # this policy is the model as it was before it got them
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The context of every forward: autocast where the products are narrower than the float32 weights."""
+        peft: Any = self.model
+        with (
+            torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
+            peft.disable_adapter() if self.without_adapters else nullcontext(),
+        ):
+            yield
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+
+def max_positions(model: Any) -> int | None:
+    """The longest sequence the model takes, or None if its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
+    """The context of a forward and its backward: layers keep their input alone, if the model was told so.
+
+    Transformers ties that to the training mode, which also drops out; so only the layers' own flag is set, and a
+    layer's own dropout is 0 (``load_model``).
+    """
+    layers = [layer for model in models for layer in _layers(model) if layer.gradient_checkpointing]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def left_pad(sequences: Sequence[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sequences of tokens that end together, (B, S) int64, and which of the tokens count, (B, S) bool."""
+    longest = max(map(len, sequences))
+    missing = [longest - len(tokens) for tokens in sequences]
+    rows = [[padding] * more + tokens for more, tokens in zip(missing, sequences, strict=True)]
+    mask = torch.arange(longest) >= torch.tensor(missing)[:, None]
+    return torch.tensor(rows).to(device), mask.to(device)
+
+
+def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
+    """The last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S) bool, left-padded.
+
+    With ``packed`` the rows are put behind one another without their padding: (tokens, H).
+    """
+    # A token's position is its rank among the real ones, as generate() counts.
+    positions = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+    arguments: dict[str, Any] = {"attention_mask": attention_mask.long(), "use_cache": False}
+    if packed:  # positions that start again tell the attention where a sequence does
+        arguments["attention_mask"] = None
+        input_ids, positions = input_ids[attention_mask][None], positions[attention_mask][None]
+    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        arguments["position_ids"] = positions
+    elif packed:
+        raise UserError(f"training.packing: {type(decoder).__name__} takes no position_ids, which packing needs")
+    states: Tensor = decoder(input_ids=input_ids, **arguments).last_hidden_state
+    return states[0] if packed else states
+
+
+def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = False) -> Policy:
+    """Load or initialise the model and its tokenizer.
+
+    Raises UserError for one that the losses cannot train, and with ``packing`` for one that cannot be packed.
+    """
+    tokenizer = load_tokenizer(config)
+    model = _with_adapters(load_model(config, device), config)
+    head, dtype, adapters = _head(model, name_of(config)), getattr(torch, config.dtype), config.lora_rank is not None
+    eos_token_ids = _eos_token_ids(model, tokenizer)
+    if not eos_token_ids:
+        raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
+    check_token_ids([*tokenizer.get_vocab().values(), *eos_token_ids], head.weight.shape[0], name_of(config))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
+    policy = Policy(model, tokenizer, head.weight, head.arguments, eos_token_ids, pad, dtype, adapters)
+    try:
+        with policy.computing():
+            head.check(model, dtype)
+    except ValueError as error:
+        raise UserError(f"{name_of(config)}: {error}") from error
+    if packing:
+        check_packing(policy)
+    return policy
+
+
+def check_token_ids(ids: Sequence[int], vocabulary: int, name: str) -> None:
+    """Raise UserError unless the model's vocabulary has all of the tokenizer's ids; ``name`` is the model's."""
+    largest = max(ids)
+    if largest >= vocabulary:
+        raise UserError(
+            f"{name}: the tokenizer has a token id {largest}, but the model's vocabulary ends at {vocabulary - 1}"
+        )
+
+
+def _head(model: PreTrainedModel, name: str) -> LMHead:
+    try:
+        return LMHead.of(model)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def load_model(
+    config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any
+) -> Any:
+    """The model alone, as ``load_weights`` finds it, on its device and in evaluation mode."""
+    model = load_weights(config, kind, new_head=new_head, **extra)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        if config.lora_rank is not None:  # which would take their place, and a reference has no way to tell them apart
+            raise UserError(f"model.lora_rank: {config.path} holds adapters already; merge them into its base first")
+        _merge_adapters(model)
+    if config.gradient_checkpointing:
+        # The older name, which later releases of transformers 5 warn of, is the only one that its first ones have.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        for layer in _layers(model):  # some drop out by themselves, where they think that they are in training
+            for name in [name for name in vars(layer) if name.endswith("dropout")]:
+                if isinstance(getattr(layer, name), float):
+                    setattr(layer, name, 0.0)
+    # Dropout would make the new log-probabilities differ from the old ones before the first update.
+    return model.to(device).eval()
+
+
+def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """The model wrapped by peft, its own weights frozen, if the config asks for LoRA."""
+    if config.lora_rank is None:
+        return model
+    try:
+        import peft  # optional: only runs with adapters need it
+    except ImportError as error:
+        raise UserError(f"model.lora_rank needs peft ({error}): {how_to_install(['peft'])}") from error
+    settings = peft.LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.lora_targets, task_type="CAUSAL_LM"
+    )
+    try:
+        wrapped: Any = peft.get_peft_model(model, settings)
+    except ValueError as error:  # no module of that name
+        raise UserError(f"model.lora_targets: {_first_line(error)}") from error
+    return wrapped.eval()
+
+
+def _merge_adapters(model: Any) -> None:
+    """Add adapters that a model came with to its weights: it is a model like any other then."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+    model.requires_grad_(True)
+
+
+def reference_of(policy: Policy) -> Policy:
+    """The policy as it is now, which never changes: the reference of a KL term.
+
+    Weights of its own, or where the policy trains adapters, the same model without them.
+    """
+    if policy.has_adapters:
+        return replace(policy, without_adapters=True)
+    model = copy.deepcopy(policy.model).requires_grad_(False)
+    head = LMHead.of(model)
+    return replace(policy, model=model, weight=head.weight, head=head.arguments)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's EOS first, then what else the generation config stops at."""
+    extra = model.generation_config.eos_token_id
+    found = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra])]
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+@torch.no_grad()
+def check_packing(policy: Policy) -> None:
+    """Raise UserError unless a packed sequence is computed as if it were alone.
+
+    State-space, linear-attention and convolutional layers read on across the sequences' borders, and so do attention
+    masks that are not made from the positions.
+    """
+    tokens = [min(token, policy.weight.shape[0] - 1) for token in range(8)]
+    states = []
+    for first in (tokens[3:], tokens[5:][::-1]):  # other tokens, and more of them
+        rows, mask = left_pad([first, tokens[:4]], policy.pad_token_id, policy.device)
+        states.append(decoder_states(policy.model.get_decoder(), rows, mask, packed=True)[-4:].float())
+    error = float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
+    if not error <= TOLERANCE[torch.float32]:
+        name = type(policy.model.get_decoder()).__name__
+        raise UserError(
+            f"training.packing: in {name} a packed sequence sees the one before it (relative difference {error:.2g}); "
+            "leave packing out for this model"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,118 @@
+"""Reward models: sequence classifiers with one label, whose score of a prompt and its completion is the reward.
+
+The score is the model's linear ``score`` head on the hidden state of the last token, which is always the EOS behind the
+completion. Transformers' own forward looks for the last token that is not padding instead, and where padding is EOS
+(as in most language models) finds another one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import Example, tokenize_pair
+from fastrl.training.common.loading import load_config, load_tokenizer
+from fastrl.training.common.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
+from fastrl.training.common.reward import Rewards, load_rewards
+from fastrl.training.common.sections import ModelConfig
+
+# In a model's config.json: what its scores are on average, over the set that the run that trained it refers to.
+MEAN = "fastrl_score_mean"
+
+
+class RewardModel:
+    """Scores completions; a ``Scorer``."""
+
+    name = "model"
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64) -> None:
+        """``model`` is a sequence classifier that ``check_classifier`` lets pass, in evaluation mode."""
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+
+    @classmethod
+    def load(
+        cls, path: str, device: torch.device, trust_remote_code: bool = False, batch_size: int = 64
+    ) -> "RewardModel":
+        """The reward model of a directory or hub name, such as ``fastrl reward-model`` writes, in float32.
+
+        Raises UserError for a model that cannot be loaded, or is no sequence classifier with one score.
+        """
+        config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(config)
+        kinds = load_config(config).architectures or []
+        if not any("SequenceClassification" in kind for kind in kinds):
+            raise UserError(f"{path}: expected a sequence classifier, got {', '.join(kinds) or 'an unknown model'}")
+        model = load_model(config, device, AutoModelForSequenceClassification)
+        check_classifier(model, tokenizer, path)
+        return cls(model.requires_grad_(False), tokenizer, batch_size)
+
+    @property
+    def mean(self) -> float:
+        """What is subtracted from every score."""
+        return float(getattr(self.model.config, MEAN, 0.0))
+
+    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
+        """The score of each completion of its prompt, less the mean. UserError naming the prompt of one too long."""
+        sequences, limit = [], max_positions(self.model)
+        for example, completion in zip(examples, completions, strict=True):
+            prompt_ids, completion_ids = tokenize_pair(example.prompt, completion, self.tokenizer, example.source)
+            sequences.append(prompt_ids + completion_ids)
+            if limit is not None and len(sequences[-1]) > limit:
+                raise UserError(
+                    f"{example.source}: the prompt and its completion have {len(sequences[-1])} tokens, but the reward "
+                    f"model's context ends at {limit}"
+                )
+        return list(self.score(sequences))
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[list[int]]) -> list[float]:
+        """The score of each sequence of tokens, less the mean."""
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # little padding in a batch
+        found = [0.0] * len(sequences)
+        for first in range(0, len(order), self.batch_size):
+            rows = order[first : first + self.batch_size]
+            scores = score_sequences(self.model, [sequences[i] for i in rows]) - self.mean
+            for i, score in zip(rows, scores.tolist(), strict=True):
+                found[i] = score
+        return found
+
+
+def score_sequences(model: Any, sequences: Sequence[list[int]]) -> Tensor:
+    """What the head makes of each sequence's last token: (B,) float32, differentiable, the mean not subtracted."""
+    input_ids, mask = left_pad(sequences, 0, model.score.weight.device)  # any padding: it is not attended to
+    states = decoder_states(model.base_model, input_ids, mask)[:, -1]
+    scores: Tensor = model.score(states)[:, 0].float()
+    return scores
+
+
+def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise UserError unless the model has a linear ``score`` head of one output and knows the tokenizer's tokens."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError(f'{name}: expected a linear head called "score", which {type(model).__name__} does not have')
+    if head.out_features != 1:
+        raise UserError(f"{name}: expected one score (num_labels = 1), got {head.out_features}")
+    check_token_ids([*tokenizer.get_vocab().values()], model.get_input_embeddings().weight.shape[0], name)
+
+
+def make_rewards(
+    functions: Sequence[str],
+    weights: Sequence[float] | None,
+    model: str | None,
+    model_weight: float,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> Rewards:
+    """The weighted sum of functions (``path/to/file.py:function``) and a reward model, as a config names them.
+
+    Raises UserError for one that cannot be loaded, and for a name that two of them have.
+    """
+    scorers = load_rewards(functions, weights)
+    if model is not None:
+        if any(scorer.name == RewardModel.name for scorer, _ in scorers):
+            raise UserError(f'reward.function: the name "{RewardModel.name}" is the reward model\'s')
+        scorers.append((RewardModel.load(model, device, trust_remote_code), model_weight))
+    return Rewards(scorers)

@@ -1,0 +1,195 @@
+"""Sampled completions: what a step knows of them, token by token."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import SamplingMask, linear_token_logprobs
+from fastrl.integrations.routing import replay_routing
+from fastrl.training.common.policy import Policy, decoder_states
+
+ROWS = ("counted", "rewards", "groups", "response_advantages")  # (B,)
+TOKENS = ("token_advantages", "returns", "old_logprobs", "ref_logprobs", "rollout_logprobs", "old_values")  # (B, T)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B completions of up to T tokens after prompts left-padded to P tokens, on the policy's device."""
+
+    input_ids: Tensor  # (B, P + T) int64
+    attention_mask: Tensor  # (B, P + T) bool; completions count up to and including their EOS
+    prompt_length: int  # P
+    sampling_mask: SamplingMask | None = None  # B T rows, one a token; None means drawn from the whole vocabulary
+    routing: Tensor | None = None  # (B, P + T, layers, experts a token) int, -1 = not recorded
+    counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
+    rewards: Tensor | None = None  # (B,) float32
+    groups: Tensor | None = None  # (B,) int64, the prompt of each
+    response_advantages: Tensor | None = None  # (B,) float32, or
+    token_advantages: Tensor | None = None  # (B, T) float32
+    returns: Tensor | None = None  # (B, T) float32, what the critic's values should be
+    old_logprobs: Tensor | None = None  # (B, T) float32, before the step's first update; None means on-policy
+    ref_logprobs: Tensor | None = None  # (B, T) float32, of the reference
+    rollout_logprobs: Tensor | None = None  # (B, T) float32, as the sampler had them
+    old_values: Tensor | None = None  # (B, T) float32, the critic's before the step's first update
+
+    @property
+    def targets(self) -> Tensor:
+        """The sampled tokens, (B, T) int64."""
+        return self.input_ids[:, self.prompt_length :]
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """Which of them are there, (B, T) bool."""
+        return self.attention_mask[:, self.prompt_length :]
+
+    @property
+    def mask(self) -> Tensor:
+        """Which of them enter the loss, (B, T) bool."""
+        mask = self.completion_mask
+        return mask if self.counted is None else mask & self.counted[:, None]
+
+    def select(self, rows: Tensor) -> "Rollout":
+        """The rows (int64 indices), without the padding columns that none of them needs."""
+        used = self.attention_mask[rows].any(0).nonzero()
+        first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, self.prompt_length)
+        longest = end - self.prompt_length
+        tokens = rows[:, None] * self.targets.shape[1] + torch.arange(longest, device=rows.device)
+        changes: dict[str, Any] = {name: x[rows] for name in ROWS if (x := getattr(self, name)) is not None}
+        changes |= {name: x[rows, :longest] for name in TOKENS if (x := getattr(self, name)) is not None}
+        return replace(
+            self,
+            input_ids=self.input_ids[rows, first:end],
+            attention_mask=self.attention_mask[rows, first:end],
+            prompt_length=self.prompt_length - first,
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.index(tokens),
+            routing=None if self.routing is None else self.routing[rows, first:end],
+            **changes,
+        )
+
+    def loss_arguments(self, packed: bool) -> dict[str, Any]:
+        """What every policy loss takes of a batch: padded (B, T), or packed, its N counted tokens."""
+        mask, sets, advantages = self.mask, self.sampling_mask, self.response_advantages
+        given = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+        if advantages is None:
+            given["advantages"] = self.token_advantages
+        if not packed:
+            return {"targets": self.targets, "mask": mask, "sampling_mask": sets, "advantages": advantages, **given}
+        starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+        return {
+            "targets": self.targets[mask],
+            "cu_seqlens": starts,
+            "sampling_mask": None if sets is None else sets.index(mask.flatten().nonzero()[:, 0]),
+            "advantages": advantages,
+            **{name: None if x is None else x[mask] for name, x in given.items()},
+        }
+
+
+def join(rollouts: Sequence[Rollout]) -> Rollout:
+    """Several rollouts of completions padded to one length as one."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    longest = max(part.prompt_length for part in rollouts)
+    changes: dict[str, Any] = {}
+    for name, fill in (("input_ids", None), ("attention_mask", False), ("routing", -1)):
+        parts = [(getattr(part, name), longest - part.prompt_length) for part in rollouts]
+        if parts[0][0] is not None:
+            # Padding is whatever the row begins with: it is not attended to.
+            changes[name] = torch.cat(
+                [
+                    torch.cat(
+                        [
+                            x[:, :1].expand(-1, more, *x.shape[2:])
+                            if fill is None
+                            else x.new_full((len(x), more, *x.shape[2:]), fill),
+                            x,
+                        ],
+                        1,
+                    )
+                    for x, more in parts
+                ]
+            )
+    for name in (*ROWS, *TOKENS):
+        values = [getattr(part, name) for part in rollouts]
+        if values[0] is not None:
+            changes[name] = torch.cat(values)
+    sets = [part.sampling_mask for part in rollouts if part.sampling_mask is not None]
+    return replace(
+        rollouts[0], prompt_length=longest, sampling_mask=SamplingMask.concat(sets) if sets else None, **changes
+    )
+
+
+def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch.nn.Module | None = None) -> Tensor:
+    """The last hidden states that predict the completions' tokens: (B, T, H), or packed (N, H), N counted tokens.
+
+    ``decoder`` is the policy's own by default. Forward and backward belong inside ``replaying(policy, rollout,
+    packed)``, so that the policy's experts are those of the rollout, in layers that are computed again too.
+    """
+    module = policy.model.get_decoder() if decoder is None else decoder
+    states = decoder_states(module, rollout.input_ids, rollout.attention_mask, packed)
+    if not packed:
+        return states[:, rollout.prompt_length - 1 : -1]
+    flat = torch.zeros_like(rollout.attention_mask)
+    flat[:, rollout.prompt_length :] = rollout.mask
+    # A sequence's tokens lie together, and none of those that count is its first.
+    return states[flat[rollout.attention_mask].nonzero()[:, 0] - 1]
+
+
+def replaying(policy: Policy, rollout: Rollout, packed: bool) -> Any:
+    """A context in which the policy's forwards over the rollout take the experts that the sampler took."""
+    if rollout.routing is None:
+        return nullcontext()
+    routing = rollout.routing[rollout.attention_mask][None] if packed else rollout.routing
+    return replay_routing(policy.model, routing)
+
+
+def unpacked(values: Tensor, rollout: Rollout, packed: bool) -> Tensor:
+    """One number a token, as hidden_states orders them, as (B, T) with 0 where masked."""
+    if not packed:
+        return values.where(rollout.mask, 0)
+    return torch.zeros(rollout.mask.shape, device=values.device).masked_scatter(rollout.mask, values)
+
+
+def in_batches(rollout: Rollout, size: int | None, numbers: Callable[[Rollout], Tensor]) -> Tensor:
+    """A function from a batch to one number a token, (b, t), applied a few sequences at a time: (B, T) float32."""
+    found = torch.zeros(rollout.targets.shape, device=rollout.targets.device)
+    rows = torch.arange(len(found), device=found.device)
+    for part in rows.split(size or len(rows)) if len(rows) else ():
+        values = numbers(rollout.select(part))
+        found[part, : values.shape[1]] = values
+    return found
+
+
+@torch.no_grad()
+def rollout_logprobs(
+    policy: Policy,
+    rollout: Rollout,
+    temperature: float,
+    batch_size: int | None,
+    packed: bool = False,
+    memory_budget: str | None = None,
+) -> Tensor:
+    """Log-probabilities (B, T) float32 of the sampled tokens under a policy, by the fused path that training takes.
+
+    Every policy, a reference too, normalises over the entries that the sampler drew from. 0 where masked.
+    """
+
+    def logprobs(part: Rollout) -> Tensor:
+        arguments = part.loss_arguments(packed)
+        with policy.computing(), replaying(policy, part, packed):
+            stats = linear_token_logprobs(
+                hidden_states(policy, part, packed),
+                policy.weight,
+                arguments["targets"],
+                mask=arguments.get("mask"),
+                sampling_mask=arguments["sampling_mask"],
+                temperature=temperature,
+                memory_budget=memory_budget,
+                **policy.head,
+            )
+        return unpacked(stats.logprobs, part, packed)
+
+    return in_batches(rollout, batch_size, logprobs)

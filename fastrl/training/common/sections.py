@@ -1,0 +1,146 @@
+"""The tables that several commands' configs share: model, machine, optimizer, sampling, what a run leaves behind."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from fastrl.planning.budget import parse_budget
+from fastrl.training.common.settings import Location, Section
+
+ModelLocation = Annotated[str | None, Location(hub=True)]
+FileLocation = Annotated[Path, Location()]
+
+
+def _budget(text: str | None) -> str | None:
+    try:
+        parse_budget(text)
+    except TypeError as error:  # which pydantic would not report
+        raise ValueError(str(error)) from error
+    return text
+
+
+Budget = Annotated[str | None, AfterValidator(_budget)]
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: ModelLocation = None
+    """A local directory or a hub name, with weights."""
+    config: Annotated[Path | None, Location()] = None
+    """A model config.json: start from scratch with random weights (then tokenizer is needed)."""
+    tokenizer: ModelLocation = None
+    """A tokenizer directory or hub name; the default is model.path."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the matrix products. Weights and the optimizer's moments stay float32: a step of 1e-6 would be
+    rounded away in bfloat16."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+    attention: str | None = None
+    """transformers' attn_implementation, such as "sdpa" or "flash_attention_2"; the default is transformers' own."""
+    gradient_checkpointing: bool = False
+    """Keep a layer's input only, and compute the layer again in the backward: less memory, a third more time."""
+    lora_rank: int | None = Field(None, ge=1)
+    """Train low-rank adapters of this rank (needs peft) in place of the weights. The head stays frozen, so the losses
+    skip its gradient, and the reference of a KL term is the model without its adapters."""
+    lora_alpha: int = Field(16, ge=1)
+    """The adapters' scale is lora_alpha / lora_rank."""
+    lora_targets: str | list[str] = "all-linear"
+    """Which modules get adapters: names, or all linear ones but the head."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.config is None):
+            raise ValueError("expected exactly one of path (a model with weights) and config (a model from scratch)")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("config starts a model from scratch, so tokenizer must name a tokenizer directory")
+        return self
+
+
+class MachineConfig(Section):
+    """Where a command runs, and its randomness."""
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seeds Python, NumPy and torch."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
+    machine that has other work; numbers repeat exactly only for the same number of threads."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Gradients are scaled down to this global L2 norm; inf switches it off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: constant, or a decay to 0 over the run."""
+    warmup_updates: int = Field(0, ge=0)
+    """Optimizer updates of linear warm-up from 0."""
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    prompts_per_step: int = Field(128, ge=1)
+    """Prompts a step."""
+    num_generations: int = Field(8, ge=1)
+    """Completions a prompt (the group)."""
+    max_new_tokens: int = Field(256, ge=1)
+    """The longest completion, EOS included."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; training uses the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest entries with at least this probability together; 1 = off. Which entries top_p, top_k
+    and min_p leave for each token is recorded, and training normalises over the same ones."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many of the likeliest entries; 0 = off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from entries at least this likely, relative to the likeliest; 0 = off."""
+    batch_size: int | None = Field(None, ge=1)
+    """Sequences generated at a time; the default is all of them."""
+    dynamic_sampling: bool = False
+    """DAPO's: groups whose rewards are all equal are left out, and other prompts sampled in their place."""
+    max_refills: int = Field(3, ge=0)
+    """How often dynamic sampling may do so in a step; after that the step is made with what there is."""
+    keep_routing: bool = False
+    """Record which experts of a mixture each token took, and take the same in training."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class LoggingConfig(Section):
+    """What a run leaves behind."""
+
+    output_dir: FileLocation = Path("runs/default")
+    """Metrics, plots, the report and checkpoints go here."""
+    overwrite: bool = False
+    """Replace the run that output_dir holds; without it that is an error."""
+    tensorboard: bool = True
+    """Write TensorBoard event files too."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases too (needs wandb, and an account or WANDB_MODE=offline)."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Save a checkpoint every this many steps, besides once at the end and at SIGTERM or Ctrl-C."""
+    keep_checkpoints: int | None = Field(None, ge=1)
+    """Keep only this many of the newest checkpoints; the default is all of them."""
+
+
+def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:
+    """ValueError if what a run reads lies in its output directory, where it may be replaced."""
+    output = logging.output_dir.absolute()
+    if source is not None and Path(source).is_relative_to(output):  # a hub's name never is
+        raise ValueError(f"{field}: {source} lies in logging.output_dir, whose contents this run may replace")

@@ -1,0 +1,302 @@
+"""The configuration of ``fastrl train``."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fastrl.training.common.sections import (
+    Budget,
+    FileLocation,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    check_input,
+)
+from fastrl.training.common.sections import LoggingConfig as CommonLogging
+from fastrl.training.common.settings import Location, Section
+from fastrl.training.rl.objective_config import ObjectiveConfig
+
+
+class DataConfig(Section):
+    """What is asked."""
+
+    path: FileLocation
+    """Training prompts: JSONL with a field "prompt" and any other columns, which go to the reward function."""
+    eval_path: Annotated[Path | None, Location()] = None
+    """Held-out prompts of the same form; without it there is no evaluation."""
+
+
+class RewardConfig(Section):
+    """What pays: functions and a reward model, summed with their weights, and the price of length."""
+
+    function: Annotated[str | list[str], Location()] = Field(default_factory=list)
+    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None], or several.
+    What all of them give None is left out of its group."""
+    weights: list[float] | None = None
+    """One a function; the default is 1 for each."""
+    model: Annotated[str | None, Location(hub=True)] = None
+    """A reward model: the directory or hub name of a sequence classifier with one label."""
+    model_weight: float = 1.0
+    """Its weight beside the functions'."""
+    steps: Annotated[str | None, Location()] = None
+    """A function that rewards steps, for advantages.estimator = "process": for each completion a list of pairs (end,
+    reward), end the number of characters up to the end of the step."""
+    overlong_cache: int | None = Field(None, ge=0)
+    """DAPO's soft punishment: the reward falls by up to 1 over this many tokens before rollout.max_new_tokens."""
+    overlong_filter: bool = False
+    """DAPO's filter: completions that were cut off at rollout.max_new_tokens do not count in the loss."""
+
+    @property
+    def functions(self) -> list[str]:
+        """All outcome reward functions."""
+        return [self.function] if isinstance(self.function, str) else self.function
+
+    @model_validator(mode="after")
+    def _weighted(self) -> "RewardConfig":
+        if not self.functions and self.model is None:
+            raise ValueError("function: required without a reward model, but not given")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(f"weights: expected one for each of {len(self.functions)} functions, got {self.weights}")
+        return self
+
+
+class AdvantagesConfig(Section):
+    """From rewards to advantages."""
+
+    estimator: Literal["group", "rloo", "batch", "process", "gae"] = "group"
+    """group: relative to the prompt's group (GRPO); rloo: leave-one-out; batch: rewards to go, whitened over the batch
+    (REINFORCE++); process: step rewards, normalised in the group (GRPO); gae: with the critic's values (PPO)."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """For group and process: divide by the group's standard deviation, the batch's, or not at all (Dr.GRPO, GPG)."""
+    ddof: Literal[0, 1] = 0
+    """0 for the population's standard deviation, 1 for the sample's."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """The discount a token, for batch and gae."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """The decay of generalised advantage estimation."""
+    whiten: bool = True
+    """For gae: shift and scale the batch's token advantages to mean 0 and standard deviation 1."""
+
+
+class CriticConfig(Section):
+    """The value function of advantages.estimator = "gae": a linear head on a decoder."""
+
+    shared: bool = False
+    """The head stands on the policy's own decoder, instead of on a copy of it."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic's weights; the default is optimizer.lr."""
+    clip: float | None = Field(0.2, gt=0)
+    """How far values may move from the rollout's before their loss stops paying."""
+    coef: float = Field(0.5, gt=0)
+    """The weight of the value loss beside the policy's."""
+
+
+class KLConfig(Section):
+    """A KL term, in place of the preset's own."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """In the loss (GRPO), or taken from each token's reward (PPO)."""
+    kind: Literal["k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new"] = "k3"
+    """The estimator; in the reward k1, k2 or k3. Against the reference, which is the policy that the run starts from;
+    old-new against the policy before the step."""
+    coef: float = Field(0.04, ge=0)
+    """Its weight beta, or what an adaptive one starts from."""
+    ratio: Literal["token", "objective"] = "token"
+    """For k3-unbiased: the ratio that corrects it, the token's own or the objective's."""
+    adaptive: Literal["schulman", "rlhf"] | None = None
+    """schulman: halve beta where the KL is below target / 1.5, double it above target * 1.5; rlhf: proportional, over
+    ``horizon`` responses."""
+    target: float | None = Field(None, gt=0)
+    """Nats: a token for schulman, a response for rlhf."""
+    horizon: int = Field(10_000, ge=1)
+    """Responses over which rlhf may double beta."""
+    sync_every: int | None = Field(None, ge=1)
+    """Make the policy the new reference every this many steps."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "KLConfig":
+        if (self.adaptive is None) != (self.target is None):
+            raise ValueError("adaptive and target go together")
+        if self.adaptive is not None and self.coef == 0:
+            raise ValueError("coef: an adaptive coefficient is multiplied, so it cannot start from 0")
+        if self.place == "reward" and self.kind not in ("k1", "k2", "k3"):
+            raise ValueError(f"kind: expected k1, k2 or k3 in the reward, got {self.kind!r}")
+        return self
+
+
+class CorrectionConfig(Section):
+    """A weight from exp(old - rollout), the training path's log-probabilities against the sampler's own."""
+
+    level: Literal["token", "sequence"] = "token"
+    """A weight a token, or one a response."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """truncate (TIS): held within [low, high]; mask (MIS, IcePop): 0 outside them."""
+    low: float = Field(0.0, ge=0)
+    """The least weight."""
+    high: float = Field(2.0, gt=0)
+    """The largest weight."""
+
+
+class EntropyConfig(Section):
+    """A learned entropy coefficient (SAC's): it starts at objective.entropy_coef and steers the entropy to a target."""
+
+    target: float = Field(ge=0)
+    """Nats a token."""
+    lr: float = Field(1e-2, gt=0)
+    """Learning rate (Adam) of the coefficient's logarithm."""
+
+
+class PretrainingConfig(Section):
+    """PPO-ptx: cross-entropy on pretraining text beside the policy's loss."""
+
+    path: FileLocation
+    """A text file."""
+    coef: float = Field(1.0, gt=0)
+    """The weight of the cross-entropy."""
+    batch_size: int = Field(8, ge=1)
+    """Sequences an update."""
+    length: int = Field(512, ge=2)
+    """Tokens a sequence."""
+
+
+class TrainingConfig(MachineConfig):
+    """The loop."""
+
+    steps: int = Field(100, ge=1)
+    """Rollouts in the run."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each rollout."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer updates a pass: the rollout is shuffled and split into this many."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Sequences in one forward and backward, gradients accumulate over a minibatch; the default is all of it."""
+    packing: bool = False
+    """Put a micro-batch's sequences behind one another without padding."""
+    memory_budget: Budget = None
+    """The most temporary memory of the fused losses, such as "512MiB"; the default is a quarter of what is free."""
+    max_skipped_updates: int = Field(10, ge=1)
+    """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
+    its batch is saved under output_dir/skipped. After this many in a row the run stops."""
+
+
+class EvaluationConfig(Section):
+    """Scores on held-out prompts."""
+
+    every: int | None = Field(None, ge=1)
+    """Evaluate (greedy decoding on data.eval_path) every this many steps, besides once at the end."""
+    metrics: Annotated[list[str], Location()] = Field(default_factory=list)
+    """More functions like reward.function; each one's mean is reported as eval/<its name>."""
+    samples: int = Field(0, ge=0)
+    """Completions a prompt, sampled as in the rollout, for the two scores below; 0 = none."""
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
+    """Report for each metric eval/<name>/pass@k (a prompt is solved if one of k samples gets 1) and eval/<name>/maj@k
+    (the most frequent of k completions gets 1), for these k."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> "EvaluationConfig":
+        if self.samples and max(self.k) > self.samples:
+            raise ValueError(f"k: expected at most evaluation.samples = {self.samples}, got {self.k}")
+        return self
+
+
+class LoggingConfig(CommonLogging):
+    """What a run leaves behind."""
+
+    samples: int = Field(4, ge=0)
+    """Completions a step that samples.jsonl and the report keep."""
+
+
+class Config(Section):
+    """Everything a run depends on."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    objective: ObjectiveConfig
+    advantages: AdvantagesConfig = AdvantagesConfig()
+    critic: CriticConfig | None = None
+    kl: KLConfig | None = None
+    rollout_correction: CorrectionConfig | None = None
+    entropy: EntropyConfig | None = None
+    pretraining: PretrainingConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        for problem, message in self._problems():
+            if problem:
+                raise ValueError(message)
+        check_input("model.path", self.model.path, self.logging)
+        check_input("reward.model", self.reward.model, self.logging)
+        return self
+
+    def _problems(self) -> list[tuple[bool, str]]:
+        """Combinations of tables that mean nothing, with what to say of each."""
+        evaluates = bool(self.evaluation.every or self.evaluation.metrics or self.evaluation.samples)
+        estimator, objective, lora = self.advantages.estimator, self.objective.build(), self.model.lora_rank is not None
+        alone = self.rollout.num_generations == 1
+        sequences = self.rollout.prompts_per_step * self.rollout.num_generations
+        updates = self.training.epochs * self.training.minibatches
+        return [
+            (
+                self.data.eval_path is None and evaluates,
+                "evaluation is configured but data.eval_path names no prompts to evaluate on",
+            ),
+            (
+                alone and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling),
+                "rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1",
+            ),
+            (
+                (estimator == "gae") != (self.critic is not None),
+                'advantages.estimator = "gae" and a [critic] table go together',
+            ),
+            (
+                (estimator == "process") != (self.reward.steps is not None),
+                'advantages.estimator = "process" and reward.steps go together',
+            ),
+            (
+                self.entropy is not None and not float(objective.entropy_coef) > 0,
+                "entropy: objective.entropy_coef must be the positive coefficient to start from",
+            ),
+            (
+                self.kl is not None and self.kl.place == "reward" and estimator == "process",
+                'kl.place: a KL in the reward does not go with advantages.estimator = "process"',
+            ),
+            (
+                self.kl is not None and self.kl.sync_every is not None and lora,
+                "kl.sync_every: with model.lora_rank the reference is the model without its adapters",
+            ),
+            (
+                self.critic is not None and self.critic.shared and lora,
+                "critic.shared: does not go with model.lora_rank; leave one of them out",
+            ),
+            (
+                estimator == "process" and self.reward.overlong_cache is not None,
+                'reward.overlong_cache: with advantages.estimator = "process" only reward.steps is learned from',
+            ),
+            (
+                self.kl is not None and self.kl.kind == "old-new" and updates == 1,
+                'kl.kind: "old-new" is always 0 with one update a rollout; set training.minibatches or training.epochs',
+            ),
+            (
+                self.training.minibatches > sequences,
+                f"training.minibatches: expected at most the rollout's {sequences} sequences, got "
+                f"{self.training.minibatches}",
+            ),
+            (
+                (self.reward.overlong_cache or 0) > self.rollout.max_new_tokens,
+                f"reward.overlong_cache: expected at most rollout.max_new_tokens = {self.rollout.max_new_tokens}, got "
+                f"{self.reward.overlong_cache}",
+            ),
+            (
+                objective.top_entropy_fraction is not None and self.training.micro_batch_size is not None,
+                "objective.top_entropy_fraction ranks the tokens of a whole minibatch, so it does not go with "
+                f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out",
+            ),
+        ]

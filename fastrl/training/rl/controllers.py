@@ -1,0 +1,85 @@
+"""Coefficients that change while training: an adaptive KL weight, and an entropy weight learned towards a target.
+
+Each is a 0-dim tensor that the objective holds and the losses read on the device; a step ends with its ``update``.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.training.rl.config import EntropyConfig, KLConfig
+
+
+class AdaptiveKL:
+    """The weight beta of a KL term, adapted to keep the KL near a target."""
+
+    def __init__(self, config: KLConfig, device: torch.device) -> None:
+        self.config = config
+        self.coef = torch.tensor(config.coef, device=device)
+
+    def update(self, kl: float, tokens: float, responses: int) -> None:
+        """Adapt to a step's mean KL a token (nats), over this many tokens and responses. No tokens change nothing.
+
+        schulman: halve beta below target / 1.5, double it above 1.5 target (Schulman et al., 2017, arXiv:1707.06347,
+        section 4). rlhf: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, with the KL of a response (Ziegler
+        et al., 2019, arXiv:1909.08593, section 2.2).
+        """
+        target = self.config.target
+        if target is None or not tokens or not math.isfinite(kl):
+            return
+        if self.config.adaptive == "schulman":
+            factor = 0.5 if kl < target / 1.5 else 2.0 if kl > 1.5 * target else 1.0
+        else:
+            error = kl * tokens / responses / target - 1
+            factor = 1 + min(max(error, -0.2), 0.2) * responses / self.config.horizon
+        self.coef.mul_(factor)
+
+    def state(self) -> dict[str, float]:
+        """What ``load`` needs to go on, as plain numbers."""
+        return {"coef": self.coef.item()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.coef.fill_(state["coef"])
+
+
+class LearnedEntropy:
+    """The weight alpha of the entropy bonus, learned towards a target entropy by `L = log(alpha) sg[H - H_target]`.
+
+    SAC's automatic temperature (Haarnoja et al., 2018, arXiv:1812.05905, section 5), for tokens. Adam moves log alpha,
+    so alpha stays positive.
+    """
+
+    def __init__(self, config: EntropyConfig, start: float, device: torch.device) -> None:
+        self.config = config
+        self.logarithm: Tensor = torch.tensor(math.log(start), device=device, requires_grad=True)
+        self.coef = self.logarithm.detach().exp()
+        self.optimizer = torch.optim.Adam([self.logarithm], config.lr)
+
+    def update(self, entropy: float) -> None:
+        """One step from a step's mean entropy a token (nats)."""
+        if not math.isfinite(entropy):
+            return
+        # The slope of L in log alpha is alpha times this. Adam would take that factor for the gradient's own size, and
+        # its memory of a larger alpha would keep a small one from coming back.
+        self.logarithm.grad = torch.full_like(self.logarithm, entropy - self.config.target)
+        self.optimizer.step()
+        self.coef.copy_(self.logarithm.detach().exp())
+
+    def state(self) -> dict[str, float]:
+        """What ``load`` needs to go on, as plain numbers."""
+        moments = self.optimizer.state.get(self.logarithm, {})
+        return {"logarithm": self.logarithm.item(), **{name: float(value) for name, value in moments.items()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        moments = dict(state)
+        with torch.no_grad():
+            self.logarithm.fill_(moments.pop("logarithm"))
+            self.coef.copy_(self.logarithm.exp())
+        if moments:
+            tensors = {name: torch.tensor(value, dtype=torch.float32) for name, value in moments.items()}
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": {0: tensors}, "param_groups": groups})

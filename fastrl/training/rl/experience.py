@@ -1,0 +1,179 @@
+"""A step's experience: completions with rewards, log-probabilities and advantages, ready for the updates."""
+
+import bisect
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastrl import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
+from fastrl.training.common.data import Example
+from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
+from fastrl.training.common.health import describe
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.rollout import Rollout, join, rollout_logprobs
+from fastrl.training.common.timing import timed
+from fastrl.training.rl.run import Run
+
+Steps = list[tuple[int, float]]  # a completion's reasoning steps: (characters up to its end, reward)
+
+
+def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str, object]]]:
+    """One step's rollout with all that the updates need, and some of its samples to be looked at.
+
+    Completions whose reward is None are left out, and with dynamic sampling groups of equal rewards. Adds what there is
+    to report to ``numbers``.
+    """
+    rollout, steps, samples = _sample(run, numbers)
+    training, temperature = run.config.training, run.config.rollout.temperature
+    size, packed, budget = training.micro_batch_size, training.packing, training.memory_budget
+    with timed("time/logprobs", numbers):
+        needs_old = not run.on_policy or run.kl_in_reward
+        old, ref = (
+            rollout_logprobs(model, rollout, temperature, size, packed, budget) if model else None
+            for model in (run.policy if needs_old else None, run.reference)
+        )
+        values = run.critic.rollout_values(run.policy, rollout, size, packed) if run.critic else None
+    rollout = replace(rollout, old_logprobs=old, ref_logprobs=ref, old_values=values)
+    if old is not None and ref is not None:
+        numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)
+    rollout = add_advantages(run, rollout, steps)
+    # With a single update a rollout the policy is still the one that sampled, and the losses know what that means.
+    return (replace(rollout, old_logprobs=None) if run.on_policy else rollout), samples
+
+
+def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], list[dict[str, object]]]:
+    """Completions with their rewards, sampled until the batch is full or the refills are used up."""
+    settings, rewards = run.config.rollout, run.config.reward
+    rollouts: list[Rollout] = []
+    values: list[float | None] = []
+    groups: list[int] = []
+    steps: list[Steps] = []
+    samples: list[dict[str, object]] = []
+    by_scorer: dict[str, list[float | None]] = {}
+    kept: list[int] = []
+    numbers["time/generate"] = numbers["time/reward"] = 0.0
+    for _ in range(1 + settings.max_refills if settings.dynamic_sampling else 1):
+        missing = settings.prompts_per_step - len({groups[row] for row in kept})
+        if not missing:
+            break
+        first = groups[-1] + 1 if groups else 0
+        prompts = run.sampler.next(missing)
+        examples = [example for example in prompts for _ in range(settings.num_generations)]
+        with timed("time/generate", numbers):
+            rollouts.append(generate(run.policy, examples, settings))
+            texts = completion_texts(run.policy, rollouts[-1])
+        with timed("time/reward", numbers):
+            new, parts = run.rewards.parts(examples, texts)
+            steps += run.steps_reward.steps(examples, texts) if run.steps_reward else [[] for _ in texts]
+        new = _priced(new, rollouts[-1], rewards.overlong_cache)
+        groups += [first + row // settings.num_generations for row in range(len(texts))]
+        values += new
+        for name, found in parts.items():
+            by_scorer.setdefault(name, []).extend(found)
+        samples += _shown(examples, texts, new)[: run.config.logging.samples - len(samples)]
+        kept = _kept(values, groups, settings.dynamic_sampling)
+    if settings.dynamic_sampling:
+        numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
+
+    rollout = join(rollouts)
+    ended = ended_by_eos(run.policy, rollout)
+    numbers |= describe(rollout, ended, values, by_scorer, groups, steps if run.steps_reward else None)
+    rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
+    rollout = replace(
+        rollout,
+        counted=ended if rewards.overlong_filter else None,
+        rewards=torch.tensor([math.nan if v is None else v for v in values], device=rows.device),
+        groups=torch.tensor(groups, device=rows.device),
+    )
+    return rollout.select(rows), [steps[row] for row in kept], samples
+
+
+def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> list[float | None]:
+    """The rewards with the price of length, if there is one."""
+    if cache is None:
+        return values
+    lengths = rollout.completion_mask.sum(1)
+    prices = overlong_penalty(lengths, max_length=rollout.targets.shape[1], cache=cache).tolist()
+    return [None if value is None else value + price for value, price in zip(values, prices, strict=True)]
+
+
+def _kept(values: list[float | None], groups: list[int], varied: bool) -> list[int]:
+    """The rows with a reward, and with ``varied`` only those of groups whose rewards differ."""
+    found: dict[int, set[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        found.setdefault(group, set()).update(() if value is None else (value,))
+    least = 2 if varied else 1
+    return [row for row, value in enumerate(values) if value is not None and len(found[groups[row]]) >= least]
+
+
+def _shown(examples: list[Example], texts: list[str], values: list[float | None]) -> list[dict[str, object]]:
+    return [
+        {"prompt": example.prompt, "completion": text, "reward": value}
+        for example, text, value in zip(examples, texts, values, strict=True)
+    ]
+
+
+def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
+    """The rollout with the advantages that the config's estimator gives it, and with what a critic should have said."""
+    settings, mask = run.config.advantages, rollout.mask
+    rewards, groups = rollout.rewards, rollout.groups
+    assert rewards is not None and groups is not None  # _sample's
+    estimator, scale, ddof = settings.estimator, settings.scale, settings.ddof
+    if estimator == "process":
+        ends, values = _step_tensors(run.policy, rollout, steps)
+        lengths = rollout.completion_mask.sum(1)
+        found = process_advantages(values, ends, groups, lengths, scale=scale, ddof=ddof)
+        return replace(rollout, token_advantages=torch.nn.functional.pad(found, (0, mask.shape[1] - found.shape[1])))
+    if estimator in ("group", "rloo"):
+        # A response that does not count has no token to carry its score, but its group's baseline has it all the same.
+        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
+        if estimator == "rloo":
+            return replace(rollout, response_advantages=rloo_advantages(scores, groups))
+        return replace(rollout, response_advantages=group_advantages(scores, groups, scale=scale, ddof=ddof))
+    tokens = _token_rewards(run, rollout)
+    values = torch.zeros_like(tokens) if rollout.old_values is None else rollout.old_values
+    lam = settings.lam if estimator == "gae" else 1.0
+    found, returns = gae(tokens, values, mask, gamma=settings.gamma, lam=lam)
+    if settings.whiten or estimator == "batch":
+        found = whitened(found, mask)
+    return replace(rollout, token_advantages=found, returns=returns)
+
+
+def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
+    """Each response's reward at its last token, less the KL's price at each where it is in the reward: (B, T)."""
+    rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
+    assert rewards is not None  # _sample's
+    if run.kl_in_reward and run.kl and old is not None and ref is not None:
+        return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef, kind=run.kl.config.kind)
+    nothing = torch.zeros(mask.shape, device=mask.device)
+    return kl_penalized_rewards(rewards, nothing, nothing, mask, beta=0.0)
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """Shifted and scaled to mean 0 and standard deviation 1 over the unmasked entries; 0 where masked."""
+    counted = values[mask].double()
+    if counted.numel() == 0:
+        return values
+    mean, deviation = counted.mean(), counted.std(correction=0)
+    return ((values - mean) / (deviation + 1e-8)).where(mask, 0).float()
+
+
+def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple[Tensor, Tensor]:
+    """Steps as (B, S): the index of each one's last token, -1 where there is none, and its reward."""
+    most = max([1, *map(len, steps)])
+    ends = torch.full((len(steps), most), -1)
+    values = torch.full((len(steps), most), math.nan)
+    targets, masks = rollout.targets.cpu(), rollout.completion_mask.cpu()
+    rows = [tokens[mask].tolist() for tokens, mask in zip(targets, masks, strict=True)]
+    for row, (tokens, pairs) in enumerate(zip(rows, steps, strict=True)):
+
+        def characters(count: int, tokens: list[int] = tokens) -> int:
+            # A character whose last byte is still to come is shown as U+FFFD.
+            return len(str(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True)).rstrip("\ufffd"))
+
+        for step, (end, reward) in enumerate(pairs):
+            ends[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)
+            values[row, step] = reward
+    return ends.to(policy.device), values.to(policy.device)

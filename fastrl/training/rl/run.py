@@ -1,0 +1,161 @@
+"""Everything that a run holds, made from its config: what is trained, what it is held to, and what changes by step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastrl import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
+from fastrl.base.errors import UserError
+from fastrl.integrations.routing import has_routers
+from fastrl.objectives.dependence import Given
+from fastrl.training.common.data import Example, PromptSampler, TextStream, load_examples
+from fastrl.training.common.memory_needs import LossCall, check_budget
+from fastrl.training.common.optimizer import find_device, make_optimizer
+from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
+from fastrl.training.common.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
+from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.rl.config import Config
+from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
+from fastrl.training.rl.critic import Critic
+
+
+@dataclass
+class Run:
+    """A training run's objects; ``step`` and ``skipped`` say where it is."""
+
+    config: Config
+    policy: Policy
+    objective: Objective
+    rewards: Rewards
+    steps_reward: RewardFunction | None  # rewards steps of reasoning
+    sampler: PromptSampler
+    held_out: list[Example]
+    metrics: dict[str, Scorer]  # of the evaluation
+    reference: Policy | None
+    critic: Critic | None
+    kl: AdaptiveKL | None
+    entropy: LearnedEntropy | None
+    text: TextStream | None  # of PPO-ptx
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    generator: torch.Generator  # shuffles rollouts
+    step: int = 0  # the rollout at work, or the last one
+    skipped: int = 0  # updates in a row, up to now
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL to the reference is taken from each token's reward."""
+        return self.config.kl is not None and self.config.kl.place == "reward"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy is still the one that sampled at every update: one a rollout."""
+        return self.config.training.epochs * self.config.training.minibatches == 1
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss itself reads the sampler's log-probabilities."""
+        return _reads_sampler(self.objective)
+
+
+def _reads_sampler(objective: Objective) -> bool:
+    corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
+    return corrects or isinstance(objective.gate, GammaWeight)
+
+
+def make_run(config: Config) -> Run:
+    """Load and check all there is. Raises UserError for what is wrong in the config, dataset, model or reward."""
+    device = find_device(config.training.device)
+    objective, kl, entropy = _objective(config, device)
+    calls = _loss_calls(config, objective)
+    check_budget(config.training, config.model, device, calls)
+    reward = config.reward
+    rewards = make_rewards(
+        reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
+    )
+    steps_reward = None if config.reward.steps is None else load_reward(config.reward.steps)
+    metrics = {scorer.name: scorer for scorer, _ in load_rewards(config.evaluation.metrics, None)}
+    if "reward" in metrics:
+        raise UserError('evaluation.metrics: the name "reward" is that of the reward itself')
+    policy = load_policy(config.model, device, packing=config.training.packing)
+    check_budget(config.training, config.model, device, calls, policy)
+    reads_reference = objective.kl is not None and objective.kl.needs_reference
+    reads_reference |= config.kl is not None and config.kl.place == "reward"
+    limit = max_positions(policy.model)
+    room = None if limit is None else limit - config.rollout.max_new_tokens
+    if config.rollout.keep_routing and not has_routers(policy.model):
+        raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
+    sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), config.training.seed)
+    held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
+    reference = reference_of(policy) if reads_reference else None
+    critic = None if config.critic is None else Critic(policy, config.critic.shared)
+    text = config.pretraining
+    stream = None if text is None else TextStream(text.path, policy.tokenizer, text.length)
+
+    training, settings = config.training, config.optimizer
+    groups = [(list(policy.model.parameters()), settings.lr)]
+    if critic is not None and config.critic is not None:
+        groups.append((list(critic.parameters()), config.critic.lr or settings.lr))
+    updates = training.steps * training.epochs * training.minibatches
+    optimizer, scheduler = make_optimizer(groups, settings, updates)
+    generator = torch.Generator().manual_seed(training.seed)
+    return Run(
+        config,
+        policy,
+        objective,
+        rewards,
+        steps_reward,
+        sampler,
+        held_out,
+        metrics,
+        reference,
+        critic,
+        kl,
+        entropy,
+        stream,
+        optimizer,
+        scheduler,
+        generator,
+    )
+
+
+def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
+    """The largest calls of the vocabulary's losses that the config allows: every completion as long as it may be."""
+    training, sampling, text = config.training, config.rollout, config.pretraining
+    sequences, longest = sampling.prompts_per_step * sampling.num_generations, sampling.max_new_tokens
+    micro = min(training.micro_batch_size or sequences, sequences)
+    update = min(micro, -(-sequences // training.minibatches)) * longest
+    on_policy = training.epochs * training.minibatches == 1
+    uneven = config.advantages.estimator in ("batch", "process", "gae")
+    given = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
+    shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
+    calls = [LossCall("the policy's loss", update, update, objective=objective, given=given, own_leaf=True, **shared)]
+    if not on_policy or config.kl is not None or (objective.kl is not None and objective.kl.needs_reference):
+        calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
+    if text is not None:
+        tokens = text.batch_size * (text.length - 1)
+        calls.append(LossCall("pretraining's loss", tokens, tokens, text.length - 1, False, REINFORCE()))
+    return calls
+
+
+def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:
+    """The preset with what the config's other tables put in its place, and the controllers of its coefficients."""
+    objective = config.objective.build()
+    correction, settings = config.rollout_correction, config.kl
+    if correction is not None:
+        try:
+            objective = objective.replace(rollout_correction=RolloutCorrection(**correction.model_dump()))
+        except ValueError as error:
+            raise UserError(f"rollout_correction: {error}") from error
+    kl, entropy = None, None
+    if settings is not None:
+        kl = AdaptiveKL(settings, device)
+        term = None
+        if settings.place == "loss" and (settings.coef or settings.adaptive):
+            term = KL(settings.kind, kl.coef if settings.adaptive else settings.coef, settings.ratio)
+        objective = objective.replace(kl=term)
+    if config.entropy is not None:
+        entropy = LearnedEntropy(config.entropy, float(objective.entropy_coef), device)
+        objective = objective.replace(entropy_coef=entropy.coef)
+    return objective, kl, entropy

@@ -1,0 +1,106 @@
+"""The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+from transformers.utils import logging as transformers_logging
+
+from fastrl.training.common.checkpoint import checkpoint_of, due, run_folder
+from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.training.common.log import RunLog
+from fastrl.training.common.optimizer import cpu_threads
+from fastrl.training.common.settings import parse_command_line
+from fastrl.training.common.timing import peak_memory, timed
+from fastrl.training.rl.checkpoint import load_checkpoint, save_checkpoint
+from fastrl.training.rl.config import Config
+from fastrl.training.rl.evaluation import evaluate
+from fastrl.training.rl.experience import collect
+from fastrl.training.rl.run import Run, make_run
+from fastrl.training.rl.update import update
+
+# What a step's line shows, if it is there.
+SHOWN = ("reward", "eval/reward", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")
+
+
+def main(argv: list[str]) -> int:
+    """``fastrl train CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend.
+
+    Returns the exit status: 0 for a run that is complete, and what a shell makes of the signal that ended it early.
+    """
+    text = f"Train a language model by reinforcement learning. {ABOUT}"
+    config, given = parse_command_line(Config, "train", text, argv, RESUME)
+    summary = train(config, resume=given["resume"])
+    found = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
+    print(f"metrics, report and checkpoints: {config.logging.output_dir}")
+    return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
+
+
+def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
+    """Run a whole training run, or with ``resume`` what is left of the one in logging.output_dir.
+
+    Returns its summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the name
+    of the signal that ended it early, or None. Raises UserError, before the first step, for anything in the config,
+    dataset, model or reward that cannot be used, and later for a reward or a loss that goes wrong; and if another
+    process writes to logging.output_dir.
+    """
+    with run_folder(config, config.logging, "train", "training.steps", resume) as checkpoint:
+        return _train(config, checkpoint)
+
+
+def _train(config: Config, checkpoint: Path | None) -> dict[str, Any]:
+    started = time.perf_counter()
+    set_seed(config.training.seed)
+    transformers_logging.disable_progress_bar()  # ours is the one to look at
+    run = make_run(config)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, run)
+
+    interrupted, logging, steps = None, config.logging, config.training.steps
+    with (
+        cpu_threads(config.training.threads),
+        RunLog(config, logging, config.objective.name, steps, SHOWN, run.step) as log,
+        stop_signals() as signals,
+    ):
+        for step in range(run.step + 1, steps + 1):
+            run.step, last = step, step == steps
+            numbers, samples = take_step(run)
+            if run.held_out and due(step, config.evaluation.every, last):
+                with timed("time/evaluation", numbers):
+                    numbers |= evaluate(run)
+            log.write(step, numbers, samples)
+            interrupted = None if last or not signals else signals[0]
+            if interrupted or due(step, logging.checkpoint_every, last):
+                log.sync()
+                save_checkpoint(run)
+            if interrupted:
+                break
+        seconds = time.perf_counter() - started
+        return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
+
+
+def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
+    """Sample, update and adapt: the step's metrics, and some of its samples."""
+    numbers: dict[str, float] = {}
+    with timed("time/step", numbers):
+        rollout, samples = collect(run, numbers)
+        with timed("time/update", numbers):
+            numbers |= update(run, rollout)
+        kl_last = numbers.pop("kl_last", math.nan)
+        if run.kl is not None:
+            kl = numbers.get("kl_reference", math.nan) if run.kl_in_reward else kl_last
+            run.kl.update(kl, int(rollout.mask.sum()), int(rollout.mask.any(1).sum()))
+            numbers["kl_coef"] = run.kl.coef.item()
+        if run.entropy is not None:
+            run.entropy.update(numbers.get("entropy", math.nan))
+            numbers["entropy_coef"] = run.entropy.coef.item()
+        every = None if run.config.kl is None else run.config.kl.sync_every
+        if run.reference is not None and every is not None and run.step % every == 0:
+            run.reference.model.load_state_dict(run.policy.model.state_dict())
+    numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
+    numbers["memory/peak_gib"] = peak_memory(run.policy.device)
+    return numbers, samples

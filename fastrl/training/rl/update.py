@@ -1,0 +1,185 @@
+"""The optimisation of one rollout: shuffled minibatches, accumulated gradients, AdamW."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import linear_cross_entropy, linear_policy_loss, value_loss
+from fastrl.base.errors import UserError
+from fastrl.objectives.formulas import kl_k3_value
+from fastrl.training.common.policy import checkpointing, decoder_states
+from fastrl.training.common.rollout import Rollout, hidden_states, replaying
+from fastrl.training.common.timing import Stopwatch
+from fastrl.training.rl.run import Run
+from fastrl.training.rl.skipped import save_batch
+
+# How a metric of several batches becomes one; those not named here are averaged with the batches' tokens as weights.
+COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
+# Parts of a minibatch's loss, so its micro-batches' add up.
+LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
+MAXIMA = ("ratio_max",)
+
+
+def update(run: Run, rollout: Rollout) -> dict[str, float]:
+    """All optimizer updates of one rollout (with advantages). Returns the loss's metrics, averaged over the updates.
+
+    An update whose loss or gradient is not finite is skipped and counted; training.max_skipped_updates of them in a row
+    raise UserError. Weights, optimizer and learning rate are then as if its batch had not been there. The seconds in
+    the vocabulary's losses are ``time/loss``.
+    """
+    training, history, skipped = run.config.training, [], 0
+    watch, mismatch = Stopwatch(run.policy.device), dict[str, Tensor]()
+    for _ in range(training.epochs):
+        order = torch.randperm(len(rollout.input_ids), generator=run.generator).to(run.policy.device)
+        for rows in order.tensor_split(training.minibatches):
+            if len(rows) == 0:  # rewards of None can leave fewer sequences than minibatches
+                continue
+            batches = accumulate_gradients(run, rollout, rows, watch)
+            metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
+            # Of the first update alone: the policy is still the one that sampled.
+            found = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mismatch/")}
+            mismatch = mismatch or found
+            metrics |= _clip(run)
+            if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+                run.optimizer.step()
+                run.scheduler.step()
+                run.skipped = 0
+                history.append(metrics)
+            else:
+                skipped += 1
+                _skip(run, rollout.select(rows), f"update-{len(history) + skipped:04d}")
+            run.optimizer.zero_grad(set_to_none=True)
+    numbers = {name: value.item() for name, value in {**merge_metrics(history, COUNTS), **mismatch}.items()}
+    if history:
+        numbers["kl_last"] = history[-1]["kl"].item()
+    return {**numbers, "skipped_updates": skipped, "time/loss": watch.seconds()}
+
+
+def _clip(run: Run) -> dict[str, Tensor]:
+    """Hold each group's gradients to optimizer.max_grad_norm; their norms before (the policy's first) and the rate."""
+    groups = run.optimizer.param_groups
+    norms = [torch.nn.utils.clip_grad_norm_(group["params"], run.config.optimizer.max_grad_norm) for group in groups]
+    metrics = {"grad_norm": torch.stack(norms).norm(), "lr": torch.tensor(groups[0]["lr"])}
+    return metrics if len(norms) == 1 else {**metrics, "critic_grad_norm": norms[1]}
+
+
+def _skip(run: Run, batch: Rollout, name: str) -> None:
+    """Keep the batch of an update that cannot be made, and raise UserError if that has happened too often in a row."""
+    run.skipped += 1
+    directory = run.config.logging.output_dir / "skipped" / f"step-{run.step:06d}-{name}"
+    save_batch(run.policy, batch, directory)
+    if run.skipped >= run.config.training.max_skipped_updates:
+        raise UserError(
+            f"step {run.step}: the loss or its gradient was not finite in {run.skipped} updates in a row "
+            f"(training.max_skipped_updates); the last one's batch is in {directory}"
+        )
+
+
+def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwatch) -> list[dict[str, Tensor]]:
+    """Add the gradient of the minibatch ``rows`` (int64 indices), one micro-batch at a time; returns their metrics.
+
+    The denominators are the whole minibatch's, so the sum does not depend on how it is cut up.
+    """
+    tokens = max(int(rollout.mask[rows].sum()), 1)
+    metrics = []
+    for micro_rows in rows.split(run.config.training.micro_batch_size or len(rows)):
+        batch = rollout.select(micro_rows)
+        models = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
+        with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
+            metrics.append(_backward(run, batch, tokens, len(rows), watch))
+    if run.text is not None and run.config.pretraining is not None:
+        settings, ids = run.config.pretraining, run.text.next(run.config.pretraining.batch_size).to(run.policy.device)
+        with checkpointing(run.policy.model):
+            found = settings.coef * _cross_entropy(run, ids)
+            found.backward()
+        metrics[-1] |= {"pretraining_loss": found.detach(), "loss": metrics[-1]["loss"] + found.detach()}
+        for earlier in metrics[:-1]:
+            earlier["pretraining_loss"] = torch.zeros_like(found)
+    return metrics
+
+
+def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stopwatch) -> dict[str, Tensor]:
+    """Add the gradient of a micro-batch of a minibatch with this many tokens and sequences; returns its metrics."""
+    policy, training = run.policy, run.config.training
+    arguments = batch.loss_arguments(training.packing)
+    sampler = arguments["rollout_logprobs"]
+    if not run.reads_sampler:
+        arguments["rollout_logprobs"] = None
+    with policy.computing():
+        states = hidden_states(policy, batch, training.packing)
+        # Cut off here, the losses of the vocabulary can be timed by themselves.
+        leaf = states.detach().requires_grad_(states.requires_grad)
+        with watch():
+            result = linear_policy_loss(
+                leaf,
+                policy.weight,
+                objective=run.objective,
+                denominator=tokens if run.objective.aggregate == "token-mean" else sequences,
+                temperature=run.config.rollout.temperature,
+                memory_budget=training.memory_budget,
+                **arguments,
+                **policy.head,
+            )
+            result.loss.backward()
+    metrics = {"loss": result.loss.detach().float(), **result.metrics}
+    if run.critic is not None:
+        found = _value_loss(run, batch, leaf, tokens)
+        found.backward()
+        metrics |= {"value_loss": found.detach(), "loss": metrics["loss"] + found.detach()}
+    if leaf.grad is not None:
+        states.backward(leaf.grad)
+    if sampler is not None:
+        metrics |= _mismatch(result.logprobs, sampler, arguments.get("mask"))
+    return metrics
+
+
+def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor:
+    """The critic's weighted loss on a micro-batch."""
+    settings, packed = run.config.critic, run.config.training.packing
+    assert run.critic is not None and settings is not None
+    assert batch.returns is not None and batch.old_values is not None  # add_advantages' and collect's
+    values = run.critic.values(run.policy, batch, packed, states)
+    mask, returns, old = batch.mask, batch.returns, batch.old_values
+    if packed:
+        mask, returns, old = mask[mask], returns[mask], old[mask]
+    return settings.coef * value_loss(values, returns, mask, old_values=old, clip=settings.clip, denominator=tokens)
+
+
+def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
+    """The mean cross-entropy of sequences (B, S) of text."""
+    with run.policy.computing():
+        states = decoder_states(run.policy.model.get_decoder(), ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
+        return linear_cross_entropy(
+            states, run.policy.weight, ids[:, 1:], memory_budget=run.config.training.memory_budget, **run.policy.head
+        )
+
+
+def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """How far training's log-probabilities are from the sampler's: mean |log ratio|, k3 of KL(sampler || training)."""
+    difference = (logprobs - sampler).double()
+    if mask is not None:
+        difference = difference[mask]
+    count = max(difference.numel(), 1)
+    k3 = kl_k3_value(difference.clamp(max=20), difference)
+    return {"mismatch/abs_log_ratio": difference.abs().sum() / count, "mismatch/k3": k3.sum() / count}
+
+
+def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> dict[str, Any]:
+    """One set of metrics (0-dim tensors) for several batches: sums, maxima, and means weighted by tokens."""
+    if not batches:
+        return {}
+    weights = torch.stack([batch["tokens"] for batch in batches])
+    weights = weights / weights.sum().clamp_min(1)
+    merged = {}
+    for name in batches[0]:
+        values = torch.stack([batch[name].to(weights.device) for batch in batches])
+        if name in summed:
+            merged[name] = values.sum()
+        elif name in MAXIMA:
+            merged[name] = values.max()
+        else:
+            merged[name] = (weights * values).sum()
+    return merged

@@ -1,0 +1,142 @@
+"""``fastrl dpo``: direct preference optimisation on {"prompt", "chosen": string, "rejected": string} rows.
+
+The reference is the policy that the run starts from. Its log-probabilities of the data are computed once, before the
+first update, so no second model is kept; checkpoints hold them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from tqdm import tqdm
+
+from fastrl import linear_dpo_loss
+from fastrl.base.errors import UserError
+from fastrl.training.common.memory_needs import LossCall, check_budget
+from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
+from fastrl.training.common.rollout import hidden_states, rollout_logprobs
+from fastrl.training.common.settings import Section
+from fastrl.training.stages.config import StageConfig, TokenTrainingConfig
+from fastrl.training.stages.loop import PolicyStage, command, fit, prepared
+from fastrl.training.stages.rows import Reader, Tokens, as_rollout, largest_call, smallest
+
+
+class LossConfig(Section):
+    """The loss."""
+
+    beta: float = Field(0.1, gt=0)
+    """How strongly the policy is held to the reference."""
+
+
+class Config(StageConfig):
+    """Everything that direct preference optimisation depends on."""
+
+    training: TokenTrainingConfig = TokenTrainingConfig()
+    loss: LossConfig = LossConfig()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two completions of a prompt, and the reference's log-probability of each."""
+
+    chosen: Tokens
+    rejected: Tokens
+    reference: tuple[float, float] = (0.0, 0.0)
+
+
+class DPO(PolicyStage[Pair]):
+    """-log sigmoid of beta times how much more the policy than the reference prefers the chosen completion."""
+
+    shown = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "lr", "grad_norm")
+
+    def __init__(self, policy: Policy, training: TokenTrainingConfig, beta: float) -> None:
+        super().__init__(policy)
+        self.packing, self.memory_budget, self.beta = training.packing, training.memory_budget, beta
+
+    def part(self, rows: Sequence[Pair], total: int) -> tuple[Tensor, dict[str, float]]:
+        """The loss summed over the pairs, over the update's pairs."""
+        policy, batch = self.policy, as_rollout(self.policy, both(rows))
+        layout = batch.loss_arguments(self.packing)
+        targets = layout["targets"]
+        reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
+        with policy.computing():
+            found = linear_dpo_loss(
+                hidden_states(policy, batch, self.packing),
+                policy.weight,
+                targets,
+                torch.ones_like(targets, dtype=torch.bool) if self.packing else layout["mask"],
+                torch.tensor(reference, device=policy.device),
+                beta=self.beta,
+                cu_seqlens=layout.get("cu_seqlens"),
+                memory_budget=self.memory_budget,
+                **policy.head,
+            )
+        numbers = {
+            "accuracy": float((found.margins > 0).sum()) / total,
+            "margin": float(found.margins.sum()) / total,
+            "chosen_reward": float(found.chosen_rewards.sum()) / total,
+            "rejected_reward": float(found.rejected_rewards.sum()) / total,
+            "tokens": float(batch.mask.sum()),
+        }
+        return found.loss * (len(rows) / total), numbers
+
+    def before(self, rows: Sequence[Pair], size: int) -> Tensor:
+        """The log-probabilities that the policy gives to chosen and rejected now, without its adapters: (pairs, 2)."""
+        reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
+        found = [torch.empty(0, 2)]
+        for first in tqdm(range(0, len(rows), size), desc="reference", unit="batch", disable=None if rows else True):
+            batch = rows[first : first + size]
+            rollout = as_rollout(self.policy, both(batch))
+            logprobs = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
+            found.append(logprobs.view(2, -1).T.cpu())
+        return torch.cat(found)
+
+    def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
+        """The pairs with their reference."""
+        return [
+            replace(row, reference=(chosen, rejected))
+            for row, (chosen, rejected) in zip(rows, before.tolist(), strict=True)
+        ]
+
+
+def both(rows: Sequence[Pair]) -> list[Tokens]:
+    """2B sequences as the loss wants them: first the chosen, then the rejected in the same order."""
+    return [row.chosen for row in rows] + [row.rejected for row in rows]
+
+
+def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
+    """A row of the dataset; its other fields are not read."""
+    pair = Pair(reader.tokens(row, "chosen", where), reader.tokens(row, "rejected", where))
+    if pair.chosen == pair.rejected:
+        raise UserError(f"{where}: chosen and rejected: expected completions that differ, got {row['chosen']!r} twice")
+    return pair
+
+
+def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall:
+    pairs = training.micro_batch_size or training.batch_size
+    return largest_call("the loss", lengths, 2 * pairs, training.packing)
+
+
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Run the stage, or what is left of it; returns the run's summary.
+
+    Raises UserError, before the first update, for what cannot be used.
+    """
+    training = config.training
+    with prepared(config, "dpo", resume) as (device, checkpoint):
+        check_budget(training, config.model, device, [_largest_call(training, [1, 1])])
+        policy = load_policy(config.model, device, packing=training.packing)
+        reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
+        rows = reader.load(config.data.path, parse)
+        held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
+        lengths = [len(tokens.completion) for tokens in both(rows + held_out)]
+        check_budget(training, config.model, device, [_largest_call(training, lengths)], policy)
+        return fit(DPO(policy, training, config.loss.beta), rows, held_out, config, "dpo", checkpoint)
+
+
+def main(argv: list[str]) -> int:
+    """``fastrl dpo CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend."""
+    return command(Config, "dpo", "Train a language model on pairs of completions.", train, argv)

@@ -1,0 +1,232 @@
+"""The loop that the training stages share: shuffled batches, accumulated gradients, AdamW, a model at the end."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, set_seed
+from transformers.utils import logging as transformers_logging
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
+from fastrl.training.common.checksums import digest
+from fastrl.training.common.files import whole_directory
+from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.training.common.log import RunLog
+from fastrl.training.common.optimizer import cpu_threads, find_device, make_optimizer
+from fastrl.training.common.policy import Policy, checkpointing
+from fastrl.training.common.sections import MachineConfig
+from fastrl.training.common.settings import parse_command_line
+from fastrl.training.stages.config import StageConfig
+
+Row = TypeVar("Row")
+Config = TypeVar("Config", bound=StageConfig)
+
+
+class Stage(ABC, Generic[Row]):
+    """What is trained, and by which loss; ``model`` is on its device and in evaluation mode."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    has_adapters = False  # the model is peft's wrapper, and only its adapters are trained
+    shown: Sequence[str]  # the metrics of a line on the terminal
+
+    def weight(self, row: Row) -> int:
+        """How much of what the loss is a mean over a row holds."""
+        return 1
+
+    @abstractmethod
+    def part(self, rows: Sequence[Row], total: int) -> tuple[Tensor, dict[str, float]]:
+        """The rows' part of the loss over all rows of an update, whose weights sum to ``total``, and of its metrics.
+
+        Parts add up to the loss and the metrics of the whole, however the rows are cut up.
+        """
+
+    def before(self, rows: Sequence[Row], size: int) -> Tensor | None:
+        """What only the model from before the first update says of each row, (rows, k), ``size`` rows at a time.
+
+        It is kept in checkpoints.
+        """
+        return None
+
+    def attach(self, rows: list[Row], before: Tensor) -> list[Row]:
+        """The rows with what ``before`` said of them."""
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        """Write model and tokenizer into an empty directory."""
+        self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+class PolicyStage(Stage[Row]):
+    """A stage that trains a policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.model, self.tokenizer = policy, policy.model, policy.tokenizer
+        self.has_adapters = policy.has_adapters
+
+    def save(self, directory: Path) -> None:
+        """As every stage; adapters go to ``adapters`` in the directory, and into the weights of the model beside them.
+
+        Adapters alone need the model they were made for, which may move, or be a random one that is gone.
+        """
+        if self.policy.has_adapters:
+            self.model.save_pretrained(directory / "adapters")
+            self.model = self.model.merge_and_unload()
+        super().save(directory)
+
+
+def start(machine: MachineConfig) -> torch.device:
+    """Seed everything, quiet transformers' bars (ours are the ones to look at), and return the device."""
+    set_seed(machine.seed)
+    transformers_logging.disable_progress_bar()
+    return find_device(machine.device)
+
+
+@contextmanager
+def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[torch.device, Path | None]]:
+    """The device, and the checkpoint to go on from if there is one; the run's folder is held for the block.
+
+    Raises UserError as ``run_folder`` does, before there is any work to lose.
+    """
+    with (
+        run_folder(config, config.logging, name, "training.epochs", resume) as checkpoint,
+        cpu_threads(config.training.threads),
+    ):
+        yield start(config.training), checkpoint
+
+
+def fit(
+    stage: Stage[Row], rows: list[Row], held_out: list[Row], config: StageConfig, name: str, checkpoint: Path | None
+) -> dict[str, Any]:
+    """Train over the epochs, or what is left of them behind a checkpoint, log every update and save the model.
+
+    Returns the run's summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the
+    name of the signal that ended it early, or None. Held-out rows are measured at the end of each epoch, as
+    ``eval/<metric>``. Raises UserError for a loss or a gradient that is not finite.
+    """
+    training, logging, started = config.training, config.logging, time.perf_counter()
+    size = training.micro_batch_size or training.batch_size
+    updates = -(-len(rows) // training.batch_size)
+    steps = training.epochs * updates
+    optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.lr)], config.optimizer, steps)
+    batches = Batches(len(rows), training.batch_size, training.seed)
+    sets = {"data.path": rows, "data.eval_path": held_out}
+    trained = Trained(
+        stage.model,
+        stage.tokenizer,
+        stage.has_adapters,
+        optimizer,
+        scheduler,
+        {"shuffle": batches.generator},
+        {field: (len(found), digest(found)) for field, found in sets.items()},
+    )
+    if checkpoint is None:
+        step, said = 0, {field: stage.before(found, size) for field, found in sets.items()}
+        kept = {field: tensor for field, tensor in said.items() if tensor is not None}
+    else:
+        state, kept = read_checkpoint(checkpoint, trained)
+        step, batches.order = state["step"], state["order"]
+    rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
+    interrupted = None
+    with RunLog(config, logging, name, steps, stage.shown, step) as log, stop_signals() as signals:
+        while step < steps:
+            step += 1
+            numbers = measure(stage, [rows[i] for i in batches.next()], size, backward=True)
+            numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": step / updates}
+            numbers["grad_norm"] = _update(optimizer, config.optimizer.max_grad_norm, step, numbers["loss"])
+            scheduler.step()
+            if held_out and step % updates == 0:
+                found = measure(stage, held_out, size, backward=False)
+                numbers |= {f"eval/{metric}": value for metric, value in found.items() if metric != "tokens"}
+            log.write(step, numbers)
+            interrupted = signals[0] if signals and step < steps else None
+            if interrupted or due(step, logging.checkpoint_every, step == steps):
+                log.sync()
+                write_checkpoint(config, logging, trained, step, {"order": batches.order}, kept)
+            if interrupted:
+                break
+        if not interrupted:
+            model = logging.output_dir / "model"
+            try:
+                save_model(stage, model)
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{model}: cannot save the model: {error}; it is in {checkpoint_of(logging, step)}, and --resume "
+                    "writes it again"
+                ) from error
+        return log.summarize({"steps": step, "seconds": time.perf_counter() - started, "interrupted": interrupted})
+
+
+def command(
+    kind: type[Config], name: str, about: str, train: Callable[[Config, bool], dict[str, Any]], argv: list[str]
+) -> int:
+    """Run a stage by its command line and say how it went and where things are; returns the exit status."""
+    config, given = parse_command_line(kind, name, f"{about} {ABOUT}", argv, RESUME)
+    summary, output = train(config, given["resume"]), config.logging.output_dir
+    numbers = {metric: summary.get(metric) for metric in ("loss", "eval/loss", "accuracy", "eval/accuracy")}
+    values = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items() if value is not None)
+    print(f"{name}: {summary['steps']} updates in {summary['seconds']:.0f} s. {values}")
+    print(f"metrics, curves, report and checkpoints: {output}")
+    if summary["interrupted"] is None:
+        print(f"model: {output / 'model'}")
+    return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
+
+
+def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
+    """The loss over the rows and its metrics, ``size`` rows at a time; with ``backward`` its gradient is added up."""
+    total = sum(stage.weight(row) for row in rows)
+    sums: dict[str, float] = defaultdict(float)
+    for first in range(0, len(rows), size):
+        with torch.set_grad_enabled(backward), checkpointing(stage.model):
+            loss, numbers = stage.part(rows[first : first + size], total)
+            if backward:
+                loss.backward()
+        for name, value in {"loss": float(loss.detach()), **numbers}.items():
+            sums[name] += value
+    return dict(sums)
+
+
+class Batches:
+    """Goes through the rows in a new random order every epoch, whose last batch may be smaller."""
+
+    def __init__(self, rows: int, size: int, seed: int) -> None:
+        self.rows, self.size = rows, size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []  # what is left of the epoch
+
+    def next(self) -> list[int]:
+        """The rows of the next batch."""
+        if not self.order:
+            self.order = torch.randperm(self.rows, generator=self.generator).tolist()
+        taken, self.order = self.order[: self.size], self.order[self.size :]
+        return taken
+
+
+def _update(optimizer: torch.optim.Optimizer, max_grad_norm: float, step: int, loss: float) -> float:
+    """One step of AdamW on the clipped gradient, which is then gone; returns its norm before clipping."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    if not math.isfinite(loss + norm):
+        raise UserError(
+            f"step {step}: expected a finite loss and gradient, got loss {loss:.4g} and gradient norm {norm:.4g}; "
+            "optimizer.lr may be too high"
+        )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def save_model(stage: Stage[Any], directory: Path) -> None:
+    """Write the stage's model to ``directory``, which exists only once it is complete."""
+    with whole_directory(directory, directory.with_name(f".{directory.name}.unfinished")) as unfinished:
+        stage.save(unfinished)

@@ -1,0 +1,147 @@
+"""``fastrl reward-model``: a reward model from ranked completions, by the K-wise Bradley-Terry loss.
+
+Rows are {"prompt", "responses": [string, ...], "ranks": [int, ...]}, 1 the best and equal ranks no pair, or {"prompt",
+"chosen", "rejected"}. A prompt's responses stay together in a batch. After training the scores are shifted: their mean
+over the training responses, or over the completions of data.reference_path, is 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from fastrl import reward_model_loss
+from fastrl.base.errors import UserError
+from fastrl.training.common.loading import load_tokenizer
+from fastrl.training.common.policy import load_model, max_positions
+from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, score_sequences
+from fastrl.training.common.settings import Location
+from fastrl.training.stages import config as shared
+from fastrl.training.stages.loop import Stage, command, fit, prepared
+from fastrl.training.stages.rows import Reader, field, smallest
+
+
+class DataConfig(shared.DataConfig):
+    """What is learned from."""
+
+    reference_path: Annotated[Path | None, Location()] = None
+    """Rows {"prompt", "completion"} over which the mean score shall be 0; the default is the training responses."""
+
+
+class Config(shared.StageConfig):
+    """Everything that a reward model depends on."""
+
+    data: DataConfig
+
+    @model_validator(mode="after")
+    def _all_weights(self) -> "Config":
+        if self.model.lora_rank is not None:
+            raise ValueError("model.lora_rank: a reward model trains all its weights; leave that out")
+        return self
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The responses to a prompt, each as one sequence of tokens with its prompt, and their ranks."""
+
+    sequences: list[list[int]]
+    ranks: list[int]
+
+    @property
+    def has_pair(self) -> bool:
+        """Whether any two of them are ranked differently."""
+        return len(set(self.ranks)) > 1
+
+
+class RewardModelStage(Stage[Ranked]):
+    """Bradley-Terry on all pairs of a prompt's responses."""
+
+    shown = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "lr", "grad_norm")
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, reference: Sequence[list[int]]
+    ) -> None:
+        """``reference`` are the sequences whose mean score shall be 0."""
+        self.model, self.tokenizer, self.dtype, self.reference = model, tokenizer, dtype, reference
+
+    def part(self, rows: Sequence[Ranked], total: int) -> tuple[Tensor, dict[str, float]]:
+        """Loss, accuracy and margin: means over a prompt's pairs, summed over prompts, over the update's prompts."""
+        sequences = [tokens for row in rows for tokens in row.sequences]
+        ranks = torch.tensor([rank for row in rows for rank in row.ranks])
+        prompts = torch.tensor([i for i, row in enumerate(rows) for _ in row.ranks])
+        device = self.model.score.weight.device
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            scores = score_sequences(self.model, sequences)
+        loss = reward_model_loss(scores, ranks.to(device), prompts.to(device)) * (len(rows) / total)
+        numbers = {"accuracy": 0.0, "margin": 0.0, "tokens": float(sum(map(len, sequences)))}
+        values = scores.detach().cpu()
+        for i in range(len(rows)):
+            mine, order = values[prompts == i], ranks[prompts == i]
+            margins = (mine[:, None] - mine)[order[:, None] < order]
+            numbers["accuracy"] += float((margins > 0).float().mean()) / total
+            numbers["margin"] += float(margins.mean()) / total
+        return loss, numbers
+
+    def save(self, directory: Path) -> None:
+        """Shift the scores by their mean over the reference, and write the model."""
+        setattr(self.model.config, MEAN, 0.0)
+        scores = RewardModel(self.model, self.tokenizer).score(self.reference)
+        setattr(self.model.config, MEAN, sum(scores) / len(scores))
+        super().save(directory)
+
+
+def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
+    """A row of the dataset in either form; its other fields are not read."""
+    if "responses" not in row and "chosen" in row:
+        return Ranked([reader.tokens(row, name, where).all for name in ("chosen", "rejected")], [1, 2])
+    prompt, responses, ranks = (field(row, name, where) for name in ("prompt", "responses", "ranks"))
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise UserError(f"{where}: responses: expected a list of at least two strings, got {responses!r}")
+    good = isinstance(ranks, list) and all(type(rank) is int and rank >= 1 for rank in ranks)
+    if not good or len(ranks) != len(responses):
+        raise UserError(
+            f"{where}: ranks: expected {len(responses)} integers, one a response and 1 the best, got {ranks!r}"
+        )
+    answers = (reader.answer(prompt, text, where, f"responses[{i}]") for i, text in enumerate(responses))
+    return Ranked([tokens.all for tokens in answers], ranks)
+
+
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Run the stage, or what is left of it; returns the run's summary.
+
+    Raises UserError, before the first update, for what cannot be used.
+    """
+    with prepared(config, "reward-model", resume) as (device, checkpoint):
+        tokenizer = load_tokenizer(config.model)
+        # A language model lends its decoder: its own head is left over, and the score's is new.
+        model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
+        check_classifier(model, tokenizer, str(config.model.path or config.model.config))
+        setattr(model.config, MEAN, 0.0)
+        reader = Reader(tokenizer, smallest(config.training.max_length, max_positions(model)))
+        everything = reader.load(config.data.path, parse)
+        rows = _with_pairs(everything, config.data.path)
+        held_out = _with_pairs(reader.load(path, parse), path) if (path := config.data.eval_path) else []
+        if config.data.reference_path is None:
+            reference = [tokens for row in everything for tokens in row.sequences]
+        else:
+            found = reader.load(config.data.reference_path, lambda r, row, where: r.tokens(row, "completion", where))
+            reference = [tokens.all for tokens in found]
+        stage = RewardModelStage(model, tokenizer, getattr(torch, config.model.dtype), reference)
+        return fit(stage, rows, held_out, config, "reward-model", checkpoint)
+
+
+def _with_pairs(rows: list[Ranked], path: Path) -> list[Ranked]:
+    found = [row for row in rows if row.has_pair]
+    if not found:
+        raise UserError(f"{path}: expected two responses to a prompt that differ in rank, got ties alone")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """``fastrl reward-model CONFIG.toml [--resume] [--section.field value ...]``; UserError for what can be mended."""
+    return command(Config, "reward-model", "Train a reward model on ranked completions.", train, argv)

@@ -1,0 +1,92 @@
+"""Rows of JSONL as tokens, and tokens as the batches that a forward takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import read_rows, tokenize_pair
+from fastrl.training.common.memory_needs import LossCall
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.rollout import Rollout
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A prompt and its completion, which ends with EOS."""
+
+    prompt: list[int]
+    completion: list[int]
+
+    @property
+    def all(self) -> list[int]:
+        """The whole sequence."""
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Takes rows apart; ``limit`` is the most tokens of a prompt and its completion together (None: any number)."""
+
+    tokenizer: PreTrainedTokenizerBase
+    limit: int | None
+
+    def load(self, path: Path, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
+        """Every row of a JSONL file, parsed; ``parse`` gets it with its file:line. UserError for a file without any."""
+        rows = [parse(self, row, f"{path}:{line}") for line, row in read_rows(path)]
+        if not rows:
+            raise UserError(f"{path}: the dataset is empty; expected one JSON object a line")
+        return rows
+
+    def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:
+        """The row's prompt with the completion in field ``name``. Raises UserError naming ``where``."""
+        return self.answer(field(row, "prompt", where), field(row, name, where), where, name)
+
+    def answer(self, prompt: Any, completion: Any, where: str, name: str) -> Tokens:
+        """A prompt with a completion that stood in the field ``name``. Raises UserError naming ``where``."""
+        if not isinstance(completion, str):
+            raise UserError(f"{where}: {name}: expected a string, got {completion!r}")
+        tokens = Tokens(*tokenize_pair(prompt, completion, self.tokenizer, where))
+        if self.limit is not None and len(tokens.all) > self.limit:
+            raise UserError(
+                f"{where}: the prompt with {name} and EOS has {len(tokens.all)} tokens, expected at most {self.limit} "
+                "(training.max_length and the model's context)"
+            )
+        return tokens
+
+
+def field(row: dict[str, Any], name: str, where: str) -> Any:
+    """A field that a row must have."""
+    if name not in row:
+        raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
+    return row[name]
+
+
+def smallest(*limits: int | None) -> int | None:
+    """The least of the limits that there are."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def largest_call(what: str, lengths: list[int], sequences: int, packed: bool, **options: Any) -> LossCall:
+    """The largest call of a loss over ``sequences`` of completions of these lengths, in tokens."""
+    tokens, rows = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
+    return LossCall(what, tokens, tokens if packed else rows, max(lengths), packed, **options)
+
+
+def as_rollout(policy: Policy, batch: Sequence[Tokens]) -> Rollout:
+    """Prompts left-padded and completions right-padded to the longest, as if they had been sampled."""
+    start = max(len(tokens.prompt) for tokens in batch)
+    end = start + max(len(tokens.completion) for tokens in batch)
+    input_ids = torch.full((len(batch), end), policy.pad_token_id)
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, tokens in enumerate(batch):
+        place = slice(start - len(tokens.prompt), start + len(tokens.completion))
+        input_ids[row, place] = torch.tensor(tokens.all)
+        mask[row, place] = True
+    return Rollout(input_ids.to(policy.device), mask.to(policy.device), start)

@@ -1,0 +1,210 @@
+"""``fastrl sample``: completions of a file of prompts with their rewards, or the best of them (RAFT, best-of-n).
+
+A line a completion: the prompt row's fields, "completion", "reward", "rewards" by function where there are several, and
+"truncated" for a completion that did not end by EOS. ``fastrl sft`` trains on it as it is.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from pydantic import Field, model_validator
+from tqdm import tqdm
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import Example, load_examples
+from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
+from fastrl.training.common.lock import sole_writer
+from fastrl.training.common.optimizer import cpu_threads
+from fastrl.training.common.policy import Policy, load_policy, max_positions
+from fastrl.training.common.reward import Rewards
+from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RolloutConfig
+from fastrl.training.common.settings import Section, parse_command_line
+from fastrl.training.rl.config import RewardConfig
+from fastrl.training.stages.loop import start
+
+# What a line holds beside the prompt row's own fields.
+WRITTEN = ("completion", "reward", "rewards", "truncated")
+
+
+class DataConfig(Section):
+    """What is asked."""
+
+    path: FileLocation
+    """Prompts: JSONL with a field "prompt" and any other columns, which go to the reward functions."""
+
+
+class OutputConfig(Section):
+    """What is written."""
+
+    path: FileLocation = Path("runs/samples.jsonl")
+    """The file, JSONL; while it is being written its name ends in ".unfinished"."""
+    overwrite: bool = False
+    """Replace the file if it is there; without it that is an error."""
+    best: int | None = Field(None, ge=1)
+    """Write only this many completions of each prompt, those with the highest rewards. A text counts once, and one that
+    has no reward or was cut off never: what trains on it would learn to stop there. The default is to write all."""
+
+
+class Config(Section):
+    """Everything that sampling depends on."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig = RolloutConfig()
+    training: MachineConfig = MachineConfig()
+    output: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        best, count, reward = self.output.best, self.rollout.num_generations, self.reward
+        if best is not None and best > count:
+            raise ValueError(f"output.best: expected at most rollout.num_generations = {count}, got {best}")
+        if self.output.path.absolute() == self.data.path.absolute():
+            raise ValueError(f"output.path: {self.output.path} is data.path too")
+        if self.output.path.is_dir():
+            raise ValueError(f"output.path: expected a file, got a directory, {self.output.path}")
+        unused = {
+            "reward.steps": reward.steps is not None,
+            "reward.overlong_cache": reward.overlong_cache is not None,
+            "reward.overlong_filter": reward.overlong_filter,
+            "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
+            "rollout.keep_routing": self.rollout.keep_routing,
+            "model.lora_rank": self.model.lora_rank is not None,
+        }
+        for name, given in unused.items():
+            if given:
+                raise ValueError(f"{name}: means nothing here, where nothing is trained; leave it out")
+        return self
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion."""
+
+    text: str
+    reward: float | None
+    rewards: dict[str, float | None]
+    truncated: bool
+
+    def line(self, example: Example) -> str:
+        """The line of the output, with the fields of its prompt's row."""
+        row = {"prompt": example.prompt, **example.columns, "completion": self.text, "reward": self.reward}
+        several = {"rewards": self.rewards} if len(self.rewards) > 1 else {}
+        return json.dumps({**row, **several, "truncated": self.truncated}, ensure_ascii=False) + "\n"
+
+
+# Some prompts with their completions.
+Chunk = list[tuple[Example, list[Completion]]]
+
+
+@dataclass
+class Tally:
+    """What is said at the end."""
+
+    rewards: list[float] = field(default_factory=list)
+    prompts: int = 0
+    solved: int = 0
+    lines: int = 0
+
+    def add(self, group: list[Completion], written: int) -> None:
+        """Count the completions of a prompt, of which so many were written."""
+        found = [completion.reward for completion in group if completion.reward is not None]
+        self.rewards += found
+        self.prompts += 1
+        self.solved += any(reward >= 1 for reward in found)
+        self.lines += written
+
+    def __str__(self) -> str:
+        mean = f"{sum(self.rewards) / len(self.rewards):.4f}" if self.rewards else "none"
+        passed = f"{self.solved / self.prompts:.4f} (prompts with a completion of reward 1 or more)"
+        return f"{self.prompts} prompts, mean reward {mean}, pass rate {passed}"
+
+
+def best_of(group: list[Completion], count: int) -> list[Completion]:
+    """The ``count`` distinct texts of highest reward, the first of equals; none that was cut off."""
+    whole = [completion for completion in group if completion.reward is not None and not completion.truncated]
+    ranked = sorted(whole, key=lambda completion: -(completion.reward or 0.0))
+    distinct: dict[str, Completion] = {}
+    for completion in ranked:
+        distinct.setdefault(completion.text, completion)
+    return list(distinct.values())[:count]
+
+
+def sample(config: Config) -> Tally:
+    """Run the stage. Raises UserError, before anything is sampled, for what cannot be used."""
+    output = config.output.path
+    lock = output.with_name(f".{output.name}.lock")
+    with sole_writer(output, lock, "sample", "output.path"), cpu_threads(config.training.threads):
+        if output.exists() and not config.output.overwrite:
+            raise UserError(f"{output}: is there already; choose another --output.path, or add --output.overwrite true")
+        device = start(config.training)
+        reward = config.reward
+        rewards = make_rewards(
+            reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
+        )
+        policy = load_policy(config.model, device)
+        limit = max_positions(policy.model)
+        room = None if limit is None else limit - config.rollout.max_new_tokens
+        examples = load_examples(config.data.path, policy.tokenizer, room)
+        for name in WRITTEN:
+            if name in examples[0].columns:
+                raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')
+        unfinished = output.with_name(f"{output.name}.unfinished")
+        try:
+            file = unfinished.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{output}: cannot write the output: {error}") from error
+        with file, tqdm(desc="sample", unit="prompt", total=len(examples), disable=None) as bar:
+            tally = _write(file, _groups(policy, rewards, examples, config), config.output.best, bar)
+        unfinished.replace(output)
+    return tally
+
+
+def _groups(policy: Policy, rewards: Rewards, examples: list[Example], config: Config) -> Iterator[Chunk]:
+    """The completions of each prompt, rollout.prompts_per_step prompts at a time."""
+    settings = config.rollout
+    for first in range(0, len(examples), settings.prompts_per_step):
+        chunk = examples[first : first + settings.prompts_per_step]
+        repeated = [example for example in chunk for _ in range(settings.num_generations)]
+        rollout = generate(policy, repeated, settings, record=False)
+        texts = completion_texts(policy, rollout)
+        totals, parts = rewards.parts(repeated, texts)
+        ended = ended_by_eos(policy, rollout).tolist()
+        found = [
+            Completion(text, totals[i], {name: values[i] for name, values in parts.items()}, not ended[i])
+            for i, text in enumerate(texts)
+        ]
+        size = settings.num_generations
+        yield [(example, found[i * size : (i + 1) * size]) for i, example in enumerate(chunk)]
+
+
+def _write(file: TextIO, chunks: Iterable[Chunk], best: int | None, bar: tqdm) -> Tally:
+    tally = Tally()
+    for chunk in chunks:
+        for example, group in chunk:
+            chosen = group if best is None else best_of(group, best)
+            file.writelines(completion.line(example) for completion in chosen)
+            tally.add(group, len(chosen))
+        file.flush()
+        bar.update(len(chunk))
+    return tally
+
+
+def main(argv: list[str]) -> int:
+    """``fastrl sample CONFIG.toml [--best K] [--section.field value ...]``; UserError for what the user can mend."""
+    short = argparse.ArgumentParser(prog="fastrl sample", add_help=False, allow_abbrev=False)
+    short.add_argument("--best", type=int, metavar="K")
+    given, rest = short.parse_known_args(argv)
+    if given.best is not None:
+        rest += ["--output.best", str(given.best)]
+    about = "Sample completions and their rewards. --best K is short for --output.best K."
+    config, _ = parse_command_line(Config, "sample [--best K]", about, rest)
+    tally = sample(config)
+    print(f"sample: {tally}\n{tally.lines} completions: {config.output.path}")
+    return 0
