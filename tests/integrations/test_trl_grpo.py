@@ -12,8 +12,10 @@ import trl
 from trl.trainer import utils
 from trl_cases import arguments, assert_same_history, load_model, prompts, reward, save_model, tokenizer
 
-from fastrl.integrations import patching, trl_grpo, trl_objective
-from fastrl.integrations.trl_grpo import FastGRPOTrainer
+from fastrl.integrations import patching
+from fastrl.integrations.trl import grpo as trl_grpo
+from fastrl.integrations.trl import objective as trl_objective
+from fastrl.integrations.trl.grpo import FastGRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GRPOTrainer, GRPOConfig = trl.GRPOTrainer, trl.GRPOConfig

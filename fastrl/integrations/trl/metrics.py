@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import nanmax, nanmin
 
-from fastrl.integrations.trl_objective import Batch
+from fastrl.integrations.trl.objective import Batch
 from fastrl.objectives.formulas import kl_k3_value
 
 

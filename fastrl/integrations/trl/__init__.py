@@ -37,7 +37,7 @@ except ImportError as error:
     raise ImportError(f"fastrl.integrations.trl needs trl ({error}): {how_to_install(['trl'])}") from error
 
 if TYPE_CHECKING:
-    from fastrl.integrations.trl_grpo import FastGRPOTrainer
+    from fastrl.integrations.trl.grpo import FastGRPOTrainer
 
 __all__ = ["FastGRPOTrainer", "disable", "enable", "enabled"]
 
@@ -292,7 +292,7 @@ def replaced_head(head: Any) -> Iterator[None]:
 def __getattr__(name: str) -> Any:
     """FastGRPOTrainer, whose module imports TRL's GRPO trainer, when it is asked for."""
     if name == "FastGRPOTrainer":
-        from fastrl.integrations.trl_grpo import FastGRPOTrainer
+        from fastrl.integrations.trl.grpo import FastGRPOTrainer
 
         return FastGRPOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

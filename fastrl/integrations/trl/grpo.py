@@ -12,13 +12,13 @@ from trl import GRPOTrainer
 from trl.trainer import utils
 
 from fastrl import linear_policy_loss, linear_token_logprobs
-from fastrl.integrations import trl_objective
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
 from fastrl.integrations.trl import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
-from fastrl.integrations.trl_forward import LOSS, HeadCall, add_loss_forward
-from fastrl.integrations.trl_metrics import Found, log_entropy_bonus, log_policy
-from fastrl.integrations.trl_objective import (
+from fastrl.integrations.trl import objective as trl_objective
+from fastrl.integrations.trl.forward import LOSS, HeadCall, add_loss_forward
+from fastrl.integrations.trl.metrics import Found, log_entropy_bonus, log_policy
+from fastrl.integrations.trl.objective import (
     KNOWN_READS,
     MULTIMODAL,
     Batch,
