@@ -1,4 +1,4 @@
-// The C interface of `find_support` (fastrl/ops/contract.py): rows shared out among torch's own threads.
+// The C interface of `find_support` (fastrl/operators/contract.py): rows shared out among torch's own threads.
 #include "find_support.h"
 
 #include "parallel.h"
@@ -8,7 +8,7 @@ namespace {
 using namespace fastrl;
 using namespace fastrl::search;
 
-// Mirrors that of fastrl/ops/cpp_find_support.py, field by field.
+// Mirrors that of fastrl/operators/cpp_find_support.py, field by field.
 struct Search {
   const void* logits;  // (a, b, vocab), strides in elements
   int64_t a, b, vocab, stride_a, stride_b, top_k;

@@ -1,4 +1,4 @@
-// The vocabulary entries of one row that a sampler keeps, without a sort: `find_support` of fastrl/ops/contract.py.
+// The vocabulary entries of one row that a sampler keeps, without a sort: `find_support` of fastrl/operators/contract.py.
 //
 // Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being 1 (top-k) or
 // e^(z - maximum) (top-p). Sweeps over a row: its maximum; for a cut, the weights above a few levels below the maximum,

@@ -1,4 +1,4 @@
-// The three row functions of fastrl/ops/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
+// The three row functions of fastrl/operators/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
 //
 // A lane's columns, a sum's grouping and the order in which groups are folded depend on V alone, so that a row's numbers
 // are bitwise the same at any position, stride or alignment and under any number of threads.

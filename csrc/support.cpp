@@ -1,4 +1,4 @@
-// Rows that keep a few vocabulary entries each: their logits and what flows back. See fastrl/ops/contract.py.
+// Rows that keep a few vocabulary entries each: their logits and what flows back. See fastrl/operators/contract.py.
 #include <vector>
 
 #include "parallel.h"
@@ -8,7 +8,7 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/ops/cpp_support.py, field by field.
+// The structs mirror those of fastrl/operators/cpp_support.py, field by field.
 struct Support {
   const int32_t* ids;      // (nnz,), rising within a row
   const int64_t* offsets;  // (rows + 1,)

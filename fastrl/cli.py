@@ -84,7 +84,7 @@ def _report(argv: list[str]) -> int:
 def _plot_gates(argv: list[str]) -> int:
     if missing := dependencies.missing(["matplotlib"]):
         return _fail_for_packages("plot-gates", missing)
-    from fastrl.plot_gates import main as plot_gates
+    from fastrl.bench.plot_gates import main as plot_gates
 
     return _run(plot_gates, argv)
 

@@ -13,6 +13,7 @@ import torch
 
 import fastrl
 from fastrl.bench.measure import Run, peak_temporary_bytes
+from fastrl.losses import logprobs, supports
 from fastrl.planning import plans as memory
 
 RESPONSES = 8
@@ -153,9 +154,8 @@ def main() -> None:
         return chosen[-1]
 
     memory.choose = spy
-    # fastrl.token_logprobs is the function; the modules have names of their own for what they call.
-    for module in ("token_logprobs", "sampled"):
-        sys.modules[f"fastrl.{module}"].choose = spy
+    for module in (logprobs, supports):  # which have a name of their own for what they call
+        module.choose = spy
     results = []
     with fastrl.use_backend(backend):
         for given in json.load(sys.stdin):

@@ -90,7 +90,7 @@ def test_every_contender_is_measured_or_skipped_with_a_reason(results: Path) -> 
         ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
     ]
     rows = [row for section in found["sections"] for row in section["rows"]]
-    assert len({(row["suite"], row["workload"], row["contender"]) for row in rows}) == len(rows) == 81
+    assert len({(row["suite"], row["workload"], row["contender"]) for row in rows}) == len(rows)
     measured: dict[str, set[str]] = {}
     for row in rows:
         assert not row["failed"], row

@@ -177,12 +177,12 @@ def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> No
 #: Prints how many bytes stay resident of 16 MiB that were freed, by malloc and as a plan's tile.
 _FREED = """
 import os, pathlib, torch
-from fastrl.ops import products
+from fastrl.linear import head
 
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-for make in (torch.empty, lambda *size: products.scratch(size, torch.float32, torch.empty(0), "torch")):
+for make in (torch.empty, lambda *size: head.scratch(size, torch.float32, torch.empty(0), "torch")):
     torch.empty(6 * 2**20).fill_(0.0)  # freed: from now on malloc takes so much from its heap
     before = resident()
     tile = make(4 * 2**20).fill_(0.0)

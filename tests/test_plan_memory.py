@@ -30,7 +30,7 @@ calls = st.builds(
     scope=st.sampled_from([TOKEN, RESPONSE, BATCH, ANY]),
     longest=st.integers(0, 40_000),
     slopes=st.sampled_from([1, 2]),
-    kept=st.sampled_from([0, 0, 1, 100_000]),
+    support_entries=st.sampled_from([0, 0, 1, 100_000]),
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import plot_gates
+from fastrl.bench import plot_gates
 from fastrl.cli import main
 from fastrl.objectives.presets import any_numbers
 

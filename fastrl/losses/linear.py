@@ -1,4 +1,4 @@
-"""A policy loss from hidden states and the output head, by the plan that `memory.py` chooses."""
+"""A policy loss from hidden states and the output head, by the plan that `fastrl.planning` chooses."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_lengths_temperatures_and_strides_compile_nothing_new() -> None:
         "support_statistics",
         "segment_sums",
     )
-    assert sorted(keys) == [f"{name}_kernel" for name in kernels]
+    assert set(keys) == {f"{name}_kernel" for name in kernels}
     for name, found in keys.items():
         # support_hidden and support_weight share a kernel, in two variants: a gradient in order, or by entries.
         assert len(set(found)) == (2 if name == "segment_sums_kernel" else 1), "\n".join(sorted(set(found)))

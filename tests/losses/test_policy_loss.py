@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import losses as oracle
 
 import fastrl
 from fastrl.objectives.objective import AGGREGATIONS, KL_FORMULAS, RATIO_LEVELS, Objective
-from fastrl.reference import losses as oracle
 
 PRESET_ARGUMENTS: dict[str, dict[str, Any]] = {
     "PPOKL": {"coef": 0.3},

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run of ``fastrl train``; files and checks are those of ``fastrl.training.common.checkpoint``."""
+"""What a checkpoint of ``fastrl train`` holds; files and checks are `fastrl.training.common.checkpoint`'s."""
 
 from pathlib import Path
 

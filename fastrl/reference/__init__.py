@@ -1,1 +1,0 @@
-"""The oracle: plain torch, no tricks, any floating dtype. Tests compare with it; the torch backend runs it."""
