@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 from triton import TritonError
 
-from fastrl.backends.contract import RowInputs, RowObjective, Transform
+from fastrl.backends.contract import Transform
 from fastrl.backends.triton import backend as triton_backend
 from fastrl.bench import machine
 from fastrl.bench.clock import time_runs
@@ -34,6 +34,7 @@ from fastrl.bench.measure import default_device
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
 from fastrl.kernels.configuration import Configuration, configuration, launch_options
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "forward-gradient": row_forward_gradient}
 CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)

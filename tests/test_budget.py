@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.linear.head import Needs
-from fastrl.planning.plans import ANY, Call, choose
+from fastrl.objectives.dependence import ANY
+from fastrl.planning.plans import Call, choose
+from fastrl.planning.tiling import Needs
 
 MIB = 2**20
 SLOW = pytest.mark.slow

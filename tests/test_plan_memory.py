@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 import fastrl
 from fastrl.cli import main
-from fastrl.linear.head import Needs
+from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN
 from fastrl.planning import budget as budgets
 from fastrl.planning import plans as memory
 from fastrl.planning import tiling
 from fastrl.planning.budget import parse_budget
-from fastrl.planning.plans import ANY, BATCH, RESPONSE, TOKEN, Call, use_plan
+from fastrl.planning.plans import Call, use_plan
+from fastrl.planning.tiling import Needs
 
 MIB = 2**20
 calls = st.builds(

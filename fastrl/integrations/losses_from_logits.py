@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from fastrl import logits_policy_loss, token_logprobs
-from fastrl.backends.contract import TERMS
 from fastrl.losses.problem import make_problem
 from fastrl.objectives.evaluate import objective_loss
 from fastrl.objectives.objective import Objective
+from fastrl.objectives.rows import TERMS
 
 _OPTIONAL = (
     "mask",

@@ -13,10 +13,10 @@ from torch import Tensor
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.linear import head as products
-from fastrl.linear.head import Head, HeadSums, Held, Needs, slices
+from fastrl.linear.head import Head, HeadSums, Held, slices
 from fastrl.linear.statistics import Limits, Order, Rows, order, pass_tile
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning.tiling import Tile
+from fastrl.planning.tiling import Needs, Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in a pass each, so that neither's float32 sums are held whole.
 TWO_PASS = "two-pass"

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from fastrl.backends.choice import kernels
-from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
+from fastrl.backends.contract import LossTerms, Transform
 from fastrl.base import checks
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
-from fastrl.linear.head import Head, HeadSums, Held, Needs
+from fastrl.linear.head import Head, HeadSums, Held
 from fastrl.linear.statistics import Limits, Order
-from fastrl.planning.tiling import Tile
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.planning.tiling import Needs, Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
 ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossTerms]

@@ -35,14 +35,6 @@ class Head(NamedTuple):
         return Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
 
 
-class Needs(NamedTuple):
-    """Which gradients are wanted."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
     """Uninitialised memory on the device of `like` that is about to be filled from end to end."""
     tensor = torch.empty(shape, dtype=dtype, device=like.device)

@@ -15,9 +15,10 @@ from fastrl.base import checks
 from fastrl.linear import backward
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
-from fastrl.linear.head import Head, Needs
+from fastrl.linear.head import Head
 from fastrl.linear.statistics import Limits
 from fastrl.operators.rows import upstream
+from fastrl.planning.tiling import Needs
 
 
 @torch.library.custom_op("fastrl::linear_statistics", mutates_args=())

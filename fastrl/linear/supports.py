@@ -16,11 +16,12 @@ from fastrl.backends.contract import ByToken, Statistics, Support, Transform
 from fastrl.linear import backward
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
-from fastrl.linear.head import Head, Needs
+from fastrl.linear.head import Head
 from fastrl.linear.statistics import Limits
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.rows import upstream
 from fastrl.operators.support import check_targets, together, without_target
+from fastrl.planning.tiling import Needs
 
 
 def by_token(support: Support, vocab: int) -> ByToken:

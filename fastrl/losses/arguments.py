@@ -10,8 +10,9 @@ from torch import Tensor
 from fastrl.backends.choice import forced, resolved
 from fastrl.backends.contract import Transform
 from fastrl.base import checks
-from fastrl.linear.head import Head, Needs
+from fastrl.linear.head import Head
 from fastrl.planning.plans import Call
+from fastrl.planning.tiling import Needs
 
 
 class VocabularyArguments(NamedTuple):

@@ -20,12 +20,13 @@ from torch import Tensor
 from fastrl.backends.choice import forced
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch.rows import transformed
-from fastrl.linear.head import Head, Held, Needs, slices
+from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.operators import linear_statistics
 from fastrl.linear.statistics import Limits, order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.planning.budget import default_budget
 from fastrl.planning.plans import Call, Plan, choose, possible_plans
+from fastrl.planning.tiling import Needs
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 

@@ -14,19 +14,20 @@ from fastrl.base import checks
 from fastrl.linear import forward_gradient as forward_gradient_ops
 from fastrl.linear import statistics as forward
 from fastrl.linear.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
-from fastrl.linear.head import Head, Needs
+from fastrl.linear.head import Head
 from fastrl.linear.statistics import Order
 from fastrl.losses.arguments import VocabularyArguments, counted_rows, plan_call
 from fastrl.losses.logprobs import linear_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.losses.supports import linear_over_support
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.dependence import Given, scope, slopes
+from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN, Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
 from fastrl.planning import plans as memory
-from fastrl.planning.plans import ANY, BATCH, RESPONSE, TOKEN, Plan
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import Needs
 
 #: The rows of a chunk -> those tokens as a batch, their weights w, cu_seqlens, and where the rows lie in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]

@@ -21,9 +21,10 @@ from fastrl.losses.arguments import (
 )
 from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
 from fastrl.losses.supports import Supports, linear_over_support, logits_over_support, split_support
+from fastrl.objectives.dependence import ANY
 from fastrl.operators.rows import as_rows, row_statistics
 from fastrl.planning.budget import parse_budget
-from fastrl.planning.plans import ANY, Plan, choose
+from fastrl.planning.plans import Plan, choose
 from fastrl.sampling_mask.mask import SamplingMask
 
 

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.objective import GammaWeight, GeometricMean, Objective
-from fastrl.planning.plans import BATCH, RESPONSE, TOKEN
+
+#: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.
+TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
 
 
 class Given(NamedTuple):

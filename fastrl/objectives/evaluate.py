@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import TERMS, RowInputs, RowObjective
 from fastrl.base.derivative import with_derivative
 from fastrl.objectives import formulas as f
 from fastrl.objectives.batch import Batch
@@ -28,6 +27,7 @@ from fastrl.objectives.objective import (
     Objective,
 )
 from fastrl.objectives.presets import PRESETS
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 
 class LossContext(NamedTuple):

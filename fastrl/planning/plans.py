@@ -25,14 +25,12 @@ from dataclasses import dataclass
 import torch
 
 from fastrl.backends.torch.rows import BLOCK_ENTRIES
-from fastrl.linear.head import Needs
+from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
-from fastrl.planning.tiling import Sizes, Tile
+from fastrl.planning.tiling import Needs, Sizes, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
-#: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.
-TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
 
 #: Bytes a row that are in no tile, from inputs to metrics: as measured on a million rows of 8 logits, rounded up.
 _ROW_BYTES = {"forward": 192, "forward-gradient": 160}

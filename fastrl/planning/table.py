@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fastrl.linear.head import Needs
-from fastrl.objectives.dependence import Given, scope, slopes
+from fastrl.objectives.dependence import ANY, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO, PRESETS, any_numbers
 from fastrl.planning.budget import default_budget, parse_budget, text
-from fastrl.planning.plans import ANY, Call, Plan, applicable, choose, least_budget, possible_plans
+from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
+from fastrl.planning.tiling import Needs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INPUTS = ("hidden", "weight", "bias")

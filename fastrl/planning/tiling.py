@@ -40,6 +40,14 @@ _LEAST_ROWS, _LEAST_COLUMNS = 64, 128
 _COMBINED_BYTES = 12 * 8
 
 
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
 class Sizes(NamedTuple):
     """A linear loss: N valid rows (or a bound), H, V, bytes an element, where, whether it is float16."""
 

@@ -194,9 +194,10 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.backends.contract import RowInputs, RowObjective, Statistics, Transform
+    from fastrl.backends.contract import Statistics, Transform
     from fastrl.backends.triton import backend as triton_backend
     from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics
+    from fastrl.objectives.rows import RowInputs, RowObjective
 
     keys: dict[str, list[str]] = {}
     for module in (row_statistics, combine_splits, row_gradient, row_forward_gradient):

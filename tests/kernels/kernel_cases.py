@@ -9,8 +9,9 @@ import torch
 from oracle import log_sum_of_all
 from torch import Tensor
 
-from fastrl.backends.contract import RowInputs, Statistics, Transform
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch import rows as reference
+from fastrl.objectives.rows import RowInputs
 
 # 1 and 31: less than a vector, and a row of odd length; 1000: one block, not full; 4097: one block and one entry more;
 # 40001: several blocks a segment, four segments in float32 and two in bfloat16, odd.

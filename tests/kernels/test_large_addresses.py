@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import TERMS, RowInputs, RowObjective, Transform
+from fastrl.backends.contract import Transform
 from fastrl.backends.cpp import backend as cpp_backend
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 triton_backend = pytest.importorskip("fastrl.backends.triton.backend")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

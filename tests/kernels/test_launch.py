@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import RowInputs, RowObjective, Statistics, Transform
+from fastrl.backends.contract import Statistics, Transform
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 backend = pytest.importorskip("fastrl.backends.triton.backend")
 

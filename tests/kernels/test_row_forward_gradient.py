@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Transform
+from fastrl.backends.contract import LossTerms, Transform
 from fastrl.backends.torch import rows as reference
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 backend = pytest.importorskip("fastrl.backends.triton.backend")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -11,9 +11,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from fastrl.backends.contract import RowObjective  # noqa: E402
 from fastrl.backends.triton.formulas import device_objective  # noqa: E402
 from fastrl.objectives.objective import KL, NoGate, Objective  # noqa: E402
+from fastrl.objectives.rows import RowObjective  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -12,9 +12,10 @@ import torch
 from oracle import log_sum_of_all
 from torch import Tensor
 
-from fastrl.backends.contract import RowInputs, RowObjective, Statistics, Transform
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.cpp import backend as cpp_backend
 from fastrl.backends.torch import rows as reference
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 needs_cpp = pytest.mark.skipif(
     cpp_backend.why_unavailable() is not None, reason=f"no C++ backend: {cpp_backend.why_unavailable()}"

@@ -22,11 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastrl.backends.contract import RowInputs, Statistics, Transform
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.cpp import backend as cpp_backend
 from fastrl.backends.cpp import build as cpp_build
 from fastrl.backends.cpp import library as cpp_library
 from fastrl.backends.torch import rows as reference
+from fastrl.objectives.rows import RowInputs
 
 pytestmark = needs_cpp
 

@@ -19,10 +19,11 @@ from cpp_cases import (
     random_rows,
 )
 
-from fastrl.backends.contract import RowInputs, RowObjective, Transform
+from fastrl.backends.contract import Transform
 from fastrl.backends.cpp import backend as cpp_backend
 from fastrl.backends.torch import rows as reference
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 pytestmark = needs_cpp
 

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import TERMS, LossTerms, RowInputs, RowObjective, Statistics, Transform
+from fastrl.backends.contract import LossTerms, Statistics, Transform
 from fastrl.backends.cpp.find_support import find_support
 from fastrl.backends.cpp.library import ELEMENTS, address, function, pointer, strides, why_unavailable
 from fastrl.backends.cpp.support import (
@@ -19,6 +19,7 @@ from fastrl.backends.cpp.support import (
     support_weight,
 )
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 __all__ = [
     "advise",

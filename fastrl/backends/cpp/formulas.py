@@ -11,9 +11,9 @@ from __future__ import annotations
 import ast
 import inspect
 
-from fastrl.backends.contract import TERMS
 from fastrl.objectives import formulas
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import TERMS
 
 #: the names of `fastrl.objectives.arithmetic` in C++; a NaN argument of minimum or maximum gives NaN, as in torch
 _FUNCTIONS = {

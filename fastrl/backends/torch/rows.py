@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import LossTerms, RowInputs, RowObjective, Statistics, Transform
+from fastrl.backends.contract import LossTerms, Statistics, Transform
 from fastrl.objectives.formulas import token_terms
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 #: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.
 BLOCK_ENTRIES = 1 << 17

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.backends.contract import ByToken, LossTerms, RowInputs, RowObjective, Statistics, Support, Transform
+from fastrl.backends.contract import ByToken, LossTerms, Statistics, Support, Transform
 from fastrl.backends.triton.formulas import device_objective
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import row_gradient as gradient_kernel
@@ -16,6 +16,7 @@ from fastrl.kernels import support_weight as support_weight_kernel
 from fastrl.kernels.find_support import find_support
 from fastrl.kernels.scale import scale_
 from fastrl.kernels.support_restrict import support_restrict
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 __all__ = [
     "advise",

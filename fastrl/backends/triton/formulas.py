@@ -14,10 +14,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fastrl.backends.contract import RowObjective
 from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid
 from fastrl.objectives import formulas
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import RowObjective
 
 
 @triton.jit

@@ -12,11 +12,10 @@ import torch
 from fastrl import Objective
 from fastrl.backends.choice import forced, resolved
 from fastrl.base.errors import UserError
-from fastrl.linear.head import Needs
-from fastrl.objectives.dependence import Given, scope, slopes
+from fastrl.objectives.dependence import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
-from fastrl.planning.plans import ANY, RESPONSE, Call, applicable, choose, least_budget
-from fastrl.planning.tiling import widest_support
+from fastrl.planning.plans import Call, applicable, choose, least_budget
+from fastrl.planning.tiling import Needs, widest_support
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import Policy
