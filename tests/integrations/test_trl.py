@@ -17,6 +17,7 @@ from trl_cases import PROMPTS, arguments, assert_same_history, load_model, promp
 
 from fastrl.integrations import patching
 from fastrl.integrations import trl as fast_trl
+from fastrl.integrations.trl import patches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -129,7 +130,7 @@ def test_the_head_is_trls(softcap: float | None, scale: float, temperature: floa
     targets, up = torch.randint(77, (9,), generator=g), torch.randn(2, 9, generator=g)
     original = getattr(utils, "_ChunkedLogProbFunction")  # noqa: B009 (a private name)
     found = []
-    for head in (original, fast_trl.FusedHead(original, None)):
+    for head in (original, patches.FusedHead(original, None)):
         leaves = [None if x is None else x.clone().requires_grad_() for x in (hidden, weight, bias)]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             out = head.apply(*leaves, targets, temperature, 32, softcap, scale, OUTPUTS)
@@ -180,7 +181,7 @@ def test_functions_of_logits_are_trls(dtype: torch.dtype) -> None:
 
 def _everything() -> dict[str, Any]:
     """What TRL's loaded modules hold under the names that are replaced."""
-    names = ("_ChunkedLogProbFunction", "ChunkedLogProbFunction", *fast_trl._FUNCTIONS)
+    names = ("_ChunkedLogProbFunction", "ChunkedLogProbFunction", *patches._FUNCTIONS)
     modules = {k: m for k, m in sys.modules.items() if m is not None and k.split(".")[0] == "trl"}
     return {f"{path}.{name}": vars(m)[name] for path, m in modules.items() for name in names if name in vars(m)}
 
@@ -194,7 +195,7 @@ def test_it_is_put_back_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     fast_trl.enable()
     fast_trl.enable(memory_budget="1MiB")
     assert getattr(utils, name) is not theirs and getattr(before, name) is getattr(utils, name)
-    assert isinstance(utils._ChunkedLogProbFunction, fast_trl.FusedHead)
+    assert isinstance(utils._ChunkedLogProbFunction, patches.FusedHead)
     assert utils._ChunkedLogProbFunction.memory_budget == 1 << 20
     with fast_trl.enabled(memory_budget=2 << 20):
         assert utils._ChunkedLogProbFunction.memory_budget == 2 << 20

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.integrations.trl import replaced_head
+from fastrl.integrations.trl.patches import replaced_head
 
 #: The argument of the forward that `add_loss_forward` adds.
 LOSS = "fastrl_loss"

@@ -14,7 +14,6 @@ from trl.trainer import utils
 from fastrl import linear_policy_loss, linear_token_logprobs
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
-from fastrl.integrations.trl import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
 from fastrl.integrations.trl import objective as trl_objective
 from fastrl.integrations.trl.forward import LOSS, HeadCall, add_loss_forward
 from fastrl.integrations.trl.metrics import Found, log_entropy_bonus, log_policy
@@ -27,6 +26,7 @@ from fastrl.integrations.trl.objective import (
     reads,
     vespo_rollout,
 )
+from fastrl.integrations.trl.patches import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
 from fastrl.planning.budget import parse_budget
 
 
