@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.integrations.routing import RouterAdapter, routers_of
+from fastrl.models.routing import RouterAdapter, routers_of
 from fastrl.sampling_mask.sources import field_of, has_field
 
 __all__ = ["routing_from_vllm"]

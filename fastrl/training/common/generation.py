@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fastrl import SamplingMask
-from fastrl.integrations.routing import record_routing
-from fastrl.integrations.transformers import record_sampling
+from fastrl.models.recording import record_sampling
+from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
 from fastrl.training.common.policy import Policy, left_pad
 from fastrl.training.common.rollout import Rollout

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
-from fastrl.integrations.fused_head import TOLERANCE, LMHead
+from fastrl.models.lm_head import TOLERANCE, LMHead
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
 

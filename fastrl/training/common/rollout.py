@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import SamplingMask, linear_token_logprobs
-from fastrl.integrations.routing import replay_routing
+from fastrl.models.routing import replay_routing
 from fastrl.training.common.policy import Policy, decoder_states
 
 ROWS = ("counted", "rewards", "groups", "response_advantages")  # (B,)

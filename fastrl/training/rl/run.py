@@ -7,7 +7,7 @@ import torch
 
 from fastrl import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
 from fastrl.base.errors import UserError
-from fastrl.integrations.routing import has_routers
+from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
 from fastrl.training.common.data import Example, PromptSampler, TextStream, load_examples
 from fastrl.training.common.memory_needs import LossCall, check_budget

@@ -1,0 +1,80 @@
+"""Imports point down: a folder may import those before it, and no modules form a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: From the bottom up. The kernels are part of the backends, and import nothing else.
+ORDER = (
+    "base",
+    "objectives",
+    "advantages",
+    "backends",
+    "planning",
+    "operators",
+    "sampling_mask",
+    "linear",
+    "losses",
+    "models",
+    "integrations",
+    "training",
+    "bench",
+)
+#: Above the losses the package is used as its users do: by `import fastrl`.
+USERS = ORDER[ORDER.index("models") :]
+
+
+def modules() -> dict[str, set[str]]:
+    """Each module of the package, and the modules that it imports, at its top or inside functions."""
+    paths = [p for p in (ROOT / "fastrl").rglob("*.py") if "kernels" not in p.parts]
+    paths += (ROOT / "fastrl" / "kernels").glob("*.py")  # a link, which rglob enters on some versions of Python only
+    names = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+    return {name: set(imports(ast.parse(path.read_text()), set(names))) - {name} for name, path in names.items()}
+
+
+def imports(tree: ast.Module, names: set[str]) -> Iterator[str]:
+    """Modules of the package that a module imports; every import is absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fastrl")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            for alias in node.names if (node.module or "").split(".")[0] == "fastrl" else ():
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in names else str(node.module)
+
+
+def folder(module: str) -> str:
+    """The folder of a module, "" for those at the root."""
+    parts = module.split(".")
+    return "backends" if parts[1:2] == ["kernels"] else parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for module, imported in modules().items():
+        own = folder(module)
+        for other in imported if own else ():
+            up = (
+                own not in USERS
+                if other == "fastrl"
+                else not folder(other) or ORDER.index(folder(other)) > ORDER.index(own)
+            )
+            if up or (module.startswith("fastrl.kernels") and not other.startswith("fastrl.kernels")):
+                wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_modules_form_a_circle() -> None:
+    list(TopologicalSorter(modules()).static_order())  # CycleError names one
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    for name in ORDER:
+        assert ast.get_docstring(ast.parse((ROOT / "fastrl" / name / "__init__.py").read_text())), name
+    assert {p.name for p in (ROOT / "fastrl").glob("*.py")} == {"__init__.py", "cli.py", "doctor.py"}
