@@ -108,7 +108,7 @@ def translate_source(source: str) -> str:
             case ast.FunctionDef():
                 out.append(translate(statement, callables))
                 callables.add(statement.name)
-            case ast.Expr(value=ast.Constant(value=str())) | ast.ImportFrom(module="arithmetic"):
+            case ast.Expr(value=ast.Constant(value=str())) | ast.ImportFrom(module="fastrl.objectives.arithmetic"):
                 pass
             case _:
                 raise _refuse(statement)
@@ -131,7 +131,7 @@ def header() -> str:
     tables.append(f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n")
     body = "\n".join([*_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), *tables])
     return (
-        "// Generated from fastrl/objectives/formulas.py by fastrl/operators/cpp_formulas.py.\n#pragma once\n\n"
+        "// Generated from fastrl/objectives/formulas.py by fastrl/backends/cpp/formulas.py.\n#pragma once\n\n"
         f"#include <array>\n#include <cmath>\n\nnamespace fastrl::formulas {{\n\n{body}\n"
         f"}}  // namespace fastrl::formulas\n"
     )
