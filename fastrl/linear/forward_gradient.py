@@ -22,6 +22,8 @@ from fastrl.linear import statistics as forward
 from fastrl.linear.head import Head, HeadSums, Held
 from fastrl.linear.statistics import Limits, Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.operators.arguments import Arguments
+from fastrl.operators.attach import hand_over, refuse_second_order
 from fastrl.planning.tiling import Needs, Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
@@ -194,48 +196,42 @@ def linear_forward_gradient(
     return found.terms[0].sum(), *found, d_hidden, d_weight, d_bias
 
 
+_ARGUMENTS = Arguments("linear_forward_gradient")
+
+
 @linear_forward_gradient.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    n, needs = targets.shape[0], rest[-7]
-    shapes = ((hidden.shape, hidden.dtype), (weight.shape, torch.float32), (weight.shape[:1], torch.float32))
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    a = _ARGUMENTS.named(inputs)
+    n, (vocab, _) = a.targets.shape[0], a.weight.shape
+    shapes = ((a.hidden.shape, a.hidden.dtype), (a.weight.shape, torch.float32), ((vocab,), torch.float32))
     return (
-        *(hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n))),
+        *(a.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n))),
         *(
-            hidden.new_empty(shape, dtype=dtype) if need else hidden.new_empty(0)
-            for (shape, dtype), need in zip(shapes, needs, strict=True)
+            a.hidden.new_empty(shape, dtype=dtype) if need else a.hidden.new_empty(0)
+            for (shape, dtype), need in zip(shapes, a.needs, strict=True)
         ),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.options = inputs[:14], inputs[14:]
-    ctx.save_for_backward(*tensors)
+    _ARGUMENTS.save(ctx, inputs)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.gradients = output[_RESULTS:]
+    ctx.ready = output[_RESULTS:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-    if torch.is_grad_enabled() and type(upstream) is Tensor:
-        raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
-    nothing = (None,) * (11 + len(ctx.options))
+    refuse_second_order(upstream)
     if upstream is None:
-        return (None, None, None, *nothing)
-    gradients, ctx.gradients = ctx.gradients, None
-    tensors, needs, backend = ctx.saved_tensors, ctx.options[-7], ctx.options[-3]
+        return _ARGUMENTS.gradients(ctx)
+    gradients, ctx.ready = ctx.ready, None
+    arguments = _ARGUMENTS.saved(ctx)
     if gradients is None:
         with torch.no_grad():
-            again = linear_forward_gradient(*tensors, *ctx.options)
-        gradients = again[_RESULTS:]
-    dtype = tensors[0].dtype
-    found: list[Tensor | None] = []
-    for gradient, need in zip(gradients, needs, strict=True):
-        if type(gradient) is not Tensor:  # a compiler's stand-in: graphs are functional, and memory is the compiler's
-            gradient = gradient * upstream
-        elif need:
-            kernels(backend, gradient).scale_(gradient, upstream.float())
-        found.append(gradient.to(dtype) if need else None)
-    return (*found, *nothing)
+            gradients = linear_forward_gradient(**arguments)[_RESULTS:]
+    dtypes = [arguments["hidden"].dtype if need else None for need in arguments["needs"]]
+    scaled = hand_over(gradients, upstream, dtypes, arguments["backend"])
+    return _ARGUMENTS.gradients(ctx, **dict(zip(_ARGUMENTS.names[:3], scaled, strict=True)))
 
 
 linear_forward_gradient.register_autograd(_backward, setup_context=_setup_context)

@@ -17,6 +17,7 @@ from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.head import Head
 from fastrl.linear.statistics import Limits
+from fastrl.operators.arguments import Arguments
 from fastrl.operators.rows import upstream
 from fastrl.planning.tiling import Needs
 
@@ -59,12 +60,15 @@ def linear_statistics(
     return *found, formed[0], formed[1]
 
 
+_ARGUMENTS = Arguments("linear_statistics")
+
+
 @linear_statistics.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    slopes = rest[-1]
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    a = _ARGUMENTS.named(inputs)
     return (
-        *(hidden.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(4)),
-        *(hidden.new_empty(hidden.shape if i < slopes else (0,)) for i in range(2)),
+        *(a.hidden.new_empty(a.targets.shape[0], dtype=torch.float32) for _ in range(4)),
+        *(a.hidden.new_empty(a.hidden.shape if i < a.slopes else (0,)) for i in range(2)),
     )
 
 
@@ -107,22 +111,19 @@ def linear_gradient(
     return tuple(hidden.new_empty(0) if g is None else g for g in found)  # type: ignore[return-value]
 
 
+_GRADIENT_ARGUMENTS = Arguments("linear_gradient")
+
+
 @linear_gradient.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    mask: Tensor | None,
-    temperatures: Tensor | None,
-    row_statistics: list[Tensor],
-    c: Tensor,
-    h: Tensor | None,
-    needs: list[bool],
-    *options: Any,
-) -> tuple[Tensor, ...]:
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(_GRADIENT_ARGUMENTS.named(inputs))
+
+
+def empty_gradients(arguments: Any) -> tuple[Tensor, ...]:
+    """Uninitialised dL/d(hidden, weight, bias) of an operator's arguments; empty where one is not needed."""
+    hidden, weight = arguments.hidden, arguments.weight
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True))
+    return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, arguments.needs, strict=True))
 
 
 @torch.library.custom_op("fastrl::combine_slopes", mutates_args=())
@@ -143,41 +144,43 @@ def _(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *ctx.options, ctx.slopes = inputs[6:]
-    ctx.mark_non_differentiable(*output[2:])
-    if ctx.slopes:
-        ctx.save_for_backward(*output[4 : 4 + ctx.slopes])
+    slopes = output[4 : 4 + _ARGUMENTS.named(inputs).slopes]
+    if slopes:  # they are all that the backward reads
+        _ARGUMENTS.save(ctx, (None,) * len(inputs), formed=slopes)
     else:
-        ctx.save_for_backward(*inputs[:6], *output[:4])
+        _ARGUMENTS.save(ctx, inputs, row_statistics=output[:4])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    nothing = (None,) * (4 + len(ctx.options))
     if c is None and h is None:
-        return (None, None, None, *nothing)
-    if ctx.slopes:
-        slopes = ctx.saved_tensors
+        return _ARGUMENTS.gradients(ctx)
+    arguments = _ARGUMENTS.saved(ctx)
+    slopes = arguments.get("formed")
+    if slopes is not None:
         assert h is None or len(slopes) == 2, "the entropy's slope was not asked for"
         pairs = [(s, u) for s, u in zip(slopes, (c, h), strict=False) if u is not None]
-        return (combine_slopes([s for s, _ in pairs], [u for _, u in pairs]), None, None, *nothing)
-    hidden, weight, bias, targets, mask, temperatures, *stats = ctx.saved_tensors
+        return _ARGUMENTS.gradients(ctx, hidden=combine_slopes([s for s, _ in pairs], [u for _, u in pairs]))
+    del arguments["slopes"]
+    return head_gradients(ctx, _ARGUMENTS, linear_gradient, arguments, arguments["row_statistics"][0], c, h)
+
+
+def head_gradients(
+    ctx: Any,
+    names: Arguments,
+    operator: Any,
+    arguments: dict[str, Any],
+    logprobs: Tensor,
+    c: Tensor | None,
+    h: Tensor | None,
+) -> tuple[Any, ...]:
+    """A backward's result: dL/d(hidden, weight, bias) by the operator, where one is needed."""
     needs = list(ctx.needs_input_grad[:3])
-    found = linear_gradient(
-        hidden,
-        weight,
-        bias,
-        targets,
-        mask,
-        temperatures,
-        stats,
-        torch.zeros_like(stats[0]) if c is None else c,
-        h,
-        needs,
-        *ctx.options,
-    )
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *nothing)
+    gradients = operator(**arguments, c=torch.zeros_like(logprobs) if c is None else c, h=h, needs=needs)
+    named = zip(names.names[:3], gradients, needs, strict=True)
+    return names.gradients(ctx, **{name: gradient if need else None for name, gradient, need in named})
 
 
 linear_statistics.register_autograd(_backward, setup_context=_setup_context)

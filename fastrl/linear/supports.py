@@ -17,7 +17,9 @@ from fastrl.linear import backward
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.head import Head
+from fastrl.linear.operators import empty_gradients, head_gradients
 from fastrl.linear.statistics import Limits
+from fastrl.operators.arguments import Arguments
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.rows import upstream
 from fastrl.operators.support import check_targets, together, without_target
@@ -70,19 +72,13 @@ def support_linear_statistics(
     return *found, values
 
 
+_ARGUMENTS = Arguments("support_linear_statistics")
+
+
 @support_linear_statistics.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Any,
-    targets: Tensor,
-    dense: Any,
-    temperatures: Any,
-    token_ids: Tensor,
-    *rest: Any,
-) -> Any:
-    numbers = (hidden.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(4))
-    return *numbers, hidden.new_empty(token_ids.shape[0], dtype=torch.float32)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    a = _ARGUMENTS.named(inputs)
+    return tuple(a.hidden.new_empty(n, dtype=torch.float32) for n in (*(a.targets.shape[0],) * 4, a.token_ids.shape[0]))
 
 
 @torch.library.custom_op("fastrl::support_linear_gradient", mutates_args=())
@@ -147,30 +143,27 @@ def support_linear_gradient(
     return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
 
 
+_GRADIENT_ARGUMENTS = Arguments("support_linear_gradient")
+
+
 @support_linear_gradient.register_fake
-def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, rest[12], strict=True))
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(_GRADIENT_ARGUMENTS.named(inputs))
 
 
-def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:9], *output, *inputs[9])
-    ctx.options = inputs[10:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *statistics, values = output
+    _ARGUMENTS.save(ctx, inputs, statistics=statistics, values=values)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _linear_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    saved = ctx.saved_tensors
-    tensors, statistics, values, dense_support = saved[:9], list(saved[9:13]), saved[13], list(saved[14:])
-    nothing = (*(None,) * 6, [None] * len(dense_support), *(None,) * len(ctx.options))
     if c is None and h is None:
-        return (None, None, None, *nothing)
-    needs = list(ctx.needs_input_grad[:3])
-    c = torch.zeros_like(statistics[0]) if c is None else c
-    found = support_linear_gradient(*tensors, dense_support, values, statistics, c, h, needs, *ctx.options)
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *nothing)
+        return _ARGUMENTS.gradients(ctx)
+    arguments = _ARGUMENTS.saved(ctx)
+    return head_gradients(ctx, _ARGUMENTS, support_linear_gradient, arguments, arguments["statistics"][0], c, h)
 
 
-support_linear_statistics.register_autograd(_linear_backward, setup_context=_setup_linear)
+support_linear_statistics.register_autograd(_backward, setup_context=_setup_context)

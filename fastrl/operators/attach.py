@@ -16,6 +16,30 @@ Gradients = Sequence[Tensor | None]
 Run = Callable[..., tuple[Tensor, Gradients]]
 
 
+def refuse_second_order(upstream: Tensor | None) -> None:
+    """RuntimeError where a graph of the backward is wanted: once_differentiable would cut it without a word."""
+    if torch.is_grad_enabled() and type(upstream) is Tensor:
+        raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
+
+
+def hand_over(
+    gradients: Gradients, upstream: Tensor, dtypes: Sequence[torch.dtype | None], backend: str
+) -> list[Tensor | None]:
+    """The gradients' own buffers, scaled in place by the upstream scalar, in these dtypes; None where one is None."""
+    scaled: list[Tensor | None] = []
+    for gradient, dtype in zip(gradients, dtypes, strict=True):
+        if gradient is None or dtype is None:
+            scaled.append(None)
+            continue
+        if type(gradient) is Tensor:
+            with consumed.kept(gradient):
+                kernels(backend, gradient).scale_(gradient, upstream.float())
+        else:  # a compiler's stand-in: graphs are functional, and memory is the compiler's
+            gradient = gradient * upstream
+        scaled.append(gradient.to(dtype))
+    return scaled
+
+
 class _Attach(torch.autograd.Function):
     """The value that `run` returns, with the gradients that it returns for the inputs."""
 
@@ -36,27 +60,19 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # once_differentiable would cut the graph without a word
-            raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
+        refuse_second_order(upstream)
         gradients, ctx.gradients = ctx.gradients, None
         inputs = ctx.saved_tensors  # raises where they were freed, or changed since
         if gradients is None:
             if ctx.run is None:
-                raise RuntimeError(
-                    "the logits were consumed by the first backward (inplace=True): a second one has no input"
-                )
+                raise RuntimeError(consumed.SECOND_BACKWARD)
             if any(x._version != version for x, version in ctx.reads):
                 raise RuntimeError(
                     "a tensor that this loss reads was modified by an inplace operation since its forward, and a second"
                     " backward computes the gradients again"
                 )
             _, gradients = ctx.run(*inputs)
-        for gradient in gradients:
-            if gradient is not None:
-                with consumed.kept(gradient):
-                    kernels(ctx.backend, gradient).scale_(gradient, upstream.float())
-        cast = (None if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
-        return (None, None, None, None, *cast)
+        return (None, None, None, None, *hand_over(gradients, upstream, ctx.dtypes, ctx.backend))
 
 
 def attach_gradients(

@@ -15,6 +15,7 @@ from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.operators import consumed
+from fastrl.operators.arguments import Arguments
 
 
 @torch.library.custom_op("fastrl::row_statistics", mutates_args=())
@@ -44,12 +45,13 @@ def row_statistics(
     return tuple(s.clone() for s in statistics) if shared else tuple(statistics)  # type: ignore[return-value]
 
 
+_ARGUMENTS = Arguments("row_statistics")
+
+
 @row_statistics.register_fake
-def _(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, temperatures: Tensor | None, *options: Any
-) -> tuple[Tensor, ...]:
-    n = targets.shape[0]
-    return tuple(logits.new_empty(n, dtype=torch.float32) for _ in range(4))
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    a = _ARGUMENTS.named(inputs)
+    return tuple(a.logits.new_empty(a.targets.shape[0], dtype=torch.float32) for _ in range(4))
 
 
 @torch.library.custom_op("fastrl::row_gradient", mutates_args=())
@@ -104,31 +106,35 @@ def upstream(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().float().contiguous()
 
 
+def gradient_of_logits(ctx: Any, operator: Any, operator_: Any, arguments: dict[str, Any]) -> Tensor:
+    """dL/dlogits by `operator`, or by `operator_` over logits that the loss may consume."""
+    logits = arguments.pop("logits")
+    if not arguments.pop("consume"):
+        gradient: Tensor = operator(logits, **arguments)
+        return gradient
+    ctx.consumed = True
+    gradient = logits.detach()
+    with consumed.kept(gradient):
+        operator_(gradient, **arguments)
+    consumed.mark(gradient)
+    return gradient
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, mask, temperatures, *options, consume = inputs
-    ctx.save_for_backward(logits, targets, mask, temperatures, *output)
-    ctx.options, ctx.consume, ctx.consumed = options, consume, False
+    _ARGUMENTS.save(ctx, inputs, statistics=output)
+    ctx.consumed = False
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
     if ctx.consumed:
-        raise RuntimeError("the logits were consumed by the first backward (inplace=True): a second one has no input")
-    logits, targets, mask, temperatures, *statistics = ctx.saved_tensors
+        raise RuntimeError(consumed.SECOND_BACKWARD)
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    if c is None:
-        if h is None:
-            return (None,) * 9
-        c = torch.zeros_like(statistics[0])
-    if ctx.consume:
-        ctx.consumed = True
-        gradient = logits.detach()
-        with consumed.kept(gradient):
-            row_gradient_(gradient, targets, mask, temperatures, statistics, c, h, *ctx.options)
-        consumed.mark(gradient)
-    else:
-        gradient = row_gradient(logits, targets, mask, temperatures, statistics, c, h, *ctx.options)
-    return (gradient, *(None,) * 8)
+    if c is None and h is None:
+        return _ARGUMENTS.gradients(ctx)
+    arguments = _ARGUMENTS.saved(ctx)
+    arguments |= {"c": torch.zeros_like(arguments["statistics"][0]) if c is None else c, "h": h}
+    return _ARGUMENTS.gradients(ctx, logits=gradient_of_logits(ctx, row_gradient, row_gradient_, arguments))
 
 
 row_statistics.register_autograd(_backward, setup_context=_setup_context)

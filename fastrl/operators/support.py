@@ -16,8 +16,9 @@ from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Support, Transform, entry_rows
 from fastrl.base import checks
 from fastrl.operators import consumed
+from fastrl.operators.arguments import Arguments
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.rows import upstream
+from fastrl.operators.rows import gradient_of_logits, upstream
 
 #: Logits of rows with a wide support are copied so many bytes at a time, and restricted there.
 _BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
@@ -112,10 +113,13 @@ def support_row_statistics(
     return *found, values  # type: ignore[return-value]
 
 
+_ARGUMENTS = Arguments("support_row_statistics")
+
+
 @support_row_statistics.register_fake
-def _(logits: Tensor, targets: Tensor, dense: Any, temperatures: Any, token_ids: Tensor, *rest: Any) -> Any:
-    numbers = (logits.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(4))
-    return *numbers, logits.new_empty(token_ids.shape[0], dtype=torch.float32)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    a = _ARGUMENTS.named(inputs)
+    return tuple(a.logits.new_empty(n, dtype=torch.float32) for n in (*(a.targets.shape[0],) * 4, a.token_ids.shape[0]))
 
 
 def _write_row_gradient(
@@ -245,34 +249,24 @@ def support_row_gradient_(
     )
 
 
-def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, dense_support, temperature, logit_scale, softcap, backend, consume = inputs
-    ctx.save_for_backward(*tensors, *output, *dense_support)
-    ctx.options, ctx.consume, ctx.consumed = (temperature, logit_scale, softcap, backend), consume, False
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *statistics, values = output
+    _ARGUMENTS.save(ctx, inputs, statistics=statistics, values=values)
+    ctx.consumed = False
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _rows_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
     if ctx.consumed:
-        raise RuntimeError("the logits were consumed by the first backward (inplace=True): a second one has no input")
-    saved = ctx.saved_tensors
-    tensors, statistics, values, dense_support = saved[:7], list(saved[7:11]), saved[11], list(saved[12:])
+        raise RuntimeError(consumed.SECOND_BACKWARD)
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    nothing = (*(None,) * 6, [None] * len(dense_support), *(None,) * 5)
     if c is None and h is None:
-        return (None, *nothing)
-    c = torch.zeros_like(statistics[0]) if c is None else c
-    arguments = (*tensors[1:], dense_support, values, statistics, c, h, *ctx.options)
-    if ctx.consume:
-        ctx.consumed = True
-        gradient = tensors[0].detach()
-        with consumed.kept(gradient):
-            support_row_gradient_(gradient, *arguments)
-        consumed.mark(gradient)
-    else:
-        gradient = support_row_gradient(tensors[0], *arguments)
-    return (gradient, *nothing)
+        return _ARGUMENTS.gradients(ctx)
+    arguments = _ARGUMENTS.saved(ctx)
+    arguments |= {"c": torch.zeros_like(arguments["statistics"][0]) if c is None else c, "h": h}
+    gradient = gradient_of_logits(ctx, support_row_gradient, support_row_gradient_, arguments)
+    return _ARGUMENTS.gradients(ctx, logits=gradient)
 
 
-support_row_statistics.register_autograd(_rows_backward, setup_context=_setup_rows)
+support_row_statistics.register_autograd(_backward, setup_context=_setup_context)
