@@ -10,6 +10,7 @@ from fastrl.bench import plans_workloads, suites
 from fastrl.bench.measure import Row, default_device, measure
 from fastrl.bench.plans_workloads import Way, floor, ways
 from fastrl.bench.problems import linear_problem
+from fastrl.objectives import dependence
 from fastrl.planning import plans as memory
 
 DEVICE = default_device()
@@ -55,7 +56,7 @@ def test_a_floor_is_the_sum_of_the_plans_products(
         torch.float32,
         DEVICE,
         memory.Needs("hidden" in gradients, "weight" in gradients, False),
-        scope=memory.RESPONSE if plan in ("whole-response", "frozen-head") else memory.TOKEN,
+        scope=dependence.RESPONSE if plan in ("whole-response", "frozen-head") else dependence.TOKEN,
         longest=8,
     )
     (planned,) = (p for p in memory.possible_plans(call, 1 << 34) if p.name == plan)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fastrl
 from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.training.common import report
@@ -184,7 +185,7 @@ def test_every_metric_that_is_named_is_one_that_something_writes():
     """In quotes somewhere else in the package; of a prefix, its beginning."""
     panels = {name for groups in report.SECTIONS.values() for group in groups for name in group}
     named = panels.union(report.BACKGROUND, UNITS, *report.PANELS.values())
-    files = [path for path in Path(report.__file__).parents[1].rglob("*.py") if not path.name.startswith("report")]
+    files = [path for path in Path(fastrl.__file__).parent.rglob("*.py") if not path.name.startswith("report")]
     code = "".join(path.read_text() for path in files)
     assert [name for name in named if (f'"{name}' if name.endswith("/") else f'"{name}"') not in code] == []
 

@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def calls(watch: Callable[..., list[Any]]) -> list[Any]:
     """One entry a call of the head by fastrl."""
-    return watch(fast_trl, "linear_token_logprobs")
+    return watch(patches, "linear_token_logprobs")
 
 
 def sft(path: str) -> Any:

@@ -107,7 +107,7 @@ def test_a_compile_error_is_shown(cache: Path) -> None:
 @needs_compiler
 def test_processes_that_build_at_the_same_time(cache: Path) -> None:
     code = (
-        "import ctypes\nfrom fastrl.ops import cpp_build\n"
+        "import ctypes\nfrom fastrl.backends.cpp import build as cpp_build\n"
         f"print(ctypes.CDLL(str(cpp_build.build('answer', {ANSWER!r}))).answer())"
     )
     root = str(Path(__file__).parents[2])

@@ -363,7 +363,7 @@ def test_no_tensor_of_rows_by_vocabulary(name: str) -> None:
 SCRIPT = """
 from pathlib import Path
 import torch
-from fastrl.ops.cpp_find_support import find_support
+from fastrl.backends.cpp.find_support import find_support
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()
