@@ -1,1 +1,1 @@
-"""The row functions, once per backend: what each implements (contract), and which one runs (choice)."""
+"""The row functions, once per backend: what each backend implements (`contract`), and which one runs (`choice`)."""

@@ -1,4 +1,4 @@
-"""Which backend runs the row functions: chosen here, and nowhere else."""
+"""The choice of the backend that runs the row functions; no other module makes it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _forced = ""
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force one backend, "triton", "cpp" or "torch", for the calls made inside the context and their backwards.
+    """Force one backend, "triton", "cpp" or "torch", for the calls made inside the context and their backward passes.
 
-    Raises ValueError for another name, RuntimeError with the reason where that backend is not available here. A call
-    with tensors that the forced backend cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too. The
-    choice is the process's, shared by its threads.
+    The choice applies to the whole process, including its other threads. Raises ValueError for another name, and
+    RuntimeError with the reason if that backend is not available here. A call with tensors that the forced backend
+    cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too.
     """
     global _forced
     if name not in NAMES:
@@ -35,20 +35,20 @@ def use_backend(name: str) -> Iterator[None]:
     reason = _why_unavailable(name)
     if reason is not None:
         raise RuntimeError(f"the {name} backend is not available: {reason}")
-    before, _forced = _forced, name
+    previous, _forced = _forced, name
     try:
         yield
     finally:
-        _forced = before
+        _forced = previous
 
 
 def backends() -> dict[str, str]:
-    """Each backend's name -> "available", or the reason why it is not. Compiles the C++ backend if it is not cached."""
+    """Map each backend's name to "available" or to the reason why it is not. Compiles the C++ backend if not cached."""
     return {name: _why_unavailable(name) or "available" for name in NAMES}
 
 
 def interpreted() -> bool:
-    """Whether Triton's own switch makes it run kernels on the CPU, by its interpreter."""
+    """Whether Triton is set to run kernels on the CPU, in its interpreter."""
     return bool(import_module("triton").knobs.runtime.interpret)
 
 
@@ -68,14 +68,14 @@ def _why_unavailable(name: str) -> str | None:
 
 
 def forced() -> str:
-    """The backend that `use_backend` forces here, or "": what an operator is given, and its backward with it."""
+    """The backend that `use_backend` forces, or "". Operators pass it on to their backward passes."""
     return _forced
 
 
 def kernels(name: str, tensor: Tensor) -> ModuleType:
-    """The named backend's module, or for "" that of the fastest backend for the tensor's device.
+    """The named backend's module; for "", that of the fastest backend for the tensor's device.
 
-    See `fastrl.backends.contract` for what is in it. RuntimeError where the named backend cannot take the tensor.
+    See `fastrl.backends.contract` for what it contains. RuntimeError if the named backend cannot take the tensor.
     """
     device = tensor.device.type
     if name in ("triton", "cpp"):
@@ -86,9 +86,9 @@ def kernels(name: str, tensor: Tensor) -> ModuleType:
 
 
 def resolved(name: str, device: str) -> str:
-    """The backend that `kernels` takes for a device: the named one, or for "" the fastest.
+    """The name of the backend that `kernels` returns for a device: the given name; for "", the fastest backend's.
 
-    While torch.compile traces, which does not look into imports, "" is answered for "".
+    torch.compile cannot trace imports, so while it traces, the result for "" is "".
     """
     return name if name or torch.compiler.is_compiling() else _default(device)
 

@@ -136,7 +136,7 @@ def row_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.backends.contract`; large pages are asked for where `out` is not the logits."""
+    """See `fastrl.backends.contract`. Asks for huge pages if `out` is not the logits."""
     n = targets.numel()
     out_strides = strides("out", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
@@ -162,7 +162,7 @@ def row_forward_gradient(
     inputs: RowInputs,
     out: Tensor | None = None,
 ) -> LossTerms:
-    """See `fastrl.backends.contract`. The objective runs in float64 on the rows' float32 numbers."""
+    """See `fastrl.backends.contract`. The objective runs in float64 on the rows' float32 values."""
     n = targets.numel()
     if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
         got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
@@ -190,11 +190,11 @@ def row_forward_gradient(
 
 
 def advise(tensor: Tensor) -> None:
-    """Ask for huge pages under a fresh, contiguous tensor that is about to be filled."""
+    """Ask for huge pages for a new, contiguous tensor that is about to be filled."""
     function("fastrl_advise", c_void_p, c_int64)(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply `tensor` in place by a 0-dim tensor, unless that is 1."""
+    """Multiply `tensor` in place by a 0-dim tensor, unless it is 1."""
     if factor.item() != 1.0:
         tensor.mul_(factor)

@@ -1,8 +1,8 @@
 """Compiles C++ into a shared library on first use, and keeps it in the user's cache directory.
 
-The library's name in the cache is a hash of everything that shapes it: the sources, the flags, and the compiler's own
-account of itself and of the processor (its predefined macros under these flags). Processes may build at the same time:
-each builds in a folder of its own and moves the result into place.
+The library's name in the cache is a hash of all inputs of the build: the sources, the flags, and the predefined macros
+of the compiler under these flags, which identify the compiler and the processor. Processes may build at the same time:
+each builds in its own folder and moves the result into place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
-#: the first that the compiler accepts; none of them still gives a correct, slower library
+#: The first that the compiler accepts is used; without any, the library is correct but slower.
 _PROCESSOR_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 
 _NINJA_FILE = """
@@ -28,7 +28,7 @@ build {library}: library {sources} | {headers}
 
 
 class BackendUnavailable(RuntimeError):
-    """The C++ backend cannot be had on this machine; the message says why."""
+    """The C++ backend is not available on this machine; the message says why."""
 
 
 def _compiler() -> list[str]:
@@ -44,32 +44,32 @@ def _ninja() -> str:
     try:
         from ninja import BIN_DIR
     except ImportError:
-        found = shutil.which("ninja")
-        if found is None:
+        path = shutil.which("ninja")
+        if path is None:
             raise BackendUnavailable("no ninja: pip install ninja") from None
-        return found
+        return path
     return str(Path(BIN_DIR) / "ninja")
 
 
 def _run(command: list[str], doing: str) -> str:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BackendUnavailable(f"{doing} failed: {shlex.join(command)}: {error}") from error
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+    if process.returncode != 0:
+        tail = "\n".join((process.stdout + process.stderr).strip().splitlines()[-20:])
         raise BackendUnavailable(f"{doing} failed: {shlex.join(command)}\n{tail}")
-    return done.stdout
+    return process.stdout
 
 
 def compiler_version() -> str:
-    """The compiler that would be called and its first line about itself; BackendUnavailable says why there is none."""
+    """The compiler command and the first line of its version; raises BackendUnavailable if there is no compiler."""
     command = _compiler()
     return f"{shlex.join(command)}: {_run([*command, '--version'], 'asking the C++ compiler').splitlines()[0]}"
 
 
 def _command() -> tuple[list[str], str]:
-    """The compiler with its flags, and the compiler's account of itself and of the processor under these flags."""
+    """The compiler with its flags, and its predefined macros under these flags."""
     for processor in _PROCESSOR_FLAGS:
         command = [*_compiler(), *_FLAGS, *processor]
         try:
@@ -81,7 +81,7 @@ def _command() -> tuple[list[str], str]:
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: `$XDG_CACHE_HOME/fastrl`, by default `~/.cache/fastrl`."""
+    """The folder of compiled libraries: `$XDG_CACHE_HOME/fastrl`, by default `~/.cache/fastrl`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastrl"
 
 
@@ -91,17 +91,17 @@ def _writable_cache() -> Path:
         with tempfile.TemporaryFile(dir=cache_directory()):
             return cache_directory()
     except (OSError, RuntimeError):  # RuntimeError: no home directory
-        # A folder of this process alone: in one that others can write to, the library could be anybody's.
+        # A private folder: where others can write, they could replace the library.
         return Path(tempfile.mkdtemp(prefix="fastrl-"))
 
 
 def build(name: str, files: Mapping[str, str]) -> Path:
-    """The shared library of `files` (file name -> text; the `.cpp` ones are compiled), from the cache if it is there.
+    """The shared library of `files` (file name -> text; the `.cpp` ones are compiled), from the cache if possible.
 
     Raises BackendUnavailable with the reason: no compiler, no ninja, or the end of the compiler's messages.
     """
-    command, account = _command()
-    recipe = "\0".join([shlex.join(command), account, *(f"{file}\0{files[file]}" for file in sorted(files))])
+    command, macros = _command()
+    recipe = "\0".join([shlex.join(command), macros, *(f"{file}\0{files[file]}" for file in sorted(files))])
     library = f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:20]}.so"
     target = cache_directory() / library
     if target.exists():

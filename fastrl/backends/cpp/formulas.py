@@ -1,9 +1,9 @@
 """The formulas of `fastrl.objectives.formulas`, translated into a C++ header, so that the arithmetic has one source.
 
-Straight-line functions only: assignments to names and one return, made of arithmetic, comparisons, `&` and `|` on
-comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters. Anything else
-raises `TranslationError` with its line. Every number is a double: a row's few operations cost nothing beside its
-vocabulary.
+Only straight-line functions can be translated: assignments to names and one return, made of arithmetic, comparisons,
+`&` and `|` on comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters.
+Anything else raises `TranslationError` with its line. Every number is a double: the cost per row is negligible
+compared with the row's vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastrl.objectives import formulas
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS
 
-#: the names of `fastrl.objectives.arithmetic` in C++; a NaN argument of minimum or maximum gives NaN, as in torch
+#: The functions of `fastrl.objectives.arithmetic` in C++. As in torch, minimum and maximum of a NaN are NaN.
 _FUNCTIONS = {
     "exp": "inline double exp(double x) { return std::exp(x); }",
     "expm1": "inline double expm1(double x) { return std::expm1(x); }",

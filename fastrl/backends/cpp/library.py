@@ -1,6 +1,6 @@
-"""The C++ library behind the CPU backend: compiled from `csrc/` on first use, called through ctypes.
+"""The C++ library of the CPU backend: compiled from `csrc/` on first use, called through ctypes.
 
-C++ trusts types and layouts, so what it is given is checked here.
+C++ trusts types and layouts, so they are checked here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOCK = threading.Lock()
 
 
 def _parallel_for() -> int:
-    """The address of torch's own parallel_for: torch.set_num_threads holds here, and there is one thread pool."""
+    """The address of torch's parallel_for: so torch.set_num_threads applies, and there is only one thread pool."""
     name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).torch_parallel_for
@@ -43,7 +43,7 @@ def _check_status(status: Any, function: Any, arguments: tuple[Any, ...]) -> Any
 
 @cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or the reason why there is none."""
+    """The library, or the reason why it is not available."""
     try:
         parallel_for = _parallel_for()
         files = {path.name: path.read_text() for path in sorted(_SOURCES.glob("*")) if path.suffix in (".cpp", ".h")}
@@ -61,28 +61,28 @@ def _found() -> ctypes.CDLL | str:
 
 
 def why_unavailable() -> str | None:
-    """None where this backend can be used (it is compiled now if it was not yet), else the reason."""
-    found = _found()
-    return found if isinstance(found, str) else None
+    """None if this backend can be used (compiling it if necessary), else the reason why it cannot."""
+    loaded = _found()
+    return loaded if isinstance(loaded, str) else None
 
 
 def library() -> ctypes.CDLL:
-    """The library; BackendUnavailable where there is none."""
-    found = _found()
-    if isinstance(found, str):
-        raise cpp_build.BackendUnavailable(found)
-    return found
+    """The library; raises BackendUnavailable if it cannot be built or loaded."""
+    loaded = _found()
+    if isinstance(loaded, str):
+        raise cpp_build.BackendUnavailable(loaded)
+    return loaded
 
 
 def function(name: str, *argument_types: Any) -> Any:
-    """A function of the library that returns a status, 0 for success; RuntimeError for any other."""
-    found = getattr(library(), name)
-    found.argtypes, found.restype, found.errcheck = argument_types, c_int32, _check_status
-    return found
+    """A function of the library; a call raises RuntimeError if the status that it returns is not 0 (success)."""
+    result = getattr(library(), name)
+    result.argtypes, result.restype, result.errcheck = argument_types, c_int32, _check_status
+    return result
 
 
 def pointer(name: str, tensor: Tensor | None, count: int, dtype: torch.dtype = torch.float32) -> int | None:
-    """The address of a contiguous tensor of so many numbers."""
+    """The address of a contiguous tensor of `count` numbers; None for None."""
     if tensor is None:
         return None
     if tensor.dtype != dtype or tensor.numel() != count or not tensor.is_contiguous() or tensor.device.type != "cpu":
@@ -94,14 +94,14 @@ def pointer(name: str, tensor: Tensor | None, count: int, dtype: torch.dtype = t
 
 
 def address(name: str, tensor: Tensor) -> int:
-    """Where the numbers begin; ValueError where there are some and they lie nowhere: C++ would take that for absent."""
+    """The address of the first number; ValueError if a non-empty tensor has no memory: C++ would take it for null."""
     if not lies_in_memory(tensor):
         raise ValueError(f"{name} must hold its numbers in memory, got {type(tensor).__name__} without")
     return tensor.data_ptr()
 
 
 def strides(name: str, logits: Tensor) -> tuple[int, int]:
-    """Those of the first two dimensions of logits (A, B, V), whose last one is contiguous."""
+    """The strides of the first two dimensions of logits (A, B, V), whose last dimension is contiguous."""
     if logits.dim() != 3 or logits.dtype not in ELEMENTS or logits.device.type != "cpu":
         raise ValueError(
             f"{name} must be (A, B, V) in float32, bfloat16 or float16 on the CPU, got {logits.dtype}, shape "

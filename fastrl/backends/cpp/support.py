@@ -69,7 +69,7 @@ def _support(support: Support) -> _Support:
 
 
 def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tuple[int | None, int]:
-    """The address of a matrix and its row stride; of `like`'s type if that is given."""
+    """The address of a matrix and its row stride; its dtype must be that of `like`, unless None."""
     if matrix is None:
         return None, 0
     fits = matrix.dtype in ELEMENTS if like is None else matrix.dtype == like.dtype
@@ -83,12 +83,14 @@ def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tup
 
 
 def _factors(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> _Factors:
-    given = weight if hidden is None else hidden
-    assert given is not None
+    factor = weight if hidden is None else hidden
+    assert factor is not None
     hidden_at, hidden_stride = _matrix("hidden", hidden)
-    weight_at, weight_stride = _matrix("weight", weight, given)
-    bias_at = None if bias is None else pointer("bias", bias.contiguous(), bias.numel(), given.dtype)
-    return _Factors(hidden_at, weight_at, bias_at, hidden_stride, weight_stride, given.shape[1], ELEMENTS[given.dtype])
+    weight_at, weight_stride = _matrix("weight", weight, factor)
+    bias_at = None if bias is None else pointer("bias", bias.contiguous(), bias.numel(), factor.dtype)
+    return _Factors(
+        hidden_at, weight_at, bias_at, hidden_stride, weight_stride, factor.shape[1], ELEMENTS[factor.dtype]
+    )
 
 
 def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
@@ -186,8 +188,8 @@ def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.backends.contract`."""
-    given = out if out is not None else out_bias
-    if given is None or by_token.token_ids.numel() == 0:
+    by_vocab = out if out is not None else out_bias
+    if by_vocab is None or by_token.token_ids.numel() == 0:
         return
     nnz = by_token.token_ids.numel()
     sorted_entries = _ByToken(
@@ -195,7 +197,7 @@ def support_weight(
         pointer("entries", by_token.entries, nnz, torch.int64),
         pointer("rows", by_token.rows, nnz, torch.int32),
         nnz,
-        given.shape[0],
+        by_vocab.shape[0],
         torch.get_num_threads(),
         add,
     )

@@ -1,4 +1,4 @@
-"""The torch backend: the oracle's row functions, on any device torch has."""
+"""The torch backend: the oracle's row functions, on any device that torch supports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def advise(tensor: Tensor) -> None:
-    """Nothing: see the C++ backend."""
+    """Do nothing; the C++ backend uses it."""
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

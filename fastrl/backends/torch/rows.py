@@ -1,6 +1,6 @@
 """The three row functions of `fastrl.backends.contract` in plain torch: the oracle, and the torch backend.
 
-Here the logits may also be float64, and all results are then float64.
+Here the logits may also be float64; all results are then float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastrl.objectives.formulas import token_terms
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import RowInputs, RowObjective
 
-#: Rows are worked through in blocks of at most this many entries, so that temporaries stay small.
+#: Rows are processed in blocks of at most this many entries, so that temporaries stay small.
 BLOCK_ENTRIES = 1 << 17
 
 
@@ -28,7 +28,7 @@ def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> t
     y = x * (transform.logit_scale / transform.softcap)
     tanh, decay = torch.tanh(y), torch.exp(-2 * y.abs())
     z = torch.where(x == -torch.inf, x, tanh * (transform.softcap / temperature))
-    # 1 - tanh^2 as 4 e^-2|y| / (1 + e^-2|y|)^2, which does not cancel where tanh saturates
+    # 1 - tanh^2 as 4 e^-2|y| / (1 + e^-2|y|)^2, which does not cancel when tanh saturates
     return z, 4 * decay / (1 + decay) ** 2 * (transform.logit_scale / temperature)
 
 
@@ -44,14 +44,14 @@ def _row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
 
 
 def _block_statistics(z: Tensor, targets: Tensor, valid: Tensor) -> Statistics:
-    """Statistics of z (n, V); rows that are not valid give NaN log-probabilities."""
+    """Statistics of z (n, V); rows whose target is not `valid` get NaN log-probabilities."""
     y = targets.where(valid, 0)[:, None]
     maximum = z.amax(-1)
     shifted = (z - maximum[:, None]).clamp_min(-1e4)  # -inf would make 0 * inf in the entropy
     exponentials = shifted.exp()
     others = exponentials.scatter(-1, y, 0.0).sum(-1)
     u = z.gather(-1, y)[:, 0] - maximum
-    # Where the target is the maximum, log s = log1p(others) keeps what a rounded s = 1 + others would lose.
+    # If the target is the maximum, log1p(others) keeps the digits that a rounded 1 + others would lose.
     log_sum = torch.where(u == 0, torch.log1p(others), torch.log(others + u.exp()))
     entropy = log_sum - (shifted * exponentials).sum(-1) / (others + u.exp())
     logprobs = u - log_sum
@@ -65,8 +65,8 @@ def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transfo
     for block, rows in _row_blocks(logits):
         z, _ = transformed(block, transform, rows)
         y = targets[rows]
-        found = torch.stack(_block_statistics(z, y, (y >= 0) & (y < logits.shape[-1])))
-        out[:, rows] = found if mask is None else found.where(mask[rows], 0.0)
+        statistics = torch.stack(_block_statistics(z, y, (y >= 0) & (y < logits.shape[-1])))
+        out[:, rows] = statistics if mask is None else statistics.where(mask[rows], 0.0)
     return Statistics(*out)
 
 
@@ -90,7 +90,7 @@ def row_gradient(
         y = targets[rows]
         valid = (y >= 0) & (y < vocab)
         y = y.where(valid, 0)[:, None]
-        # 1 - p_y from the log-probability itself: p_y rounded to 1 would lose a confident token's gradient.
+        # 1 - p_y is computed from the log-probability: p_y rounded to 1 would lose a confident token's gradient.
         at_target = torch.where(valid[:, None], -torch.expm1(logp), -p.gather(-1, y))
         not_p = (-p).scatter(-1, y, at_target)
         gradient = c[rows, None] * not_p
@@ -143,7 +143,7 @@ def row_forward_gradient(
     inputs: RowInputs,
     out: Tensor | None = None,
 ) -> LossTerms:
-    """Statistics, objective and gradient of each row; the gradient overwrites the logits where `out` is None."""
+    """Statistics, objective and gradient of each row; the gradient overwrites the logits if `out` is None."""
     statistics = row_statistics(logits, targets, mask, transform)
     terms, c, h = row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
     slopes = c, None if inputs.entropy_weights is None else h

@@ -1,6 +1,6 @@
 """The functions over support entries of `fastrl.backends.contract` in plain torch: the torch backend.
 
-A few rows at a time become a block padded with -inf, for which the row functions serve. float64 works too.
+A few rows at a time are padded with -inf to a block, to which the row functions apply. float64 works too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _blocks(support: Support) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """(rows, entries, the row of each entry within the block, its place within the row), for blocks of rows."""
+    """Blocks of rows: (rows, entries, the row of each entry within the block, its position within the row)."""
     lengths = support.offsets.diff()
     longest = int(lengths.max()) if lengths.shape[0] else 0
     step = max(1, BLOCK_ENTRIES // max(longest, 1))
@@ -36,7 +36,7 @@ def _blocks(support: Support) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
 def _padded(
     values: Tensor, support: Support, row: Tensor, place: Tensor, rows: slice, targets: Tensor
 ) -> tuple[Tensor, ...]:
-    """Values (1, n, L) with -inf where a row is shorter, the targets' places (-1: outside), which rows take part."""
+    """Values (1, n, L) padded with -inf, the targets' positions (-1: outside the support), which rows take part."""
     lengths = support.offsets[rows.start : rows.stop + 1].diff()
     block = values.new_full((rows.stop - rows.start, int(lengths.max())), -torch.inf)
     block[row, place] = values
@@ -84,9 +84,9 @@ def support_gradient(
     """See `fastrl.backends.contract`."""
     for rows, entries, row, place in _blocks(support):
         block, places, valid = _padded(values[entries], support, row, place, rows, targets)
-        found = Statistics(*(s[rows] for s in statistics))
+        known = Statistics(*(s[rows] for s in statistics))
         row_gradient(
-            block, places, valid, _of_rows(transform, rows), found, c[rows], None if h is None else h[rows], block
+            block, places, valid, _of_rows(transform, rows), known, c[rows], None if h is None else h[rows], block
         )
         out[entries] = block[0][row, place]
 
@@ -94,28 +94,28 @@ def support_gradient(
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
     """See `fastrl.backends.contract`."""
     valid = support.valid & (support.offsets.diff() > 0)
-    for number in valid.nonzero()[:, 0].tolist():
-        entries = slice(int(support.offsets[number]), int(support.offsets[number + 1]))
+    for row in valid.nonzero()[:, 0].tolist():
+        entries = slice(int(support.offsets[row]), int(support.offsets[row + 1]))
         total = torch.zeros(weight.shape[1], dtype=_wide(weight), device=weight.device)
         for part in range(entries.start, entries.stop, max(1, BLOCK_ENTRIES // weight.shape[1])):
-            some = slice(part, min(part + max(1, BLOCK_ENTRIES // weight.shape[1]), entries.stop))
-            total += gradient[some].to(total.dtype) @ weight[support.token_ids[some].long()].to(total.dtype)
-        out[number] = total
+            chunk = slice(part, min(part + max(1, BLOCK_ENTRIES // weight.shape[1]), entries.stop))
+            total += gradient[chunk].to(total.dtype) @ weight[support.token_ids[chunk].long()].to(total.dtype)
+        out[row] = total
 
 
 def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.backends.contract`."""
-    given = out if out is not None else out_bias
-    if given is None:
+    by_vocab = out if out is not None else out_bias
+    if by_vocab is None:
         return
     dtype, step = _wide(hidden), max(1, BLOCK_ENTRIES // hidden.shape[1])
     tokens, lengths = by_token.token_ids.unique_consecutive(return_counts=True)
     start = 0
     for token, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
         stop = start + length
-        if token < given.shape[0]:
+        if token < by_vocab.shape[0]:
             g = gradient[by_token.entries[start:stop]].to(dtype)
             if out_bias is not None:
                 out_bias[token] = g.sum() + (out_bias[token].to(dtype) if add else 0)

@@ -1,4 +1,4 @@
-"""The Triton backend: the row functions of `fastrl.backends.contract`, launches only; imported when first used."""
+"""The Triton backend: the row functions of `fastrl.backends.contract` as kernel launches; imported on first use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def advise(tensor: Tensor) -> None:
-    """Nothing: see the C++ backend."""
+    """Do nothing; the C++ backend uses it."""
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
@@ -69,10 +69,10 @@ def row_forward_gradient(
     """See `fastrl.backends.contract`."""
     function, numbers = device_objective(objective)
     weights = inputs.advantages, inputs.policy_weights
-    found = forward_gradient_kernel.row_forward_gradient(
+    result = forward_gradient_kernel.row_forward_gradient(
         logits, out, targets, mask, *transform, function, numbers, *weights, *inputs[2:]
     )
-    return LossTerms(found[0], found[1], found[2:])
+    return LossTerms(result[0], result[1], result[2:])
 
 
 def _check_unit_strides(**tensors: Tensor | None) -> None:

@@ -1,7 +1,8 @@
-"""The formulas of `fastrl.objectives.formulas` as Triton device functions: the same code objects on other globals.
+"""The formulas of `fastrl.objectives.formulas` as Triton device functions: the same code objects, different globals.
 
-A formula is a plain function on bare names. Here each gets a globals dictionary in which `exp`, `where` and the rest
-are `@triton.jit` functions, and so are the other formulas: torch executes and kernels compile one source.
+A formula is a plain function that calls others by bare names. Here each formula gets a globals dictionary in which
+`exp`, `where` and the rest are `@triton.jit` functions, as are the other formulas. So torch executes and the kernels
+compile one source.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from fastrl.objectives.rows import RowObjective
 
 @triton.jit
 def where(condition, a, b):  # type: ignore[no-untyped-def]
-    """a where the condition holds, else b."""
+    """a if the condition is true, else b."""
     return tl.where(condition, a, b)
 
 
 @triton.jit
 def detach(x):  # type: ignore[no-untyped-def]
-    """The identity: nothing is differentiated here."""
+    """The identity: kernels have no automatic differentiation."""
     return x
 
 
 _ARITHMETIC = (exp, expm1, expm1_minus, exp_of_exp, sigmoid, minimum, maximum, where, detach)
-#: What a rebound formula sees. `tl` is what the interpreter patches.
+#: The globals of a rebound formula. `tl` is here because the interpreter patches it.
 _GLOBALS: dict[str, Any] = {"__name__": f"{__name__}.rebound", "tl": tl} | {f.__name__: f for f in _ARITHMETIC}
 
 
@@ -49,7 +50,7 @@ _GLOBALS |= {
 }
 
 
-#: What `row_terms` binds these names to in the scope of `_terms`: the formulas of one objective.
+#: Placeholders: `row_terms` binds these names to one objective's formulas in the globals of `_terms`.
 token_terms: Any = None
 gate_value = gate_weight = gate_side = kl_value = kl_gradient = rollout_weight = None
 
@@ -102,7 +103,7 @@ def _terms(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def row_terms(gate: str, kl: str, rollout: str) -> Any:
-    """`token_terms` with its formulas filled in: the device function of `row_forward_gradient`, one per combination."""
+    """The device function of `row_forward_gradient`: `token_terms` with these formulas filled in; cached."""
     names = ("gate_value", "gate_weight", "gate_side", "kl_value", "kl_gradient", "rollout_weight")
     chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl], ROLLOUT_FORMULAS[rollout])
     bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
@@ -110,6 +111,6 @@ def row_terms(gate: str, kl: str, rollout: str) -> Any:
 
 
 def device_objective(objective: RowObjective) -> tuple[Any, tuple[float, ...]]:
-    """The objective as `row_forward_gradient` takes it: a device function and its numbers."""
+    """The objective in the form that `row_forward_gradient` takes: a device function and its numbers."""
     numbers = (*objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio)
     return row_terms(objective.gate, objective.kl, objective.rollout), numbers
