@@ -1,4 +1,4 @@
-"""Combine splits: the statistics of a row from those of the splits of its vocabulary, in the order of the splits."""
+"""Combine splits: the statistics of a row from those of the splits of its vocabulary, folded in the splits' order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from fastrl.kernels.configuration import on_device
 from fastrl.kernels.device_functions import LOG2E, LOWEST, finish, fold, load_target, scales
 
-ROWS = 32  # that a program takes: 128 bytes of each split
-SPLITS = 32  # in a step
+ROWS = 32  # per program: 128 bytes of each split
+SPLITS = 32  # per step
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
@@ -30,7 +30,7 @@ def combine_splits_kernel(
     partials_ptr,  # (3, S, N) float32
     target_logits_ptr,  # (N,) float32
     targets_ptr,  # (N,) int64
-    mask_ptr,  # (N,) uint8, or None; a masked row's numbers are not read
+    mask_ptr,  # (N,) uint8, or None; a masked row is not read
     temperatures_ptr,  # (N,) float32, or None
     out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
     rows: tl.int32,  # N
@@ -44,7 +44,7 @@ def combine_splits_kernel(
     SPLITS: tl.constexpr,
 ):
     """Program (row block,)."""
-    # Load: the rows' scalars; rows beyond the last are the last again.
+    # Load: the rows' scalars; rows past the last one repeat it.
     first_row = tl.program_id(0) * ROWS
     row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)
     outer, _, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
@@ -53,7 +53,7 @@ def combine_splits_kernel(
     valid = load_target(targets_ptr + row, vocab) >= 0
     at_target = tl.load(target_logits_ptr + row, mask=valid, other=-float("inf"))
 
-    # Loop: the splits, SPLITS at a time, each step's fold folded with what came before.
+    # Loop: SPLITS splits at a time; each step's fold is folded with the previous result.
     m = tl.full([ROWS], LOWEST, tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     w = tl.zeros([ROWS], tl.float32)
@@ -93,14 +93,14 @@ def combine_splits(
     partials: Tensor,  # (3, S, N) float32
     target_logits: Tensor,  # (N,) float32
     targets: Tensor,  # (N,) int64
-    mask: Tensor | None,  # (N,) bool; what is not counted gives 0
+    mask: Tensor | None,  # (N,) bool; a masked row gives 0
     vocab: int,
     temperature: float,
     temperatures: Tensor | None,  # (N,) float32
     logit_scale: float,
     softcap: float,
 ) -> Tensor:
-    """Logprobs, entropy, maximum and log_sum of the N rows, (4, N) float32; the kernel says what it reads."""
+    """Logprobs, entropy, maximum and log_sum of the N rows, (4, N) float32; the kernel documents its inputs."""
     _, splits, rows = partials.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=partials.device)
     with on_device(partials):

@@ -1,7 +1,7 @@
-"""The arithmetic that the row kernels share: precise scalar functions, the transform, the online update and its fold.
+"""The arithmetic that the row kernels share: accurate scalar functions, the transform, the online update and its fold.
 
-Nothing here comes from libdevice, so that the same code runs on CUDA, on ROCm and in the interpreter. Shapes: R vectors
-of VEC consecutive columns are one block of a row; `m`, `s`, `w` are accumulators, one each a vector of the block.
+Nothing here comes from libdevice, so that the same code runs on CUDA, on ROCm and in the interpreter. Shapes: a block
+of a row is R vectors of VEC consecutive columns; `m`, `s` and `w` are accumulators, one each per vector of the block.
 """
 
 # ruff: noqa: D103
@@ -13,10 +13,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 12 bits: its product with a small integer is exact in float32
 LN2_LOW = tl.constexpr(1.428606765330187e-06)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite start for the maximum, not above any finite logit
-FLOOR = tl.constexpr(-200.0)  # under every exponent in base 2: 2**-200 is 0 in float32, and 0 * -200 is not NaN
-TWO_INFINITIES = tl.constexpr(-8323200)  # 0xFF80FF80: a word of two bfloat16 of -inf
-FIXED = tl.constexpr(1099511627776.0)  # 2**40: one unit of the fixed point that accumulators are summed in
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial value of the maximum: finite, and not above any finite logit
+FLOOR = tl.constexpr(-200.0)  # lower bound of exponents in base 2: 2**-200 is 0 in float32, and 0 * -200 is not NaN
+TWO_INFINITIES = tl.constexpr(-8323200)  # 0xFF80FF80: a word of two bfloat16 -inf
+FIXED = tl.constexpr(1099511627776.0)  # 2**40: accumulators are summed in fixed point with the unit 2**-40
 
 
 # --- scalar functions with small relative errors ----------------------------------------------------------------------
@@ -34,14 +34,14 @@ def maximum(a, b):
 
 @triton.jit
 def divide(a, b):
-    """a / b rounded well, for finite numbers: the hardware's quotient is 2 units off, and z would be with it."""
+    """a / b, accurate for finite numbers: the hardware's quotient is 2 units off, and z would be too."""
     q = a / b
     return q + tl.fma(-q, b, a) / b
 
 
 @triton.jit
 def _reduced(x):
-    """f = x - n ln 2 in [-0.35, 0.35] and 2**n, n an integer, for x clamped to where e**x is a normal number."""
+    """2**n and f = x - n ln 2 in [-0.35, 0.35], n an integer, for x clamped to where e**x is a normal number."""
     x = minimum(maximum(x, -87.0), 88.7)
     n = tl.minimum(tl.floor(x * LOG2E + 0.5), 127.0)
     power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -74,20 +74,20 @@ def exp(x):
 @triton.jit
 def expm1(x):
     power, f = _reduced(x)
-    # power = 1 gives the series itself; elsewhere power - 1 is at least 1/2 away from 0 and cancels nothing.
+    # power = 1 gives the series itself; otherwise power - 1 is at least 1/2 away from 0 and nothing cancels.
     return tl.where(x > 88.7, float("inf"), tl.fma(power, _expm1_near_0(f), power - 1.0))
 
 
 @triton.jit
 def expm1_minus(x):
-    """e**x - 1 - x, the series' own rest near 0."""
+    """e**x - 1 - x; near 0, the remainder of the series."""
     near = minimum(maximum(x, -0.35), 0.35)
     return tl.where(near == x, near * near * _expm1_rest(near), expm1(x) - x)
 
 
 @triton.jit
 def _upper(x):
-    """x without the lower half of its digits: a product of two such numbers is exact."""
+    """x without the lower half of its mantissa: a product of two such numbers is exact."""
     return (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
 
 
@@ -95,8 +95,8 @@ def _upper(x):
 def exp_of_exp(x, a, b):
     """e**(b - a (e**x - 1)), for finite numbers.
 
-    An exponent of 70 may be off by 1e-5 when it is rounded a few times. So it is kept in two parts: what is exact in
-    float32, and a rest that is small.
+    An exponent of 70 may be off by 1e-5 after a few roundings. So it is kept in two parts: an exact float32 and a small
+    remainder.
     """
     power, f = _reduced(x)
     q = _expm1_near_0(f)
@@ -104,7 +104,7 @@ def exp_of_exp(x, a, b):
     s_upper, a_upper = _upper(s), _upper(a)
     product = a_upper * s_upper
     exponent = b - product
-    # What the subtraction above rounded away (two-sum), what e**x - 1 lost, and the other parts of its product with a.
+    # The rounding errors of the subtraction (two-sum) and of e**x - 1, and the other parts of its product with a.
     part = exponent - b
     lost = (b - (exponent - part)) - (product + part)
     s_rest = (s - s_upper) + tl.fma(power, q, (power - 1.0) - s)
@@ -152,9 +152,10 @@ def log1p(x):
 
 @triton.jit
 def scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """A row's outer, inner2 and slope: z = outer * x and dz/dx = slope, or, with a softcap,
+    """A row's outer, inner2 and slope.
 
-    z = outer * tanh(y) and dz/dx = slope * tanh'(y) with y = logit_scale x / softcap, inner2 x = -2 y log2(e).
+    Without a softcap, z = outer * x and dz/dx = slope. With one, z = outer * tanh(y) and dz/dx = slope * tanh'(y),
+    where y = logit_scale x / softcap and inner2 x = -2 y log2(e).
     """
     if temperatures_ptr is not None:
         temperature = tl.load(temperatures_ptr + row)
@@ -167,9 +168,9 @@ def scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP: tl
 
 @triton.jit
 def tanh_and_slope(exponent):
-    """tanh y and its derivative, for tensors, from exponent = -2 y log2(e); the absolute error of tanh is below 2e-7.
+    """tanh y and its derivative, for tensors, given exponent = -2 y log2(e). The absolute error of tanh is below 2e-7.
 
-    The derivative keeps its relative accuracy where tanh rounds to 1.
+    The derivative keeps its relative accuracy even if tanh rounds to 1.
     """
     e = tl.exp2(minimum(exponent, 126.0))
     r = 1.0 / (1.0 + e)
@@ -178,7 +179,7 @@ def tanh_and_slope(exponent):
 
 @triton.jit
 def capped(x, inner2, SOFTCAP: tl.constexpr):
-    """What the running maximum is taken of: z / outer. -inf stays -inf."""
+    """z / outer, of which the running maximum is taken; -inf stays -inf."""
     if SOFTCAP:
         t, _ = tanh_and_slope(x * inner2)
         return tl.where(x == -float("inf"), x, t)
@@ -191,13 +192,13 @@ def capped(x, inner2, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def block_columns(R: tl.constexpr, VEC: tl.constexpr):
-    """The columns (R, VEC) of a block that starts at 0."""
+    """The columns (R, VEC) of the block that starts at 0."""
     return tl.arange(0, R)[:, None] * VEC + tl.arange(0, VEC)[None, :]
 
 
 @triton.jit
 def load_target(target_ptr, vocab):
-    """The target's column, -1 where it lies outside [0, V)."""
+    """The target's column; -1 if it is outside [0, V)."""
     target = tl.load(target_ptr)
     return tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
 
@@ -210,14 +211,14 @@ def load_logit(row_ptr, column):
 
 @triton.jit
 def is_column(start, column, R: tl.constexpr, VEC: tl.constexpr):
-    """Which entry (R, VEC) of the block at `start` is `column`; false everywhere where the column lies elsewhere."""
+    """The mask (R, VEC) of `column` in the block at `start`; all false if the column is outside the block."""
     local = column - start
     return (tl.arange(0, R) == local // VEC)[:, None] & (tl.arange(0, VEC) == local % VEC)[None, :]
 
 
 @triton.jit
 def row_pointer(ptr, row, columns_b, stride_a, stride_b, ALIGNED: tl.constexpr):
-    """The address of row (row // B, row % B); where rows are aligned, the compiler is told."""
+    """The address of row (row // B, row % B), with a hint to the compiler if rows are aligned."""
     offset = (row // columns_b).to(tl.int64) * stride_a + (row % columns_b).to(tl.int64) * stride_b
     ptr += offset
     if ALIGNED:
@@ -227,13 +228,13 @@ def row_pointer(ptr, row, columns_b, stride_a, stride_b, ALIGNED: tl.constexpr):
 
 @triton.jit
 def inside(start, vocab, R: tl.constexpr, VEC: tl.constexpr):
-    """Which entries (R, VEC) of the block at `start` lie in an aligned row: whole vectors do or do not."""
+    """Which entries (R, VEC) of the block at `start` are inside an aligned row, vector by vector."""
     return (start + tl.arange(0, R) * VEC < vocab)[:, None] & (tl.arange(0, VEC)[None, :] >= 0)
 
 
 @triton.jit
 def tile(start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr):
-    """A block's columns and which lie in the row, for work entry by entry: (R, VEC) where aligned, else (R * VEC,)."""
+    """A block's columns and which are in the row, for elementwise work: (R, VEC) if aligned, else (R * VEC,)."""
     if ALIGNED:
         columns = start + block_columns(R, VEC)
         mask = inside(start, vocab, R, VEC)
@@ -266,13 +267,13 @@ def load_vectors(
     TAIL: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """The block at `start`, (R, VEC) float32, each vector in one thread whatever the row's alignment; -inf outside V.
+    """The block at `start`, (R, VEC) float32, each vector in one thread for any alignment of the row; -inf outside V.
 
     An aligned vector is one 16-byte load. Otherwise VEC narrow loads are joined into the same layout, so that sums
-    within a vector are formed in the same order and a row's result does not depend on where the row lies.
+    within a vector have the same order and a row's result does not depend on its address.
     """
     if ALIGNED and row_ptr.dtype.element_ty == tl.bfloat16:
-        # Two entries a word: a shift or a mask makes each a float32; casts take three instructions for two.
+        # Two entries per word: a shift or a mask makes each a float32; casts take three instructions per two entries.
         H: tl.constexpr = VEC // 2
         pointers = row_ptr.to(tl.pointer_type(tl.int32)) + start // 2 + block_columns(R, H)
         if TAIL:
@@ -293,7 +294,7 @@ def load_vectors(
         return x.to(tl.float32)
     else:
         tl.static_assert(VEC == 4 or VEC == 8)
-        # Entry by entry. join(a, b) appends an axis of length 2: entries that differ in their highest bit come first.
+        # Entry by entry. join(a, b) appends an axis of length 2: join the indices that differ in their highest bit first.
         x0 = tl.join(
             _column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT),
             _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT),
@@ -321,17 +322,17 @@ def load_vectors(
 
 @triton.jit
 def update(m, s, w, x, outer2):
-    """Add a block to the accumulators: m = max x, s = sum 2**d, w = sum d 2**d, d = outer2 (x - m) floored.
+    """Add a block to the accumulators: m = max x, s = sum 2**d, w = sum d 2**d, d = outer2 (x - m) clamped to FLOOR.
 
-    m, s, w: (R,) float32; x: (R, VEC) float32, z / outer; outer2: outer * log2(e), a scalar or (R,). A NaN in x becomes
-    one in s and w.
+    m, s, w: (R,) float32; x: (R, VEC) float32, z / outer; outer2: outer * log2(e), a scalar or (R,). A NaN in x makes s
+    and w NaN.
     """
     if len(outer2.shape) == 0:
         factor = outer2
     else:
         factor = outer2[:, None]
     top = tl.maximum(m, tl.max(x, axis=1))
-    # The difference first: a constant added to all logits then changes nothing.
+    # The difference comes first, so that a constant added to all logits changes nothing.
     d = maximum((x - top[:, None]) * factor, FLOOR)
     e = tl.exp2(d)
     shift = tl.maximum((m - top) * outer2, FLOOR)
@@ -343,10 +344,11 @@ def update(m, s, w, x, outer2):
 
 @triton.jit
 def fold(m, s, w, outer2, AXIS: tl.constexpr):
-    """Combine accumulators along AXIS, exactly: the result does not depend on the order, or on the layout.
+    """Combine accumulators along AXIS, exactly: the result does not depend on the order or the layout.
 
-    The largest m has s >= 1 (or all are empty), so the sums are taken in fixed point, 2**-40 a unit: below the
-    rounding of float32 by far, and integer addition is associative. A NaN in s makes m infinite, as in no finite row.
+    The accumulator with the largest m has s >= 1 (or all are empty), so the sums are taken in fixed point with the unit
+    2**-40, which is far below the rounding of float32, and integer addition is associative. A NaN in s makes m
+    infinite, which it is in no finite row.
     """
     m = tl.where(s == s, m, float("inf"))
     top = tl.max(m, axis=AXIS, keep_dims=True)
@@ -361,10 +363,10 @@ def fold(m, s, w, outer2, AXIS: tl.constexpr):
 
 @triton.jit
 def finish(m, s, w, target, valid, outer):
-    """logprob, entropy, maximum and log_sum of a row from the fold of its other entries and the target's z / outer.
+    """logprob, entropy, maximum and log_sum of a row, from the fold of its other entries and the target's z / outer.
 
-    With the target left out of s, a confident token's log-probability is -log1p(s) and loses nothing. The maximum is
-    rounded; log_sum is relative to what it was rounded to, or all p_j = exp(z_j - maximum - log_sum) were off by that.
+    s does not include the target, so a confident token's log-probability is -log1p(s) and loses no digits. The maximum
+    is rounded; log_sum is relative to the rounded value, else all p_j = exp(z_j - maximum - log_sum) would be off.
     """
     m = tl.where(s == s, m, s)
     top = maximum(m, target)
@@ -391,11 +393,11 @@ def finish(m, s, w, target, valid, outer):
 
 @triton.jit
 def gradient_scalars(logprob, entropy, log_sum, c, h, slope):
-    """A row's numbers for `gradient_block`: (a, b, shift2, at_target), slope = dz/dx without the softcap's factor.
+    """A row's scalars for `gradient_block`: (a, b, shift2, at_target). slope is dz/dx without the softcap's factor.
 
-    g_j = slope_j p_j (a + b log2 p_j) for j other than the target, log2 p_j = (z_j - maximum) log2(e) + shift2, and
-    at_target for the target, formed from its log-probability itself; h is None where the entropy has no gradient. A NaN
-    log-probability makes all of them NaN.
+    For j other than the target, g_j = slope_j p_j (a + b log2 p_j), where log2 p_j = (z_j - maximum) log2(e) + shift2.
+    The target's entry is at_target, computed from its log-probability. h is None if the entropy has no gradient. A NaN
+    log-probability makes all gradient entries NaN.
     """
     a = tl.where(logprob == logprob, -c * slope, float("nan"))
     at_target = -c * expm1(logprob)
@@ -409,7 +411,7 @@ def gradient_scalars(logprob, entropy, log_sum, c, h, slope):
 
 @triton.jit
 def gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):
-    """The gradient of a block of raw logits x, float32, as if none were the target, and the softcap's factor."""
+    """The gradient of a block of raw logits x, float32, as if none were the target; and the softcap's factor."""
     slope = 1.0
     if SOFTCAP:
         t, slope = tanh_and_slope(x * inner2)
@@ -447,7 +449,7 @@ def gradient_step(
     TAIL: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """Load the block at `start`, form its gradient, store it; out_ptr may be row_ptr."""
+    """Load the block at `start`, compute its gradient and store it; out_ptr may be row_ptr."""
     columns, mask = tile(start, vocab, R, VEC, ALIGNED)
     if ALIGNED:
         x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, TAIL, EVICT)
@@ -470,7 +472,7 @@ def gradient_step(
 
 @triton.jit
 def store_zeros(out_ptr, first, last, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Zeros in the columns [first, last) of a row."""
+    """Store zeros to the columns [first, last) of a row."""
     for start in range(first, last, R * VEC):
         columns, mask = tile(start, last, R, VEC, ALIGNED)
         zeros = tl.zeros(columns.shape, out_ptr.dtype.element_ty)

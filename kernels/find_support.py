@@ -1,15 +1,16 @@
-"""The entries that a sampler keeps (`find_support` of `fastrl.backends.contract`), without a sort.
+"""The vocabulary entries that a sampler keeps (`find_support` of `fastrl.backends.contract`), without a sort.
 
-A program owns a row. Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being
-1 (top-k) or the probability (top-p). It is found by an 8-ary search: a sweep weighs the row under 7 thresholds, first
-1 to 64 below the maximum, then three times evenly between the two that enclose the pivot, from then on evenly in the
-order of the floats' bits. It ends when all entries between the two are equal: after 16 sweeps at most, mostly after 4
-to 9. So a row is read at most 34 times, 2 and 16 a cut, mostly from the second-level cache, and once more by the kernel
-that writes the columns when the counts are summed up.
+A program owns a row. Every cut is a pivot: the smallest z such that the entries <= z weigh more than a limit. The
+weights are 1 (top-k) or the probability (top-p). The pivot is found by an 8-ary search. Each sweep sums the weights
+under 7 thresholds: first 1 to 64 below the maximum, then three times evenly between the two thresholds that enclose the
+pivot, and from then on evenly in the order of the floats' bits. The search ends when all entries between the two are
+equal: after at most 16 sweeps, mostly after 4 to 9. So a row is read at most 34 times, 2 and 16 per cut, mostly from
+the second-level cache. The kernel that writes the columns after the counts are summed up reads it once more.
 
-Weights are summed 16 bytes of logits at a time in float32 and from there on in fixed point, 2**-40 of the maximum's a
-unit: exactly, so that sums do not depend on layouts and those of different sweeps agree. Exponentials are within 1e-6
-of their size. So a pivot is right unless a cumulative probability is within 1e-6 of 1 - top_p, for V up to 2**20.
+Weights are summed in float32 within 16 bytes of logits, and beyond that exactly, in fixed point with the unit 2**-40 of
+the maximum's weight. So sums do not depend on layouts, and those of different sweeps agree. Exponentials have a
+relative error within 1e-6. So for V up to 2**20 a pivot is right unless a cumulative probability is within 1e-6 of
+1 - top_p.
 """
 
 # ruff: noqa: D103
@@ -27,22 +28,22 @@ from fastrl.kernels.configuration import configuration, is_aligned, on_device, r
 from fastrl.kernels.device_functions import FIXED, LOG2E, load_vectors, row_pointer
 
 _WRONG = {-1: "a NaN", -2: "a +inf", -3: "nothing but -inf"}
-_LEAST = tl.constexpr(-2139095040)  # the key of the lowest finite float32; -inf is one less
-_BY_VALUE = tl.constexpr(4)  # the first sweep whose thresholds are even in the order of the bits
+_LEAST = tl.constexpr(-2139095040)  # the key of the lowest finite float32; that of -inf is one less
+_BY_VALUE = tl.constexpr(4)  # the first sweep whose thresholds are evenly spaced in the order of the bits
 
 
-# --- the order of the floats as that of integers ----------------------------------------------------------------------
+# --- integer keys in the order of the floats --------------------------------------------------------------------------
 
 
 @triton.jit
 def key_of(z):
-    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)  # -0 and +0 are one
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)  # -0 and +0 have the same key
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def value_of(key):
-    bits = tl.where(key == -1, -2, key).to(tl.int32)  # -1 would be -0, which is no less than +0
+    bits = tl.where(key == -1, -2, key).to(tl.int32)  # -1 would be -0, which is not less than +0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
@@ -87,7 +88,7 @@ def weigh(
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Weights of the entries from `floor` on: all, and those <= t1 ... t7; the least and largest z in (low, high]."""
+    """Weights of the entries >= `floor`: of all, and of those <= t1 ... t7; least and largest z in (low, high]."""
     UNIT: tl.constexpr = FIXED if MASS else 1.0
     total = tl.zeros([R], tl.int64)
     s1 = tl.zeros([R], tl.int64)
@@ -123,18 +124,18 @@ def weigh(
 
 @triton.jit
 def threshold(i: tl.constexpr, sweep, low, high, maximum):
-    """The key of threshold i of a sweep, in [low, high), rising with i."""
+    """The key of threshold i of a sweep, in [low, high), increasing with i."""
     even = low + (high - low) * i // 8
     least = value_of(low)
     z = tl.where(sweep == 0, maximum - 2.0 ** (7 - i), least + (value_of(high) - least) * (i / 8))
     by_value = tl.minimum(tl.maximum(key_of(z), low), high - 1)
-    # Down to the lowest number, even values would all lie too low.
+    # If the bracket reaches down to the lowest number, evenly spaced values would all be too low.
     return tl.where((sweep == 0) | ((sweep < _BY_VALUE) & (low >= _LEAST)), by_value, even)
 
 
 @triton.jit
 def narrowed(key, weight, limit, low, high, below):
-    """The bracket (low, high] of the pivot, and the weight up to low, with what is known about a threshold."""
+    """The bracket (low, high] of the pivot and the weight up to low, narrowed by one threshold and its weight."""
     under = weight <= limit
     low, below = tl.where(under, key, low), tl.where(under, weight, below)
     return low, tl.where(under, high, tl.minimum(high, key)), below
@@ -154,9 +155,9 @@ def search(
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """The key of the pivot among entries from the key `floor` on, and the weight left of the limit at the pivot.
+    """The key of the pivot among entries with keys >= `floor`, and the weight left of the limit at the pivot.
 
-    kept: how many entries, or the share of the mass that may go (MASS).
+    kept: the number of entries to keep; with MASS, the share of the mass that may be dropped.
     """
     low = floor - 1
     high = key_of(maximum)
@@ -196,7 +197,7 @@ def search(
             limit = (total.to(tl.float64) * kept).to(tl.int64)
         else:
             limit = total - kept
-        # The largest entry always stays; of fewer than `kept` entries all do.
+        # The largest entry always stays; if there are fewer than `kept` entries, all stay.
         limit = tl.maximum(tl.minimum(limit, total - 1), 0)
         low, high, below = narrowed(k1, sums[0], limit, low, high, below)
         low, high, below = narrowed(k2, sums[1], limit, low, high, below)
@@ -237,8 +238,8 @@ def largest(
 )
 def choose_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
-    pivots_ptr,  # (N,) float32, N = A * B: kept are the entries above
-    out_ptr,  # (2, N) int64: entries kept, or what is wrong; how many equal to the pivot are not kept, the first
+    pivots_ptr,  # (N,) float32, N = A * B: the entries above it are kept
+    out_ptr,  # (2, N) int64: entries kept, or a key of _WRONG; how many of the first equal to the pivot are not kept
     rows: tl.int32,  # N
     columns_b: tl.int32,  # B
     vocab: tl.int32,  # V
@@ -248,7 +249,7 @@ def choose_kernel(
     top_k: tl.int64,
     dropped_share: tl.float32,  # 1 - top_p
     log_min_p: tl.float32,
-    log_min_p_rest: tl.float32,  # what float32 loses of it
+    log_min_p_rest: tl.float32,  # the rounding error of the float32 log_min_p
     SCALED: tl.constexpr,  # temperature is not 1
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -340,15 +341,17 @@ def write_kernel(
 
 
 def lanes(vocab: int, vector: int) -> int:
-    """How many vectors a program takes a step, one a thread: 8 sums of each, in 64 bits, and a bracket fill 128
-    registers; with two a thread they spill on gfx942."""
+    """Vectors per step of a program, one per thread: its 8 sums in 64 bits and a bracket fill 128 registers.
+
+    Two vectors per thread spill on gfx942.
+    """
     return min(256, max(64, triton.next_power_of_2(triton.cdiv(vocab, vector))))
 
 
 def options(count: int, warp: int = 64 if torch.version.hip else 32) -> dict[str, int | bool]:
-    """The compiler's options for a program of so many vectors a step."""
-    found: dict[str, int | bool] = {"num_warps": count // warp, "num_stages": 1, "enable_fp_fusion": True}
-    return found | ({"maxnreg": 128} if warp == 32 else {})
+    """The compiler's options for a program of `count` vectors per step."""
+    result: dict[str, int | bool] = {"num_warps": count // warp, "num_stages": 1, "enable_fp_fusion": True}
+    return result | ({"maxnreg": 128} if warp == 32 else {})
 
 
 def find_support(
@@ -360,7 +363,7 @@ def find_support(
 ) -> tuple[Tensor, Tensor]:
     """Token ids (nnz,) int32 and offsets (N + 1,) int64 of the N = A * B rows; ValueError names a row without any.
 
-    20 bytes a row beside the result; the host waits once, for its length.
+    Uses 20 bytes per row beside the result. The host waits once, for the result's length.
     """
     a, b, vocab = logits.shape
     rows = a * b

@@ -1,9 +1,9 @@
 """Forward-gradient: logits -> statistics -> a row-local objective -> gradient, in place of the logits or beside them.
 
-A program owns a row and sweeps it twice: forth for the statistics, back for the gradient, so that the second sweep
-starts with what the first has left in L2; the gradient may go to a buffer of its own. In between stands the objective,
-on the row's scalars; it arrives as a device function, for the kernel knows no objective. The result is bitwise that of
-`row_statistics`, the objective and `row_gradient`, one after the other.
+A program owns a row and sweeps it twice: forward for the statistics, backward for the gradient, so that the second
+sweep starts with the entries that the first left in L2. The gradient may go to a separate buffer. Between the sweeps
+runs the objective, on the row's scalars; it is passed in as a device function, because the kernel knows no objective.
+The result is bitwise that of `row_statistics`, the objective and `row_gradient`, one after the other.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def row_forward_gradient_kernel(
     temperature: tl.float32,
     logit_scale: tl.float32,
     softcap: tl.float32,
-    p0: tl.float32,  # the objective's numbers
+    p0: tl.float32,  # p0 ... max_log_ratio: the objective's parameters
     p1: tl.float32,
     p2: tl.float32,
     p3: tl.float32,
@@ -114,10 +114,10 @@ def row_forward_gradient_kernel(
     outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
     outer2 = outer * LOG2E
     column = load_target(targets_ptr + row, vocab)
-    # Before the fold, whose barriers all warps pass: later, a warp that is ahead may have written the gradient there.
+    # Before the fold, whose barriers all warps pass: later, a faster warp may have written the gradient there.
     at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
 
-    # Loop, forth: all segments at once.
+    # Loop, forward: all segments at once.
     whole = (vocab // STEP) * STEP
     m = tl.full([R], LOWEST, tl.float32)
     s = tl.zeros([R], tl.float32)
@@ -190,7 +190,7 @@ def row_forward_gradient_kernel(
     tl.store(out_ptr + 8 * stride_out, t6)
     tl.store(out_ptr + 9 * stride_out, t7)
 
-    # An idle row's gradient is 0: no second sweep.
+    # An idle row's gradient is 0, so it needs no second sweep.
     idle = (column >= 0) & (c == 0.0) & (log_sum == log_sum)
     if ENTROPY:
         idle = idle & (h == 0.0)
@@ -198,7 +198,7 @@ def row_forward_gradient_kernel(
         store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
         return
 
-    # Loop, back: the gradient over the logits. Rows that are not aligned need more registers: half as much at a time.
+    # Loop, backward: the gradient. Rows that are not aligned need more registers: half as many entries at a time.
     BACK: tl.constexpr = STEP if ALIGNED else STEP // 2
     a, b, shift2, at_column = gradient_scalars(logprob, entropy, log_sum, c, h if ENTROPY else None, slope)
     whole = (vocab // BACK) * BACK
@@ -261,7 +261,7 @@ def row_forward_gradient(
     numbers: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
     advantages: Tensor,  # (N,) float32
     policy_weights: Tensor,  # (N,) float32
-    old: Tensor | None,  # (N,) float32, as the next four
+    old: Tensor | None,  # (N,) float32, like the next four
     ref: Tensor | None,
     rollout: Tensor | None,
     kl_weights: Tensor | None,

@@ -1,9 +1,9 @@
-"""Row gradient: (logits, statistics, c = dL/dlogp, h = dL/dH) -> dL/dlogits, each row read once and written once.
+"""Row gradient: (logits, statistics, c = dL/dlogp, h = dL/dH) -> dL/dlogits; each row is read once and written once.
 
     g_j = dz_j/dx_j * ( c (1[j = y] - p_j) - h p_j (log p_j + H) ),    p_j = exp(z_j - maximum - log_sum)
 
-Elementwise, so that a row may be cut into spans and the output may be the input. The target's entry comes from its
-log-probability, 1 - p_y = -expm1(logp): p_y itself may have been rounded to 1.
+This is elementwise, so a row may be split into spans and the output may be the input. The target's entry comes from its
+log-probability, 1 - p_y = -expm1(logp), because p_y may have been rounded to 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastrl.kernels.device_functions import (
     store_zeros,
 )
 
-_BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to cut a long row for a small batch
+_BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to split a long row in a small batch
 
 
 @triton.jit(
@@ -74,7 +74,7 @@ def row_gradient_kernel(
     STEP: tl.constexpr = BLOCK if ALIGNED else BLOCK // 2
     R: tl.constexpr = STEP // VEC
     row = tl.program_id(0)
-    # The program's span of the row, which from here on counts as the row.
+    # From here on, the program's span of the row is treated as the row.
     first = tl.program_id(1) * (BLOCK * BLOCKS)
     row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED) + first
     out_row_ptr = row_pointer(out_ptr, row, columns_b, out_stride_a, out_stride_b, ALIGNED) + first
@@ -86,7 +86,7 @@ def row_gradient_kernel(
             return
 
     # Load: the row's scalars.
-    column = load_target(targets_ptr + row, vocab) - first  # outside every span where the row has no target here
+    column = load_target(targets_ptr + row, vocab) - first  # outside every span if the target is not in the row
     logprob = tl.load(logprobs_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
     c = tl.load(c_ptr + row)

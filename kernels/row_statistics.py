@@ -1,11 +1,11 @@
-"""Row statistics: logits -> (log-probability of the target, entropy, maximum, log-sum), each row read once.
+"""Row statistics: logits -> (log-probability of the target, entropy, maximum, log-sum); each row is read once.
 
-A program owns a row. It walks the row in blocks of R vectors, one running (maximum, sum, entropy sum) a vector and
-thread, so that the loop has no reduction across threads, no shuffle and no barrier; these are folded once a segment.
-The target is left out of the sums: what a confident token's log-probability needs is the sum over the others.
+A program owns a row. It walks the row in blocks of R vectors, with one running (maximum, sum, entropy sum) per vector
+and thread, so that the loop has no reduction across threads, no shuffle and no barrier. These accumulators are folded
+once per segment. The sums leave out the target: a confident token's log-probability needs the sum over the others.
 
-Where too few rows are at hand to fill the GPU, a program takes one segment of a row and leaves what it has folded for
-`combine_splits`: a fold is exact, so that the result is bitwise the same.
+If there are too few rows to fill the GPU, a program takes one segment of a row and passes its folded accumulators to
+`combine_splits`. A fold is exact, so the result is bitwise the same.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fastrl.kernels.device_functions import (
     update,
 )
 
-#: Programs of 8 warps and 64 registers a thread that a multiprocessor holds: with fewer rows than places for them, the
-#: rows' segments are taken apart.
+#: Programs of 8 warps with 64 registers per thread that fit on a multiprocessor. If there are fewer rows than programs
+#: that fit on the GPU, each segment of a row gets its own program.
 _PROGRAMS = 4
 
 
@@ -96,7 +96,7 @@ def row_statistics_kernel(
     outer2 = outer * LOG2E
     column = load_target(targets_ptr + row, vocab)
 
-    # Loop: the segments, one after the other, or this program's.
+    # Loop: all segments one after the other, or only this program's.
     first, last = 0, SEGMENTS
     if SPLIT:
         first = tl.program_id(1)
@@ -115,7 +115,7 @@ def row_statistics_kernel(
             if (column >= start) & (column < start + BLOCK):
                 x = tl.where(is_column(start, column, R, VEC), -float("inf"), x)
             m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
-        # The segment's first block that is not whole: the row's tail in one segment, beyond the row in the others.
+        # The segment's first incomplete block: the row's tail in one segment, past the row's end in the others.
         rest = segment * BLOCK + tl.cdiv(tl.maximum(whole - segment * BLOCK, 0), STEP) * STEP
         if rest < vocab:
             x = load_vectors(row_ptr, rest, vocab, R, VEC, ALIGNED, True, "evict_first")
@@ -126,10 +126,10 @@ def row_statistics_kernel(
         segments_s = tl.where(segment_index == segment, s_1, segments_s)
         segments_w = tl.where(segment_index == segment, w_1, segments_w)
 
-    # Epilogue. The target's logit is read only now: held through the loop it would cost a register, or a spill.
+    # Epilogue. The target's logit is read only now: kept during the loop it would cost a register, or a spill.
     at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
 
-    # Store: what this program has folded, or the row's statistics.
+    # Store: this program's folded accumulators, or the row's statistics.
     if SPLIT:
         mine = segment_index == first
         out_ptr += segment_index.to(tl.int64) * rows

@@ -1,6 +1,6 @@
-"""Scale: multiply a tensor in place by a number that lies on its device; where that number is 1, nothing is touched.
+"""Scale: multiply a tensor in place by a factor on its device; if the factor is 1, the tensor is not read or written.
 
-An upstream gradient is 1 in almost every step, and to ask the host for it would be a sync.
+The upstream gradient is 1 in almost every step, and reading it on the host would be a sync.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.kernels.configuration import launch_options, on_device
 
 _BLOCK = 4096
-_BLOCKS_A_PROGRAM = 16  # a factor of 1 then costs one small program for 65,536 entries
+_BLOCKS_A_PROGRAM = 16  # a factor of 1 then costs one small program per 65,536 entries
 
 
 @triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["factor_ptr"])
@@ -45,12 +45,12 @@ def scale_(
     tensor: Tensor,  # any shape; float32, bfloat16 or float16
     factor: Tensor,  # () float32
 ) -> Tensor:
-    """`tensor`, multiplied in place."""
+    """Multiply `tensor` in place and return it."""
     entries = tensor.numel()
     if entries == 0:
         return tensor
     if not _is_dense(tensor):
-        return tensor.mul_(factor)  # a view with gaps; also without a sync
+        return tensor.mul_(factor)  # a view with gaps; this does not sync either
     with on_device(tensor):
         scale_kernel[(triton.cdiv(entries, _BLOCK * _BLOCKS_A_PROGRAM),)](
             tensor, factor, entries, BLOCK=_BLOCK, BLOCKS=_BLOCKS_A_PROGRAM, **launch_options(8, light=True)
@@ -59,7 +59,7 @@ def scale_(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills a contiguous piece of memory, in whatever order."""
+    """Whether the tensor fills a contiguous piece of memory, in any order of its dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: d[1]):
         if size != 1:

@@ -1,7 +1,7 @@
 """Support hidden: the hidden states' gradient, out[i] = the sum over the entries k that row i keeps of g_k W[token_k].
 
-It is `support_weight` turned round: a row's entries are a segment, the rows of the head are what is summed. A row with
-thousands of entries is cut as a common token is, else its program would run on when all others have ended.
+This is `support_weight` with the roles swapped: a row's entries are a segment, and rows of the head are summed. A row
+with thousands of entries is split like a common token, else its program would run on after all others have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def support_hidden(
     valid: Tensor,  # (N,) bool
     out: Tensor,  # (N, H), unit stride on H
 ) -> None:
-    """Write the rows of `out` that take part; the others are left as they are."""
+    """Write the rows of `out` that take part; leave the others."""
     nnz, rows = token_ids.numel(), valid.numel()
     if nnz == 0:
         return

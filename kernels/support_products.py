@@ -1,9 +1,9 @@
-"""Support products: the logits of a few vocabulary entries a row, hidden states times rows of the output head.
+"""Support products: the logits of a few vocabulary entries per row, hidden states times rows of the output head.
 
-A program owns ENTRIES entries that follow one another in the CSR, be they of one row or of several: rows keep from one
-entry to thousands, and a program a row would make the widest row the time of all. Products are added up column by
-column; threads meet once, at the end. An entry's sum has the same order wherever it lies: its logit is bitwise the same
-in any batch and in any set. Which row an entry belongs to is written out first, by a program a row (`entry_rows`).
+A program owns ENTRIES consecutive entries of the CSR, of one row or of several. Rows keep from one entry to thousands,
+so with one program per row the widest row would set the time of all. Products are added column by column; threads
+combine their sums once, at the end. An entry's sum has the same order at any position, so its logit is bitwise the same
+in any batch and in any support. The row of each entry is computed first, by one program per row (`entry_rows`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fastrl.kernels.configuration import _WARP, on_device
 
-ENTRIES = 4  # 8 KB of the head in flight a program in bfloat16, 32 registers of sums a thread
+ENTRIES = 4  # 8 KB of the head in flight per program in bfloat16, 32 registers of sums per thread
 _THREADS = 128
 ROW_BLOCK = 256
 ROW_OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
 
 
 def chunk(vec: int) -> int:
-    """Columns in a step: a vector of bfloat16 a thread, or half of it where each entry has its address and its mask."""
+    """Columns per step: a bfloat16 vector per thread, or half of it if each entry has its own address and mask."""
     return 1024 if vec > 1 else 512
 
 
@@ -67,7 +67,7 @@ def entry_rows(
 
 
 def vector(*matrices: Tensor) -> int:
-    """How many entries 16-byte loads take at once: 1 unless each matrix's rows are whole vectors at such addresses."""
+    """Entries per load: 16 bytes' worth if each matrix's rows are aligned and consist of whole vectors, else 1."""
     entries = 16 // matrices[0].element_size()
     aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) % entries == 0 and m.shape[1] % entries == 0 for m in matrices)
     return entries if aligned else 1
@@ -82,7 +82,7 @@ def support_products_kernel(
     weight_ptr,  # (V, H), of the same dtype, unit stride on H
     bias_ptr,  # (V,), or None
     token_ids_ptr,  # (nnz,) int32
-    rows_ptr,  # (nnz,) int32; N: takes no part
+    rows_ptr,  # (nnz,) int32; N if the row takes no part
     values_ptr,  # (nnz,) float32: out
     nnz: tl.int64,
     rows: tl.int32,  # N
@@ -94,18 +94,18 @@ def support_products_kernel(
     CHUNK: tl.constexpr,
 ):
     """Program (entry block,)."""
-    # Load: which row of either matrix each entry needs.
+    # Load: the row of each matrix that each entry needs.
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     exists = entry < nnz
     row = tl.load(rows_ptr + entry, mask=exists, other=2147483647)
     part = row < rows
     token = tl.load(token_ids_ptr + entry, mask=part, other=0)
-    # Aligned matrices have strides and lengths of whole vectors: said so, their loads are 16 bytes wide.
+    # Aligned matrices have strides and lengths of whole vectors; `// VEC * VEC` shows that, so loads are 16 bytes wide.
     hidden_rows = hidden_ptr + tl.where(part, row, 0).to(tl.int64) * (stride_hidden // VEC * VEC)
     weight_rows = weight_ptr + token.to(tl.int64) * (stride_weight // VEC * VEC)
     length = hidden_size // VEC * VEC
 
-    # Loop: the columns. Rows of one hidden state read it again from L1.
+    # Loop: the columns. Entries with the same hidden state read it again from L1.
     products = tl.zeros([ENTRIES, CHUNK], tl.float32)
     for start in range(0, hidden_size, CHUNK):
         columns = start + tl.arange(0, CHUNK)
@@ -124,7 +124,7 @@ def support_products_kernel(
 
 
 def constants(vec: int) -> dict[str, Any]:
-    """The kernel's compile-time constants for loads of so many entries."""
+    """The kernel's compile-time constants for loads of `vec` entries."""
     return {"VEC": vec, "ENTRIES": ENTRIES, "CHUNK": chunk(vec)}
 
 
@@ -136,7 +136,7 @@ def support_products(
     offsets: Tensor,  # (N + 1,) int64
     valid: Tensor,  # (N,) bool
 ) -> Tensor:
-    """The logits of the support entries, (nnz,) float32; 0 in rows that do not count."""
+    """The logits of the support entries, (nnz,) float32; 0 in rows that take no part."""
     nnz, (rows, hidden_size) = token_ids.numel(), hidden.shape
     values = torch.empty(nnz, dtype=torch.float32, device=hidden.device)
     if nnz == 0:

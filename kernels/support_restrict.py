@@ -1,7 +1,7 @@
-"""Logits become -inf outside their rows' recorded support, where one is too wide to be gathered.
+"""Set logits to -inf outside their rows' recorded support, for rows whose support is too wide to gather.
 
-A program owns a row and a block of its columns. Ids rise within a row, so the block's are a range of them, found by two
-binary searches; what is not among them is overwritten. Nothing is read of the logits, and a column is written once.
+A program owns a row and a block of its columns. Ids ascend within a row, so those in the block are a range, found by
+two binary searches; all other columns are overwritten. No logits are read, and a column is written at most once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK, IDS = 512, 32
 
 @triton.jit
 def first_not_below(ids_ptr, begin, end, bound):
-    """The first place in [begin, end) of rising ids whose id is not below the bound; end where all are."""
+    """The first index in [begin, end) of ascending ids whose id is >= bound; end if there is none."""
     while begin < end:
         middle = (begin + end) // 2
         if tl.load(ids_ptr + middle) < bound:
@@ -42,7 +42,7 @@ def support_restrict_kernel(
     IDS: tl.constexpr,
 ):
     """Program (row, block)."""
-    # Load: the row's set. One without ids keeps everything.
+    # Load: the row's ids. A row without ids keeps all its logits.
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + place)
     begin, end = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
@@ -52,7 +52,7 @@ def support_restrict_kernel(
     begin = first_not_below(token_ids_ptr, begin, end, first + start)
     end = first_not_below(token_ids_ptr, begin, end, first + tl.minimum(start + BLOCK, width))
 
-    # Loop: the block's ids, a few at a time, against all of its columns.
+    # Loop: compare the block's ids, a few at a time, with all of its columns.
     columns = start + tl.arange(0, BLOCK)
     hits = tl.zeros([BLOCK], tl.int32)
     for k in range(begin, end, IDS):
@@ -73,7 +73,7 @@ def support_restrict(
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
 ) -> None:
-    """Overwrite what the rows do not keep of entries [first, first + v)."""
+    """Set the entries of [first, first + v) that the rows do not keep to -inf."""
     n, width = logits.shape
     if n == 0:
         return

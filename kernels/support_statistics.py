@@ -1,8 +1,8 @@
-"""Support statistics and their gradient: `row_statistics` and `row_gradient` of rows whose few logits are adjacent.
+"""Support statistics and their gradient: `row_statistics` and `row_gradient` for rows of a few, adjacent logits.
 
-A program of one warp owns a row: most rows keep a handful of entries, and then a block is all of them. The target is
-found by its token id, and left out of the sums as in `row_statistics`: a row that keeps its target alone has a
-log-probability of 0 exactly. Blocks count from the row's first entry: its numbers are bitwise the same in any batch.
+A program of one warp owns a row: most rows keep a handful of entries, all in one block. The target is found by its
+token id and left out of the sums as in `row_statistics`, so a row that keeps only its target has a log-probability of
+exactly 0. Blocks count from the row's first entry, so a row's results are bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastrl.kernels.device_functions import (
     update,
 )
 
-BLOCK = 256  # entries in a step: 8 a thread
+BLOCK = 256  # entries per step: 8 per thread
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
 
 
@@ -72,7 +72,7 @@ def support_statistics_kernel(
     outer2 = outer * LOG2E
     target = tl.load(targets_ptr + row)
 
-    # Loop: an accumulator for each entry of a block.
+    # Loop: one accumulator per entry of a block.
     m = tl.full([BLOCK], LOWEST, tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     w = tl.zeros([BLOCK], tl.float32)
@@ -83,9 +83,9 @@ def support_statistics_kernel(
         mask = entry < count
         x = tl.load(values_ptr + first + entry, mask=mask, other=-float("inf"))
         token = tl.load(token_ids_ptr + first + entry, mask=mask, other=0)
-        hit = mask & (token.to(tl.int64) == target)  # in 64 bits: a target beyond 32 is no token
+        hit = mask & (token.to(tl.int64) == target)  # in 64 bits: a target beyond 32 bits is no token
         x = capped(x, inner2, SOFTCAP)
-        at_target += tl.where(hit, x, 0.0)  # a sum, for it keeps a NaN; the others are 0
+        at_target += tl.where(hit, x, 0.0)  # a sum, because it keeps a NaN; the others are 0
         hits += hit.to(tl.int32)
         m, s, w = update(m, s, w, tl.where(hit, -float("inf"), x)[:, None], outer2)
 
@@ -205,7 +205,7 @@ def support_gradient_kernel(
     maximum_z = tl.load(maximum_ptr + row)
     a, b, shift2, at_target = gradient_scalars(logprob, tl.load(entropy_ptr + row), log_sum, c, h, slope_z)
 
-    # Loop: each entry is read before it is written.
+    # Loop: each entry is read before it is written, so out may be values.
     for start in range(0, count, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         mask = entry < count

@@ -1,17 +1,18 @@
-"""Support weight: the head's gradient from the support entries, a token's summed in order; no atomics, no host sync.
+"""Support weight: the head's gradient from the support entries, summed per token in order; no atomics, no host sync.
 
-The entries are sorted by token, so a token's are a segment. A program owns the segments that begin among its GROUP
-positions, and a chunk of their columns: it walks on from the first such beginning, STEP positions at a time whose
-hidden rows are loaded together, and writes a sum wherever a segment ends. A common token may have as many entries as
-there are rows: its segment is cut into pieces, each owned by the program in whose group it begins, whose sums go to
-float32 rows that a second kernel adds. Cuts count from the segment's head: a sum depends on its own entries alone.
+The entries are sorted by token, so a token's entries are a segment. A program owns the segments that begin among its
+GROUP positions, and a chunk of their columns. It starts at the first such beginning and takes STEP positions at a time,
+whose hidden rows are loaded together; it writes a sum wherever a segment ends. A common token may have as many entries
+as there are rows, so its segment is split into pieces, each owned by the program in whose group it begins. The pieces'
+sums go to float32 rows that a second kernel adds. Splits count from the segment's head, so a sum depends only on its
+own entries.
 
-A segment's first piece has 2 * PIECE entries and the others PIECE. Then the piece [k, stop), where another follows or
-precedes it, may have row stop // PIECE - 1 of the partial sums and share it with no other: of a first piece, that is
-the whole block of PIECE positions in its middle; of a later one, the block in which it begins, and two beginnings of
-different segments are more than PIECE apart. So nnz / PIECE rows are enough, and a segment's follow one another.
+A segment's first piece has 2 * PIECE entries and the others PIECE. The piece [k, stop), if another follows or precedes
+it, may use row stop // PIECE - 1 of the partial sums and shares it with no other piece. For a first piece, that row is
+the whole block of PIECE positions in its middle; for a later one, the block in which it begins, and two beginnings of
+different segments are more than PIECE apart. So nnz / PIECE rows are enough, and a segment's rows are consecutive.
 
-`segment_sums` is also `support_hidden`, whose segments are the rows.
+`segment_sums` also serves `support_hidden`, whose segments are the rows.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from fastrl.kernels.support_products import chunk, launch_options, vector
 GROUP = 32  # positions: few enough for small batches to fill a GPU, enough to pay for a program's start
 PIECE = 256
 PIECES_STEP = 8  # pieces added together
-PIECES_CHUNK = 512  # columns of a program that adds pieces: a vector of float32 a thread
+PIECES_CHUNK = 512  # columns of a program that adds pieces: a float32 vector per thread
 HEADS_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["nnz", "segments"], do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"])
 def heads_kernel(
     ids_ptr,  # (nnz,) int32
-    heads_ptr,  # (segments,) int64: out: where each segment that has any begins
+    heads_ptr,  # (segments,) int64, output: the first position of each segment that has any
     nnz: tl.int64,
     segments: tl.int32,
     BLOCK: tl.constexpr,
@@ -50,14 +51,14 @@ def heads_kernel(
 
 @triton.jit
 def load_id(pointers, mask, segments):
-    """The segments of positions; -1 where one has none."""
+    """The segments of positions; -1 for a position without a segment."""
     found = tl.load(pointers, mask=mask, other=-1)
     return tl.where(found < segments, found, -1)
 
 
 @triton.jit
 def store_sum(out_ptr, value, mask, ADD: tl.constexpr):
-    """Store a sum, or add it to what is there, in float32; rounded once."""
+    """Store a sum, or add it to the existing value in float32; rounded once."""
     if ADD:
         value += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=mask)
@@ -77,9 +78,9 @@ def store_sum(out_ptr, value, mask, ADD: tl.constexpr):
 )
 def segment_sums_kernel(
     gradient_ptr,  # (nnz,) float32
-    entries_ptr,  # (nnz,) int64: where the gradient of each position lies; None: at the position
+    entries_ptr,  # (nnz,) int64: the index of each position's gradient; None: the position itself
     source_rows_ptr,  # (nnz,) int32: the row of `source` of each position
-    ids_ptr,  # (nnz,) int32: the segment of each position, equal ones together; >= segments: of none
+    ids_ptr,  # (nnz,) int32: the segment of each position, equal ones together; >= segments: none
     heads_ptr,  # (segments,) int64: the first position of each segment that has any
     source_ptr,  # (*, H), unit stride on H; None with out_ptr
     out_ptr,  # (segments, H), unit stride on H; or None
@@ -99,7 +100,7 @@ def segment_sums_kernel(
     PIECE: tl.constexpr,
 ):
     """Program (group, chunk)."""
-    # Positions count from the group's first, in 32 bits.
+    # Positions count from the group's first one, in 32 bits.
     first = tl.program_id(0).to(tl.int64) * GROUP
     left = tl.minimum(nnz - first, 1 << 30).to(tl.int32)
     last = tl.minimum(left, GROUP)
@@ -111,29 +112,29 @@ def segment_sums_kernel(
     if out_ptr is not None:
         source_rows_ptr += first
         columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-        # Aligned matrices have strides and lengths of whole vectors: said so, their loads are 16 bytes wide.
+        # Aligned matrices have strides and lengths of whole vectors; `// VEC * VEC` shows it: loads are 16 bytes wide.
         length = hidden_size // VEC * VEC
         column_mask = columns < length
         total = tl.zeros([CHUNK], tl.float32)
     if out_bias_ptr is not None:
         total_bias = 0.0
 
-    # Load: where the group begins in a segment, and where that is cut next.
+    # Load: the group's offset in its first segment, and the next split of that segment.
     before = load_id(ids_ptr - 1, first > 0, segments)
     own = load_id(ids_ptr, left > 0, segments)
     done = first - tl.load(heads_ptr + own, mask=own >= 0, other=0)
     stop = (tl.maximum((done + PIECE - 1) // PIECE, 2) * PIECE - done).to(tl.int32)
-    live = left < 0  # false: a piece that began in this group goes on
-    later = live  # it is not its segment's first
+    live = left < 0  # initially false: whether a piece that began in this group continues
+    later = live  # whether that piece is not its segment's first
 
     # Loop.
     k = 0
     while (k < last) | live:
-        # What each position of the step is. All loads of rows come before the first store; bit j of `starts` and
-        # `ends` is position j's, for predicates are few.
+        # Classify the step's positions. All loads of rows come before the first store; bit j of `starts` and `ends`
+        # belongs to position j, because predicate registers are few.
         starts = 0
         ends = 0
-        places = tl.tuple(())  # where a piece that ends here is stored: its segment, or for a partial sum -stop
+        places = tl.tuple(())  # where a piece that ends here is stored: its segment, or -stop for a partial sum
         gradients = tl.tuple(())
         rows = tl.tuple(())
         for j in tl.static_range(STEP):
@@ -156,7 +157,7 @@ def segment_sums_kernel(
             if out_ptr is not None:
                 row = tl.load(source_rows_ptr + at, mask=live, other=0)
                 pointers = source_ptr + row.to(tl.int64) * (stride_source // VEC * VEC) + columns
-                # Not `column_mask & live`: the interpreter makes numbers of a scalar condition that meets a block.
+                # Not `column_mask & live`: the interpreter turns a scalar condition combined with a block into numbers.
                 mask = columns < tl.where(live, length, 0)
                 rows += (tl.load(pointers, mask=mask, other=0.0),)
             live = live & (not end)
@@ -208,7 +209,7 @@ def add_pieces_kernel(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Program (slot, chunk) adds the pieces of the segment whose first has this row of the partial sums, if any has."""
+    """Program (slot, chunk) adds the pieces of the segment whose first piece owns this row of the partial sums."""
     slot = tl.program_id(0).to(tl.int64)
     own = load_id(ids_ptr + slot * PIECE, slot * PIECE < nnz, segments)
     head = tl.load(heads_ptr + own, mask=own >= 0, other=0)
@@ -249,17 +250,18 @@ def add_pieces_kernel(
 
 
 def constants(vec: int, add: bool, warp: int = _WARP) -> dict[str, Any]:
-    """The compile-time constants of `segment_sums_kernel`; none of them but PIECE changes a bit of a sum.
+    """The compile-time constants of `segment_sums_kernel`; of these only PIECE changes the bits of a sum.
 
-    8 rows loaded together are 16 KB of bfloat16 in flight a program, and 64 KB a multiprocessor, which 4 programs fit
-    with 128 registers a thread. On AMD, where a predicate takes two scalar registers, more than 4 rows spill.
+    8 rows loaded together are 16 KB of bfloat16 in flight per program. That is 64 KB per multiprocessor, which 4
+    programs fit with 128 registers per thread. On AMD, where a predicate takes two scalar registers, more than 4 rows
+    spill.
     """
     step = 8 if warp == 32 else 4
     return {"ADD": add, "VEC": vec, "GROUP": GROUP, "STEP": step, "CHUNK": chunk(vec), "PIECE": PIECE}
 
 
 def sums_options(itemsize: int, warp: int = _WARP) -> dict[str, Any]:
-    """The compiler's options for `segment_sums_kernel`: told that 4 programs are to fit (3 in float32), they do."""
+    """The compiler's options for `segment_sums_kernel`: a register limit with which 4 programs fit (3 in float32)."""
     return launch_options(warp) | ({"maxnreg": 128 if itemsize == 2 else 168} if warp == 32 else {})
 
 
@@ -282,7 +284,7 @@ def segment_sums(
 ) -> None:
     """out[v] (+)= the sum over segment v's positions k, in order, of gradient[entries[k]] source[source_rows[k]].
 
-    out_bias[v] (+)= that of gradient[entries[k]]. Segments without a position are left as they are.
+    out_bias[v] (+)= the sum of gradient[entries[k]]. Segments without a position are left as they are.
     """
     nnz, hidden_size = ids.numel(), source.shape[1]
     slots = triton.cdiv(nnz, PIECE)
@@ -334,14 +336,14 @@ def segment_sums(
 def support_weight(
     gradient: Tensor,  # (nnz,) float32
     hidden: Tensor,  # (N, H), unit stride on H
-    by_token_ids: Tensor,  # (nnz,) int32, rising
+    by_token_ids: Tensor,  # (nnz,) int32, ascending
     entries: Tensor,  # (nnz,) int64
     rows: Tensor,  # (nnz,) int32
     out: Tensor | None,  # (V, H), unit stride on H
     out_bias: Tensor | None,  # (V,)
     add: bool,
 ) -> None:
-    """dL/dweight and dL/dbias of the tokens in the support, added to what is there or written over it."""
+    """dL/dweight and dL/dbias of the tokens in the support, added to the existing values or written over them."""
     nnz = by_token_ids.numel()
     target = out_bias if out is None else out
     if nnz == 0 or target is None:
