@@ -1,4 +1,4 @@
-// The C interface of `find_support` (fastrl/operators/contract.py): rows shared out among torch's own threads.
+// The C interface of `find_support` (fastrl/backends/contract.py); rows are distributed over torch's own threads.
 #include "find_support.h"
 
 #include "parallel.h"
@@ -8,20 +8,20 @@ namespace {
 using namespace fastrl;
 using namespace fastrl::search;
 
-// Mirrors that of fastrl/operators/cpp_find_support.py, field by field.
+// Mirrors `_Search` in fastrl/backends/cpp/find_support.py, field by field.
 struct Search {
   const void* logits;  // (a, b, vocab), strides in elements
   int64_t a, b, vocab, stride_a, stride_b, top_k;
   double temperature, top_p, log_min_p;
-  float* pivots;    // (rows,): kept are the entries above,
-  int32_t* firsts;  // (rows,): and the equal ones from this column on
-  int64_t* counts;  // (rows,): support entries, or what is wrong with the row
+  float* pivots;    // (rows,): the entries above it are kept,
+  int32_t* firsts;  // (rows,): and those equal to it from this column on
+  int64_t* counts;  // (rows,): the number of entries kept, or an error code of the row
   int32_t element, threads;
 };
 
 constexpr int64_t WITH_NAN = -1, WITH_INFINITY = -2, EMPTY = -3;
 
-// Call f(row, its number) for every row of logits, in torch's threads.
+// Call f(row, row number) for every row of logits, in torch's threads.
 template <class F>
 int32_t for_rows(const Search& s, const F& f) {
   const auto with_element = [&](auto element) {
@@ -64,7 +64,7 @@ int32_t fastrl_find_support_choose(const Search* search) {
   });
 }
 
-// Writes the entries that were chosen, those of row i from token_ids + offsets[i] on.
+// Writes the columns of the kept entries, those of row i from token_ids + offsets[i] on.
 int32_t fastrl_find_support_write(const Search* search, const int64_t* offsets, int32_t* token_ids) {
   const Search& s = *search;
   return for_rows(s, [&](const auto& row, int64_t number) {

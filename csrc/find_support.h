@@ -1,13 +1,18 @@
-// The vocabulary entries of one row that a sampler keeps, without a sort: `find_support` of fastrl/operators/contract.py.
+// The vocabulary entries of one row that a sampler keeps, without a sort: `find_support` of
+// fastrl/backends/contract.py.
 //
-// Every cut is a pivot: the smallest z with more weight than a limit at or under it, weights being 1 (top-k) or
-// e^(z - maximum) (top-p). Sweeps over a row: its maximum; for a cut, the weights above a few levels below the maximum,
-// and one that copies the entries between the two levels around the pivot into a buffer, where at most three histograms
-// of 11 bits of the floats' order end at one value; one that counts; and, when the host has summed up the counts, one
-// that writes. 3 sweeps without cuts, 5 with one, 6 with both (top-p then starts from what top-k kept); 1 more where a
-// level was so close to the limit that the float32 sums chose the wrong side. A thread's buffer holds a row at most.
+// Every cut is a pivot: the smallest z such that the entries <= z weigh more than a limit. The weights are 1 (top-k) or
+// e^(z - maximum) (top-p). A row is swept as follows:
+// - one sweep finds its maximum;
+// - for a cut, one sweep sums the weights above a few levels below the maximum, and one copies the entries between the
+//   two levels around the pivot to a buffer, where at most three histograms, each over 11 bits of the floats' order,
+//   narrow them to one value;
+// - one sweep counts the kept entries, and one writes them after the host has summed up the counts.
+// That is 3 sweeps without cuts, 5 with one, 6 with both (top-p then starts from the entries that top-k kept), and 1
+// more if a level was so close to the limit that the float32 sums chose the wrong side. A thread's buffer holds at most
+// a row.
 //
-// Masses are float32 exponentials, within 1e-6 of their own size, summed in float64.
+// Masses are float32 exponentials with a relative error within 1e-6, summed in float64.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +28,7 @@ namespace fastrl::search {
 constexpr float LOWEST = -std::numeric_limits<float>::max();
 constexpr int64_t SEGMENT = 2048;  // columns whose weights are summed in float32
 constexpr int BITS = 11;
-// The levels, below the maximum: close to each other where most pivots are.
+// The levels, as distances below the maximum: close to each other where most pivots are.
 constexpr std::array<float, 16> DEPTHS = {0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 17, 21, 28};
 
 // --- lanes -----------------------------------------------------------------------------------------------------------
@@ -39,7 +44,7 @@ double sum(const Vector& lanes) {
   return total;
 }
 
-// A bit a lane.
+// One bit per lane.
 inline uint32_t bits(Ints keep) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)keep, (__m512i)keep);
@@ -50,7 +55,7 @@ inline uint32_t bits(Ints keep) {
 #endif
 }
 
-// Write the lanes of x that `keep` marks one after the other; returns their number. `out` has room for W.
+// Write the lanes of x that `keep` marks, without gaps; returns their number. `out` has room for W.
 inline int append(Ints keep, Floats x, float* out) {
   const uint32_t mask = bits(keep);
 #if defined(__AVX512F__)
@@ -61,7 +66,7 @@ inline int append(Ints keep, Floats x, float* out) {
   return std::popcount(mask);
 }
 
-// The same of column + lane; `out` has room for these only.
+// The same for the numbers column + lane; `out` has room for the marked ones only.
 inline int append_columns(Ints keep, int64_t column, int32_t* out) {
   const uint32_t mask = bits(keep);
   if (mask == 0) return 0;
@@ -76,7 +81,7 @@ inline int append_columns(Ints keep, int64_t column, int32_t* out) {
   return std::popcount(mask);
 }
 
-// The order of the floats as that of unsigned integers; -0 and +0 are one.
+// An unsigned integer key in the order of the floats; -0 and +0 have the same key.
 inline uint32_t order(float z) {
   const uint32_t word = as_word(z + 0.0f);
   return word ^ (uint32_t(int32_t(word) >> 31) | 0x80000000);
@@ -88,7 +93,7 @@ struct Row {
   int64_t vocab;
   float temperature;
 
-  // f(j, z) of W columns from j on; past the end z is -inf, which is never kept.
+  // Call f(j, z) for W columns from j on; past the end z is -inf, which is never kept.
   template <class F>
   void each(int64_t begin, int64_t end, const F& f) const {
     int64_t j = begin;
@@ -113,7 +118,8 @@ struct Count {
   Floats operator()(Floats) const { return splat(1); }
   double total(const float*, int64_t count) const { return double(count); }
   double kept(double) const { return top_k; }
-  // What the entries under the pivot weigh at most, given the weights under the buffer, in it and above.
+  // The limit on the weight of the buffer's entries under the pivot, given the weights below the buffer, in it and
+  // above it.
   double limit(double, double within, double above) const { return within + above - top_k; }
 };
 
@@ -142,7 +148,7 @@ struct Bracket {
   float low, high;  // low <= z < high
 };
 
-// The levels around the pivot, or next to it where it is within rounding of a level.
+// The levels around the pivot, or next to it if the pivot is within rounding of a level.
 template <class R, class Weight>
 Bracket levels_around(const R& row, float maximum, const Weight& weight) {
   std::array<double, DEPTHS.size() + 1> above{};
@@ -168,7 +174,7 @@ struct Gathered {
   double below, above;
 };
 
-// Copy the bracket's entries, and weigh those under it, from `lowest` on, and above it.
+// Copy the bracket's entries, and sum the weights below it (from `lowest` on) and above it.
 template <class R, class Weight>
 Gathered gather(const R& row, float lowest, Bracket bracket, const Weight& weight, float* out) {
   Doubles below{}, above{};
@@ -185,7 +191,7 @@ Gathered gather(const R& row, float lowest, Bracket bracket, const Weight& weigh
 struct Pivot {
   float z;
   int64_t ties;
-  double below;  // the weight of the entries under it
+  double below;  // the weight of the entries below it
 };
 
 // The pivot of z[0..count), not empty; z is overwritten.
@@ -204,10 +210,10 @@ Pivot select(float* z, int64_t count, double limit, const Weight& weight) {
     std::fill(histogram.begin(), histogram.begin() + buckets, 0.0);
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
       const int64_t size = std::min(BLOCK, count - begin);
-      for (int64_t i = 0; i < size; i += W) store(&weights[i], weight(load(z + begin + i)));  // `z` is longer by W
+      for (int64_t i = 0; i < size; i += W) store(&weights[i], weight(load(z + begin + i)));  // `z` has room for W more
       for (int64_t i = 0; i < size; ++i) histogram[(order(z[begin + i]) - low) >> shift] += weights[i];
     }
-    // Rounding may leave the limit at all the weight there is: the last bucket is never dropped.
+    // Rounding may make the limit equal to the total weight: the last bucket is never dropped.
     uint32_t chosen = 0;
     double before = below;
     for (uint32_t bucket = 0; bucket < buckets; ++bucket) {
@@ -229,10 +235,10 @@ Pivot select(float* z, int64_t count, double limit, const Weight& weight) {
 
 struct Cut {
   float pivot = LOWEST;
-  int64_t dropped = 0;  // of the entries equal to the pivot, the first ones
+  int64_t dropped = 0;  // how many of the first entries equal to the pivot are dropped
 };
 
-// The cut by one kind of weight among the entries from `lowest` on.
+// The cut by one kind of weight among the entries >= `lowest`.
 template <class R, class Weight>
 Cut cut(const R& row, float lowest, float maximum, const Weight& weight, float* buffer) {
   const Bracket all = {lowest, INF};
@@ -256,7 +262,7 @@ inline float rounded_up(double bound) {
   return nearest < bound ? std::nextafter(nearest, INF) : nearest;
 }
 
-// What top-k (0 = off), then top-p (1 = off), then min-p (-inf = off) leave of a row with a finite maximum.
+// The cut of top-k (0 = off), then top-p (1 = off), then min-p (-inf = off), for a row with a finite maximum.
 template <class R>
 Cut choose(const R& row, float maximum, int64_t top_k, double top_p, double log_min_p) {
   thread_local std::vector<float> buffer;
@@ -269,7 +275,7 @@ Cut choose(const R& row, float maximum, int64_t top_k, double top_p, double log_
   return bound > found.pivot ? Cut{bound, 0} : found;
 }
 
-// How many entries the cut leaves, and the column of the first of the pivot's equals that stays.
+// Computes how many entries the cut keeps, and the first column whose entry is kept if it equals the pivot.
 template <class R>
 void count_kept(const R& row, Cut cut, int64_t* count, int32_t* first) {
   Ints kept{};
@@ -284,7 +290,7 @@ void count_kept(const R& row, Cut cut, int64_t* count, int32_t* first) {
   *first = int32_t(column);
 }
 
-// The largest z, -inf where there is none; NaN where there is one.
+// The largest z; -inf for an empty row, NaN for a row with a NaN.
 template <class T, bool divides>
 float largest(const Row<T, divides>& row) {
   Floats found = splat(-INF);

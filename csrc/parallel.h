@@ -1,4 +1,4 @@
-// Work shared out among torch's own threads, in blocks that whoever is free takes next.
+// Work distributed over torch's own threads, in blocks: a free thread takes the next block.
 #pragma once
 
 #include <algorithm>
@@ -7,15 +7,15 @@
 
 namespace fastrl {
 
-// torch_parallel_for of libtorch_cpu (torch/csrc/stable/c/shim.h): the pool that torch.set_num_threads governs
+// torch_parallel_for of libtorch_cpu (torch/csrc/stable/c/shim.h): the pool that torch.set_num_threads controls
 using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 extern ParallelFor parallel_for;
 
 struct Block {
-  int64_t begin, end;  // begin >= the count where nothing is left
+  int64_t begin, end;  // begin >= count if no work is left
 };
 
-// Call worker(take) in each of `threads` threads; take() is the next block of [0, count). Returns torch's status.
+// Call worker(take) in each of `threads` threads; take() returns the next block of [0, count). Returns torch's status.
 template <class F>
 int32_t share_out(int64_t count, int64_t block, int threads, const F& worker) {
   struct Work {

@@ -1,4 +1,4 @@
-// The CPU backend's C interface: rows of logits shared out among torch's own threads. See fastrl/operators/contract.py.
+// The CPU backend's C interface: rows of logits, distributed over torch's threads. See fastrl/backends/contract.py.
 #include "rows.h"
 
 #include <array>
@@ -21,13 +21,13 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/operators/cpp_backend.py, field by field.
+// The structs mirror those of fastrl/backends/cpp/backend.py, field by field.
 struct Rows {
   void* logits;  // (a, b, vocab), strides in elements
   int64_t a, b, vocab, stride_a, stride_b;
   const int64_t* targets;
   const uint8_t* mask;        // or null
-  const float* temperatures;  // or null: then `temperature`
+  const float* temperatures;  // or null: use `temperature`
   double temperature, logit_scale, softcap;
   int32_t element;  // 0 float32, 1 bfloat16, 2 float16
   int32_t threads;
@@ -57,11 +57,11 @@ struct LossTerms {
   int32_t gate, kl, rollout_mode, padding;
 };
 
-constexpr int64_t BLOCK_BYTES = 2 << 20;    // rows are handed out in blocks of a huge page, so that no two threads fault one
-constexpr int64_t LARGE_BYTES = 8 << 20;     // smaller buffers are left alone
-constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the second-level cache for the next one
+constexpr int64_t BLOCK_BYTES = 2 << 20;    // of a block of rows: a huge page, so that no two threads fault the same one
+constexpr int64_t LARGE_BYTES = 8 << 20;     // no huge pages for smaller buffers
+constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the second-level cache for the next row
 
-// Call each_row(row, next) for every row, next being the row that this thread gets afterwards, -1 if none counts.
+// Call each_row(row, next) for every row; next is the row that this thread gets afterwards, or -1 if none is valid.
 template <class F>
 int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
   const int64_t count = rows.count(), fair = count / (int64_t(rows.threads) * 8);
@@ -106,7 +106,7 @@ const T* to_prefetch(const Rows& rows, int64_t next) {
   return next < 0 || rows.vocab * int64_t(sizeof(T)) > PREFETCH_BYTES ? nullptr : rows.at<T>(next);
 }
 
-// A fresh buffer of hundreds of megabytes costs more in page faults than the work on it: ask for huge pages.
+// A new buffer of hundreds of megabytes costs more in page faults than in work: ask for huge pages.
 void ask_for_huge_pages(void* begin, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
@@ -128,7 +128,7 @@ int32_t fastrl_advise(void* begin, int64_t bytes) {
 
 void fastrl_set_parallel_for(void* function) { parallel_for = reinterpret_cast<ParallelFor>(function); }
 
-// statistics: (4, rows), in the order of the contract's Statistics. Returns 0, as all functions here, or an error code.
+// statistics: (4, rows), in the order of the contract's Statistics. All functions here return 0 or an error code.
 int32_t fastrl_row_statistics(const Rows* arguments, float* statistics) {
   const Rows& rows = *arguments;
   return dispatch(rows, [&](auto element, auto softcap) {

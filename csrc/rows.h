@@ -1,7 +1,7 @@
-// The three row functions of fastrl/operators/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
+// The row functions of fastrl/backends/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
 //
-// A lane's columns, a sum's grouping and the order in which groups are folded depend on V alone, so that a row's numbers
-// are bitwise the same at any position, stride or alignment and under any number of threads.
+// A lane's columns, a sum's grouping and the order in which groups are folded depend only on V. So a row's results are
+// bitwise the same at any position, stride or alignment and with any number of threads.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace fastrl {
 
-constexpr int64_t SEGMENT = 1024;  // columns summed in float32 before the sums are folded into float64
+constexpr int64_t SEGMENT = 1024;  // columns summed in float32 before the sums are added to those in float64
 
-// z = scale * x, or z = scale * tanh(inner * x) with x = -inf staying -inf. Only z - shift is ever formed.
+// z = scale * x, or z = scale * tanh(inner * x), where x = -inf stays -inf. Only z - shift is ever computed.
 template <bool softcap>
 struct Transform {
   static constexpr bool has_softcap = softcap;
@@ -32,7 +32,7 @@ struct Transform {
     *tanh_slope = tanh.slope;
     return x == -INF ? x : tanh.value;
   }
-  // z - shift with one rounding (a fused multiply-add where the machine has one), and the tanh's slope
+  // z - shift with one rounding (a fused multiply-add if the machine has one), and the slope of the tanh
   Floats shifted(Floats x, float shift, Floats* tanh_slope) const {
     return before_scale(x, tanh_slope) * scale - shift;
   }
@@ -49,7 +49,7 @@ struct RowStatistics {
   float logprob, entropy, maximum, log_sum;
 };
 
-// The largest x, NaN ones dropped; -inf where there is none.
+// The largest x, ignoring NaN; -inf if there is none.
 template <class T>
 float row_maximum(const T* x, int64_t vocab) {
   Floats m0 = splat(-INF), m1 = m0, m2 = m0, m3 = m0;
@@ -80,8 +80,8 @@ struct Sums {
   }
 };
 
-// Add x[0..count), count a multiple of 2 W and at most SEGMENT. As many bytes from `next` on, if not null, are fetched
-// into the cache meanwhile. `kept`, if not null, receives the e^t.
+// Add x[0..count) to the sums; count is a multiple of 2 W and at most SEGMENT. If `next` is not null, as many bytes
+// from there on are prefetched into the cache. If `kept` is not null, it receives the e^t.
 template <class T, class Z>
 void add_segment(const T* x, int64_t count, const Z& transform, float maximum, Sums* sums, const char* next,
                  float* kept) {
@@ -89,7 +89,7 @@ void add_segment(const T* x, int64_t count, const Z& transform, float maximum, S
   const Floats floor = splat(EXP_FLOOR);
   for (int64_t j = 0; j < count; j += 2 * W) {
     if (next != nullptr) {
-      const char* line = next + j * int64_t(sizeof(T));  // past the end of the row this does no harm
+      const char* line = next + j * int64_t(sizeof(T));  // harmless past the end of the row
       for (int offset = 0; offset < int(2 * W * sizeof(T)); offset += 64) __builtin_prefetch(line + offset, 0, 2);
     }
     const Floats t0 = larger(floor, transform.shifted(load(x + j), maximum, &unused));
@@ -113,7 +113,7 @@ void add_segment(const T* x, int64_t count, const Z& transform, float maximum, S
 }
 
 // Statistics of one row. A target outside [0, vocab) gives a NaN log-probability. `next`: the row to be read after this
-// one, or null. `kept`: null, or room for kept_size(vocab) numbers e^(z - maximum), anything at the target.
+// one, or null. `kept`: null, or room for kept_size(vocab) numbers e^(z - maximum); that at the target is arbitrary.
 inline int64_t kept_size(int64_t vocab) { return vocab + 2 * W; }
 template <class T, class Z>
 RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z& transform, const T* next,
@@ -124,7 +124,8 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
   float slope;
   const float maximum = transform.shifted(largest, 0.0f, &slope);
 
-  // The others' sums. Segments with the target or a ragged end are summed from a copy with -inf in those places.
+  // The sums over all entries but the target. Segments with the target or an incomplete end are summed from a copy with
+  // -inf in those places.
   Sums sums;
   alignas(64) float copy[SEGMENT];
   for (int64_t begin = 0; begin < vocab; begin += SEGMENT) {
@@ -147,8 +148,8 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
   const float x_y = widen(x[y]);
   const double u = transform.shifted(x_y, maximum, &slope);
   const double e_u = std::exp(u);
-  // Where the target is the maximum, log1p keeps what a rounded sum 1 + others would lose. (u is then 0 or the rounding
-  // error of the maximum.)
+  // If the target is the maximum, log1p keeps the digits that a rounded sum 1 + others would lose. (u is then 0 or the
+  // rounding error of the maximum.)
   const double log_sum = x_y == largest ? u + std::log1p(others * std::exp(-u)) : std::log(others + e_u);
   const double logprob = x_y == largest ? -std::log1p(others * std::exp(-u)) : u - log_sum;
   const double weighted = Sums::fold(sums.weighted) + (e_u > 0 ? u * e_u : e_u);
@@ -159,9 +160,9 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
           float(log_sum)};
 }
 
-// The gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, into `out`, which may be `x`. A row whose
-// target lies elsewhere is a slice of a vocabulary; a NaN log-probability makes the row NaN.
-// `kept`, if not null, is what row_statistics left there: it spares the second exponential.
+// Writes the gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, to `out`, which may be `x`. A row
+// whose target is outside [0, vocab) is a slice of a vocabulary; a NaN log-probability makes the row NaN.
+// `kept`, if not null, is as row_statistics filled it, which saves the second exponential.
 template <class T, class Z>
 void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform, const RowStatistics& statistics,
                   float c, float h, T* out, const float* kept = nullptr) {
@@ -174,12 +175,12 @@ void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform,
   }
   float slope;
   transform.shifted(widen(x[here ? target : 0]), 0.0f, &slope);
-  // 1 - p_y from the log-probability itself: p_y rounded to 1 would lose a confident token's gradient.
+  // 1 - p_y is computed from the log-probability: p_y rounded to 1 would lose a confident token's gradient.
   const double log_p_y = statistics.logprob, p_y = std::exp(log_p_y), entropy = statistics.entropy;
   const double from_entropy = p_y == 0 ? 0 : p_y * (log_p_y + entropy);
   const double at_target = transform.slope * slope * (c * -std::expm1(log_p_y) - h * from_entropy);
 
-  // Elsewhere: slope p (-c - h (log p + H)) = e^a (factor + log_factor a), a = log p, or z - maximum where e^a is kept.
+  // Elsewhere: slope p (-c - h (log p + H)) = e^a (factor + log_factor a), a = log p, or z - maximum if e^a is kept.
   const double log_sum_kept = kept != nullptr ? statistics.log_sum : 0.0, to_p = std::exp(-log_sum_kept);
   const float factor = float(-transform.slope * to_p * (c + h * (entropy - log_sum_kept)));
   const float log_factor = float(-transform.slope * to_p * h);

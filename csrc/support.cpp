@@ -1,4 +1,4 @@
-// Rows that keep a few vocabulary entries each: their logits and what flows back. See fastrl/operators/contract.py.
+// Rows that keep a few vocabulary entries each: their logits and gradients. See fastrl/backends/contract.py.
 #include <vector>
 
 #include "parallel.h"
@@ -8,9 +8,9 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/operators/cpp_support.py, field by field.
+// The structs mirror those of fastrl/backends/cpp/support.py, field by field.
 struct Support {
-  const int32_t* ids;      // (nnz,), rising within a row
+  const int32_t* ids;      // (nnz,), ascending within a row
   const int64_t* offsets;  // (rows + 1,)
   const uint8_t* valid;   // (rows,)
   int64_t rows;
@@ -32,12 +32,12 @@ struct Factors {
 
 struct RowArguments {
   const int64_t* targets;
-  const float* temperatures;  // or null: then `temperature`
+  const float* temperatures;  // or null: use `temperature`
   double temperature, logit_scale, softcap;
 };
 
 struct ByToken {
-  const int32_t* ids;      // (count,), rising; those from `vocab` on take no part
+  const int32_t* ids;      // (count,), ascending; those >= `vocab` take no part
   const int64_t* entries;  // (count,)
   const int32_t* rows;     // (count,)
   int64_t count, vocab;
@@ -56,7 +56,7 @@ int32_t with_element(int32_t element, const F& f) {
 
 template <class T>
 void prefetch_row(const T* row, int64_t width) {
-  constexpr int64_t MOST = 8192;  // bytes: beyond, the hardware's own stream has caught up
+  constexpr int64_t MOST = 8192;  // bytes; beyond that, the hardware's own prefetcher has caught up
   const int64_t bytes = std::min<int64_t>(width * int64_t(sizeof(T)), MOST);
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 2);
 }
@@ -94,13 +94,14 @@ void write_row(const float* total, int64_t width, T* out) {
   for (; j < width; ++j) narrow(total[j], out + j);
 }
 
-// Where a row keeps its target: an index from its first entry, -1 where it does not.
+// The index of the target among a row's entries; -1 if the row does not keep its target.
 int64_t place(const int32_t* ids, int64_t count, int64_t target) {
   const int32_t* found = std::lower_bound(ids, ids + count, target);
   return found != ids + count && *found == target ? found - ids : -1;
 }
 
-// Call f(row, logits' offset, their count, the target's place, transform) for every row that takes part.
+// Call f(row, offset of its logits, their count, index of the target, transform) for every row that takes part, and
+// otherwise(row) for the others.
 template <class F, class G>
 int32_t for_logits(const Support& support, const RowArguments& rows, const F& f, const G& otherwise) {
   const auto with_softcap = [&](auto softcap) {
@@ -119,7 +120,7 @@ int32_t for_logits(const Support& support, const RowArguments& rows, const F& f,
 
 extern "C" {
 
-// values (nnz,): the support logits, 0 in rows that take no part. Returns 0, as all functions here, or an error code.
+// values (nnz,): the support logits, 0 in rows that take no part. All functions here return 0 or an error code.
 int32_t fastrl_support_products(const Support* arguments, const Factors* factors, float* values) {
   const Support& support = *arguments;
   const Factors& f = *factors;
@@ -167,7 +168,7 @@ int32_t fastrl_support_gradient(const Support* support, const RowArguments* rows
       [&](int64_t row) { std::fill(out + support->offsets[row], out + support->offsets[row + 1], 0.0f); });
 }
 
-// Of `logits` (n, width), entries [first, first + width) of the given rows, -inf outside the rows' sets
+// Sets `logits` (n, width), entries [first, first + width) of the given rows, to -inf outside the rows' supports
 int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int64_t n, void* logits, int64_t width,
                              int64_t first, int32_t element) {
   return with_element(element, [&](auto zero) {
@@ -188,7 +189,7 @@ int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int
   });
 }
 
-// Rows of `out` (rows, width) that take part: sum_k gradient_k weight[id_k]
+// Writes the rows of `out` (rows, width) that take part: sum_k gradient_k weight[id_k]
 int32_t fastrl_support_hidden(const Support* arguments, const Factors* factors, const float* gradient, void* out,
                            int64_t out_stride) {
   const Support& support = *arguments;
@@ -209,7 +210,7 @@ int32_t fastrl_support_hidden(const Support* arguments, const Factors* factors, 
   });
 }
 
-// Rows of `out` (V, width) and entries of `out_bias` (V,), either may be null, that some entry names
+// Writes the rows of `out` (V, width) and entries of `out_bias` (V,) whose token has an entry; either may be null
 int32_t fastrl_support_weight(const ByToken* arguments, const Factors* factors, const float* gradient, void* out,
                            int64_t out_stride, void* out_bias) {
   const ByToken& by_token = *arguments;
@@ -218,7 +219,7 @@ int32_t fastrl_support_weight(const ByToken* arguments, const Factors* factors, 
   constexpr int64_t BLOCK = 256;
   return with_element(f.element, [&](auto element) {
     using T = decltype(element);
-    // Whoever has a token's first entry sums them all.
+    // The thread that gets a token's first entry sums all its entries.
     const auto sum_token = [&](int64_t first) {
       thread_local std::vector<float> total;
       total.assign(f.width, 0.0f);

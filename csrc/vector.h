@@ -1,5 +1,5 @@
 // Vectors of W float32 lanes in the compilers' own vector types (GCC, Clang): loads and stores of the three element
-// types, exp, tanh. Intrinsics appear only where the vector types have no word for a single instruction.
+// types, exp, tanh. Intrinsics are used only for single instructions that the vector types cannot express.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ constexpr float QUIET_NAN = std::numeric_limits<float>::quiet_NaN();
 
 inline Floats splat(float x) { return Floats{} + x; }
 
-// The larger; where either is NaN, b. Thus larger(x, running) drops a NaN x and larger(FLOOR, x) keeps it.
+// The larger; b if either is NaN. So larger(x, running) drops a NaN x and larger(FLOOR, x) keeps it.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -84,7 +84,7 @@ inline void narrow(float x, Float16* out) {
     half = 0x7e00;
   } else if (magnitude >= 0x477ff000) {  // 65520 and above round to infinity
     half = 0x7c00;
-  } else if (magnitude < 0x38800000) {  // subnormal: the addition rounds at the last place that float16 has
+  } else if (magnitude < 0x38800000) {  // subnormal: the addition rounds to the last digit of float16
     half = as_word(as_float(magnitude) + 0.5f) - 0x3f000000;
   } else {
     half = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -138,13 +138,13 @@ inline void store(Float16* p, Floats x) {
 
 // --- functions ----------------------------------------------------------------------------------------------------------
 
-// Arguments of exp_floored are at least this: there the result is exactly 0, and 0 * EXP_FLOOR is no NaN.
+// The lower bound of exp_floored's arguments. There the result is exactly 0, and 0 * EXP_FLOOR is not NaN.
 constexpr float EXP_FLOOR = -88.25f;
 
 // e^x, within 1 ulp, for EXP_FLOOR <= x < 88, below e^-87.7 exactly 0; NaN stays NaN.
 // x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a minimax polynomial (relative error 2e-9 before rounding).
 inline Floats exp_floored(Floats x) {
-  // Adding 1.5 * 2^23 rounds to an integer in the low mantissa bits; the 127 more is float32's exponent bias.
+  // Adding 1.5 * 2^23 rounds to an integer in the low mantissa bits; the additional 127 is float32's exponent bias.
   const float round = 0x1.8p23f + 127;
   const Floats shifted = x * 1.44269504f + round;
   const Floats n = shifted - round;
@@ -168,7 +168,7 @@ inline Tanh tanh_with_slope(Floats x) {
   const Floats e = exp_floored(larger(splat(EXP_FLOOR), size * -2.0f));
   const Floats inverse = 1.0f / (1.0f + e);
   const Floats far = (Floats)((Words)(1.0f - 2.0f * e * inverse) | sign);
-  // Below 0.625 that would cancel: Cephes' odd polynomial.
+  // Below 0.625 that would cancel; use Cephes' odd polynomial.
   const Floats q = x * x;
   Floats near = q * -5.70498872745e-3f + 2.06390887954e-2f;
   near = near * q - 5.37397155531e-2f;

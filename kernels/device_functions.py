@@ -294,7 +294,7 @@ def load_vectors(
         return x.to(tl.float32)
     else:
         tl.static_assert(VEC == 4 or VEC == 8)
-        # Entry by entry. join(a, b) appends an axis of length 2: join the indices that differ in their highest bit first.
+        # Entry by entry. join(a, b) appends an axis of length 2: join indices that differ in their highest bit first.
         x0 = tl.join(
             _column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT),
             _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT),
