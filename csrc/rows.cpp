@@ -57,7 +57,7 @@ struct LossTerms {
   int32_t gate, kl, rollout_mode, padding;
 };
 
-constexpr int64_t BLOCK_BYTES = 2 << 20;    // of a block of rows: a huge page, so that no two threads fault the same one
+constexpr int64_t BLOCK_BYTES = 2 << 20;    // rows per block: a huge page, so that no two threads fault the same one
 constexpr int64_t LARGE_BYTES = 8 << 20;     // no huge pages for smaller buffers
 constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the second-level cache for the next row
 

@@ -361,9 +361,10 @@ def find_support(
     top_p: float,
     min_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids (nnz,) int32 and offsets (N + 1,) int64 of the N = A * B rows; ValueError names a row without any.
+    """Token ids (nnz,) int32 and offsets (N + 1,) int64 of the N = A * B rows.
 
-    Uses 20 bytes per row beside the result. The host waits once, for the result's length.
+    ValueError names a row without a distribution. Uses 20 bytes per row in addition to the result. The host waits once,
+    for the result's length.
     """
     a, b, vocab = logits.shape
     rows = a * b

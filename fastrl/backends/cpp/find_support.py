@@ -25,7 +25,7 @@ class _Search(Structure):
 
 
 def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """See `fastrl.backends.contract`. Memory beside the result: 16 bytes per row, and one float32 row per thread."""
+    """See `fastrl.backends.contract`. Beyond the result it uses 16 bytes per row, and one float32 row per thread."""
     logits_strides = strides("logits", logits)
     a, b, vocab = logits.shape
     rows = a * b
