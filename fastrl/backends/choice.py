@@ -98,9 +98,14 @@ def _module(name: str) -> ModuleType:
     return import_module(_MODULES[name])
 
 
+def fastest(device: str) -> str:
+    """The backend that is made for a device, whether or not it is available here."""
+    return {"cuda": "triton", "cpu": "cpp"}.get(device, "torch")
+
+
 @cache
 def _default(device: str) -> str:
-    name = {"cuda": "triton", "cpu": "cpp"}.get(device, "torch")
+    name = fastest(device)
     reason = _why_unavailable(name)
     if reason is not None:
         warnings.warn(f"fastrl falls back to plain torch on {device}, which is slower: {reason}", stacklevel=2)

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
-from fastrl.objectives.objective import Clip, GeometricMean
+from fastrl.objectives.objective import Clip
 from fastrl.planning.budget import parse_budget
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
@@ -118,7 +118,7 @@ def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
         aggregation, denominator = _aggregation(preset, loss_agg_mode, config, response_mask)
         objective = _objective(preset, config, fields, aggregation)
         weights = rollout_is_weights
-        if weights is not None and isinstance(objective.gate, GeometricMean):
+        if weights is not None and objective.gate.token_clip is not None:
             weights = _geometric_means(weights, response_mask)
         inputs: dict[str, Any] = {
             "advantages": advantages,
@@ -210,7 +210,7 @@ def _metrics(
     """verl's three, as floats, in one synchronisation."""
     clipped, lower = found["clip_frac"], torch.zeros_like(found["clip_frac"])
     gate = objective.gate
-    if isinstance(gate, GeometricMean):
+    if gate.token_clip is not None:
         clipped, lower = found["clip_frac_high"], found["clip_frac_low"]
     elif isinstance(gate, Clip) and gate.dual is not None:  # `lower` are those that the dual clip alone stopped
         plain = objective.replace(gate=dataclasses.replace(gate, dual=None))

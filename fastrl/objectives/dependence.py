@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.objective import GammaWeight, GeometricMean, Objective
+from fastrl.objectives.objective import Objective
 
 #: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.
 TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
@@ -55,11 +55,11 @@ def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -
         return "a top-entropy fraction without a threshold reads the whole batch"
     if correction is not None and correction.level == "sequence" and not given.old:
         return "a sequence-level rollout correction reads a whole response"
-    if objective.ratio == "token" and not isinstance(objective.gate, GeometricMean | GammaWeight):
+    if objective.ratio == "token":
         return None
     if given.old:
         return f"the {objective.ratio} ratio reads a whole response"
-    if isinstance(objective.gate, GammaWeight):
+    if objective.gate.reads_rollout:
         return None if not given.rollout else "the gamma weight reads a whole response's rollout ratios"
     if objective.ratio == "sequence-token":
         return None

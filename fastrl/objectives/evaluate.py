@@ -17,15 +17,7 @@ from torch import Tensor
 from fastrl.base.derivative import with_derivative
 from fastrl.objectives import formulas as f
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.objective import (
-    DETACHED_GATES,
-    GATE_FORMULAS,
-    KL_FORMULAS,
-    ROLLOUT_FORMULAS,
-    GammaWeight,
-    GeometricMean,
-    Objective,
-)
+from fastrl.objectives.objective import DETACHED_GATES, GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS, Objective
 from fastrl.objectives.presets import PRESETS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
@@ -98,11 +90,11 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
         return _token_ratio(logp, old, bound)
     raw = f.difference(logp, old)
     clamped = 1 - f.within(raw, f.clamp(raw, bound))
-    if isinstance(objective.gate, GeometricMean):
-        clip, a = objective.gate.clip, batch.advantages
+    clip, a = objective.gate.token_clip, batch.advantages
+    if clip is not None:
         raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
     total = responses.sum(raw.where(batch.mask, 0.0))
-    if isinstance(objective.gate, GammaWeight) and batch.rollout is not None:
+    if objective.gate.reads_rollout and batch.rollout is not None:
         total = total + responses.sum(f.difference(old, batch.rollout))
     if objective.ratio != "sequence-product":
         total = total / batch.counts.clamp_min(1)
@@ -228,7 +220,7 @@ def objective_loss(
         policy = torch.where(kept == 0, 0.0, kept * value_of(log_ratio, logp.detach(), a, *numbers))
         source = logp if objective.gate.formula in DETACHED_GATES else ratio.source
         policy = with_derivative(policy, torch.where(kept == 0, 0.0, -kept * a * weight), source)
-        if isinstance(objective.gate, GeometricMean):  # a clipped token passes nothing to the response's mean
+        if objective.gate.token_clip is not None:  # a clipped token passes nothing to the response's mean
             weight = weight.where(side == 0, 0.0)
     else:
         value = _custom_value(objective, batch, token.log, logp, entropy, old, cu_seqlens)
@@ -253,9 +245,10 @@ def objective_loss(
 
 def _sides(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, side: Tensor) -> Tensor:
     """The gate's clipped sides; GMPO's clip is on each token's log-ratio, before the gate."""
-    if not isinstance(objective.gate, GeometricMean):
+    clip, a = objective.gate.token_clip, batch.advantages
+    if clip is None:
         return side
-    clip, a, raw = objective.gate.clip, batch.advantages, f.difference(logp.detach(), old)
+    raw = f.difference(logp.detach(), old)
     return ((a > 0) & (raw > clip)).to(raw.dtype) - ((a < 0) & (raw < -clip)).to(raw.dtype)
 
 

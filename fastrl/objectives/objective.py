@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -65,33 +65,39 @@ def _check(name: str, value: object, low: float, *, strict: bool = False, high: 
         )
 
 
-class Gate(Protocol):
+class Gate:
     """What turns a ratio and an advantage into a per-token loss."""
 
+    #: The key of the gate's functions in GATE_FORMULAS.
+    formula: ClassVar[str]
+    #: The only ratio level that the gate is defined for; None: any.
+    level: ClassVar[RatioLevel | None] = None
+    #: Whether its ratio includes what the sampler's log-probabilities differ by from the old ones.
+    reads_rollout: ClassVar[bool] = False
+
     @property
-    def formula(self) -> str:
-        """The key of the gate's functions in GATE_FORMULAS."""
+    def token_clip(self) -> float | None:
+        """The bound of each token's log-ratio before the response's mean; None: there is none."""
+        return None
 
     def parameters(self) -> tuple[float, float, float, float]:
         """The gate's numbers p0..p3, in the order of its formulas."""
+        return (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class NoGate:
+class NoGate(Gate):
     """No clipping: `-r A` with the ratio (CPI, TRPO's surrogate), `-A logp` without (REINFORCE, GPG)."""
 
     ratio: bool = True
 
     @property
-    def formula(self) -> str:
+    def formula(self) -> str:  # type: ignore[override]
         return "surrogate" if self.ratio else "reinforce"
-
-    def parameters(self) -> tuple[float, float, float, float]:
-        return (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Gate):
     """PPO's clip: `-min(r A, clip(r, 1 - low, 1 + high) A)` (arXiv:1707.06347; DAPO, arXiv:2503.14476, high > low).
 
     `dual` bounds the loss of a negative advantage by `-dual A` (arXiv:1912.09729); `delta` bounds r inside the
@@ -118,7 +124,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class SoftGate:
+class SoftGate(Gate):
     """SAPO's gate: `-(4 / tau) sigmoid(tau (r - 1)) A`, so that the weight on grad log pi is `r sech^2(tau (r-1) / 2)`.
 
     tau is `tau_pos` for A > 0 and `tau_neg` otherwise (arXiv:2511.20347).
@@ -137,7 +143,7 @@ class SoftGate:
 
 
 @dataclass(frozen=True)
-class StopGradientClip:
+class StopGradientClip(Gate):
     """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound of the ratio (arXiv:2506.13585)."""
 
     cap: float = 5.0
@@ -154,21 +160,23 @@ class StopGradientClip:
 
 
 @dataclass(frozen=True)
-class GeometricMean:
+class GeometricMean(Gate):
     """GMPO: `-A exp(mean_t clip(log r_t))`, log r clipped at +clip for A > 0, at -clip for A < 0 (arXiv:2507.20673)."""
 
     clip: float = 0.4
     formula: ClassVar[str] = "surrogate"
+    level: ClassVar[RatioLevel] = "sequence"
 
     def __post_init__(self) -> None:
         _check("GeometricMean.clip", self.clip, 0.0, strict=True)
 
-    def parameters(self) -> tuple[float, float, float, float]:
-        return (0.0, 0.0, 0.0, 0.0)
+    @property
+    def token_clip(self) -> float:
+        return self.clip
 
 
 @dataclass(frozen=True)
-class GammaWeight:
+class GammaWeight(Gate):
     """VESPO: `-sg[phi] A logp`, `log phi = lam + k log W - lam W`, W the product of the response's ratios."""
 
     k_pos: float = 2.0
@@ -176,6 +184,8 @@ class GammaWeight:
     k_neg: float = 3.0
     lam_neg: float = 2.0
     formula: ClassVar[str] = "gamma"
+    level: ClassVar[RatioLevel] = "sequence-product"
+    reads_rollout: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("k_pos", "lam_pos", "k_neg", "lam_neg"):
@@ -262,8 +272,7 @@ class Objective:
         for name, options in (("ratio", RATIO_LEVELS), ("aggregate", AGGREGATIONS)):
             if getattr(self, name) not in options:
                 raise ValueError(f"Objective.{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
-        own: dict[type, RatioLevel] = {GammaWeight: "sequence-product", GeometricMean: "sequence"}
-        level = own.get(type(self.gate), self.ratio)
+        level = self.gate.level or self.ratio
         if self.ratio not in ("token", level):
             raise ValueError(
                 f"Objective.ratio must be {level!r} (or left out) for a {type(self.gate).__name__}, got {self.ratio!r}"

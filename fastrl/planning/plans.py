@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastrl.backends.choice import fastest
 from fastrl.backends.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
@@ -96,7 +97,7 @@ class Call:
 
     def _scratch(self, name: str) -> int:
         """What the row functions themselves hold."""
-        backend = self.backend or {"cuda": "triton", "cpu": "cpp"}.get(self.device, "torch")
+        backend = self.backend or fastest(self.device)
         if backend == "torch":
             return _BLOCK_COPIES * 4 * max(min(BLOCK_ENTRIES, self.rows * self.vocab), self.vocab)
         if backend == "cpp" and name == "forward-gradient":

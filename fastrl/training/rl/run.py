@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fastrl import KL, REINFORCE, GammaWeight, Objective, RolloutCorrection
+from fastrl import KL, REINFORCE, Objective, RolloutCorrection
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
@@ -61,7 +61,7 @@ class Run:
 
 def _reads_sampler(objective: Objective) -> bool:
     corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
-    return corrects or isinstance(objective.gate, GammaWeight)
+    return corrects or objective.gate.reads_rollout
 
 
 def make_run(config: Config) -> Run:
