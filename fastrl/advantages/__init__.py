@@ -1,1 +1,1 @@
-"""Advantages, values and rewards: from what a reward says of a response to what a loss reads per token."""
+"""Advantages, values and rewards: from the reward of a response to the per-token tensors that a loss reads."""

@@ -1,4 +1,4 @@
-"""Advantages and the value loss: from rewards to the numbers that `policy_loss` multiplies log-probabilities with."""
+"""Advantages from rewards, which `policy_loss` multiplies log-probabilities by, and the value loss."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def group_advantages(
     ddof: int = 0,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Group-relative advantages `(R - mean) / (std + eps)`, the mean taken over the responses to one prompt.
+    """Group-relative advantages `(R - mean) / (std + eps)`, with the mean over the responses to one prompt.
 
     GRPO (Shao et al., 2024, arXiv:2402.03300) with `scale="group"`; Dr. GRPO (Liu et al., 2025, arXiv:2503.20783) with
     `scale="none"`. A group whose rewards are all equal gets exactly 0, whatever `eps` is.
 
     Args:
-        rewards: `(B,)`, one a response, any real dtype. NaN means that the response has no reward: it is left out of
+        rewards: `(B,)`, one per response, any real dtype. NaN means that the response has no reward: it is left out of
             every mean and standard deviation, and its advantage is 0.
         group_ids: `(B,)`, an integer tensor on the device of `rewards`, or a list of anything hashable. Responses with
-            equal ids form a group; they need not be neighbours.
-        scale: divide by the standard deviation of the group, of the whole batch, or by nothing.
+            equal ids form a group; they need not be adjacent.
+        scale: the divisor: the standard deviation of the group or of the whole batch, or none.
         ddof: 0 for the population's standard deviation, 1 for the sample's. With `ddof=1` a single reward has standard
             deviation 0.
         eps: added to the standard deviation, >= 0.
 
     Returns:
-        `(B,)` float32, in the units of a standard deviation (of the rewards with `scale="none"`); no gradient.
+        `(B,)` float32, in standard deviations (in the units of the rewards with `scale="none"`); no gradient.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
@@ -52,15 +52,15 @@ def group_advantages(
     if scale == "none":
         return centred.float()
     if scale == "batch":
-        # One group of everybody: the spread between prompts counts too.
-        everybody = torch.zeros_like(groups)
-        deviation, counts = _centred(rewards.detach(), present, everybody)
-        groups = everybody
+        # One group for the whole batch: the spread between prompts counts too.
+        whole_batch = torch.zeros_like(groups)
+        deviation, counts = _centred(rewards.detach(), present, whole_batch)
+        groups = whole_batch
     else:
         deviation = centred
     variance = _group_sum(deviation.square(), groups) / (counts - ddof).clamp(min=1)
     divisor = variance.sqrt() + eps
-    # With eps=0 a zero divisor means that every numerator above it is zero as well.
+    # With eps=0 a zero divisor means that all of its numerators are zero as well.
     return (centred / torch.where(divisor > 0, divisor, 1.0)).float()
 
 
@@ -71,7 +71,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> 
     response that is alone in its group: there is nothing to compare it with.
 
     Args:
-        rewards: `(B,)`, one a response, any real dtype. NaN means that the response has no reward: it is left out of
+        rewards: `(B,)`, one per response, any real dtype. NaN means that the response has no reward: it is left out of
             its group, and its advantage is 0.
         group_ids: `(B,)`, as in `group_advantages`.
 
@@ -98,18 +98,18 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: `A_t = delta_t + gamma lam A_{t+1}`, `delta_t = r_t + gamma V_{t+1} - V_t`.
 
-    Schulman et al., 2016, arXiv:1506.02438. Masked tokens are skipped over: `t+1` is the response's next unmasked
-    token, and what `rewards` and `values` hold under the mask is not read. Whitening is left to the caller.
+    Schulman et al., 2016, arXiv:1506.02438. Masked tokens are skipped: `t+1` is the response's next unmasked token, and
+    masked entries of `rewards` and `values` are not read. Whitening is left to the caller.
 
     Args:
-        rewards: the reward of each token, a floating-point tensor: `(B, T)`, or `(N,)`, packed or one response.
+        rewards: the reward of each token, floating point: `(B, T)`, or `(N,)` for packed responses or a single one.
         values: the critic's value before each token, shaped like `rewards`.
         mask: bool or 0/1, shaped like `rewards`, 1 = valid.
-        gamma: the discount a token, in [0, 1].
+        gamma: the discount per token, in [0, 1].
         lam: the decay of the estimator, in [0, 1].
         bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
             0 for all of them by default.
-        cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last.
 
     Returns:
         `(advantages, returns)`, float32, shaped like `rewards`, 0 where masked; `returns = advantages + values`.
@@ -125,19 +125,19 @@ def gae(
     _number_between("lam", lam, 0.0, 1.0)
     numbers, responses = response_numbers("rewards", rewards, cu_seqlens)
     if bootstrap is None:
-        after = rewards.new_zeros(responses, dtype=torch.float64)
+        final_values = rewards.new_zeros(responses, dtype=torch.float64)
     else:
         checks.tensor("bootstrap", bootstrap)
         checks.shape("bootstrap", bootstrap, (responses,), "one a response")
         checks.same_device("bootstrap", bootstrap, rewards, "rewards")
-        after = bootstrap.detach().double()
+        final_values = bootstrap.detach().double()
 
-    # A response's unmasked tokens first, then its masked ones: equal keys become neighbours, in order of time. No token
-    # leaves its response, so that `numbers` holds for the sorted tokens too.
+    # Each response's unmasked tokens come first, then its masked ones: equal keys become adjacent, in order of time.
+    # Tokens stay within their response, so `numbers` is also right for the sorted tokens.
     key, order = torch.sort(2 * numbers + ~valid.reshape(-1), stable=True)
     reward = rewards.detach().reshape(-1)[order].double()
     value = values.detach().reshape(-1)[order].double()
-    next_value = after[numbers]
+    next_value = final_values[numbers]
     same = key[1:] == key[:-1]
     next_value[:-1] = torch.where(same, value[1:], next_value[:-1])
     delta = reward + gamma * next_value - value
@@ -161,23 +161,23 @@ def value_loss(
     denominator: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The critic's loss, `0.5 (V - R)^2`, or clipped around the old values, averaged over the unmasked tokens.
+    """The critic's loss `0.5 (V - R)^2`, or its form clipped around the old values, averaged over unmasked tokens.
 
     Clipped as in PPO's public code (Schulman et al., 2017, arXiv:1707.06347):
     `0.5 max( (V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2 )`.
 
     Args:
         values: the critic's value before each token, a floating-point tensor: `(B, T)` or `(N,)`. Differentiable.
-        returns: what the values are regressed on, shaped like `values`; no gradient flows into it.
+        returns: the regression targets, shaped like `values`; no gradient flows into them.
         mask: bool or 0/1, shaped like `values`, 1 = valid. Masked entries are not read; their gradient is 0.
-        old_values: the values of the rollout, shaped like `values`; needed with `clip`, not read without it.
+        old_values: the values of the rollout, shaped like `values`; required with `clip`, not read without it.
         clip: how far a value may move from its old value, > 0, in the units of the values.
         denominator: replaces the local number of unmasked tokens (a number > 0 or a 0-dim tensor), so that
             micro-batches and ranks add up to the whole batch's loss.
-        cu_seqlens: int32 `(B+1,)` of a packed batch; checked, otherwise the mean over tokens does not need it.
+        cu_seqlens: int32 `(B+1,)` of a packed batch; only checked, as the mean over tokens does not need it.
 
     Returns:
-        A scalar, float64 for float64 values, else float32. Without unmasked tokens it is 0, and so are its gradients.
+        A scalar, float64 for float64 values, else float32. It is 0 with gradients of 0 if no token is unmasked.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
@@ -195,7 +195,7 @@ def value_loss(
     total = _denominator(denominator, valid)
 
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    # Filled before the arithmetic: a NaN under the mask would otherwise reach the gradient as 0 * NaN.
+    # Fill before the arithmetic: a NaN in a masked entry would otherwise reach the gradient as 0 * NaN.
     value = values.to(dtype).masked_fill(~valid, 0.0)
     target = returns.detach().to(dtype).masked_fill(~valid, 0.0)
     squared = (value - target).square()
@@ -213,18 +213,18 @@ def _number_between(name: str, value: object, low: float, high: float = math.inf
 
 
 def _denominator(denominator: float | Tensor | None, valid: Tensor) -> Tensor | float:
-    """What a sum over tokens is divided by; never 0."""
+    """The divisor of a sum over tokens; never 0."""
     if denominator is None:
         return valid.sum().clamp(min=1)
     denominator = checks.scalar("denominator", denominator, positive=True)
     if not isinstance(denominator, Tensor):
         return denominator
-    # Reading it would wait for the device. A count of 0 comes with no tokens to divide.
+    # Reading the value would wait for the device. A count of 0 means that there are no tokens to divide.
     return torch.where(denominator > 0, denominator, 1).detach()
 
 
 def _rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Tensor]:
-    """Which rewards there are, `(B,)` bool, and each one's group as a number in [0, B), `(B,)` int64; both checked."""
+    """Checks both; returns which rewards are present, `(B,)` bool, and their groups in [0, B), `(B,)` int64."""
     rewards = checks.in_memory("rewards", rewards)
     if rewards.is_complex():
         raise TypeError(f"rewards must be real, got {rewards.dtype}")
@@ -234,24 +234,24 @@ def _rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Ten
 
 
 def group_numbers(group_ids: object, count: int, device: torch.device) -> Tensor:
-    """Each response's group as a number in [0, count), `(count,)` int64 on the device of its rewards; checked."""
+    """Checks the ids; returns each response's group as a number in [0, count), `(count,)` int64 on `device`."""
     if not isinstance(group_ids, Tensor):
         return _number_hashables(group_ids, count).to(device)
     checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
     checks.shape("group_ids", group_ids, (count,), "one a response")
     if group_ids.device != device:
         raise ValueError(f"group_ids must be on {device} like rewards, got {group_ids.device}")
-    # As torch.unique would number them, but without telling the host how many there are.
+    # The same numbers as from torch.unique, but without sending the number of groups to the host.
     ids, order = torch.sort(group_ids, stable=True)
-    rises = torch.zeros_like(order)
-    rises[1:] = ids[1:] != ids[:-1]
+    is_new = torch.zeros_like(order)
+    is_new[1:] = ids[1:] != ids[:-1]
     groups = torch.empty_like(order)
-    groups[order] = rises.cumsum(0)
+    groups[order] = is_new.cumsum(0)
     return groups
 
 
 def _number_hashables(group_ids: object, count: int) -> Tensor:
-    """A list of ids as numbers in order of appearance."""
+    """Numbers the ids of a list in order of appearance."""
     if not isinstance(group_ids, Sequence) or isinstance(group_ids, str | bytes):
         raise TypeError(f"group_ids must be an integer tensor or a list, got {type(group_ids).__name__}")
     if len(group_ids) != count:
@@ -265,25 +265,25 @@ def _number_hashables(group_ids: object, count: int) -> Tensor:
 
 
 def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
-    """The sum of each element's group, at each element."""
+    """The sum over each element's group, per element."""
     return torch.zeros_like(x).index_add_(0, groups, x)[groups]
 
 
 def _centred(rewards: Tensor, present: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards minus their group's mean, float64, 0 where absent; and how many present rewards each one's group has."""
+    """Rewards minus their group's mean, float64, 0 if absent; and the number of present rewards of each one's group."""
     exact = rewards.double()
     lowest = torch.full_like(exact, math.inf).scatter_reduce(0, groups, exact.where(present, math.inf), "amin")[groups]
-    # Subtracting a member first makes equal rewards exactly 0, which subtracting their rounded mean would not.
+    # Subtracting a member first makes equal rewards exactly 0; subtracting only their rounded mean would not.
     shifted = (exact - lowest).where(present, 0.0)
     counts = _group_sum(present.double(), groups)
     return (shifted - _group_sum(shifted, groups) / counts.clamp(min=1)).where(present, 0.0), counts
 
 
 def _discounted_sum(x: Tensor, key: Tensor, decay: float) -> Tensor:
-    """`y_t = x_t + decay * y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps, not N."""
+    """`y_t = x_t + decay * y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps instead of N."""
     total = x
     step = 1
-    # After k rounds total_t holds the first 2^k terms. A decay of 0 must end it: 0 * NaN would reach other tokens.
+    # After k rounds total_t holds the first 2^k terms. A decay of 0 ends the loop: 0 * NaN would reach other tokens.
     while step < x.numel() and decay > 0.0:
         same = key[step:] == key[:-step]
         total = torch.cat([total[:-step] + torch.where(same, decay * total[step:], 0.0), total[-step:]])

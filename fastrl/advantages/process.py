@@ -24,17 +24,17 @@ def process_advantages(
     eps: float = 1e-6,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """A token's advantage is the sum of the normalised rewards of the steps that end at it or after it.
+    """Per-token advantages: the sum of the normalised rewards of the steps that end at the token or after it.
 
     GRPO with process supervision (Shao et al., 2024, arXiv:2402.03300, section 4.1.3). All step rewards of a group are
-    normalised together, as `group_advantages` does it.
+    normalised together, as in `group_advantages`.
 
     Args:
-        step_rewards: `(B, S)`, one a step, any real dtype; NaN means that a step has no reward.
-        step_ends: `(B, S)` integers, the index of each step's last token in its response; negative where a response has
-            fewer than S steps. In any order.
+        step_rewards: `(B, S)`, one per step, any real dtype; NaN means that a step has no reward.
+        step_ends: `(B, S)` integers, the index of each step's last token in its response, in any order; negative for
+            absent steps, if a response has fewer than S.
         group_ids: `(B,)`, as in `group_advantages`.
-        lengths: `(B,)` integers, the tokens of each response.
+        lengths: `(B,)` integers, the number of tokens of each response.
         scale, ddof, eps: as in `group_advantages`.
         cu_seqlens: int32 `(B+1,)` of a packed batch, whose differences are `lengths`.
 
@@ -43,7 +43,7 @@ def process_advantages(
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value; a step that ends outside its
-            response, which is named.
+            response (the message names it).
     """
     step_rewards = checks.in_memory("step_rewards", step_rewards)
     if step_rewards.is_complex() or step_rewards.ndim != 2:
@@ -64,23 +64,23 @@ def process_advantages(
             f" {int(ends[row, step])}"
         )
 
-    there = ends >= 0
+    present = ends >= 0
     groups = group_numbers(group_ids, size, step_rewards.device).repeat_interleave(steps)
-    rewards = step_rewards.detach().double().where(there, torch.nan).reshape(-1)
+    rewards = step_rewards.detach().double().where(present, torch.nan).reshape(-1)
     advantages = group_advantages(rewards, groups, scale=scale, ddof=ddof, eps=eps).view(size, steps).double()
 
-    # Steps in the order of their ends; what follows a token is then a suffix of them.
+    # Sort the steps by their ends: those that end at a token or after it are then a suffix.
     ends, order = ends.sort(dim=1, stable=True)
     following = torch.nn.functional.pad(advantages.gather(1, order).flip(1).cumsum(1).flip(1), (0, 1))
     longest = int(counts.max()) if size else 0
     tokens = torch.arange(longest, device=ends.device).expand(size, longest).contiguous()
-    found = following.gather(1, torch.searchsorted(ends, tokens)).float()
+    per_token = following.gather(1, torch.searchsorted(ends, tokens)).float()
     inside = tokens < counts[:, None]
-    return found[inside] if packed is not None else found.where(inside, 0.0)
+    return per_token[inside] if packed is not None else per_token.where(inside, 0.0)
 
 
 def _integers(name: str, value: object, shape: Sequence[int], why: str, like: Tensor) -> Tensor:
-    """An integer tensor of this shape, beside `like`, as int64."""
+    """Checks for an integer tensor of this shape on the device of `like`; returns it as int64."""
     value = checks.tensor(name, value, INTEGER_DTYPES)
     checks.shape(name, value, shape, why)
     checks.same_device(name, value, like, "step_rewards")

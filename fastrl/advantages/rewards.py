@@ -1,4 +1,4 @@
-"""Rewards a token or a response gets beside the task's own: the KL to the reference, and DAPO's price of length."""
+"""Rewards in addition to the task's own: the KL to the reference per token, DAPO's length penalty per response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastrl.base.responses import INTEGER_DTYPES, response_numbers, same_layout,
 from fastrl.objectives.objective import KL_FORMULAS
 
 _REWARD_KINDS = ("k1", "k2", "k3")
-_MAX_LOG_RATIO = 20.0  # as Objective.max_log_ratio: exp(20) is far beyond any use and far from overflow
+_MAX_LOG_RATIO = 20.0  # like Objective.max_log_ratio: exp(20) is far beyond any use and far from overflow
 
 
 def kl_penalized_rewards(
@@ -23,22 +23,22 @@ def kl_penalized_rewards(
     kind: str = "k1",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Token rewards `-beta * kl_t`, and the response's score on top at its last unmasked token.
+    """Token rewards `-beta * kl_t`, plus the response's score at its last unmasked token.
 
     PPO for language models (Ziegler et al., 2019, arXiv:1909.08593; Ouyang et al., 2022, arXiv:2203.02155). The
     estimators are those of `KL` with `d = ref - logp`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - 1 - d`
-    (d held within +-20 there, so that exp stays finite). Any other price, such as `overlong_penalty`, is added to
+    (where d is clamped to +-20, so that exp stays finite). Add any other penalty, such as `overlong_penalty`, to
     `scores` beforehand.
 
     Args:
-        scores: `(B,)`, one a response, a floating-point tensor. A response without unmasked tokens has no token to
-            carry its score, and gets none; a NaN score makes that one token NaN.
-        logprobs: of the policy that drew the tokens, in nats: `(B, T)`, or `(N,)`, packed or one response.
+        scores: `(B,)`, one per response, a floating-point tensor. The score of a response without unmasked tokens is
+            dropped; a NaN score makes only the token that gets it NaN.
+        logprobs: of the policy that drew the tokens, in nats: `(B, T)`, or `(N,)` for packed responses or a single one.
         ref_logprobs: of the frozen reference, shaped like `logprobs`.
         mask: bool or 0/1, shaped like `logprobs`, 1 = valid. Masked entries are not read.
         beta: the weight of the KL, a number or a 0-dim tensor, in reward per nat.
         kind: "k1" (unbiased, the usual one), "k2" or "k3".
-        cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last.
 
     Returns:
         Float32, shaped like `logprobs`, 0 where masked; no gradient.
@@ -65,12 +65,12 @@ def kl_penalized_rewards(
             d = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         value, _ = KL_FORMULAS[kind]
         rewards = (-beta * value(d, torch.zeros_like(d))).masked_fill(~valid, 0.0)
-        # The last unmasked token of each response, -1 where there is none.
+        # The last unmasked token of each response, -1 if there is none.
         position = torch.arange(d.numel(), device=d.device)
         last = position.new_full((responses,), -1)
         last = last.scatter_reduce(0, numbers, position.masked_fill(~valid, -1), "amax")
-        carries = last[numbers] == position
-        rewards = torch.where(carries, rewards + scores.double()[numbers], rewards)
+        is_last = last[numbers] == position
+        rewards = torch.where(is_last, rewards + scores.double()[numbers], rewards)
         return rewards.float().reshape(logprobs.shape)
 
 
@@ -81,9 +81,9 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:
     `max_length` is 20480, the generation limit, and `cache` 4096). Add it to the scores.
 
     Args:
-        lengths: `(B,)` integers, tokens in each response.
+        lengths: `(B,)` integers, the number of tokens of each response.
         max_length: the generation limit in tokens, > 0.
-        cache: over how many tokens before the limit the penalty grows, from 0 (none: -1 beyond the limit only) to
+        cache: the number of tokens before the limit over which the penalty grows, from 0 (-1 beyond the limit only) to
             `max_length`.
 
     Returns:
@@ -103,5 +103,5 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:
     if not 0 <= cache <= max_length:
         raise ValueError(f"cache must be from 0 to max_length = {max_length}, got {cache}")
     beyond = (max_length - cache) - lengths.to(torch.int64)
-    # Lengths are whole, so that a cache of 1 is already the step that a cache of 0 means.
+    # Lengths are integers, so a cache of 1 already gives the step that a cache of 0 means.
     return (beyond.double() / max(cache, 1)).clamp(-1.0, 0.0).float()
