@@ -1,4 +1,4 @@
-"""Shared by the suites: how one contender of `fastrl.bench` is handed to pytest-benchmark."""
+"""The fixture that times one contender of `fastrl.bench` with pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastrl.bench.measure import Run, Unavailable, default_device, synchronize
 
 @pytest.fixture
 def time_run(benchmark) -> Callable[[str, Run], None]:
-    """Times a run in a group, its consumed inputs restored before every round outside the clock.
+    """Times a run in a group; its consumed inputs are restored before every round, untimed.
 
-    A run that says that it is unavailable skips the test.
+    A run that raises Unavailable skips the test.
     """
 
     device = default_device()

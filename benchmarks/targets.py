@@ -1,8 +1,8 @@
-"""Which of the GPU's targets the results of `benchmarks/gpu.sh` reach, as Markdown.
+"""Prints which GPU targets the results of `benchmarks/gpu.sh` reach, as Markdown.
 
     python benchmarks/targets.py FOLDER
 
-Every target is a ratio of two numbers of one run. A ratio that was not measured is listed as such.
+Every target is a ratio of two numbers of one run. A ratio without a measurement is listed as such.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that rows of one contender should stay below or come up to."""
+    """An upper or lower bound on a ratio of one contender's rows."""
 
     suite: str
     workload: str
     contender: str
     bound: float
-    over: str | None = None  # the contender whose time is divided by; None: the limit of the workload
-    over_workload: str | None = None  # that contender's workload, where it is another
-    faster: bool = False  # whether the other's time over ours is told, which should be at least the bound
+    over: str | None = None  # the contender to compare with; None: the limit of the workload
+    over_workload: str | None = None  # that contender's workload, if it is a different one
+    faster: bool = False  # whether the ratio is the other's time over ours, which should reach the bound
     field: str = "milliseconds_median"
-    least: tuple[tuple[str, int], ...] = ()  # of the shape's numbers
-    most: tuple[tuple[str, int], ...] = ()
+    least: tuple[tuple[str, int], ...] = ()  # lower bounds on sizes of the shape
+    most: tuple[tuple[str, int], ...] = ()  # upper bounds
     dtype: str = "bfloat16"
 
     def matches(self, row: Row) -> bool:
-        """Whether the target speaks of this row."""
+        """Whether the target applies to this row."""
         shape = row["shape"]
         return (
             (row["suite"], row["contender"], row["dtype"]) == (self.suite, self.contender, self.dtype)
@@ -46,7 +46,7 @@ class Target:
         )
 
     def ratio(self, row: Row, others: list[Row]) -> float | None:
-        """Its value at the row, `others` being the rows of the same shape and run; None where either has no number."""
+        """The ratio for the row; `others` are the rows of the same shape and run. None if a number is missing."""
         if self.field == "peak_temporary_bytes":
             return None if row[self.field] is None else row[self.field] / 2**30
         base = row["milliseconds_limit"]
@@ -59,7 +59,7 @@ class Target:
 
     @property
     def words(self) -> str:
-        """What the ratio is of."""
+        """The ratio in words."""
         if self.field == "peak_temporary_bytes":
             return "temporary memory in GiB"
         other = "its limit" if self.over is None else self.over_workload or self.over
@@ -109,7 +109,7 @@ def sections(folder: Path) -> Iterator[list[Row]]:
 
 
 def lines(found: list[list[Row]]) -> list[tuple[str, ...]]:
-    """A line for each target and row that it speaks of."""
+    """A line for each target and each row that it applies to."""
     table = []
     for target in TARGETS:
         wanted = f"{'>=' if target.faster else '<='} {target.bound:g}"

@@ -1,4 +1,4 @@
-"""Our paths from hidden states and the head, between commits; the bare products tell how fast the machine was."""
+"""fastrl's paths from hidden states and the head, to compare commits; the bare products show the machine's speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastrl.bench.problems import LinearProblem, linear_problem
 
 DEVICE = default_device()
 SIZES = {
-    # the size of the project's target against the three products on a CPU; a narrow head, where row work weighs most
+    # the size of the CPU target relative to the three products; a narrow head, where row work weighs most
     "cpu": [(2048, 512, 32768, torch.float32), (2048, 128, 32768, torch.float32)],
     # a 7B-shaped and a 1.5B-shaped head with a Qwen vocabulary
     "cuda": [(8192, 4096, 151936, torch.bfloat16), (8192, 2048, 151936, torch.bfloat16)],
@@ -36,18 +36,18 @@ def problem(n: int, width: int, vocab: int, dtype: torch.dtype) -> LinearProblem
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("contender", ["fastrl", "products"])
 def test_linear(n, width, vocab, dtype, workload, contender, time_run) -> None:
-    given = problem(n, width, vocab, dtype)
+    inputs = problem(n, width, vocab, dtype)
     if contender == "products":
-        run = products(given.hidden, given.weight, backward=workload != "statistics").prepare()
+        run = products(inputs.hidden, inputs.weight, backward=workload != "statistics").prepare()
     else:
-        found = next(w for w in workloads(given) if w.name == workload)
-        run = next(s for s in found.contenders if s.name == contender).prepare()
+        chosen = next(w for w in workloads(inputs) if w.name == workload)
+        run = next(s for s in chosen.contenders if s.name == contender).prepare()
     time_run(f"linear, {workload}, {n} x {width} x {vocab} {dtype}", run)
 
 
 @sizes
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_budget(n, width, vocab, dtype, budget, time_run) -> None:
-    """The plan that each budget gets; one that no plan fits is skipped, with the smallest that one does."""
+    """The plan for each budget; a budget too small for any plan is skipped, with the smallest that is enough."""
     contender = heads.contender(problem(n, width, vocab, dtype), heads.ours(budget))
     time_run(f"budgets, {n} x {width} x {vocab} {dtype}", contender.prepare())

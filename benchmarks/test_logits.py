@@ -1,4 +1,4 @@
-"""Our paths from logits, between commits; eager torch tells how fast the machine was."""
+"""fastrl's paths from logits, to compare commits; eager torch shows the machine's speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastrl.bench.problems import LogitsProblem, logits_problem
 
 DEVICE = default_device()
 SIZES = {
-    # the size of the project's speed target on a CPU: rows stay in a core's cache, the whole does not
+    # the size of the CPU speed target: rows stay in a core's cache, the whole does not
     "cpu": [(2048, 32768, torch.float32), (2048, 32768, torch.bfloat16), (512, 151936, torch.float32)],
     # a Qwen vocabulary, where a row no longer fits an SM, and a small one, where launches and reductions weigh more
     "cuda": [(8192, 151936, torch.bfloat16), (32768, 32768, torch.bfloat16)],
@@ -35,6 +35,6 @@ def problem(n: int, vocab: int, dtype: torch.dtype) -> LogitsProblem:
     ("workload", "contender"), [(workload, contender) for workload in WORKLOADS for contender in WORKLOADS[workload]]
 )
 def test_logits(n, vocab, dtype, workload, contender, time_run) -> None:
-    found = next(w for w in workloads(problem(n, vocab, dtype)) if w.name == workload)
-    chosen = next(s for s in found.contenders if s.name == contender)
-    time_run(f"logits, {workload}, {n} x {vocab} {dtype}", chosen.prepare())
+    definition = next(w for w in workloads(problem(n, vocab, dtype)) if w.name == workload)
+    run = next(s for s in definition.contenders if s.name == contender)
+    time_run(f"logits, {workload}, {n} x {vocab} {dtype}", run.prepare())

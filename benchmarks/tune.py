@@ -1,11 +1,11 @@
-"""The sizes that row kernels could have, each timed at each shape: what a default is chosen by.
+"""Time each size that the row kernels could have at each shape, to choose the defaults.
 
     python benchmarks/tune.py --out DIR                         # all kernels, at the logits suite's GPU shapes
     python benchmarks/tune.py --out DIR --kernel forward-gradient --shape 8192x151936
 
 Prints the fastest first, the default marked, and writes tune.json. Statistics and forward-gradient must keep the same
-`vector`, `block` and `segments` for a row, or their results are no longer the same bits: choose these for both. A
-choice takes 2 to 5 s, most of it to compile: some 40 of statistics, 20 of the gradient, 50 of the forward-gradient.
+`vector`, `block` and `segments` for a row, or their results are no longer bitwise equal: choose these for both. A
+choice takes 2 to 5 s, mostly to compile: there are some 40 of statistics, 20 of gradient, 50 of forward-gradient.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Choice = dict[str, Any]
 
 
 def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
-    """Block, warps, registers a thread (None: the compiler's choice), segments of forward-gradient. The default first.
+    """Block, warps, registers per thread (None: the compiler's choice), segments in forward-gradient. Default first.
 
-    Statistics also with the rows' segments apart or not, whatever the number of rows (None: as by default).
+    For statistics also whether rows' segments are apart, for any number of rows (None: as by default).
     """
     base = configuration(vocab, itemsize)
     warps = base.forward_gradient_warps if kernel == "forward-gradient" else base.warps
     default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64, "apart": None}
-    found = [default]
+    choices = [default]
     for block, segments, warps, registers, apart in itertools.product(
         (1024, 2048, 4096, 8192),
         (1, 2, 4) if kernel == "forward-gradient" else (base.segments,),
@@ -59,24 +59,24 @@ def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
         (64, None),
         (True, False) if kernel == "statistics" else (None,),
     ):
-        entries = block * (segments if kernel == "forward-gradient" else 1) // (32 * warps)  # of a thread, in a step
+        entries = block * (segments if kernel == "forward-gradient" else 1) // (32 * warps)  # per thread and step
         choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers, "apart": apart}
         if choice != default and 8 <= entries <= 32 and (registers or 0) * 32 * warps <= 65536:
-            found.append(choice)
-    return found
+            choices.append(choice)
+    return choices
 
 
 @contextmanager
 def chosen(kernel: str, choice: Choice) -> Iterator[None]:
-    """The kernel's launcher with these sizes."""
+    """Within the context, the kernel's launcher uses these sizes."""
     module = ROW_KERNELS[kernel]
 
     def sizes(vocab: int, itemsize: int) -> Configuration:
         return Configuration(16 // itemsize, choice["block"], choice["segments"], choice["warps"], choice["warps"])
 
     def options(warps: int, light: bool) -> dict[str, Any]:
-        found = {k: v for k, v in launch_options(warps, light).items() if k != "maxnreg"}
-        return found if choice["maxnreg"] is None else found | {"maxnreg": choice["maxnreg"]}
+        launch = {k: v for k, v in launch_options(warps, light).items() if k != "maxnreg"}
+        return launch if choice["maxnreg"] is None else launch | {"maxnreg": choice["maxnreg"]}
 
     programs = row_statistics._PROGRAMS if choice["apart"] is None else (1 << 30 if choice["apart"] else 0)
     with (
@@ -88,22 +88,22 @@ def chosen(kernel: str, choice: Choice) -> Iterator[None]:
 
 
 def row_call(kernel: str, n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Callable[[], Any], int]:
-    """The kernel on N rows of random logits, and the bytes that it has to move."""
+    """A call of the kernel on N rows of random logits, and the bytes that it has to move."""
     logits = torch.randn(1, n, vocab, dtype=dtype, device=device)
     targets, c = torch.randint(vocab, (n,), device=device), torch.randn(n, device=device)
     once, identity = logits.numel() * logits.element_size(), Transform()
     if kernel == "statistics":
         return lambda: triton_backend.row_statistics(logits, targets, None, identity), once
     if kernel == "gradient":
-        found, out = triton_backend.row_statistics(logits, targets, None, identity), torch.empty_like(logits)
-        return lambda: triton_backend.row_gradient(logits, targets, None, identity, found, c, None, out), 2 * once
+        forward, out = triton_backend.row_statistics(logits, targets, None, identity), torch.empty_like(logits)
+        return lambda: triton_backend.row_gradient(logits, targets, None, identity, forward, c, None, out), 2 * once
     inputs = RowInputs(c, c.abs())
-    # In place: the second call reads a gradient, whose rows take as long.
+    # In place: the second call reads a gradient, which takes equally long.
     return lambda: triton_backend.row_forward_gradient(logits, targets, None, identity, CLIP, inputs), 2 * once
 
 
 def timed(call: Callable[[], Any], device: str) -> float:
-    """Milliseconds, the median, with a cold cache."""
+    """The median milliseconds, with a cold cache."""
 
     def once() -> Outcome:
         call()
@@ -114,13 +114,13 @@ def timed(call: Callable[[], Any], device: str) -> float:
 
 
 def sweep(choices: list[Choice], call: Callable[[Choice], Any], device: str) -> list[Choice]:
-    """Each choice with its milliseconds, or with why it does not run; the fastest first."""
+    """Each choice with its milliseconds, or the error if it does not run; the fastest first."""
     rows = []
     for place, choice in enumerate(choices):
         row = {**choice, "default": place == 0, "milliseconds": None, "error": None}
         try:
             row["milliseconds"] = timed(partial(call, choice), device)
-        except (TritonError, RuntimeError) as error:  # more registers or shared memory than there are
+        except (TritonError, RuntimeError) as error:  # too many registers, or too much shared memory
             row["error"] = str(error).splitlines()[0]
         rows.append(row)
     return sorted(rows, key=lambda row: float("inf") if row["milliseconds"] is None else row["milliseconds"])
@@ -151,12 +151,12 @@ def main(argv: Sequence[str]) -> None:
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or []]
     shapes = shapes or SUITES["logits"].defaults["cuda"]
     options.out.mkdir(parents=True, exist_ok=True)
-    found = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv]), "sweeps": []}
+    report = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv]), "sweeps": []}
     for kernel, shape in itertools.product(options.kernel or ROW_KERNELS, shapes):
         torch.manual_seed(0)
         rows = run_rows(kernel, shape, dtype, device)
-        found["sweeps"].append({"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": rows})
-        (options.out / "tune.json").write_text(json.dumps(found, indent=2) + "\n")
+        report["sweeps"].append({"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": rows})
+        (options.out / "tune.json").write_text(json.dumps(report, indent=2) + "\n")
         print(f"\n{kernel} {'x'.join(map(str, shape))} {options.dtype}")
         for row in rows[:8] + [row for row in rows[8:] if row["default"]]:
             sizes = {k: v for k, v in row.items() if k not in ("default", "milliseconds", "error", "bytes_per_second")}

@@ -1,4 +1,4 @@
-"""The command ``fastrl``. Its subcommands are imported when they are called: a core install has no trainer."""
+"""The command `fastrl`. Subcommands are imported when they are called, because a core install has no trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastrl.base import dependencies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``fastrl COMMAND ...``; returns the exit status. 2 means that the user can mend it, and one line said how."""
+    """Run `fastrl COMMAND ...`; returns the exit status: 2, after one line of explanation, if the user can fix it."""
     parser = argparse.ArgumentParser(
         prog="fastrl",
         description="Fused vocabulary losses for reinforcement learning of language models.",
@@ -90,7 +90,7 @@ def _plot_gates(argv: list[str]) -> int:
 
 
 def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The command's exit status; 2 and one line for what the user can mend."""
+    """The command's exit status; 2 and one line for a mistake that the user can correct."""
     from fastrl.base.errors import UserError
     from fastrl.planning.budget import BudgetTooSmall
 
@@ -98,7 +98,7 @@ def _run(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return command(argv)
     except UserError as error:
         return _fail(str(error))
-    except BudgetTooSmall as error:  # for what no config says, such as how many entries of the vocabulary were recorded
+    except BudgetTooSmall as error:  # for what no config contains, such as the size of recorded supports
         return _fail(f"training.memory_budget: {error}")
 
 

@@ -1,4 +1,4 @@
-"""``fastrl doctor``: what this machine has, which backends run on it, and why one is missing."""
+"""`fastrl doctor`: versions, devices, the backends that run on this machine, and why one is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastrl.backends.cpp import build as cpp_build
 from fastrl.base import dependencies
 from fastrl.bench import machine
 
-#: The oldest and the newest version of each that `make test` has passed with, whole but for what the README leaves out.
+#: The oldest and newest version of each that `make test` passed with, all tests except those the README leaves out.
 TESTED = {
     "python": ("3.11", "3.12"),
     "torch": ("2.11.0", "2.13.0"),
@@ -23,7 +23,7 @@ def missing_for_train() -> list[str]:
 
 
 def main() -> int:
-    """Print versions, devices, compiler and backends; 0 always, for a missing backend is news and not an error."""
+    """Print versions, devices, compiler and backends; always returns 0, because a missing backend is not an error."""
     facts = machine.describe(())
     _section("versions", {name: _version(name, value) for name, value in facts["versions"].items()})
     _section("machine", facts["machine"])

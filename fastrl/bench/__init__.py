@@ -1,18 +1,18 @@
-"""`fastrl bench`: our paths beside other people's, on the same inputs, in one run; Markdown and JSON out.
+"""`fastrl bench`: fastrl's paths next to other packages', on the same inputs in one run; Markdown and JSON out.
 
-- command: arguments -> suites -> files
-- suites: which shapes are run, and the limits that their workloads are held against
-- running: one suite at one shape, its contenders measured into rows
-- workloads, contenders: what a workload, a section of results, and one way to do a workload are
-- *_workload: what each suite computes, by ours, by plain torch and by peers
-- heads: from hidden states and the output head to a loss, for all suites that do that
-- peers: other packages, each behind a function that says why it cannot run
+- command: parses the arguments, runs the suites, writes the files
+- suites: the shapes of each suite, and the limits that its workloads are compared with
+- running: measures the contenders of one suite at one shape into rows
+- workloads, contenders: the definitions of a workload, a section of results, and a contender
+- *_workloads, *_workload: what each suite computes, with fastrl, with plain torch and with peers
+- heads: from hidden states and the output head to a loss, for all suites that need it
+- peers: other packages, each in a function that raises Unavailable with the reason if it cannot run
 - plain: the losses as a trainer writes them in torch
-- problems, step_problem: inputs, and float64 answers
+- problems, step_problem: inputs, and expected results in float64
 - measure, clock: time, peak temporary memory and error of one contender
-- ceilings, read_ceiling: what the memory can do at most
+- ceilings, read_ceiling: the highest memory throughput
 - machine: machine, versions, commit
-- report, charts: rows -> Markdown and JSON, PNG
+- report, charts: rows as Markdown and JSON, and as PNG
 """
 
 from fastrl.bench.command import main

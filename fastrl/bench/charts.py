@@ -1,4 +1,4 @@
-"""Sections as PNG charts: time against peers as bars beside the limit, memory and time against tokens as lines."""
+"""Sections as PNG charts: bars of time next to the limit, or lines of memory and time over the number of tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fastrl.bench.report import shape_text, shared_limit, skipped_text
 from fastrl.bench.workloads import Section
 
 _OURS, _OTHERS, _BODY, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#ffffff", "#c1272d", "#222222"
-#: Of lines: ours in the order of the contenders, ever lighter and thinner, so that coinciding ones all show; the
-#: others.
+#: Line styles: fastrl's in the order of the contenders, each lighter and thinner, so that all show if they coincide;
+#: the others'.
 _OUR_LINES = (("#08306b", 5.4), ("#0868ac", 4.0), ("#4eb3d3", 2.8), ("#35978f", 1.6))
 _OTHER_LINES = ("#737373", "#b35806", "#7b3294", "#c51b7d", "#a6761d")
 _MARKERS = "os^vDPX*<>"
 _WIDTH = 10.0  # inches
-_LINE = 0.17  # inches of a line of small text
+_LINE = 0.17  # inches per line of small text
 _DPI = 130
-#: Bytes below which temporary memory is drawn as this much: a logarithmic axis has no zero.
+#: Less temporary memory is drawn as this many bytes: a logarithmic axis has no zero.
 _LEAST_BYTES = 2**20
 
 
 def draw(header: dict[str, Any], section: Section, folder: Path) -> Path:
-    """Draw the section into the folder; the file's path, named by suite, shape and dtype."""
+    """Draw the section into a file in the folder, named by suite, shape and dtype; returns its path."""
     shape = "x".join(map(str, section.shape.values()))
     path = folder / f"{section.suite}-{shape}-{section.rows[0].dtype}.png"
     figure(header, section).savefig(path, dpi=_DPI)
@@ -37,12 +37,12 @@ def draw(header: dict[str, Any], section: Section, folder: Path) -> Path:
 
 
 def figure(header: dict[str, Any], section: Section) -> Figure:
-    """The section's chart: lines against tokens for the memory suite, bars for the others."""
+    """The section's chart: lines over tokens for the memory suite, bars for the others."""
     return _memory_figure(header, section) if section.suite == "memory" else _time_figure(header, section)
 
 
 def _time_figure(header: dict[str, Any], section: Section) -> Figure:
-    """A panel of horizontal bars for each workload that anything did."""
+    """A panel of horizontal bars for each workload with results."""
     workloads = {
         workload: [row for row in section.rows if row.workload == workload and not row.is_limit]
         for workload in section.workloads
@@ -72,7 +72,7 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
         if faster is not None and row.ours:
             text += f"  ({faster:.3g} × eager)"
         if row.share_of_step is not None:
-            # The part of the bar that is the body's, alike for all, recedes.
+            # The body's part of the bar, the same for all, is drawn paler.
             panel.barh(place, time * (1 - row.share_of_step), height=0.72, color=_BODY, alpha=0.55)
             text += f"  head and loss {100 * row.share_of_step:.0f} %"
         if row.plan is not None:
@@ -101,7 +101,7 @@ def _bars(panel: Axes, rows: list[Row]) -> None:
 
 
 def _plan_text(row: Row) -> str:
-    """Which plan, unless its name is the row's, what of its limit it reached, and its memory."""
+    """The plan (unless the contender's name ends with it), the fraction of its limit, and its memory."""
     parts = [row.plan or ""] if not row.contender.endswith(row.plan or "") else []
     if row.fraction_of_limit is not None:
         parts.append(f"{100 * row.fraction_of_limit:.0f} % of {row.limit}")
@@ -111,7 +111,7 @@ def _plan_text(row: Row) -> str:
 
 
 def _limit_line(panel: Axes, rows: list[Row]) -> None:
-    """Where the limit lies: one line, or on each bar its own."""
+    """Draw the limit: one line if all rows share it, else one per bar."""
     limits = {row.milliseconds_limit for row in rows if row.milliseconds_limit is not None}
     if not limits:
         return
@@ -131,7 +131,7 @@ def _limit_line(panel: Axes, rows: list[Row]) -> None:
 
 
 def _memory_figure(header: dict[str, Any], section: Section) -> Figure:
-    """Two panels with the same lines: memory and time against tokens."""
+    """Two panels with the same contenders as lines: memory and time over tokens."""
     figure, panels = _figure(header, section, 4.6, (1, 2), None)
     contenders = list(dict.fromkeys(row.contender for row in section.rows if row.skipped is None))
     our_styles, other_colours = iter(_OUR_LINES), iter(_OTHER_LINES)
@@ -176,7 +176,7 @@ def _log_axes(panel: Axes, tokens: list[int]) -> None:
 def _figure(
     header: dict[str, Any], section: Section, height: float, grid: tuple[int, int], ratios: list[float] | None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with room for its panels, between what it is of and who did not run."""
+    """A figure with room for its panels, below the title and above the notes on contenders that did not run."""
     notes = _notes(section)
     top, bottom = 0.75, 0.1 + _LINE * len(notes)
     whole = max(height, 1.0) + top + bottom
@@ -203,7 +203,7 @@ def _machine(header: dict[str, Any]) -> str:
 
 
 def _notes(section: Section) -> list[str]:
-    """Who did not run and why: each name once a reason; in the memory suite, each once with its token counts."""
+    """Contenders that did not run, and why: each once per reason, in the memory suite once with its token counts."""
     reasons: dict[str, list[str]] = {}
     for row in section.rows:
         if row.skipped is not None:
@@ -214,7 +214,7 @@ def _notes(section: Section) -> list[str]:
         for contender in dict.fromkeys(row.contender for row in skipped):
             rows = [row for row in skipped if row.contender == contender]
             counts = ", ".join(f"{row.tokens:,}" for row in rows)
-            # The reasons may differ in their numbers: the last, of the most tokens, stands for them.
+            # The reasons may differ in their numbers: show the last one, for the most tokens.
             reasons.setdefault(skipped_text(rows[-1]), []).append(f"{contender} at {counts} tokens")
     texts = (f"{'; '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items())
     return [line for text in texts for line in textwrap.wrap(text, 155)]

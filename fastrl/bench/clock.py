@@ -1,4 +1,4 @@
-"""Seconds of a contender's calls: by the host's clock on a CPU, by events on a GPU; and what issuing them costs."""
+"""Seconds of a contender's calls, by the host's clock on a CPU and by events on a GPU; and the time to issue them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from torch import Tensor
 
 from fastrl.bench.contenders import Run
 
-#: Repeats that a slow contender still gets: a median of fewer says nothing.
+#: The fewest repeats, even of a slow contender: a median of fewer says nothing.
 _FEWEST_REPEATS = 3
-#: Bytes that are read before a call, to leave nothing of its inputs in a GPU's cache: 20 times an H200's.
+#: Bytes read before a call, to evict its inputs from a GPU's cache: 20 times an H200's.
 FLUSHED_BYTES = 1 << 30
-#: Cycles that a GPU is kept waiting before a call, 5 ms on an H200: the host issues the call meanwhile, so that
-#: launches are not counted.
+#: Cycles that a GPU waits before a call, 5 ms on an H200. The host issues the call meanwhile, so that launches are
+#: not counted.
 _LEAD_CYCLES = 10_000_000
-#: Calls that are issued one after the other without waiting, to tell what one costs the host.
+#: Calls issued one after the other without waiting, to measure the host's time per call.
 _ISSUED_CALLS = 20
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device's work."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def time_runs(run: Run, device: str, repeats: int, seconds: float = math.inf, hot: bool = False) -> list[float]:
-    """Seconds of each repeat; no further one is begun after `seconds` in all, once there are enough for a median.
+    """Seconds of each repeat; after `seconds` in total no further one begins, once there are enough for a median.
 
-    On a GPU by events, with nothing in its L2 cache or, if `hot`, with what restoring and the call before left there.
+    On a GPU by events, with a cold L2 cache or, if `hot`, with what `restore` and the previous call left in it.
     """
     if device != "cuda":
         return _repeated(partial(_seconds_on_host, run), repeats, seconds)
-    # Read, not written: a cache of written lines would have to be stored while the call runs.
+    # Read, not written: written cache lines would be stored to memory while the call runs.
     flushed = None if hot else torch.zeros(FLUSHED_BYTES // 4, device=device)
     return _repeated(partial(_seconds_on_gpu, run, flushed), repeats, seconds)
 
 
 def time_issue(run: Run, device: str, repeats: int, seconds: float = math.inf) -> list[float]:
-    """Seconds that the host spends on a call, on a GPU each the mean of a round of calls that wait for nothing.
+    """Seconds that the host spends on a call; on a GPU each is the mean of a round of calls that do not wait.
 
-    On a CPU the work itself is in them.
+    On a CPU they include the work itself.
     """
     return _repeated(partial(_seconds_to_issue, run, device), repeats, seconds)
 

@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `fastrl bench` with these arguments; the exit status. Wrong ones raise SystemExit(2), as argparse does."""
+    """Run `fastrl bench`; returns the exit status. Invalid arguments raise SystemExit(2), as in argparse."""
     parser = _parser()
     options = parser.parse_args(argv)
     chosen = [name for name in SUITES if options.suite in (name, "all")]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         for shape in shapes[name] if options.shape else suite.defaults[device]:
             log = partial(_log, f"{name} {'x'.join(map(str, shape))} {dtype}")
             sections.append(suite.run(shape, Setting(getattr(torch, dtype), device, repeats, log, seconds)))
-            if options.out is not None:  # after every shape: a long run that is cut short leaves what it has
+            if options.out is not None:  # after every shape, so that an interrupted run leaves its results
                 _write(options.out, options.name, header, sections)
     print(as_markdown(header, sections))
     return _status(row for section in sections for row in section.rows)
@@ -70,7 +70,7 @@ def _status(rows: Iterable[Row]) -> int:
 
 
 def _check_packages(parser: argparse.ArgumentParser, suites: Sequence[str], out: Path | None) -> None:
-    """Say what is missing before anything is measured."""
+    """Exit with the missing packages before anything is measured."""
     needed = ["tabulate", *(["matplotlib"] if out is not None else [])]
     needed += [package for name in suites for package in SUITES[name].needs]
     if missing := dependencies.missing(needed):
@@ -142,13 +142,13 @@ def _shape(text: str) -> Shape:
 
 
 def _shapes(parser: argparse.ArgumentParser, chosen: Sequence[str], given: Sequence[Shape]) -> dict[str, list[Shape]]:
-    """Each chosen suite's shapes, by how many numbers they have."""
-    found: dict[str, list[Shape]] = {name: [] for name in chosen}
+    """The shapes of each chosen suite, assigned by their number of axes."""
+    by_suite: dict[str, list[Shape]] = {name: [] for name in chosen}
     for shape in given:
-        takers = [name for name in chosen if len(SUITES[name].axes) == len(shape)]
-        if not takers:  # one suite was chosen: among all, every number of numbers has one
-            written, axes = "x".join(map(str, shape)), "x".join(SUITES[chosen[0]].axes)
-            parser.error(f"argument --shape: the {chosen[0]} suite takes {axes}, got {written}")
-        for name in takers:
-            found[name].append(shape)
-    return found
+        suites = [name for name in chosen if len(SUITES[name].axes) == len(shape)]
+        if not suites:  # only if one suite was chosen: among all, some suite takes each number of axes
+            shape_text, axes = "x".join(map(str, shape)), "x".join(SUITES[chosen[0]].axes)
+            parser.error(f"argument --shape: the {chosen[0]} suite takes {axes}, got {shape_text}")
+        for name in suites:
+            by_suite[name].append(shape)
+    return by_suite

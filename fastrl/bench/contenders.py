@@ -1,4 +1,4 @@
-"""What is measured: one way to do a workload, what it gives, and why it may not run here."""
+"""A contender: one way to compute a workload, its results, and the reason if it cannot run here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Outcome(NamedTuple):
-    """What a contender gave, detached; None or missing where it does not give that."""
+    """A contender's results, detached; None or missing if it does not compute them."""
 
     loss: Tensor | None
     logprobs: Tensor | None
@@ -19,21 +19,21 @@ class Outcome(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A contender, ready: `call` is what is timed; `restore` brings consumed inputs back before it, untimed."""
+    """A prepared contender: `call` is timed; `restore` resets consumed inputs before it, untimed."""
 
     call: Callable[[], Outcome]
     restore: Callable[[], None] = lambda: None
 
 
 class Unavailable(Exception):
-    """Why a contender cannot run here."""
+    """The reason why a contender cannot run here."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do a workload."""
+    """One way to compute a workload."""
 
     name: str
-    prepare: Callable[[], Run]  # raises Unavailable or ImportError where it cannot run
-    bytes_needed: int  # beyond the inputs, roughly: it is left out where there is less
-    ours: bool = False  # an error of ours is no reason to skip
+    prepare: Callable[[], Run]  # raises Unavailable or ImportError if it cannot run
+    bytes_needed: int  # beyond the inputs, roughly; skipped if less is free
+    ours: bool = False  # fastrl's own: an error is a failure, not a reason to skip

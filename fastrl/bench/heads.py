@@ -1,6 +1,6 @@
-"""Who goes from hidden states (N, H) and the output head (V, H) to a loss, and what memory each needs.
+"""The contenders from hidden states (N, H) and the output head (V, H) to a loss, and the memory that each needs.
 
-The linear, memory and step suites run the same heads: here are ours, plain torch's, and the lists with the peers'.
+The linear, memory and step suites run the same heads: fastrl's and plain torch's, listed here with the peers'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 class Size(NamedTuple):
-    """A problem's size, and the bytes that follow from it."""
+    """A problem's size, and numbers of bytes that follow from it."""
 
     tokens: int
     hidden: int
@@ -37,21 +37,21 @@ class Size(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """The same in float32."""
+        """One tensor of the logits' shape in float32."""
         return self.tokens * self.vocab * 4
 
     @property
     def gradients(self) -> int:
-        """Of hidden states and weight, in float32."""
+        """The gradients of hidden states and weight, in float32."""
         return 4 * self.hidden * (self.tokens + self.vocab)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A head by name."""
+    """A named head."""
 
     name: str
-    make: Callable[[Tokens], Head]  # raises Unavailable or ImportError where it cannot run
+    make: Callable[[Tokens], Head]  # raises Unavailable or ImportError if it cannot run
     bytes_needed: Callable[[Size], int]  # beyond hidden states and weight, roughly
     ours: bool = False
 
@@ -85,14 +85,14 @@ def cross_entropy_candidates() -> list[Candidate]:
 
 
 def ours(memory_budget: str | None = None) -> Candidate:
-    """`fastrl.linear_policy_loss`, by its own choice of plan or within a budget."""
+    """`fastrl.linear_policy_loss`, with the plan that it chooses, or within a budget."""
     name = "fastrl" if memory_budget is None else f"fastrl, {memory_budget}"
     make = partial(policy_head, memory_budget, fastrl.PPO(clip=plain.CLIP))
     return Candidate(name, make, lambda s: 2 * s.gradients + 2 * _GIB, ours=True)
 
 
 def ours_from_logits() -> Candidate:
-    """The head as it stands, and `fastrl.logits_policy_loss(inplace=True)` behind it."""
+    """The plain head, followed by `fastrl.logits_policy_loss(inplace=True)`."""
     return Candidate("fastrl, logits in place", _policy_from_logits, lambda s: s.once + s.gradients, ours=True)
 
 
@@ -103,7 +103,7 @@ def size_of(problem: LinearProblem) -> Size:
 
 
 def contender(problem: LinearProblem, candidate: Candidate) -> Contender:
-    """The candidate's loss and gradients on a problem's inputs."""
+    """A contender for the candidate's loss and gradients on a problem's inputs."""
     run = partial(_loss_and_gradients, problem, candidate.make)
     return Contender(candidate.name, run, candidate.bytes_needed(size_of(problem)), candidate.ours)
 
@@ -113,21 +113,21 @@ def _loss_and_gradients(problem: LinearProblem, make: Callable[[Tokens], Head]) 
     hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
 
     def call() -> Outcome:
-        found = head(hidden, weight)
-        d_hidden, d_weight = torch.autograd.grad(found.loss, (hidden, weight))
+        result = head(hidden, weight)
+        d_hidden, d_weight = torch.autograd.grad(result.loss, (hidden, weight))
         gradients = {"hidden": d_hidden, "weight": d_weight}
-        return Outcome(found.loss.detach(), found.logprobs, found.entropy, gradients)
+        return Outcome(result.loss.detach(), result.logprobs, result.entropy, gradients)
 
     return Run(call)
 
 
 def policy_head(memory_budget: str | None, objective: fastrl.Objective, tokens: Tokens) -> Head:
-    """`fastrl.linear_policy_loss` of an objective, within a budget that no plan may fit (Unavailable)."""
+    """`fastrl.linear_policy_loss` of an objective; Unavailable if no plan fits the budget."""
     targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
         try:
-            found = fastrl.linear_policy_loss(
+            result = fastrl.linear_policy_loss(
                 tokens.padded(hidden),
                 weight,
                 targets,
@@ -139,8 +139,8 @@ def policy_head(memory_budget: str | None, objective: fastrl.Objective, tokens: 
         except ValueError as error:
             if memory_budget is None or "memory_budget" not in str(error):
                 raise
-            raise Unavailable(str(error)) from None  # no plan is that small: an answer, not a mistake
-        return HeadLoss(found.loss, found.logprobs, found.entropy)
+            raise Unavailable(str(error)) from None  # no plan fits: a valid result, not an error
+        return HeadLoss(result.loss, result.logprobs, result.entropy)
 
     return head
 
@@ -151,10 +151,10 @@ def _policy_from_logits(tokens: Tokens) -> Head:
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
         logits = torch.nn.functional.linear(tokens.padded(hidden), weight)
-        found = fastrl.logits_policy_loss(
+        result = fastrl.logits_policy_loss(
             logits, targets, objective=objective, advantages=tokens.per_response, old_logprobs=old, inplace=True
         )
-        return HeadLoss(found.loss, found.logprobs, found.entropy)
+        return HeadLoss(result.loss, result.logprobs, result.entropy)
 
     return head
 

@@ -1,4 +1,4 @@
-"""The workloads that start from hidden states (N, H) and the output head (V, H), and who does them."""
+"""The workloads that start from hidden states (N, H) and the output head (V, H), and their contenders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastrl.bench.workloads import COMPILED, EAGER, Workload, compiled
 
 
 def workloads(problem: LinearProblem) -> list[Workload]:
-    """Two losses with their gradients, statistics alone."""
+    """Two losses with their gradients, and statistics alone."""
     unit = product_flops(problem)
     apple = Candidate("Apple cut-cross-entropy", peers.apple_policy_head, lambda s: 2 * s.gradients)
     return [
@@ -44,12 +44,12 @@ def workloads(problem: LinearProblem) -> list[Workload]:
 
 
 def product_flops(problem: LinearProblem) -> int:
-    """Operations of one matrix product of the problem's size."""
+    """The floating-point operations of one matrix product of the problem's size."""
     return 2 * problem.hidden.numel() * problem.weight.shape[0]
 
 
 def products(hidden: torch.Tensor, weight: torch.Tensor, backward: bool) -> Contender:
-    """The bare matrix products: what no method can go below that forms the logits once."""
+    """The bare matrix products: the least time of any method that computes the logits once."""
     name = "the three matrix products alone" if backward else "the matrix product alone"
     return Contender(
         name, partial(_products, hidden, weight, backward), hidden.shape[0] * weight.shape[0] * weight.element_size()
@@ -85,8 +85,8 @@ def _statistics_contenders(problem: LinearProblem) -> list[Contender]:
 
 def _statistics(problem: LinearProblem) -> Run:
     def call() -> Outcome:
-        found = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
-        return Outcome(None, found.logprobs, found.entropy, {})
+        result = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
+        return Outcome(None, result.logprobs, result.entropy, {})
 
     return Run(call)
 

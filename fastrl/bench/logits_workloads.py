@@ -1,4 +1,4 @@
-"""The workloads that start from logits (N, V), and who does them."""
+"""The workloads that start from logits (N, V), and their contenders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastrl.bench.contenders import Contender, Outcome, Run
 from fastrl.bench.problems import LogitsProblem
 from fastrl.bench.workloads import COMPILED, EAGER, Workload, compiled
 
-#: The workload that writes nothing.
+#: The workload that writes no logits-sized output.
 FORWARD = "statistics"
 
 
 def workloads(problem: LogitsProblem) -> list[Workload]:
-    """Statistics with gradients, one loss with its gradient, statistics alone."""
+    """Statistics with gradients, one loss with its gradient, and statistics alone."""
     once = problem.logits.numel() * problem.logits.element_size()  # reading or writing the logits once
     expected = problem.expected_statistics()
     return [
@@ -64,7 +64,7 @@ def _statistics_contenders(problem: LogitsProblem, backward: bool) -> list[Conte
 
 
 def loss_contenders(problem: LogitsProblem) -> list[Contender]:
-    """PPO's clipped loss with its gradient: ours in place and not, plain torch, peers."""
+    """PPO's clipped loss with its gradient: fastrl in place and not in place, plain torch, peers."""
     once, wide = _sizes(problem)
     return [
         Contender("fastrl, in place", partial(_loss, problem, inplace=True), once, ours=True),
@@ -82,9 +82,9 @@ def _statistics(problem: LogitsProblem, backward: bool) -> Run:
     logits = problem.logits.detach().requires_grad_(backward)
 
     def call() -> Outcome:
-        found = fastrl.token_logprobs(logits, tokens.targets, entropy=True)
-        assert found.entropy is not None
-        outputs = (found.logprobs, found.entropy)
+        result = fastrl.token_logprobs(logits, tokens.targets, entropy=True)
+        assert result.entropy is not None
+        outputs = (result.logprobs, result.entropy)
         gradients = {"logits": torch.autograd.grad(outputs, logits, tokens.upstream)[0]} if backward else {}
         return Outcome(None, outputs[0].detach(), outputs[1].detach(), gradients)
 
@@ -117,11 +117,11 @@ def _loss(problem: LogitsProblem, inplace: bool) -> Run:
             logits.copy_(source)
 
     def call() -> Outcome:
-        found = fastrl.logits_policy_loss(
+        result = fastrl.logits_policy_loss(
             logits, targets, objective=objective, advantages=tokens.per_response, old_logprobs=old, inplace=inplace
         )
-        (gradient,) = torch.autograd.grad(found.loss, logits)
-        return Outcome(found.loss.detach(), found.logprobs, found.entropy, {"logits": gradient})
+        (gradient,) = torch.autograd.grad(result.loss, logits)
+        return Outcome(result.loss.detach(), result.logprobs, result.entropy, {"logits": gradient})
 
     return Run(call, restore)
 

@@ -1,4 +1,4 @@
-"""What a result was measured on and with: without it a number means nothing."""
+"""The machine and the versions that a result was measured with: without them a number means nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import fastrl
 
 _PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "transformers")
-_TRITON = ("triton", "triton-rocm", "pytorch-triton-rocm")  # by the torch that brought it
+_TRITON = ("triton", "triton-rocm", "pytorch-triton-rocm")  # depending on the torch that installed it
 
 
 def describe(argv: Sequence[str]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def installed_version(package: str) -> str | None:
 
 def _machine() -> dict[str, Any]:
     memory = _field("/proc/meminfo", "MemTotal")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cpu_cores": os.cpu_count(),
@@ -59,9 +59,9 @@ def _machine() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        found["gpu"] = gpu.name
-        found["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)
-    return found
+        facts["gpu"] = gpu.name
+        facts["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)
+    return facts
 
 
 def _field(path: str, name: str) -> str | None:
@@ -74,24 +74,24 @@ def _field(path: str, name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that fastrl is run from, "-dirty" if it has changes; None for an installed package.
+    """The commit of the checkout that fastrl runs from, with "-dirty" if it has changes; None for an installed package.
 
-    A copy without git may say in a file `.commit` which one it is.
+    A copy without git may name its commit in a file `.commit`.
     """
     root = Path(fastrl.__file__).resolve().parents[1]
-    told = root / ".commit"
-    if told.is_file() and not (root / ".git").exists():
-        return told.read_text().strip()
+    commit_file = root / ".commit"
+    if commit_file.is_file() and not (root / ".git").exists():
+        return commit_file.read_text().strip()
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+            process = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root:  # not a checkout, or an environment inside somebody else's
+    if top is None or Path(top).resolve() != root:  # not a checkout, or an environment inside another checkout
         return None
-    found = git("rev-parse", "HEAD")
-    return f"{found}-dirty" if found is not None and git("status", "--porcelain") else found
+    head = git("rev-parse", "HEAD")
+    return f"{head}-dirty" if head is not None and git("status", "--porcelain") else head

@@ -1,4 +1,4 @@
-"""Losses over recorded vocabulary sets, beside the same over the whole vocabulary."""
+"""A loss over recorded support sets, next to the same loss over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from fastrl.bench.workloads import EAGER, Head, HeadLoss, Workload
 
 @dataclass(frozen=True)
 class MaskedProblem:
-    """Hidden states (N, H), a head (V, H), tokens, and a recorded set for each of them."""
+    """Hidden states (N, H), a head (V, H), tokens, and a recorded support for each token."""
 
     hidden: Tensor
     weight: Tensor
     tokens: Tokens
     sets: fastrl.SamplingMask
-    logprobs: Tensor  # (N,) float64, over the sets, as the next
+    logprobs: Tensor  # (N,) float64, over the sets, like entropy
     entropy: Tensor
     rows: Tensor  # (nnz,) int64: the row of each recorded id
     probabilities: Tensor  # (nnz,) float64
 
     @property
     def as_linear(self) -> LinearProblem:
-        """What heads read; its answers are those over the sets."""
+        """The inputs of heads; the statistics are those over the sets."""
         return LinearProblem(self.hidden, self.weight, self.tokens, self.logprobs, self.entropy)
 
     def expected_loss(self) -> Expected:
-        """For the clipped loss, with gradients of sampled rows of the hidden states and of the weight."""
+        """The expected clipped loss, with gradients of sampled rows of the hidden states and of the weight."""
         tokens, ids = self.tokens, self.sets.token_ids.long()
         logp = self.logprobs.clone().requires_grad_()
         loss = plain.clipped_loss(logp, tokens.old.double(), tokens.advantages.double(), tokens.count)
         (c,) = torch.autograd.grad(loss, logp)
         d_logits = c[self.rows] * ((ids == tokens.targets[self.rows]).double() - self.probabilities)
-        found = {}
-        for name, chosen, owners, factors in (
+        gradients = {}
+        for name, indices, owners, factors in (
             ("hidden", tokens.sampled(), self.rows, (self.weight, ids)),
             ("weight", checked_entries(tokens, self.weight.shape[0]), ids, (self.hidden, self.rows)),
         ):
             sums = []
-            for one in chosen.tolist():
-                entries = (owners == one).nonzero()[:, 0]
+            for index in indices.tolist():
+                entries = (owners == index).nonzero()[:, 0]
                 sums.append(d_logits[entries] @ factors[0][factors[1][entries]].double())
-            found[name] = (chosen, torch.stack(sums))
-        return Expected(loss.detach(), self.logprobs, self.entropy, found)
+            gradients[name] = (indices, torch.stack(sums))
+        return Expected(loss.detach(), self.logprobs, self.entropy, gradients)
 
 
 def masked_problem(n: int, width: int, vocab: int, mean: int, dtype: torch.dtype, device: str) -> MaskedProblem:
-    """Sets of 1 to 2 `mean` - 1 ids at random, the target among them; the same for the same arguments."""
+    """Sets of 1 to 2 `mean` - 1 random ids that include the target; deterministic for given arguments."""
     g = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n, width, device=device, dtype=dtype, generator=g)
     weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=g).mul_(3 / width**0.5)
@@ -65,13 +65,13 @@ def masked_problem(n: int, width: int, vocab: int, mean: int, dtype: torch.dtype
     ids[offsets[:-1]] = targets
     sets = fastrl.SamplingMask(ids, offsets)
     rows = torch.arange(n, device=device).repeat_interleave(sets.lengths)
-    place = torch.arange(len(rows), device=device) - sets.offsets[rows]
+    position = torch.arange(len(rows), device=device) - sets.offsets[rows]
     ids = sets.token_ids.long()
     logits = torch.full((n, sets.longest), -torch.inf, dtype=torch.float64, device=device)
     for part in chunks(len(rows), width):
-        logits[rows[part], place[part]] = (hidden[rows[part]].double() * weight[ids[part]].double()).sum(-1)
+        logits[rows[part], position[part]] = (hidden[rows[part]].double() * weight[ids[part]].double()).sum(-1)
     log_p = torch.log_softmax(logits, -1)
-    kept = log_p[rows, place]
+    kept = log_p[rows, position]
     logprobs = torch.zeros(n, dtype=torch.float64, device=device)
     hits = ids == targets[rows]
     logprobs[rows[hits]] = kept[hits]
@@ -104,7 +104,7 @@ def _policy(sets: fastrl.SamplingMask, tokens: Tokens) -> Head:
     objective = fastrl.PPO(clip=plain.CLIP)
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
-        found = fastrl.linear_policy_loss(
+        result = fastrl.linear_policy_loss(
             tokens.padded(hidden),
             weight,
             targets,
@@ -113,13 +113,13 @@ def _policy(sets: fastrl.SamplingMask, tokens: Tokens) -> Head:
             old_logprobs=old,
             sampling_mask=sets,
         )
-        return HeadLoss(found.loss, found.logprobs, found.entropy)
+        return HeadLoss(result.loss, result.logprobs, result.entropy)
 
     return head
 
 
 def _plain_policy(sets: fastrl.SamplingMask, tokens: Tokens) -> Head:
-    """As trainers do it: whole logits, -inf outside the sets."""
+    """As trainers compute it: full logits, -inf outside the sets."""
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
         logits = torch.nn.functional.linear(hidden, weight)

@@ -20,12 +20,12 @@ from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
 from fastrl.bench.problems import Expected
 from fastrl.planning.budget import free_bytes
 
-#: (run, device, most repeats, seconds after which none is begun) -> the seconds of each
+#: (run, device, most repeats, seconds after which no repeat begins) -> the seconds of each repeat
 Clock = Callable[[Run, str, int, float], list[float]]
 
 
 class Limit(NamedTuple):
-    """The least time of a workload, measured in the same run, and of what: "a copy of as many bytes"."""
+    """The least time of a workload, measured in the same run, and its source, such as "a copy of as many bytes"."""
 
     seconds: float
     of: str
@@ -33,7 +33,7 @@ class Limit(NamedTuple):
 
 @dataclass
 class Row:
-    """One line of a table: a contender's numbers, or the reason why it has none."""
+    """One line of a table: a contender's results, or the reason why it has none."""
 
     suite: str
     shape: dict[str, int]
@@ -41,41 +41,41 @@ class Row:
     workload: str
     contender: str
     skipped: str | None = None
-    failed: bool = False  # skipped, and that is our mistake
+    failed: bool = False  # skipped because of an error in fastrl
     ours: bool = False
-    is_limit: bool = False  # the bare workload that the others are held against
+    is_limit: bool = False  # the bare workload that the others are compared with
     plan: str | None = None  # which memory plan fastrl took
     milliseconds_median: float | None = None
     milliseconds_min: float | None = None
-    milliseconds_hot: float | None = None  # the median where the call before left what it could in a GPU's L2 cache
+    milliseconds_hot: float | None = None  # the median with what the previous call left in a GPU's L2 cache
     repeats: int | None = None
     tokens_per_second: float | None = None
-    workload_bytes: int | None = None  # what the workload has to move at least
+    workload_bytes: int | None = None  # the least that the workload has to move
     bytes_per_second: float | None = None
-    workload_flops: int | None = None  # what its matrix products cost at least
+    workload_flops: int | None = None  # the least that its matrix products cost
     flops_per_second: float | None = None
-    limit: str | None = None  # what the row is held against
+    limit: str | None = None  # what the row is compared with
     milliseconds_limit: float | None = None
     fraction_of_limit: float | None = None
     peak_temporary_bytes: int | None = None
     speedup_over_eager: float | None = None
     speedup_over_compile: float | None = None
-    share_of_step: float | None = None  # of a whole training step's time: what head and loss take
+    share_of_step: float | None = None  # the head's and the loss's share of a whole training step's time
     errors: dict[str, float | None] = field(default_factory=dict)  # None = not finite
 
     @property
     def tokens(self) -> int:
-        """How many tokens a call handles: N, or B responses of T."""
+        """The number of tokens per call: N, or B responses of T."""
         return self.shape["N"] if "N" in self.shape else self.shape["B"] * self.shape["T"]
 
 
 def default_device() -> str:
-    """The GPU if there is one."""
+    """The GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _kilobytes(path: Path, name: str) -> int | None:
-    """A number of a Linux status file."""
+    """The value of a field in a Linux status file."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -84,10 +84,10 @@ def _kilobytes(path: Path, name: str) -> int | None:
 
 
 def peak_temporary_bytes(run: Run, device: str) -> int | None:
-    """The most memory the call held beyond its inputs and what it returns; None where that cannot be told.
+    """The peak memory of a call beyond its inputs and results; None if it cannot be measured.
 
-    On a GPU by torch's allocator; on Linux by the process' high-water mark, which includes every library's own
-    buffers and counts only pages that were touched.
+    On a GPU by torch's allocator; on Linux by the process's high-water mark, which includes the buffers of every
+    library and counts only touched pages.
     """
     run.restore()
     if device == "cuda":
@@ -103,7 +103,7 @@ def peak_temporary_bytes(run: Run, device: str) -> int | None:
         return None
     release_free_memory()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     except OSError:
         return None
     outcome = run.call()
@@ -115,7 +115,7 @@ def peak_temporary_bytes(run: Run, device: str) -> int | None:
 
 
 def release_free_memory() -> None:
-    """Hand freed memory back to the system, so that it is not taken for memory in use."""
+    """Return freed memory to the system, so that it does not count as memory in use."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
@@ -124,23 +124,23 @@ def release_free_memory() -> None:
 
 def errors(outcome: Outcome, expected: Expected) -> dict[str, float | None]:
     """Largest errors against float64: absolute for loss and statistics, relative to the largest entry for gradients."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name in ("loss", "logprobs", "entropy"):
         actual, exact = getattr(outcome, name), getattr(expected, name)
         if actual is not None and exact is not None:
-            found[name] = _largest(actual.reshape(-1).double() - exact.reshape(-1))
+            largest[name] = _largest(actual.reshape(-1).double() - exact.reshape(-1))
     for name, gradient in outcome.gradients.items():
         rows, exact = expected.gradients[name]
-        if gradient.dim() == 3:  # (B, T, V), perhaps with gaps, which reshape would copy
+        if gradient.dim() == 3:  # (B, T, V), possibly not contiguous, so that reshape would copy
             actual = gradient[rows // gradient.shape[1], rows % gradient.shape[1]]
         else:
             actual = gradient[rows]
-        found[f"d_{name}"] = _largest(actual.double() - exact) / max(_largest(exact), 1e-300)
-    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+        largest[f"d_{name}"] = _largest(actual.double() - exact) / max(_largest(exact), 1e-300)
+    return {name: value if math.isfinite(value) else None for name, value in largest.items()}
 
 
 def _largest(x: Tensor) -> float:
-    return float(x.abs().max())  # a NaN stays one
+    return float(x.abs().max())  # propagates NaN
 
 
 def measure(
@@ -153,9 +153,9 @@ def measure(
     clock: Clock = time_runs,
     hot: bool = False,
 ) -> None:
-    """Fill the row: error in a first run, memory in a second, then the timed ones, and if `hot` those once more so.
+    """Fill the row: error in a first run, memory in a second, then timed runs, and if `hot` also ones with a hot cache.
 
-    What another package raises becomes the row's reason; what ours raises is raised, its first line in the row.
+    An exception of another package becomes the row's reason; one of fastrl is raised, with its first line in the row.
     """
     row.ours = contender.ours
     free = free_bytes(device)
@@ -177,7 +177,7 @@ def measure(
         row.skipped = str(reason)
     except torch.OutOfMemoryError as error:
         row.skipped = f"out of memory: {_first_line(error)}"
-    except Exception as error:  # a peer's code may raise anything, and must not end the run; ours must
+    except Exception as error:  # a peer may raise anything and must not end the run; fastrl must
         row.skipped = f"{type(error).__name__}: {_first_line(error)}"
         if contender.ours:
             row.failed = True
@@ -188,7 +188,7 @@ def measure(
         row.milliseconds_min = 1e3 * min(times)
         row.milliseconds_hot = None if hot_times is None else 1e3 * statistics.median(hot_times)
     finally:
-        run = None  # type: ignore[assignment]  # frees its tensors before the next contender is measured
+        run = None  # type: ignore[assignment]  # free its tensors before the next contender is measured
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -204,7 +204,7 @@ def _gib(size: int) -> str:
 
 
 def finish(rows: list[Row], limit: Limit | None, eager: str, compiled: str) -> None:
-    """Derived numbers of a workload's rows: rates, fraction of the limit, speed-ups over two of the contenders."""
+    """Fill derived fields of a workload's rows: rates, fraction of the limit, speed-ups over two of the contenders."""
     medians: dict[str, Any] = {row.contender: row.milliseconds_median for row in rows}
     for row in rows:
         if row.milliseconds_median is None:

@@ -12,18 +12,18 @@ from fastrl.bench.workloads import Workload
 
 BUDGETS = ("64MiB", "256MiB", "1GiB")
 _NO_BUDGET = "fastrl, no budget"
-#: Below this, fixed costs hide what grows with the tokens.
+#: With fewer tokens, fixed costs hide what grows with the number of tokens.
 _FEWEST_TOKENS = 256
 
 
 def token_counts(most: int) -> list[int]:
-    """An eighth, a quarter, a half and all of the tokens, rising; none below 256 but `most` itself."""
+    """An eighth, a quarter, a half and all of `most` tokens, ascending; none below 256 except `most` itself."""
     fewest = min(most, _FEWEST_TOKENS)
     return sorted({max(most // part, fewest) for part in (8, 4, 2, 1)})
 
 
 def workload(problem: LinearProblem) -> Workload:
-    """The linear suite's loss and gradients: ours without a budget and within each, and what others do."""
+    """The linear suite's loss and gradients: fastrl without a budget and within each one, and the other contenders."""
     first, *others = heads.policy_candidates()
     candidates = [replace(first, name=_NO_BUDGET), *(heads.ours(budget) for budget in BUDGETS), *others]
     return Workload(
@@ -36,7 +36,7 @@ def workload(problem: LinearProblem) -> Workload:
 
 
 def add_plans(rows: list[Row], problem: LinearProblem) -> None:
-    """Which plan each measured row of ours took."""
+    """Fill in the plan that each measured row of fastrl took."""
     size = heads.size_of(problem)
     budgets = {_NO_BUDGET: None, **{heads.ours(budget).name: budget for budget in BUDGETS}}
     for row in rows:

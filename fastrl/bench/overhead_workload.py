@@ -1,4 +1,4 @@
-"""What a loss from logits and its backward cost the host: Python, autograd and launches, whatever the GPU then does."""
+"""The host's time for a loss from logits and its backward: Python, autograd and launches, without the GPU's work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastrl.bench.workloads import Workload
 
 
 def workload(problem: LogitsProblem) -> Workload:
-    """The logits suite's losses, at a size where the work itself is next to nothing."""
+    """The logits suite's losses, at a size where the work itself is negligible."""
     return Workload(
         "issue loss and gradient",
         "the host's time to issue PPO's clipped loss (off-policy) and its backward, without waiting for a GPU",

@@ -1,6 +1,6 @@
-"""Other packages' ways to do the same workloads, at their own defaults; each says why it cannot run.
+"""Other packages' implementations of the same workloads, with their own defaults; each raises if it cannot run.
 
-PPO's clip with beta = 0 and loss_type "bnpo" (the mean over tokens) is what both Liger losses and ours compute here.
+PPO's clip with beta = 0 and loss_type "bnpo" (the mean over tokens) is what both Liger losses and fastrl compute here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastrl.bench.contenders import Outcome, Run, Unavailable
 from fastrl.bench.problems import LinearProblem, LogitsProblem, Tokens
 from fastrl.bench.workloads import Head, HeadLoss
 
-#: What TRL's trainers give its head.
+#: The chunk size that TRL's trainers pass to its head.
 _TRL_HEAD_CHUNK = 32768
 
 
@@ -26,12 +26,12 @@ def _needs_gpu(device: torch.device) -> None:
 
 
 def liger_logits_loss(problem: LogitsProblem) -> Run:
-    """Liger's one-kernel GRPO loss; it writes the gradient over the logits, in the backward."""
+    """Liger's one-kernel GRPO loss; its backward overwrites the logits with the gradient."""
     _needs_gpu(problem.logits.device)
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     tokens = problem.tokens
-    # It wants T + 1 positions and ignores the last one.
+    # It requires T + 1 positions and ignores the last one.
     buffer = problem.logits.new_zeros(tokens.responses, tokens.length + 1, problem.logits.shape[1]).requires_grad_()
     old, targets = tokens.padded(tokens.old), tokens.padded(tokens.targets)
 
@@ -60,7 +60,7 @@ def liger_logits_loss(problem: LogitsProblem) -> Run:
 
 
 def liger_policy_head(tokens: Tokens) -> Head:
-    """Liger's chunked GRPO loss, one response a chunk."""
+    """Liger's chunked GRPO loss, one response per chunk."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     old, targets = tokens.padded(tokens.old), tokens.padded(tokens.targets)
@@ -104,7 +104,7 @@ def trl_statistics(problem: LogitsProblem, kernel: bool, backward: bool) -> Run:
 
 
 def trl_logits_loss(problem: LogitsProblem, kernel: bool) -> Run:
-    """TRL's log-probabilities, and entropies for the log, with the clip in torch behind them."""
+    """TRL's log-probabilities, and entropies for the log, followed by the clipped loss in torch."""
     function, tokens = _trl_statistics(problem, kernel), problem.tokens
     targets = tokens.padded(tokens.targets)
     logits = tokens.padded(problem.logits).detach().requires_grad_()
@@ -129,7 +129,7 @@ def _trl_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def trl_policy_head(tokens: Tokens) -> Head:
-    """TRL's chunked head, with the clip in torch behind it."""
+    """TRL's chunked head, followed by the clipped loss in torch."""
     import_module("trl.kernels")
 
     def head(hidden: Tensor, weight: Tensor) -> HeadLoss:
@@ -151,7 +151,7 @@ def trl_linear_statistics(problem: LinearProblem) -> Run:
 
 
 def apple_policy_head(tokens: Tokens) -> Head:
-    """Apple's cut cross-entropy as a head (its default gradient filter on), with the clip in torch behind it."""
+    """Apple's cut cross-entropy as a head (with its default gradient filter), followed by the clipped loss in torch."""
     _needs_gpu(tokens.targets.device)
     from cut_cross_entropy import linear_cross_entropy
 
@@ -163,7 +163,7 @@ def apple_policy_head(tokens: Tokens) -> Head:
 
 
 def apple_linear_statistics(problem: LinearProblem) -> Run:
-    """Apple's cut cross-entropy, forward only; it gives no entropies."""
+    """Apple's cut cross-entropy, forward only; it returns no entropies."""
     _needs_gpu(problem.hidden.device)
     from cut_cross_entropy import linear_cross_entropy
 
@@ -176,7 +176,7 @@ def apple_linear_statistics(problem: LinearProblem) -> Run:
 
 
 def apple_cross_entropy_head(tokens: Tokens) -> Head:
-    """Apple's cut cross-entropy, its default gradient filter on."""
+    """Apple's cut cross-entropy, with its default gradient filter."""
     _needs_gpu(tokens.targets.device)
     from cut_cross_entropy import linear_cross_entropy
 
@@ -184,7 +184,7 @@ def apple_cross_entropy_head(tokens: Tokens) -> Head:
 
 
 def apple_compiled_cross_entropy_head(tokens: Tokens) -> Head:
-    """What Apple's package has for machines without its kernels: torch.compile of the plain way."""
+    """Apple's implementation for machines without its kernels: torch.compile of plain torch."""
     if tokens.targets.device.type == "cuda":
         raise Unavailable("on a GPU its kernels are measured")
     from cut_cross_entropy import linear_cross_entropy
@@ -203,7 +203,7 @@ def liger_cross_entropy_head(tokens: Tokens) -> Head:
 
 
 def torch_cross_entropy_head(tokens: Tokens) -> Head:
-    """torch's own, chunked by its default options (without options it forms the logits)."""
+    """torch's own cross-entropy, chunked with its default options (without options it computes the logits)."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None:

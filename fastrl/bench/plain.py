@@ -1,6 +1,6 @@
-"""The vocabulary work and PPO's clipped loss as a trainer writes them in torch: what eager and torch.compile run.
+"""Vocabulary statistics and PPO's clipped loss as a trainer writes them in torch, for eager and torch.compile.
 
-In float64 the same functions give the values that every contender is compared with.
+In float64 the same functions compute the results expected of every contender.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def clipped_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, denominator:
 
 
 def sequence_clipped_loss(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """GSPO's: the clip on the geometric mean of each response's ratios; log-ratios (B, T), advantages (B,)."""
+    """GSPO's loss, clipped on the geometric mean of each response's ratios; log-ratios (B, T), advantages (B,)."""
     ratio = log_ratio.mean(-1).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
 
@@ -40,7 +40,7 @@ def sequence_clipped_loss(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 def policy_loss(
     logits: Tensor, targets: Tensor, old: Tensor, advantages: Tensor, denominator: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, log-probabilities and, for the trainer's log only, entropies."""
+    """The loss, log-probabilities and, only for the trainer's log, entropies."""
     log_p = _log_softmax(logits)
     logprobs = log_p.gather(-1, targets[..., None])[..., 0]
     with torch.no_grad():

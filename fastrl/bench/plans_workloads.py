@@ -1,7 +1,7 @@
-"""The loss from hidden states (N, H) and the head (V, H) by each plan, and the floor of each: its own bare products.
+"""The loss from hidden states (N, H) and the head (V, H) by each plan, and each plan's floor: its bare products.
 
-U is one product of N x V x H. A plan's floor is the sum of the products that it forms, each measured alone in the same
-run: the logits (once, in recompute twice, in two-pass three times), and the two gradients where they are needed.
+U is one product of N x V x H. A plan's floor is the sum of its products, each measured alone in the same run: the
+logits (once; twice in recompute, three times in two-pass), and the gradients that are needed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fastrl.planning.plans import use_plan
 
 _BOTH = ("hidden", "weight")
 _PRODUCTS = ("logits = hidden x weight^T", "d_hidden = d_logits x weight", "d_weight = d_logits^T x hidden")
-#: How often a plan forms the logits, where that is not once.
+#: The number of times that a plan computes the logits, if more than once.
 _FORWARDS = {"recompute": 2, "two-pass": 3}
-#: From so many tokens on a call takes a second: only the choices without a budget and within the largest are measured.
+#: From this number of tokens on a call takes a second: measure only the choices without and with the largest budget.
 _MANY_TOKENS = 65536
 _LARGEST_BUDGET = "1GiB"
 _PPO = fastrl.PPO(clip=plain.CLIP)
@@ -33,16 +33,16 @@ _PPO = fastrl.PPO(clip=plain.CLIP)
 
 @dataclass(frozen=True)
 class Way:
-    """One call: which gradients it needs, and what it leaves to the planner."""
+    """One kind of call: the gradients it needs, and the plan or budget it sets."""
 
     name: str
     gradients: tuple[str, ...] = _BOTH
-    forced: str | None = None  # the plan that it must take
+    forced: str | None = None  # the plan to take; None: the planner chooses
     budget: str | None = None
     objective: fastrl.Objective | None = _PPO  # None: log-probabilities and entropies, without a loss
 
     def taken(self, problem: LinearProblem) -> str:
-        """The plan's name."""
+        """The name of the plan that the call takes."""
         if self.forced is not None:
             return self.forced
         size = heads.size_of(problem)
@@ -60,7 +60,7 @@ class Way:
 
     @contextmanager
     def plan(self) -> Iterator[None]:
-        """The forced plan; Unavailable where it does not fit, or is none for these inputs."""
+        """Forces the plan, if one is set; raises Unavailable if it does not fit or does not apply to these inputs."""
         if self.forced is None:
             yield
             return
@@ -75,14 +75,14 @@ class Way:
 
 def ways(tokens: int) -> dict[str, list[Way]]:
     """The calls of each workload."""
-    free, largest = Way("fastrl, no budget"), _within(_LARGEST_BUDGET)
+    unlimited, largest = Way("fastrl, no budget"), _within(_LARGEST_BUDGET)
     if tokens >= _MANY_TOKENS:
-        return {"loss and gradients": [free, largest]}
+        return {"loss and gradients": [unlimited, largest]}
     by_plan = [Way(f"fastrl, {plan}", forced=plan) for plan in ("recompute", "two-pass")]
     return {
-        "loss and gradients": [free, *by_plan, _within("512MiB"), largest],
+        "loss and gradients": [unlimited, *by_plan, _within("512MiB"), largest],
         "loss of sequence ratios and gradients": [
-            # no response's gradient is known before the whole response's log-probabilities are
+            # a response's gradient needs the log-probabilities of the whole response first
             Way("fastrl, whole-response", forced="whole-response", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
         ],
         "loss, frozen head": [
@@ -97,8 +97,8 @@ def ways(tokens: int) -> dict[str, list[Way]]:
 
 
 def workloads(problem: LinearProblem) -> list[tuple[Workload, list[Way]]]:
-    """The workloads, and for each of their contenders how it goes."""
-    expected, unit = problem.expected_loss(), _unit(problem)
+    """The workloads, each with the way of each of its contenders."""
+    token_level, unit = problem.expected_loss(), _unit(problem)
     descriptions = {
         "loss and gradients": "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and"
         " weight",
@@ -106,13 +106,13 @@ def workloads(problem: LinearProblem) -> list[tuple[Workload, list[Way]]]:
         "loss, frozen head": "PPO's clipped loss and its gradient for the hidden states alone",
         "forward only": "PPO's clipped loss without gradients, and log-probabilities and entropies alone",
     }
-    found = []
-    for name, chosen in ways(problem.tokens.count).items():
-        right = problem.expected_sequence_loss() if "sequence" in name else expected
-        contenders = [_contender(problem, way) for way in chosen]
-        flops = unit * (1 + len(chosen[0].gradients))
-        found.append((Workload(name, descriptions[name], contenders, right, workload_flops=flops), chosen))
-    return found
+    result = []
+    for name, calls in ways(problem.tokens.count).items():
+        expected = problem.expected_sequence_loss() if "sequence" in name else token_level
+        contenders = [_contender(problem, way) for way in calls]
+        flops = unit * (1 + len(calls[0].gradients))
+        result.append((Workload(name, descriptions[name], contenders, expected, workload_flops=flops), calls))
+    return result
 
 
 def products(problem: LinearProblem) -> Workload:
@@ -127,7 +127,7 @@ def products(problem: LinearProblem) -> Workload:
 
 
 def floor(plan: str, way: Way, times: list[float | None]) -> Limit | None:
-    """The seconds of the products that a call by the plan forms, from those of each alone; None where one has none."""
+    """The seconds of the products that a call with the plan computes, given each one's; None if one is missing."""
     counts = (_FORWARDS.get(plan, 1), "hidden" in way.gradients, "weight" in way.gradients)
     total = 0.0
     for count, seconds in zip(counts, times, strict=True):
@@ -138,7 +138,7 @@ def floor(plan: str, way: Way, times: list[float | None]) -> Limit | None:
 
 
 def limits(times: list[float | None]) -> dict[str, float | None]:
-    """The floors in milliseconds: 1U to 5U, and of what each is the sum."""
+    """The floors in milliseconds, 1U to 5U, by the products that each sums."""
     named = {
         "1U, forward": ("forward", ()),
         "2U, frozen head": ("frozen-head", ("hidden",)),
@@ -146,11 +146,11 @@ def limits(times: list[float | None]) -> dict[str, float | None]:
         "4U, recompute": ("recompute", _BOTH),
         "5U, two-pass": ("two-pass", _BOTH),
     }
-    found: dict[str, float | None] = {}
+    milliseconds: dict[str, float | None] = {}
     for name, (plan, gradients) in named.items():
         limit = floor(plan, Way("", gradients), times)
-        found[f"milliseconds: {name}"] = None if limit is None else 1e3 * limit.seconds
-    return found
+        milliseconds[f"milliseconds: {name}"] = None if limit is None else 1e3 * limit.seconds
+    return milliseconds
 
 
 def _within(budget: str) -> Way:
@@ -192,10 +192,10 @@ def _loss(problem: LinearProblem, way: Way) -> Run:
 
     def call() -> Outcome:
         with way.plan(), torch.set_grad_enabled(bool(wanted)):
-            found = head(leaves["hidden"], leaves["weight"])
-            gradients = torch.autograd.grad(found.loss, wanted) if wanted else ()
+            result = head(leaves["hidden"], leaves["weight"])
+            gradients = torch.autograd.grad(result.loss, wanted) if wanted else ()
         named = dict(zip(way.gradients, gradients, strict=True))
-        return Outcome(found.loss.detach(), found.logprobs, found.entropy, named)
+        return Outcome(result.loss.detach(), result.logprobs, result.entropy, named)
 
     return Run(call)
 
@@ -203,7 +203,7 @@ def _loss(problem: LinearProblem, way: Way) -> Run:
 def _statistics(problem: LinearProblem, way: Way) -> Run:
     @torch.no_grad()
     def call() -> Outcome:
-        found = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
-        return Outcome(None, found.logprobs, found.entropy, {})
+        result = fastrl.linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets, entropy=True)
+        return Outcome(None, result.logprobs, result.entropy, {})
 
     return Run(call)

@@ -1,6 +1,6 @@
-"""``fastrl plot-gates``: the figure that tells the algorithms apart, the weight each gives to grad log pi by the ratio.
+"""`fastrl plot-gates`: a figure that compares the algorithms by the weight on grad log pi as a function of the ratio.
 
-The curves are measured, not written down again: the gradients of `policy_loss` on responses of one token.
+The curves are measured, not formulas written again: the gradients of `policy_loss` on responses of one token.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fastrl.losses.policy import policy_loss
 from fastrl.objectives.objective import Gate, Objective
 from fastrl.objectives.presets import PRESETS, any_numbers
 
-# Suffix of the file -> what it says of itself: no date, so that the same figure is the same file.
+# Suffix of the file -> its metadata: no date, so that the same figure gives the same file.
 FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 LOWEST, HIGHEST = 0.1, 10.0  # ratios
-POINTS = 801  # odd, so that the ratio 1 is among them
+POINTS = 801  # odd, so that they include the ratio 1
 # Blue and vermillion of Okabe and Ito, which colour-blind readers can tell apart.
 POSITIVE, NEGATIVE, GUIDE, INK = "#0072b2", "#d55e00", "#b8bec4", "#222222"
-# Below this a weight is drawn on a linear scale, above it on a logarithmic one: a clipped token's weight is 0.
+# Below this a weight is drawn on a linear scale, above it on a logarithmic one, as a clipped token's weight is 0.
 LINEAR_BELOW = 0.1
 TICKS = (0, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 DPI = 120
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``fastrl plot-gates`` with these arguments: the figure's path, printed; UserError for what can be mended."""
+    """Run `fastrl plot-gates` with these arguments and print the figure's path; UserError for mistakes of the user."""
     parser = argparse.ArgumentParser(
         prog="fastrl plot-gates",
         description="Draw the weight that each preset gives to grad log pi, relative to on-policy training, by the"
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--output: expected a file that ends in {', '.join(FORMATS)}, got {str(options.output)!r}")
     chosen = figure(PRESETS if options.presets is None else _known(options.presets.split(",")))
     try:
-        with rc_context({"svg.hashsalt": "fastrl"}):  # ids of an SVG that are the same each time
+        with rc_context({"svg.hashsalt": "fastrl"}):  # makes the ids in an SVG deterministic
             chosen.savefig(options.output, dpi=DPI, metadata=FORMATS[suffix])
     except OSError as error:
         raise UserError(f"--output: cannot write {str(options.output)!r}: {error.strerror}") from error
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _known(names: Iterable[str]) -> list[str]:
-    """The presets' names as PRESETS has them; UserError for one that it has not."""
+    """The presets' names as in PRESETS; UserError for an unknown one."""
     by_lower = {name.lower(): name for name in PRESETS}
     for name in names:
         if name.strip().lower() not in by_lower:
@@ -76,8 +76,8 @@ def _known(names: Iterable[str]) -> list[str]:
 def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
     """The weight on grad log pi at each ratio, `(dL/dlogp) / -A`, float64; 1 at ratio 1 for every preset.
 
-    Each ratio is a response of one token, so that it is the ratio at the objective's own level, whichever that is. The
-    policy's term is looked at alone: without KL, entropy bonus, and what reads the rollout engine's log-probabilities.
+    Each ratio is a response of one token, so that it is the ratio at the objective's own level, token or sequence. Only
+    the policy's term counts: no KL, no entropy bonus, nothing that reads the rollout engine's log-probabilities.
     """
     alone = objective.replace(
         kl=None, entropy_coef=0.0, off_policy_delta=None, rollout_correction=None, top_entropy_fraction=None
@@ -88,14 +88,14 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
         objective=alone,
         advantages=torch.full((len(ratios),), advantage, dtype=torch.float64),
         old_logprobs=-ratios.double().log()[:, None],
-        denominator=1.0,  # a sum: each response counts as if it were alone
+        denominator=1.0,  # a sum, so that responses do not affect each other
     )
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
     return gradient[:, 0] / -advantage
 
 
 def figure(names: Iterable[str]) -> Figure:
-    """The figure: a panel for each gate that the presets have, with a curve for either sign of the advantage."""
+    """The figure: one panel per gate of the presets, with a curve for each sign of the advantage."""
     groups: dict[Gate, dict[str, Objective]] = {}
     for name in names:
         objective = any_numbers(name)
@@ -128,7 +128,7 @@ def _draw(panel: Axes, members: dict[str, Objective]) -> None:
     panel.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.39)  # 0.9 / ln 10: no kink where the scales meet
     panel.plot(ratios, ratios, color=GUIDE, linewidth=1.0, zorder=1)
     panel.axhline(1.0, color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1)
-    # The second is thinner and broken, so that both are seen where they are the same.
+    # The second is thinner and dashed, so that both are visible where they coincide.
     panel.plot(ratios, weights(objective, ratios, 1.0), color=POSITIVE, linewidth=3.2, zorder=2)
     panel.plot(
         ratios, weights(objective, ratios, -1.0), color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), zorder=3
@@ -144,12 +144,12 @@ def _draw(panel: Axes, members: dict[str, Objective]) -> None:
 
 
 def _name(panel: Axes, gate: Gate, members: dict[str, Objective]) -> None:
-    """The presets' names over the panel, and under them the gate that they share and the ratio that it reads."""
+    """Put the presets' names above the panel, and below them the gate that they share and the ratio that it reads."""
     fields = dataclasses.asdict(gate).items()  # type: ignore[call-overload]
-    told = ", ".join(f"{k}={v if isinstance(v, bool) else f'{v:g}'}" for k, v in fields if v is not None)
+    args = ", ".join(f"{k}={v if isinstance(v, bool) else f'{v:g}'}" for k, v in fields if v is not None)
     levels = {"response" if objective.ratio.startswith("sequence") else "token" for objective in members.values()}
     panel.set_title(
-        f"{type(gate).__name__}({told})\n{' or '.join(sorted(levels))} ratio", loc="left", fontsize=7.5, color="#59636e"
+        f"{type(gate).__name__}({args})\n{' or '.join(sorted(levels))} ratio", loc="left", fontsize=7.5, color="#59636e"
     )
     panel.annotate(
         ", ".join(members),

@@ -1,4 +1,4 @@
-"""Inputs that all contenders of a workload share, and float64 answers to judge them by."""
+"""The inputs that all contenders of a workload share, and the float64 results expected from them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from fastrl.bench import plain
 
-#: Standard deviation of the logits: with it a row is neither flat nor decided.
+#: Standard deviation of the logits: rows are neither flat nor nearly one-hot.
 _SPREAD = 3.0
-#: Rows whose gradients are checked. All rows' log-probabilities, entropies and the loss are.
+#: The number of rows whose gradients are checked. All rows' log-probabilities and entropies and the loss are checked.
 _SAMPLED_ROWS = 64
-#: Bytes of one float64 chunk of logits while answers are formed.
+#: Bytes of one float64 chunk of logits while expected results are computed.
 _CHUNK_BYTES = 256 << 20
 
 
 class Expected(NamedTuple):
-    """Float64 answers; gradients by name, each as (indices into the first dimension, its values there)."""
+    """Expected results in float64; gradients by name, each as (indices into the first dimension, values at them)."""
 
     loss: Tensor | None
     logprobs: Tensor
@@ -31,31 +31,31 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the losses read besides the vocabulary: B responses of T tokens, flattened to N = B T."""
+    """What the losses read besides logits: B responses of T tokens, flattened to N = B T."""
 
     responses: int
     targets: Tensor  # (N,) int64
     per_response: Tensor  # (B,) float32 advantages
-    advantages: Tensor  # (N,) float32, the same repeated
+    advantages: Tensor  # (N,) float32, per_response repeated per token
     old: Tensor  # (N,) float32, off-policy log-probabilities
-    upstream: tuple[Tensor, Tensor]  # 2 x (N,) float32: arbitrary gradients for log-probabilities and entropies
+    upstream: tuple[Tensor, Tensor]  # 2 x (N,) float32: arbitrary gradients of log-probabilities and entropies
 
     @property
     def count(self) -> int:
-        """N."""
+        """The number of tokens, N."""
         return self.targets.shape[0]
 
     @property
     def length(self) -> int:
-        """T."""
+        """The length of a response, T."""
         return self.count // self.responses
 
     def padded(self, tensor: Tensor) -> Tensor:
-        """(N, ...) seen as (B, T, ...)."""
+        """A view of (N, ...) as (B, T, ...)."""
         return tensor.view(self.responses, self.length, *tensor.shape[1:])
 
     def sampled(self) -> Tensor:
-        """Indices of the rows whose gradients are checked, from the first to the last."""
+        """Indices of the rows whose gradients are checked, evenly spaced from first to last."""
         return torch.linspace(
             0, self.count - 1, min(self.count, _SAMPLED_ROWS), device=self.targets.device, dtype=torch.float64
         ).long()
@@ -71,7 +71,7 @@ class LogitsProblem:
     entropy: Tensor  # (N,) float64
 
     def expected_statistics(self) -> Expected:
-        """For log-probabilities and entropies with the tokens' upstream gradients."""
+        """The expected log-probabilities and entropies, and the gradient for the tokens' upstream."""
         rows = self.tokens.sampled()
         c, h = (u[rows].double() for u in self.tokens.upstream)
         x = self.logits[rows].double().requires_grad_()
@@ -80,7 +80,7 @@ class LogitsProblem:
         return Expected(None, self.logprobs, self.entropy, {"logits": (rows, gradient)})
 
     def expected_loss(self) -> Expected:
-        """For the clipped loss."""
+        """The expected results of the clipped loss."""
         rows = self.tokens.sampled()
         x = self.logits[rows].double().requires_grad_()
         loss, *_ = plain.policy_loss(x, *_loss_inputs(self.tokens, rows))
@@ -99,15 +99,15 @@ class LinearProblem:
     entropy: Tensor  # (N,) float64
 
     def expected_statistics(self) -> Expected:
-        """For log-probabilities and entropies, forward only."""
+        """The expected log-probabilities and entropies, forward only."""
         return Expected(None, self.logprobs, self.entropy, {})
 
     def expected_loss(self) -> Expected:
-        """For the clipped loss."""
+        """The expected results of the clipped loss."""
         return self._expected_loss(_loss)
 
     def expected_sequence_loss(self) -> Expected:
-        """For the clipped loss of sequence ratios."""
+        """The expected results of the clipped loss of sequence ratios."""
         return self._expected_loss(_sequence_loss)
 
     def _expected_loss(self, loss_of: Callable[[Tokens, Tensor], Tensor]) -> Expected:
@@ -117,19 +117,19 @@ class LinearProblem:
         return Expected(loss.detach(), self.logprobs, self.entropy, self._gradients(c))
 
     def expected_cross_entropy(self) -> Expected:
-        """For the mean cross-entropy of the targets."""
+        """The expected results of the mean cross-entropy of the targets."""
         c = torch.full_like(self.logprobs, -1 / self.tokens.count)
         return Expected(-self.logprobs.mean(), self.logprobs, self.entropy, self._gradients(c))
 
     def _gradients(self, c: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of sum_t c_t logp_t, for sampled rows of the hidden states and of the weight."""
+        """The gradients of sum_t c_t logp_t for sampled rows of the hidden states and of the weight."""
         tokens, weight = self.tokens, self.weight.double()
         rows = tokens.sampled()
         x = self.hidden[rows].double().requires_grad_()
         logprobs, _ = plain.linear_statistics(x, weight, tokens.targets[rows])
         (d_hidden,) = torch.autograd.grad((c[rows] * logprobs).sum(), x)
 
-        # d loss / d z_v = c (1[v = y] - p_v) for all tokens, but for a few entries v: the first tokens' own and others
+        # d loss / d z_v = c (1[v = y] - p_v) for all tokens, but only for a few entries v, targets and others
         entries = checked_entries(tokens, weight.shape[0])
         hidden = self.hidden.double()
         target_logit = (hidden * weight[tokens.targets]).sum(-1)
@@ -140,7 +140,7 @@ class LinearProblem:
 
 
 def checked_entries(tokens: Tokens, vocab: int) -> Tensor:
-    """Vocabulary entries whose rows of the head's gradient are checked: 16 targets, and 16 from first to last."""
+    """Vocabulary entries whose rows of the head's gradient are checked: 16 targets and 16 evenly spaced entries."""
     spaced = torch.linspace(0, vocab - 1, 16, device=tokens.targets.device, dtype=torch.float64).long()
     return torch.cat([tokens.targets[tokens.sampled()[:16]], spaced])
 
@@ -159,7 +159,7 @@ def _sequence_loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
 
 
 def chunks(count: int, vocab: int) -> Iterator[slice]:
-    """Slices of that many rows whose float64 logits fit a chunk."""
+    """Slices that cover `count` rows; the float64 logits of each fit a chunk."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
@@ -167,9 +167,9 @@ def chunks(count: int, vocab: int) -> Iterator[slice]:
 def make_tokens(
     targets: Tensor, logprobs: Tensor, generator: torch.Generator, responses: int | None = None, clipped: float = 0.05
 ) -> Tokens:
-    """Off-policy tokens, of which a share (one in twenty) is far enough away to be clipped on one side.
+    """Off-policy tokens, of which a share (one in twenty by default) is far enough off to be clipped on one side.
 
-    Log-ratios stay clear of the clip's edges, where rounding would decide whether a token has a gradient.
+    Log-ratios keep away from the clip's bounds, where rounding would decide whether a token has a gradient.
     """
     n, device = targets.shape[0], targets.device
 
@@ -194,7 +194,7 @@ def make_tokens(
 
 
 def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> LogitsProblem:
-    """Normal logits, uniform targets; the same for the same arguments."""
+    """Normal logits, uniform targets; deterministic for given arguments."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(n, vocab, device=device, dtype=dtype, generator=generator).mul_(_SPREAD)
     targets = torch.randint(vocab, (n,), device=device, generator=generator)
@@ -206,7 +206,7 @@ def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> Logit
 def linear_problem(
     n: int, width: int, vocab: int, dtype: torch.dtype, device: str, clipped: float = 0.05
 ) -> LinearProblem:
-    """Normal hidden states and head, uniform targets; the same for the same arguments."""
+    """Normal hidden states and head, uniform targets; deterministic for given arguments."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n, width, device=device, dtype=dtype, generator=generator)
     weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(_SPREAD / width**0.5)

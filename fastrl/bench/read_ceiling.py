@@ -1,4 +1,4 @@
-"""A kernel that reads a tensor once by 16-byte loads and stores a word a program: the least that reading it takes."""
+"""A kernel that reads a tensor once by 16-byte loads and stores one word per program: the least time to read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: 8 warps with four 16-byte loads a thread under way.
+#: 8 warps with four 16-byte loads in flight per thread.
 BLOCK, WARPS = 4096, 8
 
 
@@ -18,7 +18,7 @@ def fold_kernel(  # type: ignore[no-untyped-def]  # Triton's values have no stat
     count: tl.int64,
     BLOCK: tl.constexpr,
 ):
-    """Program (p,) of P: every P-th block, its words folded into one, so that no load can be left out."""
+    """Program (p,) of P: folds every P-th block into one word, so that the compiler cannot remove a load."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     folded = tl.zeros([BLOCK], tl.int32)
@@ -32,11 +32,11 @@ def fold_kernel(  # type: ignore[no-untyped-def]  # Triton's values have no stat
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as int32, but for bytes at its end that are no whole word."""
+    """A contiguous tensor's memory as int32, without bytes at its end that do not fill a word."""
     flat = tensor.detach().view(-1)
     return flat[: flat.numel() * flat.element_size() // 4 * 4 // flat.element_size()].view(torch.int32)
 
 
 def fold(words: Tensor, folded: Tensor) -> None:
-    """Read all words by as many programs as `folded` has entries, whose exclusive or is then that of all words."""
+    """Read all words with one program per entry of `folded`, whose exclusive or is then that of all words."""
     fold_kernel[(folded.numel(),)](words, folded, words.numel(), BLOCK=BLOCK, num_warps=WARPS)

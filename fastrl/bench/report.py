@@ -1,4 +1,4 @@
-"""Rows and the header as JSON and as Markdown."""
+"""Formats the header and the rows as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _HEADERS = (
 
 
 def as_json(header: dict[str, Any], sections: list[Section]) -> str:
-    """Everything, as a JSON document."""
+    """The header and all sections as a JSON document."""
     return json.dumps({**header, "sections": [asdict(s) for s in sections]}, indent=2, allow_nan=False) + "\n"
 
 
 def as_markdown(header: dict[str, Any], sections: list[Section]) -> str:
-    """The tables, under the machine and the versions that they belong to."""
+    """The tables, below the machine and the versions that they were measured with."""
     parts = [f"# `{header['command']}`", _header(header), _NOTE]
     for section in sections:
         parts.append(f"## {section.suite}: {shape_text(section.shape)}, {section.rows[0].dtype}")
@@ -60,12 +60,12 @@ def _header(header: dict[str, Any]) -> str:
         hardware += f", {machine['memory_gib']} GiB"
     if "gpu" in machine:
         hardware = f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB; {hardware}"
-    there = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
+    installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
     missing = ", ".join(name for name, value in versions.items() if value is None and name not in ("cuda", "rocm"))
     backends = "; ".join(f"{name}: {state}" for name, state in header["backends"].items())
     lines = [
         f"- machine: {hardware}",
-        f"- versions: {there}" + (f"; not installed: {missing}" if missing else ""),
+        f"- versions: {installed}" + (f"; not installed: {missing}" if missing else ""),
         f"- backends: {backends}",
         f"- commit: {header['commit'] or 'none'}",
         f"- date: {header['date']}",
@@ -74,7 +74,7 @@ def _header(header: dict[str, Any]) -> str:
 
 
 def shape_text(shape: dict[str, int]) -> str:
-    """Names, then numbers: "N x V = 2048 x 32768"."""
+    """Axes, then sizes: "N x V = 2048 x 32768"."""
     return f"{' x '.join(shape)} = {' x '.join(map(str, shape.values()))}"
 
 
@@ -88,7 +88,7 @@ def _limit(name: str, value: float) -> str:
 
 
 def shared_limit(rows: list[Row]) -> str | None:
-    """What all the rows are held against; None where they are held against nothing, or not against the same."""
+    """The limit that all rows are compared with; None if they have no limit, or not the same one."""
     limits = {row.limit for row in rows if row.limit is not None}
     return limits.pop() if len(limits) == 1 else None
 
@@ -99,7 +99,7 @@ def _held_against(rows: list[Row]) -> str:
 
 
 def skipped_text(row: Row) -> str:
-    """Why the row has no numbers; a failure of ours is called one."""
+    """Why the row has no results; an error in fastrl is called a failure."""
     return f"{'FAILED' if row.failed else 'skipped'}, {row.skipped}"
 
 
@@ -109,7 +109,7 @@ def _table(rows: list[Row]) -> str:
     skipped = "\n".join(f"- {row.contender}: {skipped_text(row)}" for row in rows if row.skipped is not None)
     if not lines:
         return skipped
-    used = [i for i in range(len(_HEADERS)) if any(line[i] for line in lines)]  # columns that say something here
+    used = [i for i in range(len(_HEADERS)) if any(line[i] for line in lines)]  # columns that are not empty
     cells = [[line[i] for i in used] for line in lines]
     align = ("left",) + ("right",) * (len(used) - 1)
     table = tabulate(cells, [_HEADERS[i] for i in used], tablefmt="github", disable_numparse=True, colalign=align)

@@ -1,4 +1,4 @@
-"""One suite at one shape: its contenders measured into rows."""
+"""Measures the contenders of one suite at one shape into rows."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all suites of one call share."""
+    """The settings that all suites of one call share."""
 
     dtype: torch.dtype
     device: str
     repeats: int
     log: Log
-    seconds: float = math.inf  # after which a contender is not repeated again
+    seconds: float = math.inf  # after these no further repeat of a contender begins
 
     @property
     def dtype_name(self) -> str:
-        """Without the module: "float32"."""
+        """The dtype's name without the module: "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A suite at a shape, whose numbers have names."""
+    """A suite at a shape, whose axes have names."""
 
     suite: str
     shape: dict[str, int]
     setting: Setting
     clock: Clock = time_runs
-    hot: bool = False  # whether contenders are timed with a hot cache too
+    hot: bool = False  # whether contenders are also timed with a hot cache
 
     def measure_workload(self, workload: Workload) -> list[Row]:
         """The rows of all contenders of the workload."""
         return [self.measure_contender(contender, workload) for contender in workload.contenders]
 
     def measure_contender(self, contender: Contender, workload: Workload, with_expected: bool = True) -> Row:
-        """The contender's row. A mistake of ours is told and marks the row; the others are still worth measuring."""
+        """The contender's row. An error in fastrl is logged and marks the row; other contenders are still measured."""
         self.setting.log(f"{workload.name}: {contender.name}")
         row = self._row(workload.name, contender.name)
         row.workload_bytes, row.workload_flops = workload.workload_bytes, workload.workload_flops
@@ -73,14 +73,14 @@ class Bench:
         return row
 
     def seconds_of(self, contender: Contender) -> float | None:
-        """The median of something that belongs to no workload; None where it cannot run."""
+        """The median of a contender that belongs to no workload; None if it cannot run."""
         self.setting.log(contender.name)
         row = self._row(contender.name, contender.name)
         measure(contender, row, None, self.setting.device, self.setting.repeats, self.setting.seconds)
         return seconds(row)
 
     def section(self, limits: dict[str, float | None], workloads: list[Workload], rows: list[Row]) -> Section:
-        """What was found."""
+        """The results as a section."""
         return Section(
             self.suite, self.shape, limits, {workload.name: workload.description for workload in workloads}, rows
         )

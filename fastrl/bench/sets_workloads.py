@@ -1,4 +1,4 @@
-"""Which entries of the vocabulary a truncating sampler keeps, and who finds them."""
+"""The support that a truncating sampler keeps, and the contenders that find it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TOP_P, TOP_K = 0.95, 50
 
 
 def workloads(logits: Tensor) -> list[Workload]:
-    """Top-p alone, top-k and top-p: of logits (N, V)."""
+    """Top-p alone, and top-k with top-p, on logits (N, V)."""
     size, rows = logits.numel(), logits.shape[0]
-    found = []
+    result = []
     for name, top_k in ((f"top-p {TOP_P}", 0), (f"top-k {TOP_K}, top-p {TOP_P}", TOP_K)):
         contenders = [
             Contender("fastrl SamplingMask.from_logits", partial(_sets, logits, top_k), 4 * size, ours=True),
             Contender("transformers' warpers", partial(_warpers, logits, top_k), 40 * size),
         ]
-        found.append(Workload(name, f"which entries of {rows} rows a sampler keeps", contenders, None))
-    return found
+        result.append(Workload(name, f"which entries of {rows} rows a sampler keeps", contenders, None))
+    return result
 
 
 def _sets(logits: Tensor, top_k: int) -> Run:
@@ -39,7 +39,7 @@ def _sets(logits: Tensor, top_k: int) -> Run:
 def _warpers(logits: Tensor, top_k: int) -> Run:
     transformers = import_module("transformers")
     warpers = [*([transformers.TopKLogitsWarper(top_k)] if top_k else []), transformers.TopPLogitsWarper(TOP_P)]
-    wide = logits.float()  # as generate has them
+    wide = logits.float()  # like the scores in transformers' generate
 
     @torch.no_grad()
     def call() -> Outcome:

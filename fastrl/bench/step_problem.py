@@ -1,4 +1,4 @@
-"""A causal language model with random weights, a batch for it, and the float64 answers of its first step."""
+"""A causal language model with random weights, a batch, and the expected results of its first step in float64."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastrl.bench import plain
 from fastrl.bench.problems import Expected, Tokens, checked_entries, chunks, make_tokens
 from fastrl.planning.budget import free_bytes
 
-#: Bytes of activations a token, layer and hidden dimension, over the element size: kept for the backward, roughly.
+#: Approximate bytes of activations kept for the backward, per token, layer and hidden dimension, over element size.
 _ACTIVATIONS = 40
-#: From this width on Qwen3 has a head of its own beside the embedding, as in Qwen3-8B.
+#: From this width on the head has its own weight, apart from the embedding, as in Qwen3-8B.
 _UNTIED_WIDTH = 4096
 
 
@@ -28,32 +28,32 @@ class Architecture(NamedTuple):
     length: int  # of the longest sequence
     dtype: torch.dtype
     device: str
-    checkpointed: bool = False  # whether layers are computed again in the backward
+    checkpointed: bool = False  # whether the backward computes layers again
 
     @property
     def heads(self) -> int:
-        """Of the queries."""
+        """The number of query heads."""
         return max(16, self.width // 128) if self.width >= 1024 else max(1, self.width // 64)
 
     @property
     def kv_heads(self) -> int:
-        """Of keys and values."""
+        """The number of key and value heads."""
         if self.width >= 1024:
             return 8
         return self.heads // 2 if self.heads % 2 == 0 else self.heads
 
     @property
     def head_dim(self) -> int:
-        """Of each head; rotary positions come in pairs."""
+        """The width of each head; even, because rotary positions come in pairs."""
         return 128 if self.width >= 1024 else max(2, self.width // self.heads // 2 * 2)
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the head shares the embedding's weight."""
         return self.width < _UNTIED_WIDTH
 
     def config(self) -> Any:
-        """As transformers has it."""
+        """The configuration for transformers."""
         from transformers import Qwen3Config
 
         return Qwen3Config(
@@ -71,7 +71,7 @@ class Architecture(NamedTuple):
         )
 
     def model(self) -> Any:
-        """A causal language model of transformers, with `model` (the body) and `lm_head`; the same every time."""
+        """A causal language model of transformers, with `model` (the body) and `lm_head`; deterministic."""
         from transformers import Qwen3ForCausalLM
 
         devices = [torch.cuda.current_device()] if self.device == "cuda" else []
@@ -84,7 +84,7 @@ class Architecture(NamedTuple):
         return model
 
     def activation_bytes(self, tokens: int) -> int:
-        """What the body keeps for its backward, roughly: every layer's numbers, or its inputs and one layer's."""
+        """Approximate bytes kept for the body's backward: all layers' activations, or their inputs and one layer's."""
         layers = 1 if self.checkpointed else self.layers
         inputs = self.layers if self.checkpointed else 0
         return (_ACTIVATIONS * layers + inputs) * tokens * self.width * self.dtype.itemsize
@@ -92,42 +92,42 @@ class Architecture(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProblem:
-    """Inputs (B, T), the tokens (N = B T) that their hidden states predict, and the answers of a model's first step.
+    """Inputs (B, T), the tokens (N = B T) that their hidden states predict, and the first step's expected results.
 
-    The model itself is not held: whoever steps makes one, which begins at the same weights as every other.
+    It does not hold the model: each contender makes its own, with the same initial weights.
     """
 
     architecture: Architecture
-    weights: int  # how many the model has
+    weights: int  # the number of weights of the model
     inputs: Tensor
     tokens: Tokens
     expected: Expected
 
     def bytes_needed(self) -> int:
-        """Of a model with gradients and AdamW's two numbers a weight, and of activations, roughly."""
+        """Approximate bytes of a model with gradients and AdamW's two numbers per weight, and of its activations."""
         architecture = self.architecture
         return 4 * self.weights * architecture.dtype.itemsize + architecture.activation_bytes(self.tokens.count)
 
 
 def hidden_states(model: Any, inputs: Tensor) -> Tensor:
     """The body's last hidden states (B, T, H), with their graph."""
-    found: Tensor = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-    return found
+    states: Tensor = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+    return states
 
 
 def step_problem(
     responses: int, length: int, layers: int, width: int, vocab: int, dtype: torch.dtype, device: str
 ) -> StepProblem:
-    """A Qwen3-shaped model and uniform tokens; the same every time."""
+    """A Qwen3-shaped model and uniform tokens; deterministic."""
     generator = torch.Generator(device).manual_seed(0)
     architecture = Architecture(layers, width, vocab, length, dtype, device)
     free = free_bytes(device)
     if free is not None and architecture.activation_bytes(responses * length) > free // 3:
         architecture = architecture._replace(checkpointed=True)
     ids = torch.randint(vocab, (responses, length + 1), device=device, generator=generator)
-    found = _first_step(architecture, ids, generator)
-    gc.collect()  # the model, which refers to itself
-    return found
+    problem = _first_step(architecture, ids, generator)
+    gc.collect()  # frees the model, which has reference cycles
+    return problem
 
 
 def _first_step(architecture: Architecture, ids: Tensor, generator: torch.Generator) -> StepProblem:
@@ -147,9 +147,9 @@ def _first_step(architecture: Architecture, ids: Tensor, generator: torch.Genera
 
 
 def _expected(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entropy: Tensor) -> Expected:
-    """Head and loss in float64 on the body's own hidden states; two gradients that everything behind them enters.
+    """Head and loss in float64 on the body's own hidden states, and two gradients that depend on the whole backward.
 
-    The last norm's gradient sums over all tokens' d_hidden, and a tied weight's has the head's and the embedding's.
+    The last norm's gradient sums over all tokens' d_hidden; a tied weight's is the head's plus the embedding's.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1]).double()
     weight = model.lm_head.weight.detach().double().requires_grad_()
@@ -169,7 +169,7 @@ def _expected(model: Any, hidden: Tensor, tokens: Tokens, logprobs: Tensor, entr
     entries = checked_entries(tokens, weight.shape[0])
     norm = model.model.norm.weight.grad.double()
     d_weight = weight.grad[entries]
-    if model.lm_head.weight.grad is not None:  # the embedding's
+    if model.lm_head.weight.grad is not None:  # the embedding's part
         d_weight = d_weight + model.lm_head.weight.grad[entries].double()
-    every = torch.arange(norm.numel(), device=norm.device)
-    return Expected(loss, logprobs, entropy, {"norm": (every, norm), "weight": (entries, d_weight)})
+    indices = torch.arange(norm.numel(), device=norm.device)
+    return Expected(loss, logprobs, entropy, {"norm": (indices, norm), "weight": (entries, d_weight)})

@@ -1,4 +1,4 @@
-"""A whole training step of a language model, and whose head and loss it goes through."""
+"""A whole training step of a language model, with each contender for head and loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastrl.bench.problems import Tokens
 from fastrl.bench.step_problem import StepProblem, hidden_states
 from fastrl.bench.workloads import Head, HeadLoss, Workload
 
-#: The step without head and loss: what the others' share of the step is told by.
+#: The step without head and loss: it determines the share of head and loss in the others' steps.
 BODY = "the model's body alone (loss: the mean of its hidden states)"
 #: So small that the weights, and with them the workload, stay the same from step to step.
 _LEARNING_RATE = 1e-6
@@ -38,7 +38,7 @@ def workload(problem: StepProblem) -> Workload:
 
 
 def body(problem: StepProblem) -> Contender:
-    """The same step through the body alone, whose hidden states' mean is the loss."""
+    """The same step with the body alone; the loss is the mean of its hidden states."""
 
     def head(tokens: Tokens) -> Head:
         return lambda hidden, weight: HeadLoss(hidden.float().mean())
@@ -48,18 +48,20 @@ def body(problem: StepProblem) -> Contender:
 
 def head_products(problem: StepProblem) -> Contender:
     """The head's three matrix products alone, at the step's size."""
-    of, size = problem.architecture, _size(problem)
+    arch, size = problem.architecture, _size(problem)
 
     def prepare() -> Run:
-        # Random: a GPU multiplies constants faster than data.
-        hidden, weight = (torch.randn(n, of.width, dtype=of.dtype, device=of.device) for n in (size.tokens, size.vocab))
+        # Random, because a GPU multiplies constants faster than data.
+        hidden, weight = (
+            torch.randn(n, arch.width, dtype=arch.dtype, device=arch.device) for n in (size.tokens, size.vocab)
+        )
         return products(hidden, weight, backward=True).prepare()
 
     return Contender("the head's three matrix products alone", prepare, size.once + size.gradients)
 
 
 def add_shares(rows: list[Row], body: Row) -> None:
-    """What of each step's time is head and loss: all but the body's."""
+    """Fill the share of head and loss in each step's time: all but the body's."""
     for row in rows:
         if body.milliseconds_median is not None and row.milliseconds_median is not None:
             row.share_of_step = max(0.0, 1 - body.milliseconds_median / row.milliseconds_median)
@@ -71,25 +73,24 @@ def _contender(problem: StepProblem, candidate: Candidate) -> Contender:
 
 
 def _size(problem: StepProblem) -> Size:
-    of = problem.architecture
-    return Size(problem.tokens.count, of.width, of.vocab, of.dtype.itemsize)
+    architecture = problem.architecture
+    return Size(problem.tokens.count, architecture.width, architecture.vocab, architecture.dtype.itemsize)
 
 
 def _step(problem: StepProblem, make: Callable[[Tokens], Head]) -> Run:
     head = make(problem.tokens)
-    # A model of the contender's own, at the same weights as every other's: a copy would need the one that it is taken
-    # of.
+    # Each contender makes its own model, with the same weights as the others: a copy would need the original in memory.
     model = problem.architecture.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
 
     def call() -> Outcome:
         optimizer.zero_grad(set_to_none=True)
         hidden = hidden_states(model, problem.inputs)
-        found = head(hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight)
-        found.loss.backward()
+        result = head(hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight)
+        result.loss.backward()
         optimizer.step()
-        # Gradients stay until the next step, so that they count as results, not as temporary memory.
+        # Gradients are kept until the next step, so that they count as results, not as temporary memory.
         gradients = {"norm": model.model.norm.weight.grad, "weight": model.lm_head.weight.grad}
-        return Outcome(found.loss.detach(), found.logprobs, found.entropy, gradients)
+        return Outcome(result.loss.detach(), result.logprobs, result.entropy, gradients)
 
     return Run(call)

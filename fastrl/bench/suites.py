@@ -1,4 +1,4 @@
-"""The suites: their shapes, and the limits, measured in the same run, that their workloads are held against."""
+"""The suites: their shapes, and the limits, measured in the same run, that their workloads are compared with."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _PRODUCTS = "the bare matrix products"
 
 @dataclass(frozen=True)
 class Suite:
-    """A group of workloads that share inputs: the names of a shape's numbers, defaults a device, and what to run."""
+    """A group of workloads that share inputs: the names of the shape's axes, defaults per device, and how to run it."""
 
     axes: str
     defaults: dict[str, tuple[Shape, ...]]
     run: Callable[[Shape, Setting], Section]
     description: str
-    needs: tuple[str, ...] = ()  # packages beyond those of every suite
+    needs: tuple[str, ...] = ()  # packages that only this suite needs
 
 
 def run_logits(shape: Shape, setting: Setting) -> Section:
-    """The logits suite at N, V; its limit is the memory's speed: a copy, on a GPU also a read."""
+    """The logits suite at N, V; its limit is the memory's speed: a copy, and on a GPU also a read."""
     setting.log("inputs and float64 answers")
     n, vocab = shape
     on_gpu = setting.device == "cuda"
@@ -58,15 +58,15 @@ def run_logits(shape: Shape, setting: Setting) -> Section:
         assert workload.workload_bytes is not None
         reads = on_gpu and workload.name == logits_workloads.FORWARD
         speed = speeds["read_bytes_per_second" if reads else "copy_bytes_per_second"]
-        found = bench.measure_workload(workload)
+        measured = bench.measure_workload(workload)
         limit = None if speed is None else Limit(workload.workload_bytes / speed, _READ if reads else _COPY)
-        finish(found, limit, EAGER, COMPILED)
-        rows += found
+        finish(measured, limit, EAGER, COMPILED)
+        rows += measured
     return bench.section(speeds, workloads, rows)
 
 
 def run_overhead(shape: Shape, setting: Setting) -> Section:
-    """The overhead suite at N, V: what a loss and its backward cost the host; nothing limits that."""
+    """The overhead suite at N, V: the host's time for a loss and its backward; no limit."""
     n, vocab = shape
     problem = logits_problem(n, vocab, setting.dtype, setting.device)
     bench = replace(_bench("overhead", shape, setting), clock=time_issue)
@@ -74,7 +74,7 @@ def run_overhead(shape: Shape, setting: Setting) -> Section:
 
 
 def run_linear(shape: Shape, setting: Setting) -> Section:
-    """The linear suite at N, H, V; its limit is the matrix products alone, and a copy tells the memory's speed."""
+    """The linear suite at N, H, V; its limit is the matrix products alone; a copy measures the memory's speed."""
     setting.log("inputs and float64 answers")
     bench = _bench("linear", shape, setting)
     n, width, vocab = shape
@@ -86,20 +86,20 @@ def run_linear(shape: Shape, setting: Setting) -> Section:
     workloads = linear_workloads.workloads(problem)
     rows: list[Row] = []
     for workload in workloads:
-        if workload.workload_flops not in floors:  # workloads of as many products share their measurement
+        if workload.workload_flops not in floors:  # workloads with the same number of products share a measurement
             backward = workload.workload_flops != linear_workloads.product_flops(problem)
             floor = linear_workloads.products(problem.hidden, problem.weight, backward)
             floors[workload.workload_flops] = bench.measure_contender(floor, workload, with_expected=False)
         bare = replace(floors[workload.workload_flops], workload=workload.name, is_limit=True)
-        found = [bare, *bench.measure_workload(workload)]
-        finish(found, _limit(_PRODUCTS, bare), EAGER, COMPILED)
+        measured = [bare, *bench.measure_workload(workload)]
+        finish(measured, _limit(_PRODUCTS, bare), EAGER, COMPILED)
         limits[f"flops_per_second: {bare.contender}"] = bare.flops_per_second
-        rows += found
+        rows += measured
     return bench.section(limits, workloads, rows)
 
 
 def run_plans(shape: Shape, setting: Setting) -> Section:
-    """The plans suite at N, H, V; each row's limit is the bare products that its plan forms."""
+    """The plans suite at N, H, V; each row's limit is the bare products that its plan computes."""
     setting.log("inputs and float64 answers")
     bench = _bench("plans", shape, setting)
     n, width, vocab = shape
@@ -121,7 +121,7 @@ def run_plans(shape: Shape, setting: Setting) -> Section:
 
 
 def run_memory(shape: Shape, setting: Setting) -> Section:
-    """The memory suite: token counts up to N, at H, V; no limit, for what is asked is memory."""
+    """The memory suite: token counts up to N, at H, V; no limit, because it measures memory."""
     most, width, vocab = shape
     rows: list[Row] = []
     workloads: list[Workload] = []
@@ -129,16 +129,16 @@ def run_memory(shape: Shape, setting: Setting) -> Section:
         setting.log(f"{n} tokens: inputs and float64 answers")
         problem = linear_problem(n, width, vocab, setting.dtype, setting.device)
         workload = memory_workloads.workload(problem)
-        found = _bench("memory", (n, width, vocab), setting).measure_workload(workload)
-        finish(found, None, EAGER, COMPILED)
-        memory_workloads.add_plans(found, problem)
-        rows += found
-        workloads.append(replace(workload, contenders=[]))  # which hold the problem
+        measured = _bench("memory", (n, width, vocab), setting).measure_workload(workload)
+        finish(measured, None, EAGER, COMPILED)
+        memory_workloads.add_plans(measured, problem)
+        rows += measured
+        workloads.append(replace(workload, contenders=[]))  # contenders would keep the problem alive
     return _bench("memory", shape, setting).section({}, workloads, rows)
 
 
 def run_masks(shape: Shape, setting: Setting) -> Section:
-    """The masks suite at N, H, V and K ids a token in the mean; no limit: what is spared is told beside it."""
+    """The masks suite at N, H, V and a mean of K ids per token; no limit, the whole vocabulary is the comparison."""
     setting.log("inputs and float64 answers")
     n, width, vocab, mean = shape
     problem = masks_workloads.masked_problem(n, width, vocab, mean, setting.dtype, setting.device)
@@ -147,7 +147,7 @@ def run_masks(shape: Shape, setting: Setting) -> Section:
 
 
 def run_sets(shape: Shape, setting: Setting) -> Section:
-    """The sets suite at N, V; no limit: nobody else finds them without a sort."""
+    """The sets suite at N, V; no limit: every peer needs a sort."""
     n, vocab = shape
     logits = logits_problem(n, vocab, setting.dtype, setting.device).logits
     return _without_limit(_bench("sets", shape, setting), sets_workloads.workloads(logits))
@@ -156,9 +156,9 @@ def run_sets(shape: Shape, setting: Setting) -> Section:
 def _without_limit(bench: Bench, workloads: list[Workload]) -> Section:
     rows: list[Row] = []
     for workload in workloads:
-        found = bench.measure_workload(workload)
-        finish(found, None, EAGER, COMPILED)
-        rows += found
+        measured = bench.measure_workload(workload)
+        finish(measured, None, EAGER, COMPILED)
+        rows += measured
     return bench.section({}, workloads, rows)
 
 
@@ -175,7 +175,7 @@ def run_step(shape: Shape, setting: Setting) -> Section:
     )
     rows = bench.measure_workload(workload)
     limit = _limit("the body's step and the head's bare products", body, bare)
-    finish([body], None, EAGER, COMPILED)  # no way to do the workload: it is no faster than any
+    finish([body], None, EAGER, COMPILED)  # not a way to compute the workload: no speed-ups
     finish(rows, limit, EAGER, COMPILED)
     step_workloads.add_shares(rows, body)
     limits: dict[str, float | None] = {
@@ -211,7 +211,7 @@ SUITES = {
                 (8192, 2048, 151936),
                 (4096, 4096, 128256),
                 (8192, 4096, 262144),
-                (32768, 4096, 151936),  # what fits where: the plain way's logits are 20 GB in float32, several times
+                (32768, 4096, 151936),  # shows what fits in memory: plain torch holds several float32 logits of 20 GB
             ),
         },
         run_linear,
@@ -265,7 +265,7 @@ def _bench(suite: str, shape: Shape, setting: Setting) -> Bench:
 
 
 def _limit(of: str, *rows: Row) -> Limit | None:
-    """The rows' time together; None if one has none."""
+    """The sum of the rows' times as a limit; None if a row has no time."""
     times = [seconds(row) for row in rows]
-    found = [time for time in times if time is not None]
-    return Limit(sum(found), of) if len(found) == len(times) else None
+    measured = [time for time in times if time is not None]
+    return Limit(sum(measured), of) if len(measured) == len(times) else None

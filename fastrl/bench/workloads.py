@@ -1,4 +1,4 @@
-"""What a workload is, the two contenders that every workload has, and what goes from a head to a loss."""
+"""A workload, a section of results, the names of the common contenders, and the interface of a head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILED = "torch.compile"
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing to compute, the contenders that do it, and what it costs at least."""
+    """One thing to compute, the contenders that compute it, and its least cost."""
 
     name: str
     description: str
@@ -31,28 +31,28 @@ class Workload:
 
 @dataclass(frozen=True)
 class Section:
-    """A suite at one shape: what was found there."""
+    """The results of a suite at one shape."""
 
     suite: str
     shape: dict[str, int]
-    limits: dict[str, float | None]  # measured, by what they are; the name begins with the unit
+    limits: dict[str, float | None]  # measured, by name; the name begins with the unit
     workloads: dict[str, str]  # what each workload computes, by name
     rows: list[Row]
 
 
 class HeadLoss(NamedTuple):
-    """What a head gives: the loss with its graph; log-probabilities and entropies (N,), detached, where it has them."""
+    """A head's results: the loss with its graph; log-probabilities and entropies (N,), detached, if it has them."""
 
     loss: Tensor
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
 
 
-#: From hidden states (N, H) and the weight (V, H) to a loss; made once for a problem's tokens, then called repeatedly.
+#: From hidden states (N, H) and weight (V, H) to a loss; made once for a problem's tokens, then called repeatedly.
 Head = Callable[[Tensor, Tensor], HeadLoss]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch.compile, for the shapes that come and no others."""
-    torch.compiler.reset()  # earlier shapes would count towards the limit of recompilations
+    """The function under torch.compile, specialized to the shapes of its inputs."""
+    torch.compiler.reset()  # earlier shapes would count towards the recompilation limit
     return torch.compile(function, fullgraph=True, dynamic=False)
