@@ -6,7 +6,7 @@
 - workloads, contenders: the definitions of a workload, a section of results, and a contender
 - *_workloads, *_workload: what each suite computes, with fastrl, with plain torch and with peers
 - heads: from hidden states and the output head to a loss, for all suites that need it
-- peers: other packages, each in a function that raises Unavailable with the reason if it cannot run
+- peers: other packages, each in a function that raises Unavailable or ImportError if it cannot run
 - plain: the losses as a trainer writes them in torch
 - problems, step_problem: inputs, and expected results in float64
 - measure, clock: time, peak temporary memory and error of one contender
