@@ -18,10 +18,10 @@ _always = False
 
 @contextmanager
 def check_inputs() -> Iterator[None]:
-    """Inside this context the values of targets are checked on a GPU too, as they always are on the CPU.
+    """Check the values of targets on a GPU too inside this context, as is always done on the CPU.
 
-    Raises IndexError for an unmasked target outside `[0, V)` before any kernel runs, where a GPU otherwise gives that
-    token a NaN log-probability. Costs one host synchronisation a call.
+    An unmasked target outside `[0, V)` then raises IndexError before any kernel runs; otherwise a GPU gives that token
+    a NaN log-probability. Costs one host synchronisation per call.
     """
     global _always
     before, _always = _always, True
@@ -32,26 +32,26 @@ def check_inputs() -> Iterator[None]:
 
 
 def values_are_checked(tensor: Tensor) -> bool:
-    """Whether values on the tensor's device may be looked at: on the CPU, or inside `check_inputs()`."""
+    """Whether the values of this tensor may be read: on the CPU, or inside `check_inputs()`."""
     if torch.compiler.is_compiling():
-        return False  # the operators look again when the compiled graph runs
+        return False  # the operators check again when the compiled graph runs
     return _always or tensor.device.type == "cpu"
 
 
 def in_memory(name: str, value: object) -> Tensor:
-    """The value, if it is a tensor whose numbers lie in memory, by its strides: what a kernel's pointer can reach.
+    """Return the value if it is a strided tensor in memory, which a kernel's pointer can reach.
 
-    Parameters and subclasses that hold their numbers themselves pass. A wrapper around other tensors (DTensor), a fake,
-    meta, sparse, nested or quantised tensor, and one whose memory was freed are a TypeError that says what to do.
+    Parameters and subclasses that hold their own data pass. A wrapper around other tensors (DTensor), a fake, meta,
+    sparse, nested or quantised tensor, and one whose memory was freed raise a TypeError that says what to do.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if torch.compiler.is_compiling():  # a stand-in, which the operators' fakes know
+    if torch.compiler.is_compiling():  # a stand-in, which the operators' fake implementations accept
         return value
     reason = _why_not_in_memory(value)
     if reason is not None:
         raise TypeError(f"{name} must be a dense tensor with its numbers in memory, got {reason}")
-    # A lazy sign (the imaginary part of a conjugate) is for the dispatcher to see, and a kernel would not.
+    # A lazy sign (the imaginary part of a conjugate) is known to the dispatcher, but not to a kernel.
     return value.resolve_neg() if value.is_neg() else value
 
 
@@ -84,7 +84,7 @@ def _why_not_in_memory(value: Tensor) -> str | None:
 
 
 def lies_in_memory(value: Tensor) -> bool:
-    """Whether the storage is there, as far as the strides reach into it: that of a freed view has an address too."""
+    """Whether the storage is allocated as far as the strides reach: the storage of a freed view has an address too."""
     if not value.numel():
         return True
     storage = value.untyped_storage()
@@ -105,7 +105,7 @@ def _address(value: Tensor) -> int:
 
 
 def once_differentiable(name: str, value: Tensor) -> None:
-    """RuntimeError where forward-mode differentiation follows the tensor: the kernels would drop its tangent."""
+    """Raise RuntimeError if the tensor has a forward-mode tangent, which the kernels would drop."""
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise RuntimeError(
             f"{name} has a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad), and this function"
@@ -114,7 +114,7 @@ def once_differentiable(name: str, value: Tensor) -> None:
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
-    """The value, if it is a tensor in memory of one of the dtypes (any floating dtype where none are named)."""
+    """Return the value if it is a tensor in memory of one of the dtypes (None: any floating-point dtype)."""
     value = in_memory(name, value)
     if dtypes is None and not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
@@ -125,29 +125,29 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
 
 
 def shape(name: str, value: Tensor, expected: Sequence[int], why: str) -> None:
-    """The tensor has the expected shape; `why` says where that shape comes from."""
+    """Check that the tensor has the expected shape; `why` says where that shape comes from."""
     if tuple(value.shape) != tuple(expected):
         raise ValueError(f"{name} must have shape {tuple(expected)} ({why}), got {tuple(value.shape)}")
 
 
 def same_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
-    """Both tensors are on one device."""
+    """Check that both tensors are on one device."""
     if value.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like {like_name}, got {value.device}")
 
 
 def number(name: str, value: object, *, positive: bool = False) -> float:
-    """A finite float, > 0 where positive."""
+    """A finite float, > 0 if `positive`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    # comparisons, for torch.compile traces them through a float that it has made symbolic
+    # comparisons, because torch.compile traces them through a symbolic float
     if not -sys.float_info.max <= value <= sys.float_info.max or (positive and value <= 0):
         raise ValueError(f"{name} must be finite{' and > 0' if positive else ''}, got {value!r}")
     return float(value)
 
 
 def scalar(name: str, value: object, *, positive: bool = False) -> float | Tensor:
-    """A finite number, > 0 where positive, or a 0-dim tensor, whose value stays on its device unread."""
+    """A finite number, > 0 if `positive`; or a 0-dim tensor, whose value is not read from its device."""
     if not isinstance(value, Tensor):
         return number(name, value, positive=positive)
     value = in_memory(name, value)
@@ -167,7 +167,7 @@ def targets(value: object, leading: Sequence[int], why: str, like: Tensor, like_
 
 
 def mask(value: object, like: Tensor, like_name: str = "targets") -> Tensor | None:
-    """A mask shaped like the targets (or what they are called) as bool, or None; bool or 0/1 numbers come in."""
+    """A bool or 0/1 mask with the shape of `like`, as bool; or None. Errors call that tensor `like_name`."""
     if value is None:
         return None
     value = in_memory("mask", value)
@@ -185,7 +185,7 @@ def mask(value: object, like: Tensor, like_name: str = "targets") -> Tensor | No
 
 
 def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:
-    """IndexError for an unmasked target outside [0, vocab), where values may be looked at."""
+    """Raise IndexError for an unmasked target outside [0, vocab), if values may be read."""
     if not values_are_checked(value):
         return
     bad = (value < 0) | (value >= vocab)
@@ -200,7 +200,7 @@ def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:
 
 
 def temperature(value: object, like: Tensor, mask: Tensor | None) -> tuple[float, Tensor | None]:
-    """A scalar temperature and None, or 1.0 and a float32 tensor shaped like the targets."""
+    """A scalar temperature and None, or 1.0 and a flat float32 tensor with one temperature per target."""
     if not isinstance(value, Tensor):
         return number("temperature", value, positive=True), None
     value = in_memory("temperature", value)
@@ -223,7 +223,7 @@ def softcap(value: object) -> float:
 
 
 def unsupported(**arguments: object) -> None:
-    """NotImplementedError for an argument of the settled interface whose work is not built yet."""
+    """Raise NotImplementedError for an argument of the public interface that is not implemented yet."""
     for name, value in arguments.items():
         if value is not None and value != ():
             raise NotImplementedError(f"{name} is not built yet in this version of fastrl; leave it out")

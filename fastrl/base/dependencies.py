@@ -1,4 +1,4 @@
-"""The packages that parts of fastrl need beyond its own dependencies: which are missing, and how to install those."""
+"""The optional packages that parts of fastrl need: which are missing, and how to install them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-#: Module -> what pip is asked for. The versions are those of the extras in pyproject.toml, and verl's of its adapter.
+#: Module -> requirement for pip. The versions are those of the extras in pyproject.toml; verl's is its adapter's.
 REQUIREMENTS = {
     "matplotlib": "matplotlib",
     "peft": "peft>=0.18",
@@ -21,15 +21,15 @@ REQUIREMENTS = {
     "verl": "verl==0.9.1",
     "wandb": "wandb",
 }
-#: What the commands that run a model import.
+#: The modules that the commands that run a model import.
 TRAIN = ("transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "pydantic", "pydantic_settings")
 
 
 def missing(modules: Iterable[str]) -> list[str]:
-    """Those of the modules that are not installed."""
+    """The modules that are not installed."""
     return [name for name in modules if find_spec(name) is None]
 
 
 def how_to_install(modules: Iterable[str]) -> str:
-    """The command that installs the modules' packages. It never names fastrl: on the index that is another project."""
+    """The command that installs the modules' packages. It never names fastrl, which is another project on PyPI."""
     return f"pip install {shlex.join(REQUIREMENTS[name] for name in modules)}"

@@ -1,4 +1,4 @@
-"""Values with derivatives written by hand, for formulas whose autograd would add up parts that cancel."""
+"""Values with explicit derivatives, for formulas in which autograd would add terms that cancel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _WithDerivative(torch.autograd.Function):
-    """What `with_derivative` returns, as torch.compile can trace it."""
+    """The function behind `with_derivative`, in a form that torch.compile can trace."""
 
     generate_vmap_rule = True
 
@@ -23,13 +23,13 @@ class _WithDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, Tensor]:
-        # The derivative comes with its own graph, so that create_graph=True differentiates this product.
+        # The derivative has its own graph, so that create_graph=True differentiates this product.
         (derivative,) = ctx.saved_tensors
         return None, None, upstream * derivative
 
 
 class _WithForwardMode(_WithDerivative):
-    """The same with forward-mode AD, which torch.compile does not trace."""
+    """The same function with forward-mode AD, which torch.compile does not trace."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -43,9 +43,9 @@ class _WithForwardMode(_WithDerivative):
 
 
 def with_derivative(value: Tensor, derivative: Tensor, x: Tensor) -> Tensor:
-    """`value` detached, with `derivative` as its derivative in `x`, all shaped alike, entry by entry.
+    """`value` detached, with `derivative` as its elementwise derivative with respect to `x`; all have one shape.
 
-    A derivative that is itself differentiable gives the second derivatives; it needs no graph otherwise.
+    A derivative that is itself differentiable gives second derivatives; otherwise it needs no graph.
     """
     function = _WithDerivative if torch.compiler.is_compiling() else _WithForwardMode
     out: Tensor = function.apply(value.detach(), derivative, x)

@@ -1,7 +1,7 @@
-"""Where each token's response is: padded `(B, T)`, packed `(N,)` with `cu_seqlens`, or one response `(N,)`.
+"""Each token's response, in three layouts: padded `(B, T)`, packed `(N,)` with `cu_seqlens`, or one response `(N,)`.
 
-The functions of `advantages.py` and `rewards.py` work on flattened tokens and a response number for each of them, so
-that the three layouts are one code path and none of them needs the longest length on the host.
+The functions of `advantages.py` and `rewards.py` work on flattened tokens and a response number per token, so that the
+three layouts share one code path and none of them needs the longest length on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
 def same_layout(name: str, value: object, like_name: str, like: Tensor) -> Tensor:
-    """The value, if it is a floating-point tensor with the shape and the device of `like`."""
+    """Return the value if it is a floating-point tensor with the shape and the device of `like`."""
     value = checks.tensor(name, value)
     checks.shape(name, value, like.shape, f"the shape of {like_name}")
     checks.same_device(name, value, like, like_name)
@@ -25,7 +25,7 @@ def same_layout(name: str, value: object, like_name: str, like: Tensor) -> Tenso
 
 
 def token_mask(mask: object, like_name: str, like: Tensor) -> Tensor:
-    """A mask laid out as `like`, as bool; TypeError for None, else as `checks.mask` says."""
+    """A mask with the shape and device of `like`, as bool. Raises TypeError for None, else as `checks.mask`."""
     if mask is None:
         raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
     checked = checks.mask(mask, like, like_name)
@@ -34,9 +34,9 @@ def token_mask(mask: object, like_name: str, like: Tensor) -> Tensor:
 
 
 def check_cu_seqlens(cu_seqlens: object, name: str, tokens: Tensor) -> Tensor:
-    """`cu_seqlens` `(B+1,)` int32 on the device of `tokens` `(N,)`, which it cuts; `name` is what to call the tokens.
+    """Return `cu_seqlens` `(B+1,)` int32 on the device of the `tokens` `(N,)` it divides; errors call these `name`.
 
-    The numbers themselves (0 first, the token count last, never falling) are read where values may be.
+    Its values (0 first, the number of tokens last, never decreasing) are checked if they may be read.
     """
     if tokens.ndim != 1:
         raise ValueError(f"{name} must have shape (tokens,) beside cu_seqlens, got {tuple(tokens.shape)}")
@@ -52,7 +52,7 @@ def check_cu_seqlens(cu_seqlens: object, name: str, tokens: Tensor) -> Tensor:
 
 
 class Responses:
-    """Responses of one padded batch (G, T), or packed by cu_seqlens: sums over a response, and the way back."""
+    """The responses of a padded (G, T) or packed batch: sums per response, and their values spread over the tokens."""
 
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
         self.count, self.length = 1, shape.numel()
@@ -74,7 +74,7 @@ class Responses:
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0)
 
     def spread(self, y: Tensor) -> Tensor:
-        """(G,) -> (N,): each token gets its response's number."""
+        """(G,) -> (N,): each token gets its response's value."""
         if self.offsets is None:
             return y[:, None].expand(self.count, self.length).reshape(-1)
         return y[self.owner]
@@ -87,15 +87,15 @@ class Responses:
 
 
 def response_numbers(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
-    """The response each token of `tokens` belongs to, flattened `(N,)` int64, and how many responses there are.
+    """The response number of each token, flattened `(N,)` int64, and the number of responses.
 
     Args:
-        name: what to call `tokens` in an error.
+        name: the name of `tokens` in errors.
         tokens: `(B, T)`; or `(N,)`, packed if `cu_seqlens` is given and otherwise one response.
-        cu_seqlens: int32 `(B+1,)`, where each packed response starts, and the end of the last.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response, and the end of the last.
 
     Raises:
-        TypeError, ValueError: as `check_cu_seqlens`, and for any other number of dimensions.
+        TypeError, ValueError: as `check_cu_seqlens`, and for another number of dimensions.
     """
     if cu_seqlens is None and tokens.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape (responses, time) or (tokens,), got {tuple(tokens.shape)}")

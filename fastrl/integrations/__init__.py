@@ -1,1 +1,1 @@
-"""Adapters to other packages, one module each: importing it imports its package, and importing fastrl does not."""
+"""Adapters to other packages, one module each: importing one may import its package; importing fastrl does not."""

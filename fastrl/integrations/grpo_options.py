@@ -1,4 +1,4 @@
-"""The loss options that TRL's GRPOTrainer and Liger's GRPO losses share, as an objective. Imports neither."""
+"""Converts the loss options that TRL's GRPOTrainer and Liger's GRPO losses share to an objective. Imports neither."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastrl.objectives.objective import (
     StopGradientClip,
 )
 
-#: What a loss type's sum is divided by; "items" are the tokens of a whole optimizer step over the number of processes.
+#: The divisor of a loss type's sum; "items": the tokens of a whole optimizer step over the number of processes.
 Denominator = Literal["tokens", "items", "responses"]
 
 #: loss type -> (aggregation, denominator)
@@ -31,22 +31,22 @@ LOSS_TYPES: dict[str, tuple[Aggregation, Denominator]] = {
     "cispo": ("token-mean", "items"),
     "vespo": ("token-mean", "items"),
 }
-#: The loss types that have PPO's clip, and with it `delta`.
+#: The loss types with PPO's clip, which take `delta`.
 CLIPPED = ("grpo", "dr_grpo", "luspo", "bnpo", "dapo")
-_SMALLEST_LAMBDA = 1e-4  # both packages' own floor of VESPO's rates
-#: Both packages' own bounds of the engine's log-ratios in VESPO.
+_SMALLEST_LAMBDA = 1e-4  # the lower bound of VESPO's rates in both packages
+#: The bounds of the engine's log-ratios in VESPO, in both packages.
 ENGINE_LOG_RATIOS = (math.log(1e-8), 20.0)
 
 
 class GRPOChoice(NamedTuple):
-    """An objective, and by what its sum is divided."""
+    """An objective, and the divisor of its sum."""
 
     objective: Objective
     denominator: Denominator
 
 
 def check_loss_type(loss_type: str) -> None:
-    """ValueError for a loss type that does not exist."""
+    """Raise ValueError if the loss type does not exist."""
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
 
@@ -69,13 +69,13 @@ def grpo_objective(
     max_completion_length: int | None = None,
     **fields: Any,
 ) -> GRPOChoice:
-    """The objective of these options; `fields` are further ones of `fastrl.Objective`.
+    """The objective for these options; `fields` are further fields of `fastrl.Objective`.
 
-    "cispo" takes epsilon_high as the cap itself, not as its distance from 1. `delta` belongs to the clipped losses
-    (`CLIPPED`) and is not read by the others. "luspo" is the sum over each response's tokens at every level.
+    For "cispo" epsilon_high is the cap itself, not its distance from 1. `delta` is read only by the clipped losses
+    (`CLIPPED`). "luspo" sums over each response's tokens at every level.
 
     Raises:
-        TypeError, ValueError: naming the option, or the objective's field that holds it.
+        TypeError, ValueError: names the option, or the objective's field that holds it.
     """
     check_loss_type(loss_type)
     if importance_sampling_level not in ("token", "sequence"):
@@ -102,7 +102,7 @@ def grpo_objective(
         kl = KL("k3-unbiased", beta, ratio="objective" if sequence else "token")
     elif beta != 0.0:
         kl = KL("k3", beta)
-    own: dict[str, Any] = {"gate": gate, "ratio": level, "kl": kl, "aggregate": aggregate}
+    chosen: dict[str, Any] = {"gate": gate, "ratio": level, "kl": kl, "aggregate": aggregate}
     if loss_type == "dr_grpo":
-        own["max_length"] = max_completion_length
-    return GRPOChoice(Objective(**(own | fields)), denominator)
+        chosen["max_length"] = max_completion_length
+    return GRPOChoice(Objective(**(chosen | fields)), denominator)

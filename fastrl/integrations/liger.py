@@ -1,4 +1,4 @@
-"""Liger's losses by their own names and signatures (liger-kernel 0.8.5), computed by fastrl.
+"""Liger's losses with their own names and signatures (liger-kernel 0.8.5), computed by fastrl.
 
     from fastrl.integrations.liger import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, triton_grpo_loss
 
@@ -6,9 +6,9 @@
     loss, metrics = loss_of(hidden, lm_head.weight, completion_ids, completion_mask, advantages, ...)
 
 Only signatures and results are Liger's: liger-kernel is not imported and need not be installed. `chunk_size` and
-`compiled` are accepted and do nothing: `memory_budget` (as in `fastrl.linear_policy_loss`) says what memory may be
-used, and nothing is compiled. Losses are those that Liger documents; docs/integrations/liger.md lists where its code
-gives other numbers.
+`compiled` are accepted and have no effect: `memory_budget` (as in `fastrl.linear_policy_loss`) limits the memory, and
+nothing is compiled. The losses are those that Liger documents; docs/integrations/liger.md lists where the results of
+its code differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastrl.planning.budget import parse_budget
 
 __all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 
-#: Liger's own; of them "sigmoid" is here, and "ipo" is one that Liger names and has not built either.
+#: Liger's loss types. fastrl has "sigmoid"; "ipo" is named by Liger but not implemented there either.
 _DPO_LOSS_TYPES = (
     "sigmoid",
     "hinge",
@@ -44,7 +44,7 @@ _DPO_LOSS_TYPES = (
 
 
 class _Batch(NamedTuple):
-    """What both GRPO losses read beside the log-probabilities; (B, T) but for advantages."""
+    """The inputs of both GRPO losses besides the log-probabilities; all (B, T) except advantages."""
 
     mask: Tensor
     advantages: Tensor
@@ -54,7 +54,7 @@ class _Batch(NamedTuple):
     rollout: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """As keyword arguments of fastrl's losses."""
+        """The keyword arguments of fastrl's losses."""
         return {
             "mask": self.mask,
             "advantages": self.advantages,
@@ -65,7 +65,7 @@ class _Batch(NamedTuple):
         }
 
     def with_engine(self, choice: GRPOChoice, ratios: Tensor | None) -> _Batch:
-        """With vLLM's ratios (B,), (B, 1) or (B, T): a token's weight, or in VESPO part of the response's ratio."""
+        """Add vLLM's ratios (B,), (B, 1) or (B, T): token weights, or in VESPO part of the response's ratio."""
         if ratios is None:
             return self
         ratios = checks.tensor("vllm_is_ratio", ratios).detach().float()
@@ -79,7 +79,7 @@ class _Batch(NamedTuple):
             return self._replace(weights=ratios.expand(rows, length))
         assert self.old is not None
         logs = ratios.log().clamp(*ENGINE_LOG_RATIOS)
-        if logs.shape[1] == 1:  # one a response counts once: spread over its tokens
+        if logs.shape[1] == 1:  # one per response counts once, so it is spread over the tokens
             logs = logs / (self.mask != 0).sum(-1, keepdim=True).clamp(min=1)
         return self._replace(rollout=self.old.float() - logs)
 
@@ -87,12 +87,12 @@ class _Batch(NamedTuple):
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
     """GRPO and its relatives from hidden states and the output head.
 
-    loss_type: grpo, bnpo, dr_grpo, dapo, cispo (epsilon_high is the cap), sapo, luspo, vespo; for the others see
-    Liger's class. What it can be asked for and is refused: delta with cispo, sapo or vespo (Liger's linear loss ignores
-    it), delta <= 1, the sequence level with these three.
+    loss_type: grpo, bnpo, dr_grpo, dapo, cispo (epsilon_high is the cap), sapo, luspo, vespo; for the other arguments
+    see Liger's class. Refused options: delta with cispo, sapo or vespo (Liger's linear loss ignores it), delta <= 1,
+    and the sequence level with these three.
 
     Args:
-        chunk_size, compiled: without effect.
+        chunk_size, compiled: no effect.
         memory_budget: bytes or text such as "1GiB", as in `fastrl.linear_policy_loss`.
     """
 
@@ -130,7 +130,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             epsilon_high=epsilon_high,
             delta=delta,
             use_bias_correction_kl=use_bias_correction_kl,
-            # Without a reference model the reference is the policy itself: value and gradient 0.
+            # Without a reference model the reference is the policy itself, so the KL's value and gradient are 0.
             beta=beta if use_ref_model else 0.0,
             sapo_temperature_pos=sapo_temperature_pos,
             sapo_temperature_neg=sapo_temperature_neg,
@@ -175,7 +175,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if old is None and vllm_is_ratio is not None and self.choice.objective.ratio == "sequence-product":
             old = _scored(_input, lin_weight, bias, targets, attention_mask, options)
         batch = _Batch(attention_mask, advantages, old, ref).with_engine(self.choice, vllm_is_ratio)
-        found = linear_policy_loss(
+        result = linear_policy_loss(
             _input,
             head["weight"],
             targets,
@@ -185,8 +185,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             **options,
             **batch.inputs(),
         )
-        clipped = _clipped(self.choice.objective, found.logprobs, batch).sum() / found.metrics["tokens"].clamp(min=1)
-        return found.loss, (clipped,) if self.beta == 0.0 else (found.metrics["kl"], clipped)
+        clipped = _clipped(self.choice.objective, result.logprobs, batch).sum() / result.metrics["tokens"].clamp(min=1)
+        return result.loss, (clipped,) if self.beta == 0.0 else (result.metrics["kl"], clipped)
 
 
 def triton_grpo_loss(
@@ -216,14 +216,15 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Tensor, list[Tensor]] | tuple[Tensor, Tensor | None, Tensor]:
-    """The same losses from logits (B, T + 1, V), whose last position predicts nothing; on any device.
+    """The losses of `LigerFusedLinearGRPOLoss` from logits (B, T + 1, V), on any device. The last position is not used.
 
-    completion_ids, completion_mask (all count without it), old_logp and ref_logp are (B, T), advantages (B,). With
+    completion_ids, completion_mask (None: all tokens count), old_logp and ref_logp are (B, T), advantages (B,). With
     `inplace` the backward writes the gradient over the logits. `max_completion_length` defaults to T.
 
     Returns:
         reduce=True: the loss, and detached metrics [mean KL if beta is not 0, fraction of clipped tokens];
-        reduce=False: per-token losses (B, T) with the graph, detached KL (None if beta is 0) and clipped tokens (0/1).
+        reduce=False: per-token losses (B, T) with the graph, and detached KL (None if beta is 0) and clipped tokens
+        (0/1).
 
     Raises: as `LigerFusedLinearGRPOLoss`.
     """
@@ -248,33 +249,33 @@ def triton_grpo_loss(
     )
     mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
     pad = torch.nn.functional.pad
-    found = token_logprobs(
+    stats = token_logprobs(
         logits,
         pad(completion_ids.long(), (0, 1)),
         mask=pad(mask != 0, (0, 1)),
         temperature=temperature,
         inplace=inplace,
     )
-    logprobs = found.logprobs[:, :-1]
+    logprobs = stats.logprobs[:, :-1]
     product = choice.objective.ratio == "sequence-product"
     old = logprobs.detach() if old_logp is None and product and vllm_is_ratio is not None else old_logp
     batch = _Batch(mask, advantages, old, None if beta == 0.0 else ref_logp).with_engine(choice, vllm_is_ratio)
     clipped = _clipped(choice.objective, logprobs.detach(), batch)
     if not reduce:
-        each = token_losses(choice.objective, logprobs, **batch.inputs())
-        return each.losses, None if beta == 0.0 else each.kl, clipped
+        per_token = token_losses(choice.objective, logprobs, **batch.inputs())
+        return per_token.losses, None if beta == 0.0 else per_token.kl, clipped
     denominator = _denominator(choice, mask, num_items_in_batch)
-    whole = policy_loss(logprobs, objective=choice.objective, denominator=denominator, **batch.inputs())
-    fraction = clipped.sum() / whole.metrics["tokens"].clamp(min=1)
-    return whole.loss, [fraction] if beta == 0.0 else [whole.metrics["kl"], fraction]
+    result = policy_loss(logprobs, objective=choice.objective, denominator=denominator, **batch.inputs())
+    fraction = clipped.sum() / result.metrics["tokens"].clamp(min=1)
+    return result.loss, [fraction] if beta == 0.0 else [result.metrics["kl"], fraction]
 
 
 class LigerFusedLinearDPOLoss(torch.nn.Module):
-    """DPO from hidden states (2B, T, H), first the chosen responses, then the rejected ones.
+    """DPO from hidden states (2B, T, H): first the chosen responses, then the rejected ones.
 
-    `loss_type` is "sigmoid" alone; Liger's others raise NotImplementedError, what is none of them ValueError.
-    label_smoothing and discopop_tau are theirs, and Liger's "sigmoid" does not read them either. chunk_size and
-    compiled have no effect; `memory_budget` as in `fastrl.linear_token_logprobs`.
+    Only `loss_type` "sigmoid" is supported; Liger's other types raise NotImplementedError, unknown ones ValueError.
+    label_smoothing and discopop_tau belong to the other types; "sigmoid" does not read them, in Liger either.
+    chunk_size and compiled have no effect; `memory_budget` as in `fastrl.linear_token_logprobs`.
     """
 
     def __init__(
@@ -321,9 +322,9 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
             raise ValueError(f"target must hold as many chosen as rejected responses, got {target.shape[0]} in all")
         pairs, mask = target.shape[0] // 2, target != self.ignore_index
         options: dict[str, Any] = {"memory_budget": self.memory_budget}
-        each = linear_token_logprobs(_input, targets=target, mask=mask, **_head(_input, lin_weight, bias), **options)
+        stats = linear_token_logprobs(_input, targets=target, mask=mask, **_head(_input, lin_weight, bias), **options)
         counts = mask.sum(-1).clamp(min=1) if self.average_log_prob else 1
-        logps = each.logprobs.sum(-1) / counts
+        logps = stats.logprobs.sum(-1) / counts
         ref = torch.zeros_like(logps)
         if self.use_ref_model:
             if ref_input is None or ref_weight is None:
@@ -332,7 +333,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         loss = dpo_loss(logps[:pairs], logps[pairs:], ref[:pairs], ref[pairs:], beta=self.beta)
         nll = torch.zeros_like(loss)
         if self.compute_nll_loss:
-            nll = -each.logprobs[:pairs].sum() / mask[:pairs].sum().clamp(min=1)
+            nll = -stats.logprobs[:pairs].sum() / mask[:pairs].sum().clamp(min=1)
             loss = loss + self.alpha * nll
         rewards = self.beta * (logps - ref).detach()
         means = (_mean_logits(_input[part], lin_weight, bias) for part in (slice(pairs), slice(pairs, None)))
@@ -341,7 +342,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
 
 
 def _choice(loss_type: str, *, importance_sampling_level: str, delta: float | None, **options: Any) -> GRPOChoice:
-    """What both GRPO losses check, and the objective."""
+    """Check the options of both GRPO losses, and return their objective."""
     check_loss_type(loss_type)
     if loss_type in ("cispo", "sapo", "vespo") and importance_sampling_level == "sequence":
         raise ValueError(f"importance_sampling_level='sequence' is not supported for loss_type={loss_type!r}")
@@ -351,7 +352,7 @@ def _choice(loss_type: str, *, importance_sampling_level: str, delta: float | No
 
 
 def _denominator(choice: GRPOChoice, mask: Tensor, items: float | Tensor | None) -> Tensor | None:
-    """The tokens of the whole step over the number of processes, where the loss type wants them."""
+    """The tokens of the whole step over the number of processes, if the loss type divides by them."""
     if choice.denominator != "items":
         return None
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -366,7 +367,7 @@ def _denominator(choice: GRPOChoice, mask: Tensor, items: float | Tensor | None)
 
 @torch.no_grad()
 def _clipped(objective: Objective, logprobs: Tensor, batch: _Batch) -> Tensor:
-    """1 for Liger's clipped tokens (B, T): outside the epsilons whatever delta says; CISPO's only for A > 0."""
+    """1 for Liger's clipped tokens (B, T): outside the epsilons, whatever delta is; in CISPO only for A > 0."""
     gate = Clip(objective.gate.low, objective.gate.high) if isinstance(objective.gate, Clip) else objective.gate
     inputs = batch.inputs() | {"ref_logprobs": None, "token_weights": None}
     side = token_losses(objective.replace(gate=gate, kl=None), logprobs, **inputs).side
@@ -377,7 +378,7 @@ def _clipped(objective: Objective, logprobs: Tensor, batch: _Batch) -> Tensor:
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    """weight and bias in the hidden states' dtype, as Liger casts them."""
+    """weight and bias in the hidden states' dtype, as in Liger."""
     return {"weight": weight.to(hidden.dtype), "bias": None if bias is None else bias.to(hidden.dtype)}
 
 
@@ -391,6 +392,6 @@ def _scored(
 
 @torch.no_grad()
 def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The mean of all logits of hidden (B, T, H), 0-dim float32: a mean of products is a product of means."""
+    """The mean of all logits of hidden (B, T, H), 0-dim float32, as the product of the means."""
     mean = hidden.mean((0, 1), dtype=torch.float32) @ weight.mean(0, dtype=torch.float32)
     return mean if bias is None else mean + bias.float().mean()

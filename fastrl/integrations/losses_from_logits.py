@@ -1,7 +1,7 @@
-"""Custom losses of trainers that hand over logits: slime and NeMo-RL; and the per-token losses behind such functions.
+"""Custom losses for trainers that pass logits (slime and NeMo-RL), and the per-token losses that they use.
 
-    loss = slime_loss(fastrl.GSPO())                # in a module of yours, named by --custom-loss-function-path
-    loss_fn = NeMoPolicyLoss(fastrl.DAPO())         # where NeMo-RL has ClippedPGLossFn
+    loss = slime_loss(fastrl.GSPO())                # in your own module, named by --custom-loss-function-path
+    loss_fn = NeMoPolicyLoss(fastrl.DAPO())         # in the place of NeMo-RL's ClippedPGLossFn
 
 Neither package is needed to import this module. The interfaces are those of slime's `policy_loss_function`
 (slime/backends/megatron_utils/loss.py) and of NeMo-RL's `LossFunction` (nemo_rl/algorithms/loss/interfaces.py).
@@ -49,19 +49,21 @@ class TokenLosses(NamedTuple):
 def token_losses(
     objective: Objective, logprobs: Tensor, *, advantages: Tensor, entropy: Tensor | None = None, **inputs: Any
 ) -> TokenLosses:
-    """What `fastrl.policy_loss` sums, one a token, for callers who aggregate themselves.
+    """The per-token terms that `fastrl.policy_loss` sums, for callers who aggregate themselves.
 
-    Args: those of `fastrl.policy_loss` but `denominator`; the objective's aggregation is not read.
+    Args: those of `fastrl.policy_loss` except `denominator`; the objective's aggregation is not read.
 
-    Returns: TokenLosses; raises: as `fastrl.policy_loss`, TypeError for an argument that it does not have.
+    Returns: TokenLosses.
+
+    Raises: as `fastrl.policy_loss`; TypeError for an argument that it does not have.
     """
     unknown = inputs.keys() - set(_OPTIONAL)
     if unknown:
         raise TypeError(f"token_losses has no argument {sorted(unknown)[0]!r}")
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    given = dict.fromkeys(_OPTIONAL) | inputs
+    optional = dict.fromkeys(_OPTIONAL) | inputs
     problem = make_problem(
-        objective, logprobs, "logprobs", entropy is not None, None, dtype, advantages=advantages, **given
+        objective, logprobs, "logprobs", entropy is not None, None, dtype, advantages=advantages, **optional
     )
     batch = problem.batch
     terms, _ = objective_loss(
@@ -80,18 +82,18 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
     """A function for slime's `--loss-type custom_loss --custom-loss-function-path`.
 
     It takes (args, batch, logits, sum_of_sample_mean): logits (1, T, V) float32 of packed sequences, and the batch's
-    lists of one entry a sample: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages, log_probs,
-    ref_log_probs, rollout_log_probs. It returns the loss and detached metrics "loss", "entropy_loss", "pg_clipfrac",
-    "ppo_kl", and "kl_loss" where the objective has a KL. How tokens are averaged is slime's: `sum_of_sample_mean`;
-    the objective's aggregation is not read, everything else comes from the objective.
+    lists with one entry per sample: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages,
+    log_probs, ref_log_probs, rollout_log_probs. It returns the loss and detached metrics "loss", "entropy_loss",
+    "pg_clipfrac", "ppo_kl", and "kl_loss" if the objective has a KL. slime's `sum_of_sample_mean` averages the tokens,
+    so the objective's aggregation is not read; everything else comes from the objective.
 
     Args:
         objective: gate, ratio level, KL, entropy coefficient and corrections.
-        inplace: the backward writes the gradient over slime's logits.
+        inplace: whether the backward writes the gradient over slime's logits.
 
     Raises (the function):
-        ValueError: for an option of slime's own loss (use_kl_loss, use_tis, use_opsm, entropy_coef ...), which belongs
-            in the objective here. NotImplementedError: for tensor or context parallelism, or a rollout_top_p below 1.
+        ValueError: for an option of slime's own loss (use_kl_loss, use_tis, use_opsm, entropy_coef ...), which here
+            belongs in the objective. NotImplementedError: for tensor or context parallelism, or rollout_top_p below 1.
     """
 
     def loss(
@@ -117,7 +119,7 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
         offsets = [0, *accumulate(batch["response_lengths"])]
         counted = torch.cat([m != 0 for m in batch["loss_masks"]]).to(logprobs.device)
         advantages = torch.cat(list(batch["advantages"])).to(logprobs.device)
-        found = token_losses(
+        terms = token_losses(
             objective,
             logprobs,
             advantages=advantages,
@@ -128,12 +130,12 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
             rollout_logprobs=joined("rollout_log_probs"),
             cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=logprobs.device),
         )
-        total = sum_of_sample_mean(found.losses)
+        total = sum_of_sample_mean(terms.losses)
         with torch.no_grad():
             drift = torch.zeros_like(logprobs) if old is None else old - logprobs
-            per_token = {"entropy_loss": entropy, "pg_clipfrac": found.side.abs(), "ppo_kl": drift}
+            per_token = {"entropy_loss": entropy, "pg_clipfrac": terms.side.abs(), "ppo_kl": drift}
             if objective.kl is not None:
-                per_token["kl_loss"] = found.kl
+                per_token["kl_loss"] = terms.kl
             log = {name: sum_of_sample_mean(values.detach()) for name, values in per_token.items()}
         return total, {"loss": total.detach().clone(), **log}
 
@@ -143,7 +145,7 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
 def _check_slime(args: Any, objective: Objective) -> None:
     if getattr(args, "use_kl_loss", None) and (objective.kl is None or getattr(args, "kl_loss_coef", 0.0)):
         raise ValueError("args.use_kl_loss needs a KL in the fastrl objective, and args.kl_loss_coef 0")
-    own = (
+    slime_options = (
         "use_tis",
         "use_opsm",
         "use_score_centering",
@@ -151,7 +153,7 @@ def _check_slime(args: Any, objective: Objective) -> None:
         "entropy_coef",
         "custom_pg_loss_reducer_function_path",
     )
-    for name in own:
+    for name in slime_options:
         if getattr(args, name, None):
             raise ValueError(f"args.{name} belongs to slime's own policy loss; say it in the fastrl objective instead")
     if getattr(args, "rollout_top_p", 1.0) != 1.0:
@@ -167,7 +169,7 @@ def _check_slime(args: Any, objective: Objective) -> None:
 
 
 def _slime_targets(batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's next token (T,), which rows predict a response token (T,), and those rows' numbers."""
+    """Each row's next token (T,), a mask of the rows that predict a response token (T,), and their indices."""
     if logits.dim() != 3 or logits.shape[0] != 1:
         raise ValueError(f"logits must have shape (1, T, V), got {tuple(logits.shape)}")
     targets = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
@@ -187,14 +189,15 @@ class NeMoPolicyLoss:
     """NeMo-RL's `LossFunction` over logits: `loss_fn(data, global_valid_seqs, global_valid_toks, logits=...)`.
 
     data holds input_ids, token_mask, advantages, prev_logprobs, generation_logprobs (read by a rollout correction) and
-    reference_policy_logprobs (read by a KL), all (B, S), and sample_mask (B,); entry t belongs to token t, so that
-    logits (B, S, V) at t - 1 predict it. The denominator is global_valid_toks for token-mean, else global_valid_seqs.
-    Returns the loss and a dict of floats under NeMo-RL's names, normalised so that micro-batches add up.
+    reference_policy_logprobs (read by a KL), all (B, S), and sample_mask (B,). Entry t belongs to token t, which is
+    predicted by the logits (B, S, V) at t - 1. The denominator is global_valid_toks for token-mean, else
+    global_valid_seqs. Returns the loss and a dict of floats with NeMo-RL's names, normalised so that micro-batches add
+    up.
 
     Args:
         objective: any `fastrl.Objective`.
-        temperature: what the logits are divided by.
-        inplace: the gradient takes the logits' place.
+        temperature: divides the logits.
+        inplace: whether the backward writes the gradient over the logits.
     """
 
     def __init__(self, objective: Objective, *, temperature: float = 1.0, inplace: bool = False) -> None:
@@ -202,12 +205,12 @@ class NeMoPolicyLoss:
 
     @property
     def loss_type(self) -> Any:
-        """NeMo-RL's LossType: by which count the trainer normalises."""
+        """NeMo-RL's LossType, which selects the count that the trainer normalises by."""
         return getattr(_nemo_interfaces().LossType, "TOKEN_LEVEL" if self._by_tokens else "SEQUENCE_LEVEL")
 
     @property
     def input_type(self) -> Any:
-        """NeMo-RL's LossInputType.LOGIT: the trainer hands over logits as they are."""
+        """NeMo-RL's LossInputType.LOGIT: the trainer passes unchanged logits."""
         return _nemo_interfaces().LossInputType.LOGIT
 
     @property
@@ -217,7 +220,7 @@ class NeMoPolicyLoss:
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, *, logits: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See the class. NotImplementedError for logits that are sharded."""
+        """See the class. Raises NotImplementedError for sharded logits."""
         ids = data["input_ids"]
         if type(logits).__name__ == "DTensor":
             raise NotImplementedError("logits must be a plain tensor of the whole vocabulary, got a DTensor")
@@ -229,7 +232,7 @@ class NeMoPolicyLoss:
         samples = data["sample_mask"].to(logits.device)
 
         def shifted(name: str, wanted: bool = True) -> Tensor | None:
-            # Entry t + 1 beside the logits at t; the last row predicts nothing and is masked.
+            # Aligns entry t + 1 with the logits at t; the last row predicts nothing and is masked.
             return torch.roll(data[name].to(logits.device), -1, 1) if wanted else None
 
         mask = shifted("token_mask")
@@ -239,7 +242,7 @@ class NeMoPolicyLoss:
         targets, advantages = shifted("input_ids"), shifted("advantages")
         assert targets is not None and advantages is not None
         kl, corrected = self.objective.kl, self.objective.rollout_correction is not None
-        found = logits_policy_loss(
+        result = logits_policy_loss(
             logits,
             targets,
             objective=self.objective,
@@ -252,14 +255,14 @@ class NeMoPolicyLoss:
             temperature=self.temperature,
             inplace=self.inplace,
         )
-        return found.loss, _nemo_metrics(found, data, samples, mask, global_valid_toks)
+        return result.loss, _nemo_metrics(result, data, samples, mask, global_valid_toks)
 
 
 @torch.no_grad()
 def _nemo_metrics(
     found: Any, data: Mapping[str, Any], samples: Tensor, mask: Tensor, valid_tokens: Tensor
 ) -> dict[str, float]:
-    """Sums over this micro-batch's tokens over the global count, and the largest ratio, in one synchronisation."""
+    """Sums over this micro-batch's tokens divided by the global count, and the largest ratio; one synchronisation."""
     share = found.metrics["tokens"] / torch.as_tensor(valid_tokens).to(mask.device).clamp(min=1)
     error = (data["generation_logprobs"] - data["prev_logprobs"]).to(mask.device).abs().roll(-1, 1)
     engine = error.exp().where(mask, 0.0).sum() / mask.sum().clamp(min=1)

@@ -5,8 +5,7 @@
 
     openrlhf.models.PolicyLoss = PolicyLoss     # before openrlhf.trainer.ray.ppo_actor is imported, in each worker
 
-OpenRLHF is not imported and need not be installed. docs/integrations/openrlhf.md lists where its code gives other
-numbers.
+OpenRLHF is not imported and need not be installed. docs/integrations/openrlhf.md lists where its results differ.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ __all__ = ["PolicyLoss", "log_probs_from_logits"]
 
 
 class PolicyLoss(torch.nn.Module):
-    """PPO's clip or GSPO, with OpenRLHF's correction for the inference engine; arguments as its own class has them.
+    """PPO's clip or GSPO, with OpenRLHF's correction for the inference engine and its class's arguments.
 
-    token_level_loss: the mean over tokens, else over responses' means, which "gspo" always takes. The correction
-    (is_correction_level other than "off") weights "ppo"; in "gspo" the engine's log-probabilities take the old ones'
-    place.
+    token_level_loss: the mean over tokens if True, else over responses' means, which "gspo" always uses. The correction
+    (is_correction_level other than "off") weights the tokens in "ppo"; in "gspo" the engine's log-probabilities replace
+    the old ones.
 
     Raises:
-        ValueError: for an option that does not exist or does not go with another, as OpenRLHF's class does.
+        ValueError: for an option that does not exist or conflicts with another, as OpenRLHF's class does.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """All but the counts (B, T). Returns loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio, each 0-dim.
+        """All but the counts are (B, T). Returns loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio, each 0-dim.
 
         The last two are None without a correction, and for "gspo"; all but the loss are detached. The loss is
-        `sum / batch_num_tokens * dp_size` (over responses: global_batch_size), by default over what is here.
+        `sum / batch_num_tokens * dp_size` (over responses: global_batch_size); the default counts are this batch's.
         """
         if self.level != "off" and rollout_log_probs is None:
             raise ValueError(f"rollout_log_probs is needed by is_correction_level={self.level!r}, got None")
@@ -93,7 +92,7 @@ class PolicyLoss(torch.nn.Module):
         count = batch_num_tokens if self.token_level_loss else global_batch_size
         if count is None:
             count = mask.sum() if self.token_level_loss else (mask.sum(-1) > 0).sum()
-            dp_size = 1  # as there: only global counts are scaled
+            dp_size = 1  # as in OpenRLHF: only global counts are scaled
         old, weights, engine_kl, filtered = old_log_probs, None, None, None
         if self.level != "off" and rollout_log_probs is not None:
             if self.objective.ratio == "sequence":
@@ -103,19 +102,19 @@ class PolicyLoss(torch.nn.Module):
                 engine_kl = _mean((rollout_log_probs - old).detach().float(), mask)
         inputs: dict[str, Any] = {"advantages": advantages, "mask": mask, "old_logprobs": old}
         denominator = torch.as_tensor(count).clamp(min=1) / dp_size
-        found = policy_loss(
+        result = policy_loss(
             log_probs, objective=self.objective, denominator=denominator, token_weights=weights, **inputs
         )
-        clipped, gate = found.metrics["clip_frac"], self.objective.gate
-        if isinstance(gate, Clip) and gate.dual is not None:  # OpenRLHF counts what the first clip stops
+        clipped, gate = result.metrics["clip_frac"], self.objective.gate
+        if isinstance(gate, Clip) and gate.dual is not None:  # OpenRLHF counts the tokens that the first clip stops
             plain = self.objective.replace(gate=dataclasses.replace(gate, dual=None))
             clipped = policy_loss(log_probs.detach(), objective=plain, **inputs).metrics["clip_frac"]
         drift = (old_log_probs - log_probs).detach().float()
-        return found.loss, clipped, _mean(drift, mask), engine_kl, filtered
+        return result.loss, clipped, _mean(drift, mask), engine_kl, filtered
 
     @torch.no_grad()
     def _engine_weights(self, old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Token weights (B, T), and the share of tokens (or responses) that are out of the band, 0-dim."""
+        """Token weights (B, T), and the fraction of tokens (or responses) outside the band, 0-dim."""
         log_rho = (old - rollout).where(mask, 0.0)
         if self.gating == "ratio":
             stat = log_rho
@@ -134,12 +133,12 @@ class PolicyLoss(torch.nn.Module):
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities (...) float32 of labels (...) under logits (..., V) / temperature, which stay as they are."""
+    """Log-probabilities (...) float32 of labels (...) under logits (..., V) / temperature; logits are not changed."""
     return token_logprobs(logits, labels, temperature=float(temperature)).logprobs
 
 
 def _band(threshold: Sequence[float]) -> tuple[float, float]:
-    """The correction's lower and upper bound."""
+    """The lower and upper bound of the correction."""
     if not isinstance(threshold, list | tuple) or len(threshold) != 2:
         raise ValueError(f"is_correction_threshold must hold a lower and an upper bound, got {threshold!r}")
     low, high = (float(bound) for bound in threshold)
@@ -149,5 +148,5 @@ def _band(threshold: Sequence[float]) -> tuple[float, float]:
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Over unmasked tokens; 0 without any."""
+    """The mean over unmasked tokens; 0 if there are none."""
     return values.where(mask, 0.0).sum() / mask.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""What adapters that stand in another package's place share: exchanging its objects, and saying a line once."""
+"""Helpers shared by adapters that patch another package: replacing its objects, and logging a line once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _said: set[tuple[str, str]] = set()
 
 
 def say_once(log: logging.Logger, line: str) -> None:
-    """A warning in this log, the first time that this line comes up in it."""
+    """Log the line as a warning, only the first time in this log."""
     if (log.name, line) not in _said:
         _said.add((log.name, line))
         log.warning(line)
 
 
 def exchange(package: str, name: str, old: Any, new: Any) -> None:
-    """`new` for `old` in every loaded module of the package that holds it under this name."""
+    """Replace `old` by `new` in every loaded module of the package that holds it under this name."""
     for path, module in list(sys.modules.items()):
         if module is not None and (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is old:
             setattr(module, name, new)

@@ -1,4 +1,4 @@
-"""Routing of mixtures of experts, recorded where tokens are drawn and replayed where they are trained on.
+"""Routing of mixtures of experts, recorded in sampling and replayed in training.
 
 See `fastrl.models.routing`.
 """

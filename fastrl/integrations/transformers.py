@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a fused output head for a causal LM, and what ``generate`` drew its tokens from.
+"""Hugging Face transformers: a fused output head for a causal LM, and records of how `generate` drew its tokens.
 
 fused_lm_head(model)                                     # see `fastrl.models.lm_head`
 with record_sampling(model, logprobs=True) as recorder:  # see `fastrl.models.recording`

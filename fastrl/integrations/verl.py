@@ -1,12 +1,12 @@
-"""verl's policy losses by fastrl's presets, and its fused log-probabilities and entropies by fastrl's head.
+"""fastrl's presets as verl policy losses, and fastrl's head for verl's fused log-probabilities and entropies.
 
     from fastrl.integrations import verl as fast_verl
 
     fast_verl.register()    # then actor.policy_loss.loss_mode=fastrl_CISPO, fastrl_GSPO ...: fastrl_<preset> each
     fast_verl.enable()      # then model.use_fused_kernels=True computes log-probabilities and entropies with fastrl
 
-verl trains in processes of its own: both calls belong in a module that each of them imports, which is what
-VERL_USE_EXTERNAL_MODULES names (see docs/integrations/verl.md).
+verl trains in separate processes, so put both calls in a module that each of them imports, and name that module in
+VERL_USE_EXTERNAL_MODULES (see docs/integrations/verl.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastrl.planning.budget import parse_budget
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
 
 log = logging.getLogger("fastrl.verl")
-#: The versions whose interfaces this adapter was written against.
+#: The versions whose interfaces this adapter supports.
 KNOWN = ("0.9.1",)
 
 _ARGUMENTS = (
@@ -42,10 +42,10 @@ _ARGUMENTS = (
     "config",
     "rollout_is_weights",
 )
-#: Aggregations that belong to the algorithm: verl's own SAPO and GMPO take no other either.
+#: Aggregations fixed by the algorithm: verl's own SAPO and GMPO accept no other either.
 _OWN_AGGREGATE = {"SAPO": "seq-mean-token-mean", "GMPO": "seq-mean-token-mean"}
 _ONLY_AGGREGATE = {"LUSPO": "seq-mean-token-sum", "DrGRPO": "seq-mean-token-sum-norm"}
-_FROM_VERL = ("aggregate", "max_length")  # fields of an objective that `register` does not take
+_FROM_VERL = ("aggregate", "max_length")  # fields of an objective that `register` does not accept
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _BACKENDS = ("torch", "liger")  # of FusedLinearForPPO
 _REDUCTIONS = ("none", "sum", "mean")  # of linear_cross_entropy
@@ -59,32 +59,34 @@ def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]
     policy_loss.ppo_kl_coef come from verl's actor config, the aggregation from loss_agg_mode and the global batch.
 
     Args:
-        fields: preset -> arguments of it or fields of `fastrl.Objective`, which beat what the config says:
+        fields: preset -> its arguments or fields of `fastrl.Objective`, which override the config:
             `{"DeepSeekV32": {"off_policy_delta": 0.1}}`.
 
     Returns:
         The names registered.
 
     Raises:
-        ImportError: without verl. RuntimeError: for a verl that calls policy losses in another way. ValueError: for a
-        preset that does not exist, a field that it does not have, or one that is verl's to say (aggregate, max_length).
+        ImportError: without verl. RuntimeError: if this verl calls policy losses with other arguments. ValueError: for
+            a preset that does not exist, a field that it does not have, or one that verl sets (aggregate, max_length).
     """
     core = _imported("verl.trainer.ppo.core_algos")
-    found = tuple(inspect.signature(core.get_policy_loss_fn("vanilla")).parameters)
-    if found != _ARGUMENTS:
+    parameters = tuple(inspect.signature(core.get_policy_loss_fn("vanilla")).parameters)
+    if parameters != _ARGUMENTS:
         raise RuntimeError(
             f"fastrl.integrations.verl knows policy losses of verl {', '.join(KNOWN)}, called with"
-            f" {', '.join(_ARGUMENTS)}; this verl calls them with {', '.join(found)}. Nothing was registered"
+            f" {', '.join(_ARGUMENTS)}; this verl calls them with {', '.join(parameters)}. Nothing was registered"
         )
     fields = {} if fields is None else fields
-    for preset, given in fields.items():
+    for preset, overrides in fields.items():
         if preset not in PRESETS:
             raise ValueError(f"fields must name presets ({', '.join(PRESETS)}), got {preset!r}")
         for name in _FROM_VERL:
-            if name in given:
-                raise ValueError(f"fields[{preset!r}] must leave {name} to verl's loss_agg_mode, got {given[name]!r}")
+            if name in overrides:
+                raise ValueError(
+                    f"fields[{preset!r}] must leave {name} to verl's loss_agg_mode, got {overrides[name]!r}"
+                )
         known = _fields_of(preset)
-        for name in given:
+        for name in overrides:
             if name not in known:
                 raise ValueError(f"fields[{preset!r}] must hold some of {', '.join(known)}, got {name!r}")
     for preset in PRESETS:
@@ -93,11 +95,13 @@ def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]
 
 
 def _fields_of(preset: str) -> list[str]:
-    """The arguments of a preset, and the fields of an objective that are not verl's to say."""
-    own = [
-        name for name, given in inspect.signature(PRESETS[preset]).parameters.items() if given.kind != given.VAR_KEYWORD
+    """The arguments of a preset and the fields of an objective, except those that verl sets."""
+    arguments = [
+        name
+        for name, parameter in inspect.signature(PRESETS[preset]).parameters.items()
+        if parameter.kind != parameter.VAR_KEYWORD
     ]
-    names = dict.fromkeys([*own, *(field.name for field in dataclasses.fields(Objective))])
+    names = dict.fromkeys([*arguments, *(field.name for field in dataclasses.fields(Objective))])
     return [name for name in names if name not in _FROM_VERL]
 
 
@@ -126,15 +130,15 @@ def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
             "old_logprobs": old_log_prob,
             "token_weights": weights,
         }
-        found = policy_loss(log_prob, objective=objective, denominator=denominator, **inputs)
-        return found.loss, _metrics(objective, found.metrics, log_prob.detach(), inputs)
+        result = policy_loss(log_prob, objective=objective, denominator=denominator, **inputs)
+        return result.loss, _metrics(objective, result.metrics, log_prob.detach(), inputs)
 
     compute_policy_loss.__doc__ = f"fastrl's {preset} as a policy loss of verl."
     return compute_policy_loss
 
 
 def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: dict[str, Any]) -> Objective:
-    """A preset with verl's numbers; its own KL is off where it needs a reference, for verl adds one itself."""
+    """A preset with verl's numbers. Its KL is off if it needs a reference, because verl adds its arguments."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     both, range_ = {"clip": low, "clip_high": high}, {"clip_low": low, "clip_high": high}
@@ -149,13 +153,13 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
         "GMPO": {"clip": high},
         "CISPO": {"cap": 1 + high, "low": max(1 - low, 0.0)},
     }
-    own = numbers.get(preset, {})
+    arguments = numbers.get(preset, {})
     if preset in ("DrGRPO", "DeepSeekV32"):
-        own = {"gate": Clip(low, high)} | ({"kl_coef": 0.0} if preset == "DeepSeekV32" else {})
+        arguments = {"gate": Clip(low, high)} | ({"kl_coef": 0.0} if preset == "DeepSeekV32" else {})
     elif preset == "SAPO":
-        own = {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg}
+        arguments = {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg}
     elif preset == "PPOKL":
-        own = {"coef": config.policy_loss.ppo_kl_coef}
+        arguments = {"coef": config.policy_loss.ppo_kl_coef}
     elif preset == "GMPO" and low != high and "clip" not in fields:
         raise ValueError(f"clip_ratio_low and clip_ratio_high must be equal for fastrl_GMPO, got {low} and {high}")
     if preset == "DeepSeekV32" and "off_policy_delta" not in fields:
@@ -165,11 +169,11 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
         )
     if preset == "DeepSeekV32" and getattr(config, "use_kl_loss", False):
         say_once(log, "fastrl_DeepSeekV32: use_kl_loss adds verl's own KL, which is not multiplied by the ratio")
-    return PRESETS[preset](**(own | fields | aggregation))
+    return PRESETS[preset](**(arguments | fields | aggregation))
 
 
 def _aggregation(preset: str, mode: str, config: Any, mask: Tensor) -> tuple[dict[str, Any], Tensor | float]:
-    """Fields of the objective and the denominator that give what verl's `agg_loss` gives."""
+    """The objective's fields and the denominator that reproduce verl's `agg_loss`."""
     if mode not in _AGGREGATIONS:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(_AGGREGATIONS)}, got {mode!r}")
     only = _ONLY_AGGREGATE.get(preset, mode)
@@ -187,7 +191,7 @@ def _aggregation(preset: str, mode: str, config: Any, mask: Tensor) -> tuple[dic
             name = "batch_num_tokens" if by_tokens else "global_batch_size"
             raise ValueError(f"global_batch_info must hold {name} where dp_size is {ranks}")
         counts = (mask != 0).sum(-1)
-        count = (counts if by_tokens else counts > 0).sum()  # a response without tokens does not count in verl
+        count = (counts if by_tokens else counts > 0).sum()  # verl does not count a response without tokens
     denominator = torch.as_tensor(count).clamp(min=1) / ranks
     fields: dict[str, Any] = {"aggregate": mode}
     if mode == "seq-mean-token-sum-norm":
@@ -198,7 +202,7 @@ def _aggregation(preset: str, mode: str, config: Any, mask: Tensor) -> tuple[dic
 
 @torch.no_grad()
 def _geometric_means(weights: Tensor, mask: Tensor) -> Tensor:
-    """GMPO's weights: the geometric mean of each response's, at all its tokens, as verl takes them."""
+    """GMPO's weights: the geometric mean of each response's weights, at all its tokens, as in verl."""
     logs = (weights.float() + 1e-10).log().where(mask != 0, 0.0)
     return (logs.sum(-1, keepdim=True) / (mask != 0).sum(-1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
 
@@ -207,12 +211,12 @@ def _geometric_means(weights: Tensor, mask: Tensor) -> Tensor:
 def _metrics(
     objective: Objective, found: dict[str, Tensor], log_prob: Tensor, inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """verl's three, as floats, in one synchronisation."""
+    """verl's three metrics as floats, in one synchronisation."""
     clipped, lower = found["clip_frac"], torch.zeros_like(found["clip_frac"])
     gate = objective.gate
     if gate.token_clip is not None:
         clipped, lower = found["clip_frac_high"], found["clip_frac_low"]
-    elif isinstance(gate, Clip) and gate.dual is not None:  # `lower` are those that the dual clip alone stopped
+    elif isinstance(gate, Clip) and gate.dual is not None:  # `lower`: tokens that only the dual clip stopped
         plain = objective.replace(gate=dataclasses.replace(gate, dual=None))
         clipped = policy_loss(log_prob, objective=plain, **inputs).metrics["clip_frac"]
         lower = found["clip_frac"] - clipped
@@ -230,10 +234,10 @@ _replaced: list[tuple[str, Any, Any]] = []  # name, verl's, fastrl's
 
 
 class FusedLinearForPPO(torch.nn.Module):
-    """In the place of verl's module of this name: (log-probabilities, entropies) of hidden states and the head.
+    """Replaces verl's module of this name: (log-probabilities, entropies) from hidden states and the head.
 
     chunk_size and impl_backend ("torch" or "liger") have no effect. Both results are float32 and differentiable; verl's
-    entropies have the hidden states' dtype. Logits are rounded to the head's dtype, as those of verl's torch backend.
+    entropies have the hidden states' dtype. Logits are rounded to the head's dtype, as in verl's torch backend.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
@@ -245,7 +249,7 @@ class FusedLinearForPPO(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """hidden_states (..., H), vocab_weights (V, H), input_ids (...): each (...)."""
+        """hidden_states (..., H), vocab_weights (V, H), input_ids (...). Both results are (...)."""
         return _scored(hidden_states, vocab_weights, input_ids, temperature)
 
 
@@ -257,12 +261,12 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """In the place of verl's kernel of this name: log-probabilities and entropies, flattened to (N,) as there.
+    """Replaces verl's kernel of this name: log-probabilities and entropies, flattened to (N,) as in verl.
 
-    A process group of more than one (tensor parallelism) or another reduction goes to verl's own kernel, with one line
-    in the log.
+    For a process group of more than one process (tensor parallelism) or another reduction it calls verl's own kernel,
+    and logs one line.
     """
-    if str(reduction).lower() not in _REDUCTIONS:  # as verl reads it
+    if str(reduction).lower() not in _REDUCTIONS:  # verl's own reading
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     shards = 1 if dist_process_group is None else torch.distributed.get_world_size(dist_process_group)
     if shards > 1 or reduction != "none":
@@ -271,17 +275,17 @@ def linear_cross_entropy(
         if original is None:
             raise NotImplementedError(f"linear_cross_entropy does not take {what}")
         say_once(log, f"verl's own kernel is used: fastrl does not take {what}")
-        found: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
-        return found
+        result: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
+        return result
     return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
 
 
 def _scored(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    found = linear_token_logprobs(
+    stats = linear_token_logprobs(
         hidden, weight, labels.long(), temperature=float(temperature), entropy=True, memory_budget=_memory_budget
     )
-    assert found.entropy is not None
-    return found.logprobs, found.entropy
+    assert stats.entropy is not None
+    return stats.logprobs, stats.entropy
 
 
 _PLACES: dict[str, tuple[str, Any]] = {
@@ -291,13 +295,13 @@ _PLACES: dict[str, tuple[str, Any]] = {
 
 
 def enable(*, memory_budget: int | str | None = None) -> None:
-    """Let models with use_fused_kernels score tokens with fastrl, whichever fused_kernels_backend is set.
+    """Make models with use_fused_kernels score tokens with fastrl, for any fused_kernels_backend.
 
     Args:
         memory_budget: as in `fastrl.linear_token_logprobs`, for each call.
 
     Raises:
-        ImportError: without verl. RuntimeError: before anything is changed, for a version that is not in `KNOWN`.
+        ImportError: without verl. RuntimeError: for a version that is not in `KNOWN`, before anything is changed.
     """
     global _memory_budget
     budget = parse_budget(memory_budget)
@@ -317,7 +321,7 @@ def enable(*, memory_budget: int | str | None = None) -> None:
 
 
 def disable() -> None:
-    """Put back what `enable()` replaced."""
+    """Restore what `enable()` replaced."""
     global _memory_budget
     for name, old, new in _replaced:
         exchange("verl", name, new, old)

@@ -1,15 +1,15 @@
-"""The experts that vLLM's mixture-of-experts layers took while it sampled, as `replay_routing` imposes them.
+"""Converts the experts that vLLM's mixture-of-experts layers used in sampling to a routing for `replay_routing`.
 
     outputs = LLM(model, enable_return_routed_experts=True).generate(prompts, sampling_params)
     routing = routing_from_vllm(policy, outputs, attention_mask)    # of the padded batch that the policy trains on
     with replay_routing(policy, routing):
         loss(policy(tokens, attention_mask=attention_mask)).backward()
 
-vLLM is not imported. Its records were looked up in its public sources and pages, 0.14 to 0.33: `routed_experts` of a
-completion is a numpy array (tokens, layers, k) of all tokens that went through the model, prompt and completion but for
-the last token; 0.21 has the prompt's rows apart, in the request's `prompt_routed_experts`. The server sends the array
-as base64 of an .npy file. Layers are the model's decoder layers (zeros for dense ones), or those with experts alone.
-Sampling masks are read by `fastrl.SamplingMask.from_vllm`.
+vLLM is not imported. The formats of its records are from its public sources and pages, 0.14 to 0.33: `routed_experts`
+of a completion is a numpy array (tokens, layers, k) of all tokens that went through the model, prompt and completion
+except the last token; 0.21 has the prompt's rows separately, in the request's `prompt_routed_experts`. The server sends
+the array as base64 of an .npy file. Layers are the model's decoder layers (zeros for dense ones), or only those with
+experts. Sampling masks are read by `fastrl.SamplingMask.from_vllm`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _HOW = (
 def routing_from_vllm(
     model: Any, routed_experts: Any, attention_mask: Tensor, adapters: Mapping[str, RouterAdapter] | None = None
 ) -> Tensor:
-    """The experts of a padded batch, (B, S, L, K), from what vLLM recorded for its B sequences.
+    """The experts of a padded batch, (B, S, L, K), from vLLM's records of its B sequences.
 
-    Row t of a sequence's record belongs to its t-th token under the mask, so that padding may lie on either side. The
-    last token of a sequence, which vLLM never forwarded, is -1 (the router's own choice; no log-probability depends on
-    it), and so is padding. For a packed batch: `routing[attention_mask.bool()][None]`.
+    Row t of a sequence's record belongs to its t-th token under the mask, so padding may be on either side. Entries are
+    -1 (the router's own choice) at padding, and at the last token of a sequence, which vLLM never forwarded and on
+    which no log-probability depends. For a packed batch use `routing[attention_mask.bool()][None]`.
 
     Args:
-        model: the model to be trained, with routers as `record_routing` knows them; L counts them.
-        routed_experts: for each sequence, in the batch's order, vLLM's array (tokens - 1, layers, K) of integers; or
-            one more row, for the last token, which is not read. Layers are L, or the model's decoder layers. A list of
-            arrays (numpy, tensors, nested lists, base64 text of an .npy file), of completions that have them, of
-            requests' outputs or of the server's parsed responses; one alone is a batch of 1.
+        model: the model to be trained, with L routers that `record_routing` supports.
+        routed_experts: per sequence, in the batch's order, vLLM's array (tokens - 1, layers, K) of integers; a further
+            row, for the last token, is not read. Layers are L, or the model's decoder layers. A list of arrays (numpy,
+            tensors, nested lists, base64 text of an .npy file), of completions that have them, of requests' outputs or
+            of the server's parsed responses; a single one is a batch of 1.
         attention_mask: (B, S) bool or 0/1, 1 = a token of prompt or completion.
         adapters: as in `record_routing`.
 
@@ -58,10 +58,10 @@ def routing_from_vllm(
         int16 (int32 for more than 32767 experts), on the attention mask's device.
 
     Raises:
-        ValueError: None in the place of a record, with what makes vLLM record; another number of sequences, tokens,
-            layers or experts a token; an expert that is not there. TypeError: what holds no integers, or a model
-            without known routers. `replay_routing` itself refuses an expert that comes twice for a token, as in the
-            zeros of a layer that was not recorded.
+        ValueError: if a record is None, with the option that makes vLLM record; if the number of sequences, tokens,
+            layers or experts per token differs; if an expert does not exist. TypeError: if a record does not hold
+            integers, or the model has no known routers. `replay_routing` itself refuses an expert that is repeated for
+            a token, as in the zeros of a layer that was not recorded.
     """
     routers = routers_of(model, adapters)
     sizes = [adapter.sizes(router) for router, adapter in routers]
@@ -87,8 +87,8 @@ def routing_from_vllm(
         if record.numel() and not -1 <= int(record.min()) <= int(record.max()) < experts:
             wrong = record[(record < -1) | (record >= experts)][0]
             raise ValueError(f"{name} must hold experts from 0 to {experts - 1}, or -1 alone, got {int(wrong)}")
-        where = mask[b].nonzero()[:forwarded, 0]
-        routing[b, where] = record.to(dtype)
+        columns = mask[b].nonzero()[:forwarded, 0]
+        routing[b, columns] = record.to(dtype)
     return routing.to(attention_mask.device)
 
 
@@ -97,20 +97,20 @@ def _checked_mask(attention_mask: Any) -> Tensor:
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (B, S), got {tuple(attention_mask.shape)}")
-    found = checks.mask(attention_mask, attention_mask, "attention_mask")
-    assert found is not None
-    return found.cpu()
+    mask = checks.mask(attention_mask, attention_mask, "attention_mask")
+    assert mask is not None
+    return mask.cpu()
 
 
 def _records(given: Any, name: str, prompt: Any) -> list[tuple[str, Tensor]]:
-    """The sequences' arrays (tokens, layers, K), with their names; `prompt` are rows that stand before them."""
+    """The sequences' arrays (tokens, layers, K), with their names; the rows `prompt` are put before them."""
     if given is None:
         raise ValueError(f"{name} must be recorded experts, got None. {_HOW}")
-    for several in ("outputs", "choices"):  # of a RequestOutput, of a response of the server
+    for several in ("outputs", "choices"):  # fields of a RequestOutput and of the server's response
         if has_field(given, several):
             shared = field_of(given, "prompt_routed_experts")
             parts = enumerate(field_of(given, several))
-            return [found for i, part in parts for found in _records(part, f"{name}.{several}[{i}]", shared)]
+            return [named for i, part in parts for named in _records(part, f"{name}.{several}[{i}]", shared)]
     if has_field(given, "routed_experts"):
         name = f"{name}.routed_experts"
         record = _array(name, field_of(given, "routed_experts"))
@@ -121,14 +121,14 @@ def _records(given: Any, name: str, prompt: Any) -> list[tuple[str, Tensor]]:
             record = torch.cat([before, record])
         return [(name, record)]
     if isinstance(given, list | tuple) and not _is_nested(given):
-        return [found for i, part in enumerate(given) for found in _records(part, f"{name}[{i}]", prompt)]
+        return [named for i, part in enumerate(given) for named in _records(part, f"{name}[{i}]", prompt)]
     if getattr(given, "ndim", 3) == 4:
         return [(f"{name}[{i}]", _array(f"{name}[{i}]", part)) for i, part in enumerate(given)]
     return [(name, _array(name, given))]
 
 
 def _array(name: str, given: Any) -> Tensor:
-    """One sequence's array, of any integer type that torch can compute with."""
+    """One sequence's array, in an integer type that torch can compute with."""
     import numpy
 
     if given is None:
@@ -151,15 +151,15 @@ def _array(name: str, given: Any) -> Tensor:
 
 
 def _layers(name: str, model: Any, routers: list[Any], given: int) -> list[int]:
-    """Which of the record's layers each router is: all of them, or the decoder layers in which the routers lie."""
+    """The record's layer of each router: all of them, or the decoder layers that contain the routers."""
     if given == len(routers):
         return list(range(given))
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     decoder = getattr(config, "num_hidden_layers", None)
     named = {id(module): path for path, module in model.named_modules()}
-    found = [re.search(r"(?:^|\.)layers\.(\d+)\.", named[id(router)]) for router, _ in routers]
-    layers = [int(match[1]) for match in found if match]
+    matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", named[id(router)]) for router, _ in routers]
+    layers = [int(match[1]) for match in matches if match]
     if given != decoder or len(layers) != len(routers) or max(layers) >= given:
         expected = f"{len(routers)} layers, one a router" + (f", or {decoder}, one a decoder layer" if decoder else "")
         raise ValueError(f"{name} must have {expected}, got {given}")
@@ -167,7 +167,7 @@ def _layers(name: str, model: Any, routers: list[Any], given: int) -> list[int]:
 
 
 def _is_nested(given: Any) -> bool:
-    """Whether it is one array as nested lists (tokens, layers, K): integers three deep."""
+    """Whether this is one array as nested lists (tokens, layers, K): integers three deep."""
     for _ in range(2):
         if not isinstance(given, list | tuple) or not given:
             return False

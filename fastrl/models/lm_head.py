@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM's output head as the fused losses take it, and a forward that never forms the logits.
+"""A Hugging Face causal LM's output head in the form the fused losses take, and a forward that never forms the logits.
 
     from fastrl.integrations.transformers import fused_lm_head
 
@@ -6,9 +6,9 @@
     out = model(input_ids, attention_mask=mask, labels=labels, return_token_stats=True)
     out.loss.backward()      # the model's own loss; out.logprobs and out.entropy are (B, S), out.logits is None
 
-Known are heads that are `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, tied or not: Llama,
-Mistral, Qwen, Gemma, Granite, Cohere, Phi, Falcon-H1 and their mixtures of experts. A model that computes anything else
-is refused when the head is put on, by comparing its own logits of a few tokens.
+Supported heads compute `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, tied or not: Llama,
+Mistral, Qwen, Gemma, Granite, Cohere, Phi, Falcon-H1 and their mixtures of experts. `fused_lm_head` compares the
+model's own logits of a few tokens, and refuses a model that computes anything else.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ except ImportError as error:
         f"fastrl.integrations.transformers needs transformers ({error}): {how_to_install(['transformers'])}"
     ) from error
 
-# How far the model's own logits may be from ours, relative to their largest magnitude: rounding, never another formula.
+# Largest allowed difference from the model's own logits, relative to their largest magnitude: rounding only.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IGNORED = -100
-_NONE = object()  # the model's forward was its class's, as it is unless something else has put on another
+_NONE = object()  # the model had no forward of its own, only its class's
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """A model's output head: weight (V, H), and the keyword arguments that every ``linear_*`` function takes."""
+    """A model's output head: weight (V, H), and the keyword arguments that every `linear_*` function takes."""
 
     weight: Tensor
     arguments: dict[str, Any]  # bias (V,) or None, logit_scale, softcap
 
     @classmethod
     def of(cls, model: Any) -> LMHead:
-        """Read off the model and its config. TypeError for a head that is not linear."""
+        """Read the head from the model and its config. Raises TypeError if it is not linear."""
         head = model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise TypeError(f"{type(model).__name__} must have a linear output head, got {type(head).__name__}")
@@ -64,17 +64,17 @@ class LMHead:
         return cls(head.weight, {"bias": head.bias, "logit_scale": scale, "softcap": softcap})
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states (..., H), float32 (..., V): what the losses compute without holding it."""
-        found = torch.nn.functional.linear(hidden, self.weight, self.arguments["bias"]).float()
-        found *= self.arguments["logit_scale"]
+        """The logits of hidden states (..., H), float32 (..., V), which the losses compute without storing them."""
+        values = torch.nn.functional.linear(hidden, self.weight, self.arguments["bias"]).float()
+        values *= self.arguments["logit_scale"]
         softcap = self.arguments["softcap"]
-        return found if softcap is None else softcap * torch.tanh(found / softcap)
+        return values if softcap is None else softcap * torch.tanh(values / softcap)
 
     @torch.no_grad()
     def check(self, model: Any, dtype: torch.dtype | None = None) -> None:
-        """ValueError unless the model's own logits, in products of a dtype, are those of this head."""
+        """Raise ValueError unless the model's own logits equal this head's, up to the rounding of `dtype`."""
         count = min(8, self.weight.shape[0])
-        input_ids = torch.arange(count, device=self.weight.device)[None]  # (1, 8), any tokens will do
+        input_ids = torch.arange(count, device=self.weight.device)[None]  # (1, 8), any tokens
         modes = {module: module.training for module in model.modules()}
         model.eval()  # dropout would make two forwards differ
         try:
@@ -93,7 +93,7 @@ class LMHead:
 
 
 def decoder_of(model: Any) -> Any:
-    """What gives the hidden states that the head reads. TypeError for a model that has none."""
+    """The module that computes the head's hidden states. Raises TypeError for a model without one."""
     decoder = getattr(model, "get_decoder", lambda: None)()
     if decoder is None or decoder is model:
         raise TypeError(f"model must be a transformers causal LM with a decoder, got {type(model).__name__}")
@@ -102,10 +102,10 @@ def decoder_of(model: Any) -> Any:
 
 @dataclass
 class TokenStatsOutput(CausalLMOutputWithPast):
-    """What a model with a fused head returns for ``return_token_stats=True``; ``logits`` is None.
+    """The output of a model with a fused head for `return_token_stats=True`; `logits` is None.
 
-    Both are aligned with labels: entry t belongs to labels[:, t], is 0 where that is -100, and 0 in the first column,
-    which nothing predicts. Differentiable.
+    `logprobs` and `entropy` are aligned with labels: entry t belongs to labels[:, t]. It is 0 where the label is -100,
+    and in the first column, which nothing predicts. Both are differentiable.
     """
 
     logprobs: Tensor | None = None
@@ -113,23 +113,23 @@ class TokenStatsOutput(CausalLMOutputWithPast):
     entropy: Tensor | None = None
     """(B, S) float32, nats, of the distribution that predicts the label."""
     aux_loss: Tensor | None = None
-    """0-dim, a mixture's load balancing loss, where its config asks for router logits; part of loss."""
+    """0-dim, a mixture's load balancing loss if its config asks for router logits; included in loss."""
 
 
 def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | str | None = None) -> Any:
-    """Give a model's forward the argument ``return_token_stats``; without it nothing changes. Returns the model.
+    """Give a model's forward the argument `return_token_stats`; without it nothing changes. Returns the model.
 
-    With ``return_token_stats=True`` and ``labels`` (B, S) int64 (-100 = ignored, shifted inside as transformers does;
-    they may also come shifted, as ``shift_labels``), the forward returns `TokenStatsOutput`: the mean cross-entropy (or
-    its sum over ``num_items_in_batch``), log-probabilities and entropies, and no logits. PEFT wrappers pass it on.
+    With `return_token_stats=True` and `labels` (B, S) int64 (-100 = ignored; shifted inside, as in transformers, or
+    passed shifted as `shift_labels`), the forward returns `TokenStatsOutput`: the mean cross-entropy (or its sum over
+    `num_items_in_batch`), log-probabilities and entropies, and no logits. PEFT wrappers pass the argument on.
 
     Args:
         model: a transformers causal LM with a linear head.
-        temperature: what the logits are divided by, > 0.
+        temperature: divides the logits, > 0.
         memory_budget: as in `fastrl.linear_token_logprobs`.
 
     Raises:
-        TypeError, ValueError: for a head that the losses do not know; see the module.
+        TypeError, ValueError: for an unsupported head; see the module.
     """
     parse_budget(memory_budget)
     checks.number("temperature", temperature, positive=True)
@@ -141,10 +141,10 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
     base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
     base._fastrl_options = options = {"temperature": temperature, "memory_budget": memory_budget}
 
-    # The signature stays the model's own: `generate` and `Trainer` look into it.
+    # The signature stays the model's own: `generate` and `Trainer` inspect it.
     @functools.wraps(type(base).forward)
     def forward(self: Any, *args: Any, return_token_stats: bool = False, **kwargs: Any) -> Any:
-        # `generate` may run in training mode too, but without gradients, and it wants logits.
+        # `generate` may run in training mode too, but without gradients, and it needs logits.
         deferred = self._fastrl_defer and self.training and torch.is_grad_enabled() and kwargs.get("labels") is None
         if not return_token_stats and not deferred:
             return original(*args, **kwargs)
@@ -155,7 +155,7 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
 
 
 def remove_fused_lm_head(model: Any) -> None:
-    """Give a model its own forward back."""
+    """Restore the model's own forward."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_fastrl_unfused"):
         raise ValueError("model has no fused head to remove")
@@ -168,60 +168,60 @@ def remove_fused_lm_head(model: Any) -> None:
 def _token_stats(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], defer: bool
 ) -> Any:
-    """The fused forward; with ``defer`` hidden states alone, for a loss that comes later."""
-    given = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False))
-    given = {name: value for name, value in (given | kwargs).items() if name != "self"}
-    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-    count = given.pop("num_items_in_batch", None)
+    """The fused forward; with `defer` only the hidden states, for a loss that is computed later."""
+    arguments = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False))
+    arguments = {name: value for name, value in (arguments | kwargs).items() if name != "self"}
+    labels, shifted_labels = arguments.pop("labels", None), arguments.pop("shift_labels", None)
+    count = arguments.pop("num_items_in_batch", None)
     for name in ("logits_to_keep", "return_dict"):
-        given.pop(name, None)
-    if labels is None and shifted is None and not defer:
+        arguments.pop(name, None)
+    if labels is None and shifted_labels is None and not defer:
         raise ValueError("return_token_stats=True needs labels, got None")
-    given["use_cache"] = False
+    arguments["use_cache"] = False
     config = model.config.get_text_config()
-    routers = given.get("output_router_logits")
+    routers = arguments.get("output_router_logits")
     if routers is None and getattr(config, "output_router_logits", False):
-        given["output_router_logits"] = routers = True
-    found = decoder_of(model)(**given)
+        arguments["output_router_logits"] = routers = True
+    outputs = decoder_of(model)(**arguments)
     if defer:
-        head = LMHead.of(model)  # among the outputs, where DistributedDataParallel looks for what was used
+        head = LMHead.of(model)  # returned too: DistributedDataParallel finds the used parameters in the outputs
         used = [x.view_as(x) for x in (head.weight, head.arguments["bias"]) if x is not None]
-        return CausalLMOutputWithPast(logits=None, hidden_states=(found.last_hidden_state, *used))
-    hidden, targets = found.last_hidden_state, labels
-    if shifted is None:
+        return CausalLMOutputWithPast(logits=None, hidden_states=(outputs.last_hidden_state, *used))
+    hidden, targets = outputs.last_hidden_state, labels
+    if shifted_labels is None:
         hidden, targets = hidden[:, :-1], labels[:, 1:]
     else:
-        targets = shifted
+        targets = shifted_labels
     head = LMHead.of(model)
     mask = targets != IGNORED
     stats = linear_token_logprobs(hidden, head.weight, targets, mask=mask, entropy=True, **options, **head.arguments)
-    aligned = (1, 0) if shifted is None else (0, 0)
+    aligned = (1, 0) if shifted_labels is None else (0, 0)
     logprobs, entropy = (
         torch.nn.functional.pad(values, aligned) for values in (stats.logprobs, stats.entropy) if values is not None
     )
     loss = _mean_loss(stats.logprobs, mask, count)
-    aux: Any = None
+    aux_loss: Any = None
     if routers:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # what all mixtures use
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # shared by all mixtures
 
-        aux = load_balancing_loss_func(
-            found.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
+        aux_loss = load_balancing_loss_func(
+            outputs.router_logits, model.num_experts, model.num_experts_per_tok, arguments.get("attention_mask")
         )
-        loss = loss + config.router_aux_loss_coef * aux
-    return TokenStatsOutput(loss=loss, logprobs=logprobs, entropy=entropy, aux_loss=aux)
+        loss = loss + config.router_aux_loss_coef * aux_loss
+    return TokenStatsOutput(loss=loss, logprobs=logprobs, entropy=entropy, aux_loss=aux_loss)
 
 
 def _mean_loss(logprobs: Tensor, mask: Tensor, count: Tensor | int | None) -> Tensor:
-    """Cross-entropy summed over the tokens and divided by their number, or by `count`, as transformers does."""
+    """Cross-entropy summed over the tokens, divided by their number or by `count`, as in transformers."""
     return -logprobs.sum() / (mask.sum().clamp(min=1) if count is None else count)
 
 
 def compute_loss_func(model: Any) -> Callable[..., Tensor]:
-    """For ``transformers.Trainer(model, compute_loss_func=compute_loss_func(model))``: its loss, without logits.
+    """The loss of `transformers.Trainer(model, compute_loss_func=compute_loss_func(model))`, without logits.
 
-    The model needs `fused_lm_head` first. From now on, in training mode and called without labels, as Trainer does
-    where it has such a function, the model returns its last hidden states (and the head) in the place of logits; in
-    evaluation mode and without gradients logits, as ever. `remove_fused_lm_head` ends it.
+    Call `fused_lm_head` on the model first. After this call the model, in training mode and without labels (as Trainer
+    calls it if it has such a function), returns its last hidden states and the head instead of logits; in evaluation
+    mode and without gradients it returns logits as before. `remove_fused_lm_head` undoes this.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_fastrl_unfused"):

@@ -1,4 +1,4 @@
-"""What each token of Hugging Face's ``generate`` was drawn from, and with which log-probability.
+"""Record the support and the log-probability of each token that Hugging Face's `generate` draws.
 
     with record_sampling(model, logprobs=True) as recorder:
         tokens = model.generate(prompts, do_sample=True, top_p=0.9)
@@ -6,9 +6,10 @@
     mask = recorder.sampling_mask(counts=completion_mask)  # a fastrl.SamplingMask, rows as in completions.reshape(-1)
     rollout_logprobs = recorder.logprobs(completions, counts=completion_mask)  # shaped like completions
 
-Temperature, penalties and guidance change scores without excluding entries: a mask does not hold them. Train at the
-sampler's temperature, and without what the losses do not know. The log-probabilities are the sampler's own, with all
-of that in them: what they differ by from the training side's is the mismatch that a rollout correction corrects.
+Temperature, penalties and guidance change scores without excluding entries, so a mask does not hold them. Train at the
+sampler's temperature, and sample without penalties and guidance, which the losses do not apply. The log-probabilities
+are the sampler's own, after all of these: their difference from the training side's is the mismatch that a rollout
+correction corrects.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ except ImportError as error:
         f"fastrl.integrations.transformers needs transformers ({error}): {how_to_install(['transformers'])}"
     ) from error
 
-# Where `generate` puts its processors in order. A `logits_processor=` of the caller's own comes before the warpers that
-# truncate, and would see the whole vocabulary; there is no public way to stand behind them.
+# The method in which `generate` orders its processors. A caller's own `logits_processor=` runs before the warpers that
+# truncate, and would see the whole vocabulary; no public argument runs after them.
 _BUILDER = "_get_logits_processor"
 
 _NOTHING = "nothing was recorded: record_sampling's model must be the one whose generate is called"
 
 
 class SamplingMaskRecorder(LogitsProcessor):
-    """Records the entries that each step leaves above -inf. It must be the last processor: see `record_sampling`.
+    """Records the entries that each step leaves above -inf. It must be the last processor; see `record_sampling`.
 
-    A step records the ids of its support, int32, on the device, and costs one synchronisation there (their number). A
-    row that keeps everything is stored as not recorded, which means the same. One run of `generate`, of one beam and
-    without an assistant; with `num_return_sequences` rows are in the order of the returned sequences.
+    Each step stores the ids of its support, int32, on the device, and synchronises once (for their number). A row that
+    keeps everything is stored as not recorded, which means the same. A recording covers one run of `generate`, with one
+    beam and no assistant; with `num_return_sequences` rows are in the order of the returned sequences.
 
-    The token that a step draws is known only at the next: for log-probabilities one step's scores (B, V) are kept, the
-    last one's until `reset`. They cost a copy and a pass over the scores a step, without synchronisation. Nothing else
-    of the vocabulary's size outlives a step.
+    The token that a step draws is known only at the next step. So log-probabilities keep one step's scores (B, V), the
+    last step's until `reset`. They cost one copy and one pass over the scores per step, without synchronisation.
+    Nothing else of the vocabulary's size outlives a step.
 
     Args:
         logprobs: whether to record log-probabilities.
-        sets: whether to record the sets.
+        sets: whether to record the supports.
 
     Raises:
-        ValueError: where neither is recorded.
+        ValueError: if both are False.
     """
 
-    supports_continuous_batching = False  # there rows come and go
+    supports_continuous_batching = False  # its rows change between steps
 
     def __init__(self, logprobs: bool = False, sets: bool = True) -> None:
         if not (logprobs or sets):
@@ -68,17 +69,17 @@ class SamplingMaskRecorder(LogitsProcessor):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was recorded, for another run of `generate`."""
-        self._token_ids: list[Tensor] = []  # a step: (nnz,) int32
-        self._lengths: list[Tensor] = []  # a step: (B,) int64
-        self._nothing: list[Tensor] = []  # a step: (B,) bool, rows of -inf or NaN alone
-        self._logprobs: list[Tensor] = []  # a step but the last: (B,) float32
-        self._scores: Tensor | None = None  # the last step's: (B, V)
+        """Clear the recording, for another run of `generate`."""
+        self._token_ids: list[Tensor] = []  # per step: (nnz,) int32
+        self._lengths: list[Tensor] = []  # per step: (B,) int64
+        self._nothing: list[Tensor] = []  # per step: (B,) bool, rows that hold only -inf or NaN
+        self._logprobs: list[Tensor] = []  # per step except the last: (B,) float32
+        self._scores: Tensor | None = None  # of the last step: (B, V)
         self._steps = 0
         self._next: tuple[int, int] | None = None  # the shape of input_ids at the next step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record scores (B, V) for the token after input_ids (B, S), and return them as they came."""
+        """Record scores (B, V) for the token after input_ids (B, S), and return them unchanged."""
         batch, length = input_ids.shape
         if self._next not in (None, (batch, length)):
             raise ValueError(
@@ -95,14 +96,14 @@ class SamplingMaskRecorder(LogitsProcessor):
         return scores
 
     def _record_logprobs(self, input_ids: Tensor, scores: Tensor) -> None:
-        """Gather the log-probabilities of the tokens that the step before drew, and keep this step's scores."""
+        """Gather the log-probabilities of the previous step's tokens, and keep this step's scores."""
         if self._scores is not None:
             drawn = input_ids[:, -1]
-            # A finished row's padding may have no score at all, where embeddings are more than the head's outputs.
+            # A finished row's padding may have no score, if the model has more embeddings than head outputs.
             has_score = drawn < self._scores.shape[-1]
             self._logprobs.append(token_logprobs(self._scores, drawn, mask=has_score).logprobs)
             self._scores = None  # freed before the copy needs memory
-        # A copy: the scores are the caller's, who may write over them.
+        # A copy: the caller may overwrite the scores.
         self._scores = scores.detach().clone()
 
     def _record_sets(self, scores: Tensor) -> None:
@@ -115,15 +116,15 @@ class SamplingMaskRecorder(LogitsProcessor):
         self._lengths.append(lengths.masked_fill(whole, 0))
 
     def sampling_mask(self, counts: Tensor | None = None) -> SamplingMask:
-        """The recorded support, one row a token of the completions (B, T), flattened; on the device.
+        """The recorded supports, one row per token of the completions (B, T), flattened; on the device.
 
         Args:
-            counts: (B, T) bool, False where a token does not count (what follows an EOS): its row is not recorded. T
-                may be less or more than the steps recorded; columns beyond them are not recorded. None: all steps.
+            counts: (B, T) bool, False where a token does not count (after an EOS): its row is not recorded. T may be
+                less or more than the number of recorded steps; columns beyond them are not recorded. None: all steps.
 
         Raises:
-            ValueError: where sets are not or nothing was recorded, a row's scores were all -inf or NaN, or counts has
-                another number of rows; TypeError: its dtype.
+            ValueError: if supports were not recorded, or nothing was; if a row's scores were all -inf or NaN; if counts
+                has another number of rows. TypeError: for another dtype of counts.
         """
         if not self._keeps_sets:
             raise ValueError("sets are not recorded: the recorder was made with sets=False")
@@ -135,7 +136,7 @@ class SamplingMaskRecorder(LogitsProcessor):
             raise ValueError(f"scores of row {row} at step {step} keep nothing: all of them are -inf or NaN")
         lengths = torch.stack(self._lengths)
         steps, batch = lengths.shape
-        unrecorded = steps * batch  # one more row, without ids, for all tokens that have no set
+        unrecorded = steps * batch  # one more row, without ids, for all tokens without a support
         offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
         recorded = SamplingMask(torch.cat(self._token_ids), torch.cat([offsets, offsets[-1:]]))
         rows = torch.arange(unrecorded, device=lengths.device).view(steps, batch).t()
@@ -144,20 +145,21 @@ class SamplingMaskRecorder(LogitsProcessor):
     def logprobs(self, completions: Tensor, counts: Tensor | None = None) -> Tensor:
         """The sampler's own log-probabilities of its tokens, in nats: (B, T) float32, on the device.
 
-        They are under the processed scores that the tokens were drawn from, temperature, truncation and all. They are
-        0 where a token does not count, and in columns beyond the steps recorded.
+        They are taken from the processed scores that the tokens were drawn from (after temperature, truncation and all
+        other processors). They are 0 where a token does not count, and in columns beyond the recorded steps.
 
         Args:
             completions: (B, T) int64, the tokens of the recorded `generate`, without the prompts. T may be less or more
-                than the steps recorded. Only the last step's tokens are read: the others have been seen, and are not
-                compared.
-            counts: (B, T) bool, False where a token does not count (what follows an EOS, which the sampler did not
-                draw). None: all count; padding may then have any value, -inf too.
+                than the number of recorded steps. Only the last step's tokens are read: the others were read while
+                recording, and are not compared.
+            counts: (B, T) bool, False where a token does not count (after an EOS, which the sampler did not draw).
+                None: all count; padding may then have any value, including -inf.
 
         Raises:
-            ValueError: where log-probabilities are not or nothing was recorded, for completions of another number of
-                rows, or counts of another shape than theirs; TypeError: a dtype.
-            IndexError: on the CPU, or inside `check_inputs()`, for a token of the last step outside [0, V) that counts.
+            ValueError: if log-probabilities were not recorded, or nothing was; if completions has another number of
+                rows; if the shape of counts differs from theirs. TypeError: for another dtype.
+            IndexError: on the CPU, or inside `check_inputs()`, for a token of the last step that counts and is outside
+                [0, V).
         """
         if not self._keeps_logprobs:
             raise ValueError(
@@ -179,29 +181,29 @@ class SamplingMaskRecorder(LogitsProcessor):
             last = self._steps - 1
             mask = None if counts is None else counts[:, last]
             columns.append(token_logprobs(self._scores, completions[:, last], mask=mask).logprobs)
-        found = torch.zeros(completions.shape, dtype=torch.float32, device=completions.device)
+        result = torch.zeros(completions.shape, dtype=torch.float32, device=completions.device)
         if columns:
-            found[:, : len(columns)] = torch.stack(columns, 1)
-        return found if counts is None else found.where(counts, 0.0)
+            result[:, : len(columns)] = torch.stack(columns, 1)
+        return result if counts is None else result.where(counts, 0.0)
 
 
 @contextmanager
 def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> Iterator[SamplingMaskRecorder]:
-    """Record what each token that `model.generate` samples inside the block was drawn from.
+    """Record the support of each token that `model.generate` samples inside the block.
 
-    The recorder stands behind all processors that `generate` builds. Each call of `generate` begins a new recording:
-    ask for a batch's mask and log-probabilities before the next is sampled (or later, outside the block, for the last).
-    The model is wrapped while the block runs and left as it was, after an error too.
+    The recorder runs after all processors that `generate` builds. Each call of `generate` begins a new recording, so
+    get a batch's mask and log-probabilities before sampling the next (the last batch's also after the block).
+    The model is wrapped while the block runs, and restored afterwards, also after an error.
 
     Args:
-        model: a transformers model that generates, or a wrapper that passes attributes on to one (PEFT).
-        logprobs: whether to record the log-probability of each token too, for `recorder.logprobs`.
-        sets: whether to record which entries each was drawn from, for `recorder.sampling_mask`. Without them nothing
-            synchronises with the device.
+        model: a transformers model that generates, or a wrapper that forwards attributes to one (PEFT).
+        logprobs: whether to record the log-probability of each token, for `recorder.logprobs`.
+        sets: whether to record the support of each token, for `recorder.sampling_mask`. Without it nothing synchronises
+            with the device.
 
     Raises:
-        TypeError: for a model without the method that is wrapped; ValueError: where neither is recorded, and from a
-            `generate` inside the block that does not sample: greedy, with beams or with an assistant.
+        TypeError: for a model without the method that is wrapped. ValueError: if both are False, and from a `generate`
+            inside the block that does not sample: greedy, with beams or with an assistant.
     """
     build = getattr(model, _BUILDER, None)
     if build is None:
@@ -209,7 +211,7 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
             f"model must be a transformers model whose generate calls {_BUILDER}, got {type(model).__name__} with"
             f" transformers {transformers.__version__}"
         )
-    owner = getattr(build, "__self__", model)  # `generate` runs on this one, where model is a wrapper
+    owner = getattr(build, "__self__", model)  # the object that `generate` runs on, if model is a wrapper
     recorder = SamplingMaskRecorder(logprobs, sets)
 
     def build_with_recorder(
@@ -221,7 +223,7 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
         recorder.reset()
         return LogitsProcessorList([*build(generation_config, *args, **kwargs), recorder])
 
-    before = vars(owner).get(_BUILDER)  # of an outer block
+    before = vars(owner).get(_BUILDER)  # the method of an outer block
     setattr(owner, _BUILDER, MethodType(build_with_recorder, owner))
     try:
         yield recorder
@@ -233,12 +235,12 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
 
 
 def _counted(rows: Tensor, counts: Tensor, unrecorded: int) -> Tensor:
-    """Row numbers (B, T) of the tokens that count, of the row `unrecorded` for the others; rows is (B, steps)."""
+    """Row numbers (B, T): of the tokens that count, from `rows` (B, steps); `unrecorded` for the others."""
     counts = checks.tensor("counts", counts, (torch.bool,))
     if counts.dim() != 2 or counts.shape[0] != rows.shape[0]:
         raise ValueError(f"counts must have shape ({rows.shape[0]}, T), got {tuple(counts.shape)}")
     checks.same_device("counts", counts, rows, "the recorded scores")
-    found = torch.full(counts.shape, unrecorded, device=rows.device)
+    result = torch.full(counts.shape, unrecorded, device=rows.device)
     width = min(rows.shape[1], counts.shape[1])
-    found[:, :width] = rows[:, :width].where(counts[:, :width], unrecorded)
-    return found
+    result[:, :width] = rows[:, :width].where(counts[:, :width], unrecorded)
+    return result

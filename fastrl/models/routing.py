@@ -1,14 +1,15 @@
-"""The experts that a mixture-of-experts model chose while sampling, imposed again while training on the samples.
+"""Record the experts that a mixture-of-experts model chose while sampling, and replay them in training.
 
     with record_routing(model) as recorder:
         tokens = model.generate(prompts, attention_mask=prompt_mask, do_sample=True)
     routing = recorder.routing(tokens.shape[1])
     with replay_routing(model, routing):
-        loss(model(tokens, attention_mask=mask)).backward()  # checkpointing routes once more in the backward
+        loss(model(tokens, attention_mask=mask)).backward()  # checkpointing runs the routers again in the backward
 
-A token on the edge between two experts goes to one in the sampler and to the other in the training forward, and its
-ratio is then far from 1 though no parameter has changed. DeepSeek-V3.2 (arXiv:2512.02556, "Keep Routing") trains the
-experts that were sampled with; the gate weights are the current ones at those experts, normalised as the model does.
+A token close to the boundary between two experts may go to one in the sampler and to the other in the training forward.
+Its ratio is then far from 1 although no parameter has changed. DeepSeek-V3.2 (arXiv:2512.02556, "Keep Routing") trains
+the experts that were used in sampling; the gate weights are the current ones at those experts, normalised by the
+model's rule.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ except ImportError as why:
 
 
 def all_gates(router: Any, logits: Tensor, experts: Tensor, sigmoid: bool = False) -> Tensor:
-    """Softmax over all experts, or sigmoids, in float32, at `experts` (N, K): (N, K), normalised as the router does."""
+    """Float32 softmax over all experts, or sigmoids, at `experts` (N, K): (N, K), normalised by the router's rule."""
     scores = logits.float().sigmoid() if sigmoid else logits.softmax(-1, dtype=torch.float32)
     gates = scores.gather(-1, experts)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral's kind has no such option, and normalises
-        # A model's own choice never sums to 0, but experts that its router has left since may underflow.
+    if getattr(router, "norm_topk_prob", True):  # routers like Mixtral's have no such option, and normalise
+        # The model's own choice never sums to 0, but experts that its router no longer chooses may underflow.
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
     return gates * getattr(router, "routed_scaling_factor", 1.0)
 
 
 def chosen_gates(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Softmax over the logits of `experts` (N, K) alone: (N, K), in the logits' dtype."""
+    """Softmax over the logits of only `experts` (N, K): (N, K), in the logits' dtype."""
     return logits.gather(-1, experts).softmax(-1)
 
 
 @dataclass(frozen=True)
 class RouterAdapter:
-    """What to know of a router class whose forward returns (logits (N, E), gate weights, experts (N, K), ...)."""
+    """Describes a router class whose forward returns (logits (N, E), gate weights, experts (N, K), ...)."""
 
-    gate_weights: Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits, experts): weights by the model's own rule
+    gate_weights: Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits, experts) -> weights, by the model's rule
     sizes: Callable[[Any], tuple[int, int]] = lambda router: (router.weight.shape[0], router.top_k)  # E and K
 
 
-# By the name of the router's class, in transformers 5.
+# Keys are names of router classes in transformers 5.
 _SOFTMAX = """FlexOlmoTopKRouter MellumTopKRouter MiniMaxTopKRouter MixtralTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter
     Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter
     Qwen3VLMoeTextTopKRouter Qwen3_5MoeTopKRouter"""
@@ -72,7 +73,7 @@ _Adapters = Mapping[str, RouterAdapter] | None
 
 
 class RoutingRecorder:
-    """The experts of one run of `generate`; made by `record_routing`. Recording never waits for the GPU."""
+    """The experts of one run of `generate`, created by `record_routing`. Recording never waits for the GPU."""
 
     def __init__(self, layers: int, dtype: torch.dtype) -> None:
         self._layers, self._dtype = layers, dtype
@@ -82,9 +83,10 @@ class RoutingRecorder:
     def routing(self, length: int) -> Tensor:
         """The experts of the sequences that `generate` returned: (B, length, L, K) int16, on the device.
 
-        L counts the router modules in the model's order; int32 for more than 32767 experts. -1 where nothing was
-        recorded: the last sampled token, which the model never saw, and columns beyond it; padding was seen. For a
-        packed batch: routing[mask][None], (1, N, L, K). ValueError where nothing was recorded, or for a length < 1.
+        L is the number of router modules, in the model's order. The dtype is int32 for more than 32767 experts. Entries
+        are -1 where nothing was recorded: at the last sampled token, which the model never saw, and in columns beyond
+        it. Padding is recorded. For a packed batch use routing[mask][None], (1, N, L, K). Raises ValueError if nothing
+        was recorded, or if length < 1.
         """
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"length must be a positive integer, got {length!r}")
@@ -99,11 +101,11 @@ class RoutingRecorder:
 
     def _begin(self, batch: int, prompt: int, cached: bool) -> None:
         self._recording, self._batch, self._prompt, self._cached = True, batch, prompt, cached
-        self._steps: list[list[Tensor]] = [[] for _ in range(self._layers)]  # a layer's forwards: (B, new tokens, K)
+        self._steps: list[list[Tensor]] = [[] for _ in range(self._layers)]  # per layer and forward: (B, new tokens, K)
         self._positions = [0] * self._layers
 
     def _record(self, layer: int, adapter: RouterAdapter, router: Any, args: Any, output: Any) -> None:
-        """A forward hook: (B T, K) experts of the prompt, at once or in chunks, or of one more token; we count them."""
+        """A forward hook: stores the experts (B T, K) of the prompt, whole or in chunks, or of one more token."""
         if not self._recording:
             return
         chosen = _checked(router, adapter, output)[2]
@@ -120,27 +122,27 @@ class RoutingRecorder:
 
 
 def has_routers(model: Any, adapters: _Adapters = None) -> bool:
-    """Whether the model has a router that `record_routing` and `replay_routing` know."""
+    """Whether the model has a router that `record_routing` and `replay_routing` support."""
     return bool(_find(model, adapters))
 
 
 @contextmanager
 def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRecorder]:
-    """Record which experts each token went to in the forwards of `model.generate` inside the block.
+    """Record the experts of each token in the forwards of `model.generate` inside the block.
 
-    Each call of `generate` begins a new recording; forwards outside of it are not recorded. The model may be a wrapper
-    that passes attributes on (PEFT); it is left as it was, after an error too. Blocks nest. `adapters`, by the name of
-    a router's class, go before `ADAPTERS`. TypeError for a model without known routers or that cannot generate;
-    ValueError where its routers choose different numbers of experts, and from a `generate` with beams, an assistant,
-    guidance or a cache that is not empty.
+    Each call of `generate` begins a new recording; other forwards are not recorded. The model may be a wrapper that
+    forwards attributes (PEFT). It is restored afterwards, also after an error. Blocks nest. `adapters`, keyed by the
+    name of the router's class, take precedence over `ADAPTERS`. Raises TypeError for a model without known routers or
+    one that cannot generate; ValueError if its routers choose different numbers of experts, and from a `generate` with
+    beams, an assistant, guidance or a cache that is not empty.
     """
     routers = routers_of(model, adapters)
-    # `generate` calls it once, before its first forward, with what it has made of its settings.
+    # `generate` calls this method once, before its first forward, with its final settings.
     build = getattr(model, "_get_logits_processor", None)
     if build is None:
         got = f"{type(model).__name__} with transformers {transformers.__version__}"
         raise TypeError(f"model must be one whose generate calls _get_logits_processor, got {got}")
-    owner = getattr(build, "__self__", model)  # `generate` runs on this one, where model is a wrapper
+    owner = getattr(build, "__self__", model)  # the object that `generate` runs on, if model is a wrapper
     generate = owner.generate
     experts = max(adapter.sizes(router)[0] for router, adapter in routers)
     recorder = RoutingRecorder(len(routers), torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32)
@@ -163,7 +165,7 @@ def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRe
         past = kwargs["model_kwargs"].get("past_key_values")
         if past is not None and past.get_seq_length() > 0:
             raise ValueError("past_key_values must be empty to record routing: the experts of its tokens are not known")
-        batch, prompt = kwargs["encoder_input_ids"].shape[:2]  # ids or embeddings, whichever came
+        batch, prompt = kwargs["encoder_input_ids"].shape[:2]  # ids or embeddings
         recorder._begin(batch * (config.num_return_sequences or 1), prompt, config.use_cache is not False)
         return build(config, *args, **kwargs)
 
@@ -177,17 +179,18 @@ def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRe
 
 @contextmanager
 def replay_routing(model: Any, routing: Tensor, adapters: _Adapters = None) -> Iterator[None]:
-    """Every forward of the model inside the block sends its tokens to these experts.
+    """Send the tokens of every forward of the model inside the block to these experts.
 
-    Run the backward inside the block too: gradient checkpointing runs the routers again, and outside of the block they
-    would choose for themselves, without an error. An inner block overrules an outer one, and a recording records what
-    was imposed. Router logits, for auxiliary losses, stay their own. The model is left as it was, after an error too.
+    Run the backward inside the block too: gradient checkpointing runs the routers again, and outside the block they
+    would make their own choice, without an error. An inner block overrides an outer one, and a recording records the
+    imposed experts. Router logits, for auxiliary losses, are not changed. The model is restored afterwards, also after
+    an error.
 
-    routing is (B, S, L, K) int16, int32 or int64 for forwards over (B, S) tokens, or (1, N, L, K) for packed ones, L as
-    in a recording; a row of -1 is the router's own choice. `fastrl.integrations.vllm.routing_from_vllm` makes it of
-    what vLLM recorded. The check of its values waits for the GPU, once. TypeError
-    for a model without known routers; ValueError for a routing of another shape or dtype, with experts that are not
-    there or come twice for a token, and from a forward over another number of tokens.
+    `routing` is (B, S, L, K) int16, int32 or int64 for forwards over (B, S) tokens, or (1, N, L, K) for packed ones, L
+    as in a recording. A row of -1 leaves the choice to the router. `fastrl.integrations.vllm.routing_from_vllm` builds
+    it from vLLM's records. The check of its values waits for the GPU once. Raises TypeError for a model without known
+    routers; ValueError for a routing of another shape or dtype, or with experts that do not exist or are repeated for a
+    token, and from a forward over another number of tokens.
     """
     routers = routers_of(model, adapters)
     _check_routing(routing, routers)
@@ -198,7 +201,7 @@ def replay_routing(model: Any, routing: Tensor, adapters: _Adapters = None) -> I
 
 
 def _imposing(router: Any, adapter: RouterAdapter, imposed: Tensor) -> Callable[..., Any]:
-    """The router's forward with its choice replaced by imposed (N, K), except for rows of -1."""
+    """The router's forward with its choice replaced by `imposed` (N, K), except for rows of -1."""
     forward = router.forward
 
     @wraps(forward)
@@ -207,15 +210,15 @@ def _imposing(router: Any, adapter: RouterAdapter, imposed: Tensor) -> Callable[
         tokens = chosen.shape[:-1].numel()
         if tokens != len(imposed):
             raise ValueError(f"routing must have a row for each of the forward's {tokens} tokens, got {len(imposed)}")
-        given = imposed.to(chosen.device, chosen.dtype).view(chosen.shape)
-        experts = chosen.where(given < 0, given)
+        replayed = imposed.to(chosen.device, chosen.dtype).view(chosen.shape)
+        experts = chosen.where(replayed < 0, replayed)
         return (logits, adapter.gate_weights(router, logits, experts).to(weights.dtype), experts, *rest)
 
     return forward_imposed
 
 
 def _checked(router: Any, adapter: RouterAdapter, output: Any) -> Any:
-    """What a router's forward returned, unless in an order that is not read here: versions of transformers differ."""
+    """Return a router's output, or raise TypeError if its order is unknown: versions of transformers differ."""
     (experts, chosen), (logits, _, choice, *_) = adapter.sizes(router), output
     if choice.is_floating_point() or (logits.shape[-1], choice.shape[-1]) != (experts, chosen):
         got = ", ".join(f"{str(x.dtype).removeprefix('torch.')} (..., {x.shape[-1]})" for x in output[:3])
@@ -251,19 +254,19 @@ def _find(model: Any, adapters: _Adapters) -> list[tuple[Any, RouterAdapter]]:
 
 
 def routers_of(model: Any, adapters: _Adapters) -> list[tuple[Any, RouterAdapter]]:
-    """The model's routers in module order, at least one, all of which choose the same number of experts."""
-    found = _find(model, adapters)
-    if not found:
+    """The model's routers in module order: at least one, and all choose the same number of experts."""
+    routers = _find(model, adapters)
+    if not routers:
         known = ", ".join(sorted({**ADAPTERS, **(adapters or {})}))
         more = f"got {type(model).__name__}: for another class pass adapters={{'ItsName': RouterAdapter(...)}}"
         raise TypeError(f"model must have routers of a known class ({known}), {more}")
-    if len(chosen := {adapter.sizes(router)[1] for router, adapter in found}) > 1:
+    if len(chosen := {adapter.sizes(router)[1] for router, adapter in routers}) > 1:
         raise ValueError(f"model must have routers that all choose the same number of experts, got {sorted(chosen)}")
-    return found
+    return routers
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """The owner's attribute is the value until the stack unwinds: then it is what it was, its class's or its own."""
+    """Set the owner's attribute until the stack unwinds, which restores the old one, or the class's."""
     undo = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)
     stack.callback(*undo)
     setattr(owner, name, value)

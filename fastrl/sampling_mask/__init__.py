@@ -1,1 +1,1 @@
-"""`SamplingMask`: its layout, and where engines, warpers and logits give one."""
+"""`SamplingMask`, its layout, and the readers that build it from engines' records, dense masks, scores and logits."""

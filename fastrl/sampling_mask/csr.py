@@ -1,4 +1,4 @@
-"""Token ids row after row, and where each row begins: the checks and the arithmetic of that layout."""
+"""The CSR layout of a sampling mask, token ids row by row with the offset of each row: checks and arithmetic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ INT32_MAX = 2**31 - 1
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """(N + 1,) int64: where rows of these lengths begin, and the last ends."""
+    """(N + 1,) int64: the start of each row of these lengths, and the end of the last."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def integers(name: str, ids: Any) -> list[int]:
-    """Token ids or offsets, whatever holds them, as Python integers; None holds none."""
+    """Token ids or offsets from any sequence or array, as Python integers; [] for None."""
     if ids is None:
         return []
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
@@ -32,7 +32,7 @@ def integers(name: str, ids: Any) -> list[int]:
 
 
 def check_layout(token_ids: object, offsets: object, where: str = "") -> None:
-    """TypeError or ValueError where the two tensors are no CSR; `where` stands before their names."""
+    """Raise TypeError or ValueError if the two tensors are no valid CSR; `where` is put before their names."""
     for name, value in (("token_ids", token_ids), ("offsets", offsets)):
         value = checks.tensor(where + name, value, (torch.int32, torch.int64))
         if value.dim() != 1:

@@ -1,7 +1,8 @@
-"""The vocabulary that each token was drawn from, recorded at the sampler: Keep Sampling Mask of DeepSeek-V3.2.
+"""The support of each token, recorded at the sampler: Keep Sampling Mask of DeepSeek-V3.2.
 
-A rollout engine that truncates (top-p, top-k, min-p) draws from a few entries of the vocabulary. Training normalises
-over the same recorded entries, for the current, the old and the reference policy alike (arXiv:2512.02556, section 3.1).
+A rollout engine that truncates (top-p, top-k, min-p) draws each token from a few entries of the vocabulary, the token's
+support. Training normalises over the same entries, for the current, the old and the reference policy alike
+(arXiv:2512.02556, section 3.1).
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from fastrl.sampling_mask.csr import INT32_MAX, check_layout, offsets_of
 
 
 class _Facts(NamedTuple):
-    """What the host knows of a mask since it was built, so that no call has to ask the device again."""
+    """Facts about a mask, read to the host when it is built, so that no call has to synchronise again."""
 
-    largest_id: int  # -1 where there is none
-    longest: int  # entries of the row with most
-    unrecorded: int  # rows without a set
+    largest_id: int  # -1 if there are no ids
+    longest: int  # entries in the longest row
+    unrecorded: int  # rows without a support
 
 
 class SamplingMask:
-    """Recorded vocabulary sets of N tokens, in vLLM's layout: ids row after row, and where each row begins.
+    """The recorded supports of N tokens, in vLLM's layout: ids row by row, and the offset of each row.
 
     Rows are the flattened leading dimensions of targets. A row without ids was not recorded and means the whole
-    vocabulary. Ids are checked here, once: they may come unsorted and repeated, and are stored rising and distinct.
+    vocabulary. Ids are checked once, here. They may be unsorted and repeated; they are stored sorted and distinct.
 
     Args:
         token_ids: (nnz,) integers in [0, 2^31), stored as int32.
-        offsets: (N + 1,) integers from 0 to nnz that never fall, stored as int64; row i owns
+        offsets: (N + 1,) integers from 0 to nnz that never decrease, stored as int64; row i is
             token_ids[offsets[i]:offsets[i + 1]].
 
     Raises:
-        TypeError, ValueError: naming the argument, and the row where one is wrong.
+        TypeError, ValueError: names the argument, and the row if one is wrong.
     """
 
     def __init__(self, token_ids: Tensor, offsets: Tensor) -> None:
@@ -47,77 +48,76 @@ class SamplingMask:
         lengths = offsets.diff()
         rows = entry_rows(offsets, token_ids.shape[0])
         if token_ids.shape[0]:
-            # One composite key orders rows first, then ids.
+            # One composite key sorts by row first, then by id.
             keys = (rows << 32) | token_ids.long()
             if bool((keys.diff() <= 0).any()):
                 keys = keys.unique(sorted=True)
                 token_ids, rows = keys & INT32_MAX, keys >> 32
                 lengths = torch.bincount(rows, minlength=lengths.shape[0])
                 offsets = offsets_of(lengths)
-        # Copies: what was checked must not change with the caller's memory.
+        # Copies: the checked values must not change with the caller's memory.
         self.token_ids = token_ids.to(torch.int32, copy=True).contiguous()
         self.offsets = offsets.clone()
         self._facts = _facts(self.token_ids, lengths)
 
     @classmethod
     def _made(cls, token_ids: Tensor, offsets: Tensor, facts: _Facts | None = None) -> SamplingMask:
-        """From a CSR that is canonical already."""
+        """From a CSR whose ids are sorted and distinct already."""
         mask = cls.__new__(cls)
         mask.token_ids, mask.offsets = token_ids, offsets
         mask._facts = _facts(token_ids, offsets.diff()) if facts is None else facts
         return mask
 
-    # --- where sets come from: fastrl/sampling_sources.py reads them ------------------------------------------------
+    # --- where supports come from; `fastrl.sampling_mask.sources` reads them ----------------------------------------
 
     @classmethod
     def from_lists(cls, lists: Any, device: torch.device | str | None = None) -> SamplingMask:
-        """From the ids of each token, as in SGLang's `output_token_sampling_mask`; None or [] = a token not recorded.
+        """From lists of ids per token, as in SGLang's `output_token_sampling_mask`; None or [] = token not recorded.
 
         Args:
-            lists: a list of ids (or an array of them) for each token; or a list of such lists, one a completion: rows
-                of all completions, one after the other, in their order. Also SGLang's `meta_info`, the whole response
-                that holds it, or a list of these; and any of it as JSON text.
-            device: where the mask is to lie; None = CPU.
+            lists: a list (or an array) of ids per token; or a list of such lists, one per completion, whose rows are
+                concatenated in their order. Also SGLang's `meta_info`, the whole response that holds it, or a list of
+                these; and any of these as JSON text.
+            device: the device of the mask; None = CPU.
 
         Raises:
-            ValueError: ids that are no integers in [0, 2^31); None (JSON's null) for all of a completion, with what
-                makes SGLang record. TypeError: what is none of these.
+            ValueError: if ids are not integers in [0, 2^31); if a whole completion is None (JSON's null), with the
+                option that makes SGLang record. TypeError: for any other input.
         """
         return cls(*sampling_sources.listed_record(lists).csr(device))
 
     @classmethod
     def from_vllm(cls, mask: Any, device: torch.device | str | None = None) -> SamplingMask:
-        """From what vLLM sends: one completion's `sampling_mask`, or several, in each layout that it has had.
+        """From vLLM's output: the `sampling_mask` of one completion or of several, in any layout that vLLM has used.
 
-        A list of completions gives the rows of all, one after the other, in the list's order, as the tokens of a
-        packed batch lie; `SamplingMask.padded([SamplingMask.from_vllm(c) for c in completions], length)` are those of a
-        padded one.
+        For a list of completions the rows are concatenated in the list's order, as in a packed batch. For a padded
+        batch use `SamplingMask.padded([SamplingMask.from_vllm(c) for c in completions], length)`.
 
         Args:
-            mask: `completion.sampling_mask`, whose `token_ids` hold a list of ids for each token (vLLM 0.28 to 0.33),
-                or are flat with `offsets` beside them; the completion itself, which must have as many rows as tokens,
-                or the request's output that holds it; what the server sends at `/inference/v1/generate`, whole or in
-                part, as parsed JSON or as text; nested lists or arrays of ids; or a list of any of these. Nested lists
-                two deep are one completion, three deep several. Only a completion without tokens may have no mask.
-            device: where the mask is to lie; None = CPU.
+            mask: `completion.sampling_mask`, whose `token_ids` hold a list of ids per token (vLLM 0.28 to 0.33), or
+                are flat with separate `offsets`; the completion itself, which must have as many rows as tokens, or the
+                request's output that holds it; the server's response at `/inference/v1/generate`, whole or in part, as
+                parsed JSON or as text; nested lists or arrays of ids; or a list of any of these. Lists nested two deep
+                are one completion, three deep several. Only a completion without tokens may have no mask.
+            device: the device of the mask; None = CPU.
 
         Raises:
-            ValueError: None or null in the place of a mask, with what makes vLLM record; ids that are no integers in
-                [0, 2^31); another number of rows than tokens. TypeError: what is none of these.
+            ValueError: if a mask is None or null, with the option that makes vLLM record; if ids are not integers in
+                [0, 2^31); if the number of rows is not the number of tokens. TypeError: for any other input.
         """
         return cls(*sampling_sources.vllm_record(mask).csr(device))
 
     @classmethod
     def from_dense(cls, kept: Tensor) -> SamplingMask:
-        """From bool (..., V), True = kept; ValueError for a row that keeps nothing."""
+        """From bool (..., V), True = kept. Raises ValueError if a row keeps nothing."""
         return cls._made(*sampling_sources.support_of_dense(kept))
 
     @classmethod
     def from_scores(cls, scores: Sequence[Tensor]) -> SamplingMask:
         """From `generate(..., output_scores=True, return_dict_in_generate=True).scores`: T steps of (B, V).
 
-        Entries that the warpers left above -inf are kept; a row that keeps everything is not recorded, which means the
-        same. Rows are (B, T), flattened. ValueError for a row that keeps nothing, which is named.
+        Entries that the warpers left above -inf are kept. A row that keeps everything is stored as not recorded, which
+        means the same. Rows are (B, T), flattened. Raises ValueError, naming the row, if a row keeps nothing.
         """
         return interleave([cls._made(*step) for step in sampling_sources.support_of_scores(scores)])
 
@@ -125,22 +125,22 @@ class SamplingMask:
     def from_logits(
         cls, logits: Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, temperature: float = 1.0
     ) -> SamplingMask:
-        """What a sampler keeps of logits (..., V): temperature, top-k, top-p and min-p in that order, without a sort.
+        """What a sampler keeps of logits (..., V): temperature, top-k, top-p and min-p in this order, without a sort.
 
-        Equal to Hugging Face's warpers up to which of the entries tied at the top-p threshold stay (here the lowest
-        indices are dropped first, as by a stable sort); how many stay is equal. Where nothing truncates, no row is
-        recorded.
+        The result equals Hugging Face's warpers' except for which of the entries tied at the top-p threshold stay (here
+        the lowest indices are dropped first, as by a stable sort); the number that stays is equal. If no option
+        truncates, no row is recorded.
 
         Args:
             logits: (..., V) float32, bfloat16 or float16; no gradient flows.
-            top_p: in (0, 1]; the most likely entries with at least this probability together; 1 = off.
-            top_k: the k largest, and those tied with the k-th; 0 = off.
-            min_p: in [0, 1]; entries at least so likely relative to the likeliest; 0 = off.
+            top_p: in (0, 1]; the most likely entries whose probabilities sum to at least this; 1 = off.
+            top_k: the k largest entries, and those tied with the k-th; 0 = off.
+            min_p: in [0, 1]; the entries with at least this fraction of the largest probability; 0 = off.
             temperature: > 0, divides the logits first.
 
         Raises:
-            TypeError, ValueError: a wrong option; a row with a NaN, +inf or nothing but -inf, which is named (rows are
-                not looked at where nothing truncates).
+            TypeError, ValueError: if an option is wrong; if a row, which is named, holds a NaN, +inf or only -inf (rows
+                are not read if no option truncates).
         """
         return cls._made(*sampling_sources.support_of_logits(logits, top_p, top_k, min_p, temperature))
 
@@ -151,12 +151,12 @@ class SamplingMask:
 
     @property
     def device(self) -> torch.device:
-        """Where the ids are."""
+        """The device of the ids."""
         return self.token_ids.device
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) int64: how many entries each row keeps; 0 = not recorded."""
+        """(N,) int64: the number of entries each row keeps; 0 = not recorded."""
         return self.offsets.diff()
 
     def __repr__(self) -> str:
@@ -172,16 +172,16 @@ class SamplingMask:
     __hash__ = None  # type: ignore[assignment]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SamplingMask:
-        """The same on another device."""
+        """The same mask on another device."""
         token_ids = self.token_ids.to(device, non_blocking=non_blocking)
         return self._made(token_ids, self.offsets.to(device, non_blocking=non_blocking), self._facts)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Two plain tensors, to be saved beside a batch; `SamplingMask(**state)` reads them back."""
+        """Two plain tensors to save with a batch; `SamplingMask(**state)` restores the mask."""
         return {"token_ids": self.token_ids, "offsets": self.offsets}
 
     def index(self, rows: Tensor) -> SamplingMask:
-        """These rows: integer indices (any order, repeats allowed, negative ones from the end) or a bool mask (N,)."""
+        """Select rows by integer indices (any order, repeats allowed, negative from the end) or by a bool mask (N,)."""
         rows = checks.tensor("rows", rows, (torch.bool, torch.int64, torch.int32))
         if rows.dtype == torch.bool:
             checks.shape("rows", rows.reshape(-1), (len(self),), "one a row of the mask")
@@ -200,7 +200,7 @@ class SamplingMask:
 
     @classmethod
     def concat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """The rows of all masks, one after the other."""
+        """Concatenate the rows of all masks."""
         masks = list(masks)
         if not masks:
             raise ValueError("masks must hold at least one SamplingMask, got none")
@@ -219,7 +219,7 @@ class SamplingMask:
 
     @classmethod
     def padded(cls, masks: Sequence[SamplingMask], length: int) -> SamplingMask:
-        """B responses' masks as the rows of a padded batch (B, length): rows that are missing are not recorded."""
+        """B responses' masks as the rows of a padded batch (B, length); padding rows are not recorded."""
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"length must be an int, got {type(length).__name__}")
         for i, mask in enumerate(masks):
@@ -232,7 +232,7 @@ class SamplingMask:
         return cls._made(joined.token_ids, offsets_of(lengths.view(-1)))
 
     def to_dense(self, vocab_size: int) -> Tensor:
-        """bool (N, V), True = kept; rows that were not recorded are all True. Large: for looking and for tests."""
+        """bool (N, V), True = kept; rows that were not recorded are all True. Large: for inspection and tests."""
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"vocab_size must be an int of at least 1, got {vocab_size!r}")
         self.check_vocab(vocab_size)
@@ -241,9 +241,9 @@ class SamplingMask:
         return kept
 
     def with_targets(self, targets: Tensor, mask: Tensor | None = None) -> SamplingMask:
-        """The same with each recorded row's target in its set: for tokens that were forced, not drawn.
+        """The same mask with each recorded row's target added to its support, for tokens that were forced, not drawn.
 
-        targets: int64, one a row, in any shape; not read where the mask (bool or 0/1, the same shape) is 0.
+        targets: int64, one per row, in any shape; not read where the mask (bool or 0/1, the same shape) is 0.
         """
         valid = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
         targets = checks.tensor("targets", targets, (torch.int64,)).reshape(-1)
@@ -261,16 +261,16 @@ class SamplingMask:
 
     @property
     def longest(self) -> int:
-        """Entries of the row that keeps most."""
+        """The number of entries in the longest row."""
         return self._facts.longest
 
     @property
     def unrecorded(self) -> int:
-        """Rows without a set."""
+        """The number of rows without a support."""
         return self._facts.unrecorded
 
     def check_vocab(self, vocab: int) -> None:
-        """ValueError that names the first row with an id outside [0, vocab)."""
+        """Raise ValueError, naming the first row, if an id is outside [0, vocab)."""
         if self._facts.largest_id >= vocab:
             entry = int((self.token_ids >= vocab).nonzero()[0])
             row = int(torch.searchsorted(self.offsets, entry, right=True)) - 1
@@ -288,7 +288,7 @@ def interleave(steps: Sequence[SamplingMask]) -> SamplingMask:
 
 
 def _facts(token_ids: Tensor, lengths: Tensor) -> _Facts:
-    """One synchronisation."""
+    """The facts of a mask, in one synchronisation."""
     largest = token_ids.amax().long() if token_ids.shape[0] else lengths.new_full((), -1)
     longest = lengths.amax() if lengths.shape[0] else lengths.new_zeros(())
     return _Facts(*torch.stack([largest, longest, (lengths == 0).sum()]).tolist())

@@ -1,11 +1,11 @@
-"""Where a SamplingMask's sets come from: what inference engines send, dense masks, and logits as a sampler cuts them.
+"""Where a SamplingMask's supports come from: records of engines, dense masks, and logits truncated as by a sampler.
 
-What engines send, looked up in their public sources and pages:
+The engines' formats, from their public sources and pages:
 
-vLLM, an object `sampling_mask` of each completion: `token_ids`, a list of ids for each token (0.28 with
-`enable_return_sampling_mask`, 0.32 and 0.33 with `return_sampling_mask`); while that was being developed, flat
-`token_ids` with `offsets`. Its server (`/inference/v1/generate`) sends `choices[i].sampling_mask` as nested lists, or
-null. SGLang 0.5, in each completion's `meta_info`: `output_token_sampling_mask`, a list of ids for each token, or null.
+vLLM: each completion has an object `sampling_mask`. Its `token_ids` are a list of ids per token (0.28 with
+`enable_return_sampling_mask`, 0.32 and 0.33 with `return_sampling_mask`); during development they were flat, with
+`offsets`. The server (`/inference/v1/generate`) sends `choices[i].sampling_mask` as nested lists, or null.
+SGLang 0.5: each completion's `meta_info` holds `output_token_sampling_mask`, a list of ids per token, or null.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SGLANG = "SGLang records sets for requests with return_sampling_mask=True, in m
 
 
 class Record(NamedTuple):
-    """Rows of ids, one after the other, as they came: unsorted, perhaps repeated."""
+    """Rows of ids, concatenated, as received: unsorted and possibly repeated."""
 
     token_ids: list[int]
     lengths: list[int]
@@ -47,24 +47,24 @@ class Record(NamedTuple):
 
 
 def vllm_record(given: Any, name: str = "mask") -> Record:
-    """What `SamplingMask.from_vllm` takes; `name` says in errors which part of it is wrong."""
+    """Read the input of `SamplingMask.from_vllm`; error messages use `name` for the part that is wrong."""
     given = _plain(name, given)
     if given is None:
         raise ValueError(f"{name} must be a recorded sampling mask, got None. {_VLLM}")
-    for several in ("outputs", "choices"):  # of a RequestOutput, of a response of the server
+    for several in ("outputs", "choices"):  # fields of a RequestOutput and of the server's response
         if has_field(given, several):
             return vllm_record(field_of(given, several), f"{name}.{several}")
     if has_field(given, "sampling_mask"):
         tokens, mask = field_of(given, "token_ids"), field_of(given, "sampling_mask")
         if mask is None and tokens is not None and len(tokens) == 0:
             return Record([], [])  # aborted before its first token: nothing is missing
-        found = vllm_record(mask, f"{name}.sampling_mask")
-        if tokens is not None and len(tokens) != len(found.lengths):
+        record = vllm_record(mask, f"{name}.sampling_mask")
+        if tokens is not None and len(tokens) != len(record.lengths):
             raise ValueError(
                 f"{name}.sampling_mask must have a set for each of the completion's {len(tokens)} tokens, got"
-                f" {len(found.lengths)}"
+                f" {len(record.lengths)}"
             )
-        return found
+        return record
     if has_field(given, "token_ids"):
         ids = _plain(f"{name}.token_ids", field_of(given, "token_ids"))
         offsets = field_of(given, "offsets")
@@ -83,7 +83,7 @@ def vllm_record(given: Any, name: str = "mask") -> Record:
 
 
 def listed_record(given: Any, name: str = "lists") -> Record:
-    """What `SamplingMask.from_lists` takes; `name` says in errors which part of it is wrong."""
+    """Read the input of `SamplingMask.from_lists`; error messages use `name` for the part that is wrong."""
     given = _plain(name, given)
     if given is None:
         raise ValueError(f"{name} must hold a list of token ids for each token, got None. {_SGLANG}")
@@ -98,7 +98,7 @@ def listed_record(given: Any, name: str = "lists") -> Record:
         isinstance(part, str | bytes | Mapping) or has_field(part, "meta_info") or _is_nested(part) for part in parts
     ):
         return _joined([listed_record(part, f"{name}[{i}]") for i, part in enumerate(parts)])
-    if parts and all(part is None for part in parts):  # responses, of which none was recorded
+    if parts and all(part is None for part in parts):  # responses, none of them recorded
         raise ValueError(
             f"{name} must hold a list of token ids for each token ([] where none were recorded), got None. {_SGLANG}"
         )
@@ -106,7 +106,7 @@ def listed_record(given: Any, name: str = "lists") -> Record:
 
 
 def _plain(name: str, given: Any) -> Any:
-    """JSON text and arrays as lists; anything else as it came."""
+    """JSON text is parsed, arrays become lists, anything else is returned unchanged."""
     if isinstance(given, str | bytes):
         try:
             return json.loads(given)
@@ -116,24 +116,24 @@ def _plain(name: str, given: Any) -> Any:
 
 
 def has_field(record: Any, field: str) -> bool:
-    """Whether an object has this attribute, or a dict this key."""
+    """Whether the object has this attribute, or the dict this key."""
     return field in record if isinstance(record, Mapping) else hasattr(record, field)
 
 
 def field_of(record: Any, field: str) -> Any:
-    """An object's attribute, or a dict's entry; None where there is none."""
+    """The object's attribute or the dict's entry; None if it is missing."""
     return record.get(field) if isinstance(record, Mapping) else getattr(record, field, None)
 
 
 def _is_row(part: Any) -> bool:
-    """Whether it holds ids and not rows: a flat sequence or array, or an empty one."""
+    """Whether the part holds ids and not rows: a flat or empty sequence or array."""
     if not isinstance(part, list | tuple) and not hasattr(part, "tolist"):
         return False
     return not has_field(part, "token_ids") and not _is_nested(part)
 
 
 def _is_nested(part: Any) -> bool:
-    """Whether it is a sequence of sequences; None among them is a row that was not recorded."""
+    """Whether the part is a sequence of sequences; None in it is a row that was not recorded."""
     if hasattr(part, "ndim"):
         return bool(part.ndim > 1)
     if not isinstance(part, list | tuple):
@@ -142,7 +142,7 @@ def _is_nested(part: Any) -> bool:
 
 
 def _flat(name: str, ids: Any, offsets: Any) -> Record:
-    """The layout with offsets."""
+    """Read the layout with offsets."""
     listed = [integers(f"{name}.{field}", value) for field, value in (("token_ids", ids), ("offsets", offsets))]
     token_ids, bounds = (torch.tensor(values, dtype=torch.int64) for values in listed)
     check_layout(token_ids, bounds, f"{name}.")
@@ -150,7 +150,7 @@ def _flat(name: str, ids: Any, offsets: Any) -> Record:
 
 
 def _nested(name: str, ids: Any) -> Record:
-    """The layout without offsets: a list of ids for each token."""
+    """Read the layout without offsets: a list of ids per token."""
     if ids is None:
         raise ValueError(f"{name}.token_ids must hold a list of ids for each token, got None. {_VLLM}")
     if not isinstance(ids, list | tuple):
@@ -176,7 +176,7 @@ def _joined(records: list[Record]) -> Record:
 
 
 def support_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
-    """bool (..., V) -> token_ids and offsets, rising; ValueError for a row that keeps nothing."""
+    """bool (..., V) -> sorted token_ids, and offsets. Raises ValueError if a row keeps nothing."""
     kept = checks.tensor("kept", kept, (torch.bool,))
     if kept.dim() < 1 or kept.shape[-1] == 0:
         raise ValueError(f"kept must have shape (..., V) with V >= 1, got {tuple(kept.shape)}")
@@ -189,7 +189,7 @@ def support_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
 
 
 def support_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
-    """T steps (B, V) -> token_ids and offsets of each step's B rows, those that keep everything as not recorded."""
+    """T steps (B, V) -> token_ids and offsets of each step's B rows; a row that keeps everything is not recorded."""
     if not isinstance(scores, list | tuple) or not scores:
         raise ValueError(f"scores must be a list or tuple of steps (B, V), at least one, got {scores!r:.60}")
     steps = []
@@ -205,7 +205,7 @@ def support_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def support_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, temperature: float) -> tuple[Tensor, Tensor]:
-    """What a sampler keeps of logits (..., V): token_ids and offsets, rising; see `SamplingMask.from_logits`."""
+    """Sorted token_ids, and offsets, that a sampler keeps of logits (..., V); see `SamplingMask.from_logits`."""
     logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES).detach()
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
@@ -222,6 +222,6 @@ def support_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, tempe
     if rows == 0 or (top_p == 1 and top_k == 0 and min_p == 0):
         empty = torch.empty(0, dtype=torch.int32, device=logits.device)
         return empty, torch.zeros(rows + 1, dtype=torch.int64, device=logits.device)
-    given = as_rows(logits, False)
-    consumed.refuse(given)
-    return kernels(forced(), logits).find_support(given, temperature, top_k, top_p, min_p)
+    flat = as_rows(logits, False)
+    consumed.refuse(flat)
+    return kernels(forced(), logits).find_support(flat, temperature, top_k, top_p, min_p)

@@ -1,4 +1,4 @@
-"""TRL's trainers on fastrl's operators, without a change to them.
+"""Runs TRL's trainers on fastrl's operators, without changes to the trainers.
 
     import fastrl.integrations.trl as fast_trl
 
@@ -7,8 +7,8 @@
         trainer.train()
     trainer = fast_trl.FastGRPOTrainer(...)        # GRPOTrainer whose whole loss is one fused call
 
-`enable()` puts fastrl in the place of the head that TRL's trainers score tokens with, and of its three functions of
-logits. What fastrl cannot do goes to TRL's own code, with one line in the log that says why.
+`enable()` replaces the head with which TRL's trainers score tokens, and TRL's three functions of logits. If fastrl does
+not support a case, TRL's own code runs, and one line in the log says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["FastGRPOTrainer", "disable", "enable", "enabled"]
 
 
 def __getattr__(name: str) -> Any:
-    """FastGRPOTrainer, whose module imports TRL's GRPO trainer, when it is asked for."""
+    """Import FastGRPOTrainer on first use, because its module imports TRL's GRPO trainer."""
     if name == "FastGRPOTrainer":
         from fastrl.integrations.trl.grpo import FastGRPOTrainer
 

@@ -1,4 +1,4 @@
-"""A loss inside TRL's own forward: it takes what TRL hands to its fused head, and the forward returns its result."""
+"""A loss inside TRL's own forward: it takes the inputs of TRL's fused head, and the forward returns its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS = "fastrl_loss"
 
 @dataclass
 class HeadCall:
-    """What TRL's fused forward hands to its head."""
+    """The inputs that TRL's fused forward passes to its head."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor
@@ -30,7 +30,7 @@ class HeadCall:
 
 
 class _LossHead:
-    """In the place of TRL's head for one forward: it computes the loss, and leaves nothing for TRL to add up."""
+    """Replaces TRL's head for one forward: computes the loss, and returns only zeros for TRL to sum."""
 
     def __init__(self, loss: Callable[[HeadCall], dict[str, Tensor]]) -> None:
         self.loss = loss
@@ -54,9 +54,9 @@ class _LossHead:
 
 
 def add_loss_forward(model: Any) -> None:
-    """Give the model's forward an argument `fastrl_loss`, with which it returns that loss's dictionary.
+    """Give the model's forward an argument `fastrl_loss`; with it the forward returns that loss's dictionary.
 
-    The loss is inside the forward, and is its output, because wrappers (DDP, accelerate's autocast) look at both.
+    The loss runs inside the forward and is its output, because wrappers (DDP, accelerate's autocast) act on both.
     """
     fused_forward = model.forward
 

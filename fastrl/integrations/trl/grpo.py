@@ -1,4 +1,4 @@
-"""GRPOTrainer whose whole loss is one fused call: hidden states and the head in, the loss and its gradients out."""
+"""A GRPOTrainer whose whole loss is one fused call, from hidden states and the head to the loss and its gradients."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from fastrl.planning.budget import parse_budget
 
 
 class FastGRPOTrainer(GRPOTrainer):
-    """TRL's GRPOTrainer with `fastrl.linear_policy_loss` in the place of its loss; same arguments, losses and metrics.
+    """TRL's GRPOTrainer with `fastrl.linear_policy_loss` as its loss; same arguments, losses and metrics.
 
-    The policy's, the old and the reference policy's log-probabilities come from fastrl too. A configuration that it
-    cannot express, or has not been tested with (multimodal inputs, an auxiliary loss, `cast_lm_head_to_fp32`, Liger's
-    layers, FSDP, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), takes TRL's
-    own path, with one line in the log that says why. Exponents are clamped to +-20, where TRL does not.
+    fastrl also computes the log-probabilities of the policy, the old and the reference policy. A configuration that
+    fastrl cannot express, or was not tested with (multimodal inputs, an auxiliary loss, `cast_lm_head_to_fp32`, Liger's
+    layers, FSDP, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's own
+    loss, and one line in the log says why. Exponents are clamped to +-20; TRL's are not.
 
     Args:
         memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
-        others: GRPOTrainer's.
+        others: as in GRPOTrainer.
 
     Raises:
-        RuntimeError: for a TRL of another layout.
+        RuntimeError: if TRL has another layout.
     """
 
-    _why_not: str | None = None  # why TRL's own loss is computed
+    _why_not: str | None = None  # the reason why TRL's own loss is used
 
     def __init__(self, *args: Any, memory_budget: int | str | None = None, **kwargs: Any) -> None:
         self.memory_budget = parse_budget(memory_budget)
@@ -54,8 +54,8 @@ class FastGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         self._why_not = _why_not_here(self)
         if self._why_not is None and trl.__version__ != TESTED:
-            what = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
-            say_once(log, f"TRL {trl.__version__} has not been tested: {what}")
+            caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
+            say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
         model: Any = self.model
         add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
 
@@ -88,25 +88,25 @@ class FastGRPOTrainer(GRPOTrainer):
         step = _Step(self, inputs, batch, input_ids.shape[1])
         with self.accelerator.autocast():
             out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{LOSS: step})
-        found = Found(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
+        results = Found(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
         if self._entropy_bonus_enabled:
             with torch.no_grad():
-                on = step.entropy_tokens
-                mean = found.entropy.where(on, 0.0).sum() / on.sum().clamp(min=1)
-                whole = 1.0 if LOSS_TYPES[self.loss_type][1] == "items" else step.accumulation
-                policy_loss = (out["loss"].detach() + step.entropy_coef * mean / step.accumulation) * whole
-            log_entropy_bonus(self, policy_loss, found.entropy, on)
-        log_policy(self, batch, found, inputs)
+                tokens = step.entropy_tokens
+                mean = results.entropy.where(tokens, 0.0).sum() / tokens.sum().clamp(min=1)
+                scale = 1.0 if LOSS_TYPES[self.loss_type][1] == "items" else step.accumulation
+                policy_loss = (out["loss"].detach() + step.entropy_coef * mean / step.accumulation) * scale
+            log_entropy_bonus(self, policy_loss, results.entropy, tokens)
+        log_policy(self, batch, results, inputs)
         loss: Tensor = out["loss"]
         return loss
 
 
 class _NotHere(Exception):
-    """Why this head cannot be taken, which is known in the model's forward only."""
+    """The reason why this head is not supported, which is known only in the model's forward."""
 
 
 class _Step:
-    """The loss of one micro-batch, as a function of what TRL's fused head is given."""
+    """The loss of one micro-batch, as a function of the inputs of TRL's fused head."""
 
     def __init__(self, trainer: Any, inputs: dict[str, Any], batch: Batch, length: int) -> None:
         self.trainer, self.inputs, self.batch, self.length = trainer, inputs, batch, length
@@ -119,11 +119,11 @@ class _Step:
 
     @property
     def entropy_tokens(self) -> Tensor:
-        """(B, T) bool: where the entropy bonus acts."""
+        """(B, T) bool: the tokens of the entropy bonus."""
         return self.batch.mask if self.high_entropy is None else self.batch.mask & self.high_entropy
 
     def __call__(self, head: HeadCall) -> dict[str, Tensor]:
-        """loss, and detached logprobs and entropy (B, T)."""
+        """The loss, and detached logprobs and entropy (B, T)."""
         reason = why_not_fused(head.hidden, head.weight, head.logit_scale)
         if reason is not None:
             raise _NotHere(reason)
@@ -166,7 +166,7 @@ class _Step:
         }
 
     def _weights(self, weights: Tensor | None, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """Token weights (B, T) with the masks that need a look at the whole batch first, by the trainer's own rules."""
+        """Token weights (B, T), times the masks that need statistics of the whole batch, by the trainer's own rules."""
         trainer, batch = self.trainer, self.batch
         weights = torch.ones_like(logprobs) if weights is None else weights.expand_as(logprobs)
         if trainer.top_entropy_quantile < 1.0:
@@ -183,7 +183,7 @@ class _Step:
         return weights
 
     def _entropy_weights(self) -> Tensor | None:
-        """The bonus is a mean over the tokens that it acts on, of each micro-batch, whatever the loss type's own is."""
+        """The bonus is a mean over its tokens in each micro-batch, whatever the loss type's aggregation is."""
         if self.entropy_coef == 0.0:
             return None
         on = self.entropy_tokens.float()
@@ -198,7 +198,7 @@ class _Step:
 
 
 class _Rows:
-    """The rows that TRL's head is given: all positions of a padded batch, or the completions' tokens packed."""
+    """The rows that TRL's head gets: all positions of a padded batch, or the completions' tokens, packed."""
 
     def __init__(self, batch: Batch, hidden: Tensor, length: int) -> None:
         b, t = batch.targets.shape
@@ -211,11 +211,11 @@ class _Rows:
             self.cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
     def of(self, x: Tensor) -> Tensor:
-        """Numbers (B, T), as the rows lie."""
+        """Values (B, T) in the layout of the rows."""
         return x if self.cu_seqlens is None else x[self.batch.completion]
 
     def back(self, x: Tensor | None) -> Tensor:
-        """The rows' numbers as (B, T), 0 where there is no row."""
+        """The rows' values as (B, T), 0 for tokens without a row."""
         assert x is not None
         if self.cu_seqlens is None:
             return x
@@ -224,29 +224,29 @@ class _Rows:
     def inputs(
         self, batch: Batch, weights: Tensor | None, entropy_weights: Tensor | None, rollout: Tensor | None
     ) -> dict[str, Any]:
-        """The arguments of `policy_loss` that are one a token, and the advantages."""
-        each = batch.advantages.shape[1] == 1
-        given = {
+        """The per-token arguments of `policy_loss`, and the advantages."""
+        per_response = batch.advantages.shape[1] == 1
+        per_token = {
             "old_logprobs": batch.old,
             "ref_logprobs": batch.ref,
             "rollout_logprobs": rollout,
             "token_weights": None if weights is None else weights.expand_as(batch.targets),
             "entropy_weights": entropy_weights,
         }
-        found = {name: None if x is None else self.of(x) for name, x in given.items()}
-        advantages = batch.advantages[:, 0] if each else self.of(batch.advantages)
-        return {**found, "advantages": advantages}
+        flat = {name: None if x is None else self.of(x) for name, x in per_token.items()}
+        advantages = batch.advantages[:, 0] if per_response else self.of(batch.advantages)
+        return {**flat, "advantages": advantages}
 
 
 def _why_not_here(trainer: Any) -> str | None:
-    """Why the trainer's own setting takes TRL's path, or None."""
+    """The reason why the trainer's settings need TRL's own loss, or None."""
     try:
         unknown = sorted(reads(GRPOTrainer._compute_loss) - KNOWN_READS)
     except OSError:
         return "the source of this TRL's loss is not there to be compared"
     methods = ("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
     replaced = [name for name in methods if getattr(type(trainer), name) is not getattr(GRPOTrainer, name)]
-    scoring = "_get_per_token_logps_and_entropies"  # the loss would score without it, the old policy with it
+    scoring = "_get_per_token_logps_and_entropies"  # an override would score the old policy, but not the loss
     if getattr(type(trainer), scoring) is not getattr(FastGRPOTrainer, scoring):
         replaced.append(scoring)
     peft = trainer.model.peft_config.values() if is_peft_model(trainer.model) else ()
@@ -269,6 +269,6 @@ def _why_not_here(trainer: Any) -> str | None:
 
 
 def _why_not_these(inputs: dict[str, Any]) -> str | None:
-    """Why this batch takes TRL's path, or None."""
-    given = [name for name in MULTIMODAL if inputs.get(name) is not None]
-    return f"the inputs are multimodal ({', '.join(given)})" if given else None
+    """The reason why this batch needs TRL's own loss, or None."""
+    multimodal = [name for name in MULTIMODAL if inputs.get(name) is not None]
+    return f"the inputs are multimodal ({', '.join(multimodal)})" if multimodal else None

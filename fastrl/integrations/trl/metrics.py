@@ -1,4 +1,4 @@
-"""The metrics that TRL's GRPOTrainer logs beside its loss, from the log-probabilities and entropies of a fused one."""
+"""The metrics that TRL's GRPOTrainer logs with its loss, from a fused loss's log-probabilities and entropies."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fastrl.objectives.formulas import kl_k3_value
 
 
 class Found(NamedTuple):
-    """What a loss call found, detached, (B, T)."""
+    """The detached (B, T) results of a loss call."""
 
     logprobs: Tensor
     entropy: Tensor
-    high_entropy: Tensor | None  # bool: the tokens that the policy term is about
+    high_entropy: Tensor | None  # bool: the tokens of the policy term
 
 
 @torch.no_grad()
 def log_policy(trainer: Any, batch: Batch, found: Found, inputs: dict[str, Any]) -> None:
-    """kl, entropy and the loss type's own, appended to the trainer's metrics, reduced over processes as TRL does."""
+    """Append kl, entropy and the loss type's metrics to the trainer's, reduced over processes as in TRL."""
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     means = _Means(trainer.accelerator, batch.mask)
     log_ratio = (found.logprobs - (found.logprobs if batch.old is None else batch.old)).where(batch.mask, 0.0)
@@ -56,13 +56,13 @@ def log_policy(trainer: Any, batch: Batch, found: Found, inputs: dict[str, Any])
 
 
 class _Means(NamedTuple):
-    """Means over tokens (B, T), or over responses where the numbers are one each, (B, 1)."""
+    """Means over tokens, for values (B, T), or over responses, for values (B, 1)."""
 
     accelerator: Any
     mask: Tensor
 
     def overall(self, x: Tensor) -> float:
-        """Over all processes."""
+        """The mean over all processes."""
         x = x.float()
         if x.shape[1] == 1:
             total, count = x.sum(), x.new_tensor(float(x.shape[0]))
@@ -72,11 +72,11 @@ class _Means(NamedTuple):
         return float((both[0] / both[1].clamp(min=1.0)).item())
 
     def gathered(self, x: Tensor) -> Tensor:
-        """One mean a response, of all processes; NaN for one without tokens."""
+        """One mean per response, from all processes; NaN for a response without tokens."""
         x = x.float()
         each = x[:, 0] if x.shape[1] == 1 else x.where(self.mask, 0.0).sum(-1) / self.mask.sum(-1)
-        found: Tensor = self.accelerator.gather(each)
-        return found
+        means: Tensor = self.accelerator.gather(each)
+        return means
 
 
 def _log_clipping(trainer: Any, metrics: Any, means: _Means, ratio: Tensor, advantages: Tensor) -> None:
@@ -89,26 +89,26 @@ def _log_clipping(trainer: Any, metrics: Any, means: _Means, ratio: Tensor, adva
 
 
 def log_entropy_bonus(trainer: Any, policy_loss: Tensor, entropy: Tensor, on: Tensor) -> None:
-    """policy_loss and entropy_coef, and the adaptive controller's step; entropy (B, T), on the tokens `on`.
+    """Log policy_loss and entropy_coef, and take the adaptive controller's step; entropy (B, T), on the tokens `on`.
 
     The controller measures the entropy of a whole optimizer step, over all processes, and moves the coefficient by a
-    constant towards the target; what it finds counts from the next step on.
+    constant towards the target. The new coefficient applies from the next step.
     """
     accelerator, args = trainer.accelerator, trainer.args
     training = trainer.model.training
     metrics = trainer._metrics["train" if training else "eval"]
     metrics["policy_loss"].append(accelerator.gather(policy_loss).nanmean().item())
     if trainer.use_adaptive_entropy and training:
-        here = torch.stack([entropy.where(on, 0.0).sum(), on.sum().to(entropy.dtype)]).detach()
-        before = trainer._entropy_window_stats
-        trainer._entropy_window_stats = here if before is None else before + here
+        window = torch.stack([entropy.where(on, 0.0).sum(), on.sum().to(entropy.dtype)]).detach()
+        previous = trainer._entropy_window_stats
+        trainer._entropy_window_stats = window if previous is None else previous + window
         if accelerator.sync_gradients:
             total, count = accelerator.reduce(trainer._entropy_window_stats, reduction="sum")
-            found = (total / count.clamp(min=1.0)).item()
-            if found <= args.entropy_target:
+            world_entropy = (total / count.clamp(min=1.0)).item()
+            if world_entropy <= args.entropy_target:
                 trainer.entropy_coef = min(trainer.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
             else:
                 trainer.entropy_coef = max(trainer.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
-            trainer._last_world_entropy, trainer._entropy_window_stats = found, None
+            trainer._last_world_entropy, trainer._entropy_window_stats = world_entropy, None
     if training and accelerator.sync_gradients:
         metrics["entropy_coef"].append(trainer.entropy_coef)

@@ -1,4 +1,4 @@
-"""TRL's GRPO configuration as a fastrl objective, its aggregation and its weights: no mathematics of its own."""
+"""Converts TRL's GRPO configuration to a fastrl objective, its aggregation and its weights; computes no loss itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastrl.integrations.grpo_options import ENGINE_LOG_RATIOS, LOSS_TYPES, GRPOChoice, grpo_objective
 
-#: What `GRPOTrainer._compute_loss` of the versions known reads of the trainer ("self."), of its arguments ("args.") and
-#: of the batch. A version that reads something else computes something else, and is left to do so.
+#: What `GRPOTrainer._compute_loss` of the known versions reads from the trainer ("self."), its arguments ("args.") and
+#: the batch. A version that reads anything else computes another loss, so its own loss is used.
 KNOWN_READS = frozenset(
     """
     self._entropy_bonus_enabled self._entropy_window_stats self._get_per_token_logps_and_entropies
@@ -31,7 +31,7 @@ KNOWN_READS = frozenset(
     prompt_ids prompt_mask ref_per_token_logps sampling_per_token_logps spatial_shapes token_type_ids tool_mask
     """.split()  # noqa: SIM905
 )
-#: The batch's entries without which it is text alone.
+#: The entries of a multimodal batch; a text-only batch has none of them.
 MULTIMODAL = (
     "pixel_values",
     "image_grid_thw",
@@ -47,24 +47,24 @@ MULTIMODAL = (
 
 
 def reads(function: Callable[..., Any]) -> set[str]:
-    """What a method reads of self, self.args and a dictionary `inputs`, as in KNOWN_READS."""
-    found = set()
+    """The names a method reads from self, self.args and a dictionary `inputs`, as in KNOWN_READS."""
+    names = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             if owner in ("self", "self.args"):
-                found.add(f"{owner.removeprefix('self.')}.{node.attr}")
+                names.add(f"{owner.removeprefix('self.')}.{node.attr}")
         keys: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "inputs":
             keys = [node.slice]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
             keys = node.args[:1]
-        found |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-    return found
+        names |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    return names
 
 
 def why_not_configured(trainer: Any) -> str | None:
-    """Why the trainer's configuration has no fastrl objective, or None."""
+    """The reason why the trainer's configuration has no fastrl objective, or None."""
     try:
         objective_of(trainer)
     except (TypeError, ValueError) as error:
@@ -73,7 +73,7 @@ def why_not_configured(trainer: Any) -> str | None:
 
 
 def objective_of(trainer: Any, **fields: Any) -> GRPOChoice:
-    """The trainer's loss type, level and KL; `fields` are the objective's that depend on the batch."""
+    """The objective for the trainer's loss type, level and KL; `fields` are those that depend on the batch."""
     args = trainer.args
     return grpo_objective(
         trainer.loss_type,
@@ -95,26 +95,26 @@ def objective_of(trainer: Any, **fields: Any) -> GRPOChoice:
 
 
 class Batch(NamedTuple):
-    """A micro-batch of the trainer: per token (B, T), but for advantages (B, 1) or (B, T)."""
+    """A micro-batch of the trainer: per token (B, T), except advantages (B, 1) or (B, T)."""
 
     targets: Tensor
-    completion: Tensor  # bool: what was generated, tools' answers included
-    mask: Tensor  # bool: what is trained on
+    completion: Tensor  # bool: generated tokens, including tools' answers
+    mask: Tensor  # bool: tokens that are trained on
     advantages: Tensor
     old: Tensor | None
     ref: Tensor | None
     sampling: Tensor | None  # the inference engine's log-probabilities
-    rho: Tensor | None  # its importance ratios, (B, T) or (B, 1), where they correct the loss
+    rho: Tensor | None  # its importance ratios, (B, T) or (B, 1), if they correct the loss
 
     @classmethod
     def of(cls, inputs: dict[str, Any], trainer: Any) -> Batch:
-        """From what `GRPOTrainer` hands to its loss."""
+        """From the inputs that `GRPOTrainer` passes to its loss."""
         completion = inputs["completion_mask"].bool()
         mask = completion & inputs["tool_mask"].bool() if "tool_mask" in inputs else completion
         advantages = inputs["advantages"]
         corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
         needed = corrected and trainer.loss_type != "vespo"
-        given = inputs["importance_sampling_ratio"] if needed else inputs.get("importance_sampling_ratio")
+        ratios = inputs["importance_sampling_ratio"] if needed else inputs.get("importance_sampling_ratio")
         return cls(
             inputs["completion_ids"],
             completion,
@@ -123,16 +123,16 @@ class Batch(NamedTuple):
             inputs.get("old_per_token_logps"),
             inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None,
             inputs.get("sampling_per_token_logps"),
-            given if corrected or trainer.loss_type == "vespo" else None,
+            ratios if corrected or trainer.loss_type == "vespo" else None,
         )
 
 
 def denominator_of(trainer: Any, inputs: dict[str, Any], batch: Batch, accumulation: float) -> Tensor | float:
-    """By what the sum over tokens (or of responses' means) is divided, accumulation included."""
+    """The divisor of the sum over tokens (or of responses' means), including gradient accumulation."""
     kind = LOSS_TYPES[trainer.loss_type][1]
     if kind == "items":
         items = torch.as_tensor(inputs["num_items_in_batch"]).clamp(min=1.0) / trainer.accelerator.num_processes
-        if trainer.model.training:  # counted over a generation's batch, of which this step is a part
+        if trainer.model.training:  # items are counted over a generation's batch; this step is a part of it
             items = items * (trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation)
         return items
     if kind == "tokens":
@@ -141,9 +141,9 @@ def denominator_of(trainer: Any, inputs: dict[str, Any], batch: Batch, accumulat
 
 
 def vespo_rollout(batch: Batch) -> Tensor | None:
-    """Rollout log-probabilities (B, T) whose log-ratios to the old ones sum to those that TRL adds to VESPO's log W.
+    """Rollout log-probabilities (B, T) whose log-ratios to the old ones have the sum that TRL adds to VESPO's log W.
 
-    TRL clamps and adds up the ratios' logarithms over all positions: the sum is spread over the unmasked tokens.
+    TRL clamps the ratios' logarithms and sums them over all positions; here the sum is spread over the unmasked tokens.
     """
     if batch.rho is None or batch.old is None:
         return None

@@ -1,4 +1,4 @@
-"""Puts fastrl in the place of the head that TRL's trainers score tokens with, and of its functions of logits."""
+"""Replaces the head with which TRL's trainers score tokens, and TRL's functions of logits, by fastrl's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 log = logging.getLogger("fastrl.trl")
-#: The versions that the tests have run against; others are taken as they come if they are laid out in the same way.
+#: The version that the tests ran against; others are accepted if they have the same layout.
 TESTED = "1.16.0"
 
 _HEAD = "_ChunkedLogProbFunction"
@@ -52,7 +52,7 @@ _FUNCTIONS = {
 
 
 class FusedHead:
-    """What stands in the place of TRL's chunked head: the same arguments and results, by `linear_token_logprobs`."""
+    """Replaces TRL's chunked head: the same arguments and results, computed by `linear_token_logprobs`."""
 
     def __init__(self, original: Any, memory_budget: int | None) -> None:
         self.original, self.memory_budget = original, memory_budget
@@ -69,20 +69,20 @@ class FusedHead:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        """hidden (N, H), weight (V, H), targets (N,): logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1, (N,).
+        """hidden (N, H), weight (V, H), targets (N,) -> logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1.
 
-        Those not named in `outputs` are None. `chunk_size` is fastrl's to choose.
+        Results are (N,); those not named in `outputs` are None. fastrl chooses its own chunks and ignores `chunk_size`.
         """
         reason = why_not_fused(hidden, weight, logit_scale)
         unknown = [name for name in outputs if name not in ("log_probs", *_OUTPUTS)]
-        if unknown:  # of a TRL that knows more
+        if unknown:  # a newer TRL's outputs
             reason = f"outputs {', '.join(unknown)} are not known"
         if reason is not None:
             say_once(log, f"TRL's own head is used: {reason}")
-            found: tuple[Tensor | None, ...] = self.original.apply(
+            result: tuple[Tensor | None, ...] = self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
-            return found
+            return result
         stats = linear_token_logprobs(
             hidden,
             weight.to(hidden.dtype),
@@ -99,7 +99,7 @@ class FusedHead:
 
 
 def why_not_fused(hidden: Tensor, weight: Tensor, logit_scale: float) -> str | None:
-    """Why fastrl cannot take this head, or None."""
+    """The reason why fastrl cannot compute this head, or None."""
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if not autocast and hidden.dtype not in checks.LOGIT_DTYPES:
         return f"the hidden states are {hidden.dtype}"
@@ -115,8 +115,8 @@ def _fused_selective_log_softmax(original: Callable[..., Any]) -> Callable[..., 
         logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
     ) -> Tensor:
         if not _takes(logits, index):
-            found: Tensor = original(logits, index, temperature, row_mask)
-            return found
+            result: Tensor = original(logits, index, temperature, row_mask)
+            return result
         return _stats(logits, index, temperature, row_mask, entropy=False)[0]
 
     return selective_log_softmax
@@ -131,8 +131,8 @@ def _fused_selective_log_softmax_and_entropy(original: Callable[..., Any]) -> Ca
         row_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if not _takes(logits, index):
-            found: tuple[Tensor, Tensor] = original(logits, index, entropy_requires_grad, temperature, row_mask)
-            return found
+            result: tuple[Tensor, Tensor] = original(logits, index, entropy_requires_grad, temperature, row_mask)
+            return result
         logprobs, entropy = _stats(logits, index, temperature, row_mask, entropy=True)
         assert entropy is not None
         return logprobs, entropy if entropy_requires_grad else entropy.detach()
@@ -150,7 +150,7 @@ def _fused_entropy_from_logits(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _takes(logits: Tensor, index: Tensor) -> bool:
-    """One target a row, of a dtype that fastrl knows; several a row (top-K) and float64 are TRL's."""
+    """Whether there is one target per row and fastrl supports the dtype; several (top-K) and float64 go to TRL."""
     return logits.dtype in checks.LOGIT_DTYPES and index.shape == logits.shape[:-1] and logits.shape[-1] > 0
 
 
@@ -160,13 +160,13 @@ def _stats(
     if temperature <= 0:
         raise ValueError("temperature must be positive")
     mask = None if row_mask is None else row_mask != 0
-    found = token_logprobs(logits, index.long(), mask=mask, temperature=float(temperature), entropy=entropy)
-    return found.logprobs, found.entropy
+    stats = token_logprobs(logits, index.long(), mask=mask, temperature=float(temperature), entropy=entropy)
+    return stats.logprobs, stats.entropy
 
 
 @dataclass
 class _Enabled:
-    """What was put in place: TRL's own object -> fastrl's, for the three functions, and the head."""
+    """The current replacements: the head, and TRL's own and fastrl's objects for the three functions."""
 
     head: FusedHead
     functions: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # name -> (TRL's, fastrl's)
@@ -176,16 +176,20 @@ _now: _Enabled | None = None
 
 
 def check_layout() -> None:
-    """RuntimeError where the installed TRL is not laid out as the one that this adapter was written for."""
+    """Raise RuntimeError if the installed TRL does not have the layout that this adapter supports."""
     missing = [name for name in (_HEAD, "add_fused_lm_head", *_FUNCTIONS) if not hasattr(utils, name)]
     wrong = [f"trl.trainer.utils.{name} is not there" for name in missing]
     if not missing:
         head = getattr(utils, _HEAD)
         head = head.original if isinstance(head, FusedHead) else head
-        found = {_HEAD: _parameters(getattr(head, "forward", None))}
-        found |= {name: _parameters(getattr(utils, name)) for name in _FUNCTIONS}
+        parameters = {_HEAD: _parameters(getattr(head, "forward", None))}
+        parameters |= {name: _parameters(getattr(utils, name)) for name in _FUNCTIONS}
         expected = {_HEAD: _HEAD_ARGUMENTS, **_FUNCTIONS}
-        wrong += [f"{name} takes {', '.join(found[name])}" for name in expected if found[name] != tuple(expected[name])]
+        wrong += [
+            f"{name} takes {', '.join(parameters[name])}"
+            for name in expected
+            if parameters[name] != tuple(expected[name])
+        ]
         if not _mentions(utils.add_fused_lm_head, _HEAD):
             wrong.append(f"add_fused_lm_head does not look {_HEAD} up when it is called")
     if wrong:
@@ -210,37 +214,39 @@ def _mentions(function: Any, name: str) -> bool:
 
 
 def enable(*, memory_budget: int | str | None = None) -> None:
-    """Let TRL's trainers score tokens with fastrl, those made before too, until `disable()`.
+    """Make TRL's trainers, existing ones too, score tokens with fastrl until `disable()`.
 
-    The chunked head behind `add_fused_lm_head` (GRPO, RLOO, DPO, KTO and SFT trainers) becomes `linear_token_logprobs`;
-    `selective_log_softmax`, `selective_log_softmax_and_entropy` and `entropy_from_logits` become `token_logprobs`,
-    wherever TRL's modules hold them. A second call only changes the budget.
+    `linear_token_logprobs` replaces the chunked head behind `add_fused_lm_head` (GRPO, RLOO, DPO, KTO and SFT
+    trainers); `token_logprobs` replaces `selective_log_softmax`, `selective_log_softmax_and_entropy` and
+    `entropy_from_logits` in all of TRL's modules. A second call only changes the budget.
 
     Args:
         memory_budget: as in `fastrl.linear_token_logprobs`, for each call of the head.
 
     Raises:
-        RuntimeError: before anything is changed, for a TRL of another layout.
+        RuntimeError: if TRL has another layout, before anything is changed.
     """
     global _now
     budget = parse_budget(memory_budget)
     disable()
     check_layout()
-    made = {
+    factories = {
         "selective_log_softmax": _fused_selective_log_softmax,
         "selective_log_softmax_and_entropy": _fused_selective_log_softmax_and_entropy,
         "entropy_from_logits": _fused_entropy_from_logits,
     }
-    now = _Enabled(FusedHead(getattr(utils, _HEAD), budget))
-    now.functions = {name: (getattr(utils, name), make(getattr(utils, name))) for name, make in made.items()}
-    for name, (old, new) in now.functions.items():
+    replacements = _Enabled(FusedHead(getattr(utils, _HEAD), budget))
+    replacements.functions = {
+        name: (getattr(utils, name), factory(getattr(utils, name))) for name, factory in factories.items()
+    }
+    for name, (old, new) in replacements.functions.items():
         exchange("trl", name, old, new)
-    setattr(utils, _HEAD, now.head)
-    _now = now
+    setattr(utils, _HEAD, replacements.head)
+    _now = replacements
 
 
 def disable() -> None:
-    """Put back what `enable()` replaced, in modules imported since then too; nothing where nothing was replaced."""
+    """Restore what `enable()` replaced, also in modules imported since; no effect if nothing was replaced."""
     global _now
     if _now is None:
         return
@@ -252,7 +258,7 @@ def disable() -> None:
 
 @contextmanager
 def enabled(*, memory_budget: int | str | None = None) -> Iterator[None]:
-    """`enable()` inside the block; afterwards TRL is as it was before, enabled or not."""
+    """`enable()` inside the block; restores the previous state afterwards, enabled or not."""
     before = _now
     enable(memory_budget=memory_budget)
     try:
@@ -265,7 +271,7 @@ def enabled(*, memory_budget: int | str | None = None) -> Iterator[None]:
 
 @contextmanager
 def replaced_head(head: Any) -> Iterator[None]:
-    """Inside the block TRL's fused head calls `head.apply`; not for several threads at once."""
+    """Make TRL's fused head call `head.apply` inside the block. Not thread-safe."""
     before = getattr(utils, _HEAD)
     setattr(utils, _HEAD, head)
     try:
