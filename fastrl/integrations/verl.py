@@ -138,7 +138,7 @@ def _policy_loss_of(preset: str, fields: dict[str, Any]) -> PolicyLossFunction:
 
 
 def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: dict[str, Any]) -> Objective:
-    """A preset with verl's numbers. Its KL is off if it needs a reference, because verl adds its arguments."""
+    """A preset with verl's numbers. Its KL is off if it needs a reference, because verl adds its own."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     both, range_ = {"clip": low, "clip_high": high}, {"clip_low": low, "clip_high": high}
@@ -266,7 +266,7 @@ def linear_cross_entropy(
     For a process group of more than one process (tensor parallelism) or another reduction it calls verl's own kernel,
     and logs one line.
     """
-    if str(reduction).lower() not in _REDUCTIONS:  # verl's own reading
+    if str(reduction).lower() not in _REDUCTIONS:  # as in verl
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     shards = 1 if dist_process_group is None else torch.distributed.get_world_size(dist_process_group)
     if shards > 1 or reduction != "none":

@@ -93,8 +93,8 @@ class RoutingRecorder:
         recorded = {layer: torch.cat(steps, 1) for layer, steps in enumerate(self._steps) if steps}
         if not recorded:
             raise ValueError("nothing was recorded: record_routing's model must be the one whose generate is called")
-        some = next(iter(recorded.values()))
-        routing = some.new_full((self._batch, length, self._layers, some.shape[2]), -1)
+        first = next(iter(recorded.values()))
+        routing = first.new_full((self._batch, length, self._layers, first.shape[2]), -1)
         for layer, experts in recorded.items():
             routing[:, : experts.shape[1], layer] = experts[:, :length]
         return routing

@@ -36,7 +36,7 @@ class FastGRPOTrainer(GRPOTrainer):
     fastrl also computes the log-probabilities of the policy, the old and the reference policy. A configuration that
     fastrl cannot express, or was not tested with (multimodal inputs, an auxiliary loss, `cast_lm_head_to_fp32`, Liger's
     layers, FSDP, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's own
-    loss, and one line in the log says why. Exponents are clamped to +-20; TRL's are not.
+    code, and one line in the log says why. Exponents are clamped to +-20; TRL's are not.
 
     Args:
         memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
@@ -239,14 +239,14 @@ class _Rows:
 
 
 def _why_not_here(trainer: Any) -> str | None:
-    """The reason why the trainer's settings need TRL's own loss, or None."""
+    """The reason why the trainer's settings need TRL's own code, or None."""
     try:
         unknown = sorted(reads(GRPOTrainer._compute_loss) - KNOWN_READS)
     except OSError:
         return "the source of this TRL's loss is not there to be compared"
     methods = ("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
     replaced = [name for name in methods if getattr(type(trainer), name) is not getattr(GRPOTrainer, name)]
-    scoring = "_get_per_token_logps_and_entropies"  # an override would score the old policy, but not the loss
+    scoring = "_get_per_token_logps_and_entropies"  # an override would apply to the old policy, but not to the loss
     if getattr(type(trainer), scoring) is not getattr(FastGRPOTrainer, scoring):
         replaced.append(scoring)
     peft = trainer.model.peft_config.values() if is_peft_model(trainer.model) else ()
@@ -269,6 +269,6 @@ def _why_not_here(trainer: Any) -> str | None:
 
 
 def _why_not_these(inputs: dict[str, Any]) -> str | None:
-    """The reason why this batch needs TRL's own loss, or None."""
+    """The reason why this batch needs TRL's own code, or None."""
     multimodal = [name for name in MULTIMODAL if inputs.get(name) is not None]
     return f"the inputs are multimodal ({', '.join(multimodal)})" if multimodal else None

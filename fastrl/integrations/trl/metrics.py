@@ -74,8 +74,8 @@ class _Means(NamedTuple):
     def gathered(self, x: Tensor) -> Tensor:
         """One mean per response, from all processes; NaN for a response without tokens."""
         x = x.float()
-        each = x[:, 0] if x.shape[1] == 1 else x.where(self.mask, 0.0).sum(-1) / self.mask.sum(-1)
-        means: Tensor = self.accelerator.gather(each)
+        local_means = x[:, 0] if x.shape[1] == 1 else x.where(self.mask, 0.0).sum(-1) / self.mask.sum(-1)
+        means: Tensor = self.accelerator.gather(local_means)
         return means
 
 

@@ -178,24 +178,24 @@ _now: _Enabled | None = None
 def check_layout() -> None:
     """Raise RuntimeError if the installed TRL does not have the layout that this adapter supports."""
     missing = [name for name in (_HEAD, "add_fused_lm_head", *_FUNCTIONS) if not hasattr(utils, name)]
-    wrong = [f"trl.trainer.utils.{name} is not there" for name in missing]
+    problems = [f"trl.trainer.utils.{name} is not there" for name in missing]
     if not missing:
         head = getattr(utils, _HEAD)
         head = head.original if isinstance(head, FusedHead) else head
         parameters = {_HEAD: _parameters(getattr(head, "forward", None))}
         parameters |= {name: _parameters(getattr(utils, name)) for name in _FUNCTIONS}
         expected = {_HEAD: _HEAD_ARGUMENTS, **_FUNCTIONS}
-        wrong += [
+        problems += [
             f"{name} takes {', '.join(parameters[name])}"
             for name in expected
             if parameters[name] != tuple(expected[name])
         ]
         if not _mentions(utils.add_fused_lm_head, _HEAD):
-            wrong.append(f"add_fused_lm_head does not look {_HEAD} up when it is called")
-    if wrong:
+            problems.append(f"add_fused_lm_head does not look {_HEAD} up when it is called")
+    if problems:
         raise RuntimeError(
             f"fastrl.integrations.trl knows TRL {TESTED} and versions laid out like it, not {trl.__version__}:"
-            f" {'; '.join(wrong)}. Nothing was changed"
+            f" {'; '.join(problems)}. Nothing was changed"
         )
 
 
