@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_as_good_as_torch
+from vocabulary import assert_as_good_as_torch
 
 import fastrl
 from fastrl.planning import tiling

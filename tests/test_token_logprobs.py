@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_as_good_as_torch, token_stats
+from vocabulary import assert_as_good_as_torch, token_stats
 
 import fastrl
 from fastrl.backends.torch import rows as reference_rows

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_entry_points import CLOSE, OBJECTIVES, B, Problem, T, V
+from objectives import OBJECTIVES
+from problem import CLOSE, B, Problem, T, V
 from torch import Tensor
 
 import fastrl

@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_entry_points import OBJECTIVES, B, Problem, T, V
+from objectives import OBJECTIVES
+from problem import B, Problem, T, V
 
 import fastrl
 from fastrl.backends.cpp import backend as cpp_backend

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_as_good_as_torch
-from test_policy_loss import OBJECTIVES
+from objectives import OBJECTIVES
+from vocabulary import assert_as_good_as_torch
 
 import fastrl
 from fastrl.base import checks

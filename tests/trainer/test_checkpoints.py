@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_resume import checkpoints
+from checkpoint_files import checkpoints
 
 import fastrl.training.common.checkpoint as module
 from fastrl.base.errors import UserError

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play
 from safetensors.torch import load_file
-from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play
-from test_update import MODEL
+from updates import MODEL
 
 import fastrl
 from fastrl.training.rl.config import EntropyConfig, KLConfig

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
-from test_update import MODEL
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
+from updates import MODEL
 
 import fastrl
 import fastrl.training.rl.run as running

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_packing import LENGTHS, PROMPTS, VOCAB, make_rollout, own_logprobs, play
-from test_update import MODEL
+from rollouts import LENGTHS, PROMPTS, VOCAB, make_rollout, own_logprobs, play
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
+from updates import MODEL
 
 import fastrl
 import fastrl.training.rl.run as running

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from test_train import records
+from run_files import records
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.log import RunLog

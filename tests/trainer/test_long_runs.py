@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
 from safetensors.torch import load_file
-from test_packing import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
-from test_update import MODEL
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
+from updates import MODEL
 
 import fastrl
 import fastrl.training.rl.run as running

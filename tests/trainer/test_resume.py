@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from checkpoint_files import checkpoints
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -86,10 +87,6 @@ def lines(config):
     """metrics.jsonl as it stands, but for the times."""
     records = [json.loads(line) for line in (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()]
     return [json.dumps({k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)}) for record in records]
-
-
-def checkpoints(config):
-    return sorted(path.name for path in (config.logging.output_dir / "checkpoints").iterdir())
 
 
 def state(config):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from run_files import records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastrl.training.rl.train as module
@@ -53,11 +54,6 @@ OURS = {
     "time/step",
     "time/evaluation",
 }
-
-
-def records(config):
-    lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def numbers(config):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from updates import MODEL, OBJECTIVES
 
-import fastrl
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
 from fastrl.training.common.generation import generate
@@ -13,22 +13,6 @@ from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
-OBJECTIVES = {
-    "token-mean": fastrl.DAPO(entropy_coef=0.1),
-    "seq-mean-token-mean": fastrl.GRPO(kl_coef=0.1),
-    "seq-mean-token-sum": fastrl.LUSPO(clip_low=0.1, clip_high=0.1),
-    "seq-mean-token-sum-norm": fastrl.DrGRPO(max_length=6),
-}
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ Rule (design.md): the error against float64 may be that of the same computation 
 from __future__ import annotations
 
 import torch
-from oracle import log_sum_of_all
 from torch import Tensor
+from vocabulary import log_sum_of_all
 
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch import rows as reference

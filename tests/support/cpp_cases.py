@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import log_sum_of_all
 from torch import Tensor
+from vocabulary import log_sum_of_all
 
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.cpp import backend as cpp_backend
