@@ -55,19 +55,19 @@ bench() {
 
 correct() {
   # Alone on the GPU: some of them tell times.
-  part gpu-tests 100 python3 -m pytest -q -m gpu tests --continue-on-collection-errors --ignore tests/test_budget.py \
-    --ignore tests/trainer --ignore tests/stages --ignore tests/integrations
+  part gpu-tests 100 python3 -m pytest -q -m gpu tests --continue-on-collection-errors --ignore tests/planning/test_budget.py \
+    --ignore tests/training --ignore tests/integrations
   # All others but those that no GPU changes (ahead-of-time compilation, C++, packaging, this program) and the trainer's.
   part tests 240 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
-    -m "not slow" tests --ignore-glob '*_aot.py' --ignore-glob '*/test_cpp*' --ignore tests/trainer --ignore tests/stages \
-    --ignore tests/integrations --ignore tests/test_package.py --ignore tests/test_report.py \
-    --ignore tests/test_plot_gates.py --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py \
-    --ignore tests/routing
+    -m "not slow" tests --ignore-glob '*_aot.py' --ignore-glob '*/test_cpp*' --ignore tests/training \
+    --ignore tests/integrations --ignore tests/test_package.py --ignore tests/training/common/test_report.py \
+    --ignore tests/bench/test_plot_gates.py --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py \
+    --ignore tests/models
   if command -v compute-sanitizer >/dev/null; then
     # Without torch's caching of memory: a read beyond a tensor would find the next one. Kernels as compiled above.
     part sanitizer 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-      --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/ops/test_find_support.py \
-      tests/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
+      --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/backends/test_find_support.py \
+      tests/bench/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
       or (transforms_and_sizes and 4097) or (beside and 4097) or masked or strided or any_strides or segments_apart \
       or wide_row or long_segments or minus_infinity_is_a or (not_kept_is and bfloat16) or tensor_cores \
       or (random_rows and triton) or test_bench_read)"
@@ -92,7 +92,7 @@ size() {
   bench step-8b step 140 --seconds 2 --shape 4x2048x36x4096x151936
   bench step step 190 --seconds 3 --shape 4x2048x28x1024x151936 --shape 64x2048x28x1024x151936
   if python3 -c 'import pydantic_settings, tensorboard' 2>/dev/null; then
-    part trainer 100 "${threads[@]}" python3 -m pytest -q "${workers[@]}" -m "not slow" tests/trainer tests/stages
+    part trainer 100 "${threads[@]}" python3 -m pytest -q "${workers[@]}" -m "not slow" tests/training
   else
     echo "== trainer: left out, for its packages (extra train) are not installed"
   fi

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +56,21 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def backend_device(backend: str) -> str:
     """The device that the forced backend takes."""
     return "cpu" if backend == "cpp" else DEVICE
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[dict[str, Any]]]:
+    """watch(module, name): the keyword arguments of each call of that function from now on."""
+
+    def watched(module: ModuleType, name: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.append(kwargs)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+        return found
+
+    return watched

@@ -4,10 +4,10 @@ import importlib.util
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 from verl_cases import CLOSE, loaded
 
 import fastrl.integrations.verl as adapter
@@ -100,7 +100,7 @@ def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
 
 def test_what_bfloat16_logits_cost_is_what_the_page_says():
     """The page's third line, from 256 tokens: 15 % are three standard deviations of each number."""
-    root = Path(__file__).parents[2]
+    root = ROOT
     spec = importlib.util.spec_from_file_location("bf16_logits", root / "benchmarks/integrations/bf16_logits.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the kernels without a GPU, and what can be read from the machine code.
 
-Run as a program, `python tests/kernels/aot.py NAME...`, it compiles the named cases and writes a JSON object of
+Run as a program, `python tests/support/aot.py NAME...`, it compiles the named cases and writes a JSON object of
 findings; without names it prints the table of instructions an entry. It must not see TRITON_INTERPRET.
 """
 

@@ -1,4 +1,4 @@
-"""A process of its own for tests/test_budget.py: reads cases from stdin, writes the bytes that each took to stdout."""
+"""A process for tests/planning/test_budget.py: reads cases from stdin, writes the bytes that each took to stdout."""
 
 from __future__ import annotations
 

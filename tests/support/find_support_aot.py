@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the kernels of `find_support` without a GPU, as `aot` does for the row kernels.
 
-Run as a program, `python tests/kernels/find_support_aot.py NAME...`, it compiles the named cases and writes a JSON
+Run as a program, `python tests/support/find_support_aot.py NAME...`, it compiles the named cases and writes a JSON
 object of findings; without names it prints a table. It must not see TRITON_INTERPRET.
 """
 

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the kernels for support entries without a GPU, as `aot` does for the row kernels.
 
-Run as a program, `python tests/kernels/support_aot.py NAME...`, it compiles the named cases and writes a JSON object of
+Run as a program, `python tests/support/support_aot.py NAME...`, it compiles the named cases and writes a JSON object of
 findings; without names it prints a table, with the name slow a longer one. It must not see TRITON_INTERPRET.
 """
 

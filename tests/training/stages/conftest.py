@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from places import EXAMPLES
 from undrawn import undrawn  # noqa: F401
 
 from fastrl.training.common.policy import Policy, load_policy
 from fastrl.training.common.sections import ModelConfig
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_digits"
+EXAMPLE = EXAMPLES / "reverse_digits"
 TOKENIZER = str(EXAMPLE / "tokenizer")
 
 

@@ -10,11 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from places import BENCHMARKS
 
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "profile_loss.py"
+    path = BENCHMARKS / "profile_loss.py"
     spec = importlib.util.spec_from_file_location("profile_loss", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,5 +98,5 @@ def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: Mo
 
 
 def test_it_hides_no_module_of_pythons() -> None:
-    folder = Path(__file__).parent.parent / "benchmarks"
+    folder = BENCHMARKS
     assert not {path.stem for path in folder.glob("*.py")} & set(sys.stdlib_module_names)

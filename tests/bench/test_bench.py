@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 
 import fastrl
 from fastrl.bench import command, heads, machine, main, memory_workloads, step_workloads, suites
@@ -27,7 +28,6 @@ from fastrl.bench.problems import Expected, linear_problem
 from fastrl.bench.workloads import EAGER, Section
 
 DEVICE = default_device()
-ROOT = Path(__file__).parent.parent
 SHAPES = ["40x77", "40x8x77", "40x8x77x3", "2x20x1x16x77"]
 PEERS = ("trl.trainer.utils", "trl.kernels", "liger_kernel.chunked_loss", "liger_kernel.transformers")
 #: What each workload's contenders are at least: ours and plain torch are measured wherever the tests run.

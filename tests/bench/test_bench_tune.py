@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import BENCHMARKS
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 
 import tune
 

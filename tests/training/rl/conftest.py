@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import EXAMPLES
 from undrawn import undrawn  # noqa: F401
 
 import fastrl.training.rl.train as module
@@ -20,7 +21,7 @@ from fastrl.training.common.settings import load_settings
 from fastrl.training.rl.config import Config, TrainingConfig
 from fastrl.training.rl.run import Run
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_digits"
+EXAMPLE = EXAMPLES / "reverse_digits"
 
 
 @pytest.fixture(autouse=True)

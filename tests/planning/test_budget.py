@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import SUPPORT
 
 import fastrl
 from fastrl.objectives.dependence import ANY
@@ -61,11 +61,11 @@ def measure(
 
 
 def run(dtype: str, backend: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs of tests/budget_child.py in one process: bytes asked for, planned and used."""
+    """Runs of tests/support/budget_child.py in one process: bytes asked for, planned and used."""
     # Buffers come from the system and go back to it, so that a peak is not hidden by what an earlier one left.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("budget_child.py"), dtype, backend],
+        [sys.executable, SUPPORT / "budget_child.py", dtype, backend],
         input=json.dumps(cases),
         capture_output=True,
         text=True,

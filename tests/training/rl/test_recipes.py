@@ -9,12 +9,12 @@ import copy
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from places import EXAMPLES
 from transformers import set_seed
 
 import fastrl.training.rl.train as module
@@ -25,7 +25,7 @@ from fastrl.training.rl.config import Config
 from fastrl.training.rl.run import Run, make_run
 from fastrl.training.rl.update import accumulate_gradients
 
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+RECIPES = EXAMPLES / "recipes"
 CHARACTERS = ["", "=", *"0123456789"]  # the example's vocabulary; 0 is EOS
 
 # --- what the papers write --------------------------------------------------------------------------------------------

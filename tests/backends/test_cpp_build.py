@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from fastrl.backends.contract import Transform
 from fastrl.backends.cpp import backend as cpp_backend
@@ -110,7 +111,7 @@ def test_processes_that_build_at_the_same_time(cache: Path) -> None:
         "import ctypes\nfrom fastrl.backends.cpp import build as cpp_build\n"
         f"print(ctypes.CDLL(str(cpp_build.build('answer', {ANSWER!r}))).answer())"
     )
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)

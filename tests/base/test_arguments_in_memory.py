@@ -10,12 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from memory_child import KINDS, functions
+from places import SUPPORT
 from torch import Tensor
 
 import fastrl
@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpp", pytest.param("torch", marks=SLOW), pytest.param("triton", marks=SLOW)])
 def test_every_tensor_argument_must_lie_in_memory(backend: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"} if backend == "triton" else None
-    command = [sys.executable, str(Path(__file__).with_name("memory_child.py")), backend]
+    command = [sys.executable, str(SUPPORT / "memory_child.py"), backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     cases = [json.loads(line) for line in done.stdout.splitlines()]

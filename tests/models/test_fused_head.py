@@ -3,12 +3,12 @@
 import copy
 import runpy
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
+from places import EXAMPLES
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import fastrl.models.lm_head as module
@@ -264,6 +264,6 @@ def test_a_mixture_keeps_its_balance_or_says_so(batch):
 
 
 def test_the_plain_loop_learns():
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "plain_loop" / "loop.py"))
+    example = runpy.run_path(str(EXAMPLES / "plain_loop" / "loop.py"))
     history = example["train"](20)
     assert history[0] < 0.1 and history[-1] > 3 * history[0] + 0.05

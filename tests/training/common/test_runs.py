@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import EXAMPLES
 
 from fastrl.cli import main
 from fastrl.training.common.log import RunLog
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 LORA = {"model.lora_rank": 2, "model.lora_alpha": 64}
 #: Name -> the command, and its options beside the common ones. Epochs of four steps.
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {

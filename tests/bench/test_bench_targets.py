@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import BENCHMARKS
 
 pytest.importorskip("tabulate")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 
 import targets
 

@@ -1,15 +1,14 @@
 """The example and every recipe learn to reverse three digits from reward alone; none from one that tells nothing."""
 
-from pathlib import Path
-
 import pytest
+from places import EXAMPLES
 
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.settings import load_settings
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.train import train
 
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+RECIPES = EXAMPLES / "recipes"
 
 
 @pytest.fixture
