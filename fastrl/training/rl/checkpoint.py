@@ -1,4 +1,4 @@
-"""What a checkpoint of ``fastrl train`` holds; files and checks are `fastrl.training.common.checkpoint`'s."""
+"""What a checkpoint of `fastrl train` holds; `fastrl.training.common.checkpoint` writes and checks the files."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fastrl.training.rl.run import Run
 
 
 def save_checkpoint(run: Run) -> None:
-    """Write the checkpoint of the run's step. Raises UserError where that fails."""
+    """Write the checkpoint of the run's current step. Raises UserError if that fails."""
     numbers = {
         "skipped": run.skipped,
         "order": run.sampler.order,
@@ -21,9 +21,9 @@ def save_checkpoint(run: Run) -> None:
 
 
 def load_checkpoint(directory: Path, run: Run) -> None:
-    """Bring a new run's objects to where the checkpoint was written, and the process' random generators too.
+    """Restore a new run's objects, and the process' random generators, from a checkpoint.
 
-    Raises UserError if the dataset is another one.
+    Raises UserError if the dataset is a different one.
     """
     numbers, _ = read_checkpoint(directory, _trained(run))
     run.step, run.skipped, run.sampler.order = numbers["step"], numbers["skipped"], numbers["order"]

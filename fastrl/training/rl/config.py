@@ -1,4 +1,4 @@
-"""The configuration of ``fastrl train``."""
+"""The configuration of `fastrl train`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ from fastrl.training.rl.objective_config import ObjectiveConfig
 
 
 class DataConfig(Section):
-    """What is asked."""
+    """The prompts."""
 
     path: FileLocation
     """Training prompts: JSONL with a field "prompt" and any other columns, which go to the reward function."""
@@ -29,13 +29,13 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """What pays: functions and a reward model, summed with their weights, and the price of length."""
+    """The reward: functions and a reward model, summed with their weights, and a length penalty."""
 
     function: Annotated[str | list[str], Location()] = Field(default_factory=list)
     """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None], or several.
-    What all of them give None is left out of its group."""
+    A completion for which all return None is left out of its group."""
     weights: list[float] | None = None
-    """One a function; the default is 1 for each."""
+    """One per function; the default is 1 for each."""
     model: Annotated[str | None, Location(hub=True)] = None
     """A reward model: the directory or hub name of a sequence classifier with one label."""
     model_weight: float = 1.0
@@ -73,7 +73,7 @@ class AdvantagesConfig(Section):
     ddof: Literal[0, 1] = 0
     """0 for the population's standard deviation, 1 for the sample's."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """The discount a token, for batch and gae."""
+    """The discount per token, for batch and gae."""
     lam: float = Field(0.95, ge=0, le=1)
     """The decay of generalised advantage estimation."""
     whiten: bool = True
@@ -84,11 +84,11 @@ class CriticConfig(Section):
     """The value function of advantages.estimator = "gae": a linear head on a decoder."""
 
     shared: bool = False
-    """The head stands on the policy's own decoder, instead of on a copy of it."""
+    """The head uses the policy's own decoder instead of a copy of it."""
     lr: float | None = Field(None, gt=0)
     """Learning rate of the critic's weights; the default is optimizer.lr."""
     clip: float | None = Field(0.2, gt=0)
-    """How far values may move from the rollout's before their loss stops paying."""
+    """How far values may move from the rollout's before their loss is clipped."""
     coef: float = Field(0.5, gt=0)
     """The weight of the value loss beside the policy's."""
 
@@ -97,19 +97,19 @@ class KLConfig(Section):
     """A KL term, in place of the preset's own."""
 
     place: Literal["loss", "reward"] = "loss"
-    """In the loss (GRPO), or taken from each token's reward (PPO)."""
+    """In the loss (GRPO), or subtracted from each token's reward (PPO)."""
     kind: Literal["k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new"] = "k3"
     """The estimator; in the reward k1, k2 or k3. Against the reference, which is the policy that the run starts from;
     old-new against the policy before the step."""
     coef: float = Field(0.04, ge=0)
-    """Its weight beta, or what an adaptive one starts from."""
+    """Its weight beta, or the start value of an adaptive one."""
     ratio: Literal["token", "objective"] = "token"
     """For k3-unbiased: the ratio that corrects it, the token's own or the objective's."""
     adaptive: Literal["schulman", "rlhf"] | None = None
     """schulman: halve beta where the KL is below target / 1.5, double it above target * 1.5; rlhf: proportional, over
     ``horizon`` responses."""
     target: float | None = Field(None, gt=0)
-    """Nats: a token for schulman, a response for rlhf."""
+    """Nats: per token for schulman, per response for rlhf."""
     horizon: int = Field(10_000, ge=1)
     """Responses over which rlhf may double beta."""
     sync_every: int | None = Field(None, ge=1)
@@ -130,7 +130,7 @@ class CorrectionConfig(Section):
     """A weight from exp(old - rollout), the training path's log-probabilities against the sampler's own."""
 
     level: Literal["token", "sequence"] = "token"
-    """A weight a token, or one a response."""
+    """One weight per token, or one per response."""
     mode: Literal["truncate", "mask"] = "truncate"
     """truncate (TIS): held within [low, high]; mask (MIS, IcePop): 0 outside them."""
     low: float = Field(0.0, ge=0)
@@ -143,7 +143,7 @@ class EntropyConfig(Section):
     """A learned entropy coefficient (SAC's): it starts at objective.entropy_coef and steers the entropy to a target."""
 
     target: float = Field(ge=0)
-    """Nats a token."""
+    """Nats per token."""
     lr: float = Field(1e-2, gt=0)
     """Learning rate (Adam) of the coefficient's logarithm."""
 
@@ -156,9 +156,9 @@ class PretrainingConfig(Section):
     coef: float = Field(1.0, gt=0)
     """The weight of the cross-entropy."""
     batch_size: int = Field(8, ge=1)
-    """Sequences an update."""
+    """Sequences per update."""
     length: int = Field(512, ge=2)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
 
 
 class TrainingConfig(MachineConfig):
@@ -169,11 +169,11 @@ class TrainingConfig(MachineConfig):
     epochs: int = Field(1, ge=1)
     """Passes over each rollout."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer updates a pass: the rollout is shuffled and split into this many."""
+    """Optimizer updates per pass: the rollout is shuffled and split into this many."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Sequences in one forward and backward, gradients accumulate over a minibatch; the default is all of it."""
     packing: bool = False
-    """Put a micro-batch's sequences behind one another without padding."""
+    """Concatenate a micro-batch's sequences without padding."""
     memory_budget: Budget = None
     """The most temporary memory of the fused losses, such as "512MiB"; the default is a quarter of what is free."""
     max_skipped_updates: int = Field(10, ge=1)
@@ -189,7 +189,7 @@ class EvaluationConfig(Section):
     metrics: Annotated[list[str], Location()] = Field(default_factory=list)
     """More functions like reward.function; each one's mean is reported as eval/<its name>."""
     samples: int = Field(0, ge=0)
-    """Completions a prompt, sampled as in the rollout, for the two scores below; 0 = none."""
+    """Completions per prompt, sampled as in the rollout, for the two scores below; 0 = none."""
     k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     """Report for each metric eval/<name>/pass@k (a prompt is solved if one of k samples gets 1) and eval/<name>/maj@k
     (the most frequent of k completions gets 1), for these k."""
@@ -202,10 +202,10 @@ class EvaluationConfig(Section):
 
 
 class LoggingConfig(CommonLogging):
-    """What a run leaves behind."""
+    """What a run writes."""
 
     samples: int = Field(4, ge=0)
-    """Completions a step that samples.jsonl and the report keep."""
+    """Completions per step that samples.jsonl and the report keep."""
 
 
 class Config(Section):
@@ -237,10 +237,10 @@ class Config(Section):
         return self
 
     def _problems(self) -> list[tuple[bool, str]]:
-        """Combinations of tables that mean nothing, with what to say of each."""
+        """Pairs of whether a combination of tables is meaningless, and its error message."""
         evaluates = bool(self.evaluation.every or self.evaluation.metrics or self.evaluation.samples)
         estimator, objective, lora = self.advantages.estimator, self.objective.build(), self.model.lora_rank is not None
-        alone = self.rollout.num_generations == 1
+        single = self.rollout.num_generations == 1
         sequences = self.rollout.prompts_per_step * self.rollout.num_generations
         updates = self.training.epochs * self.training.minibatches
         return [
@@ -249,7 +249,7 @@ class Config(Section):
                 "evaluation is configured but data.eval_path names no prompts to evaluate on",
             ),
             (
-                alone and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling),
+                single and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling),
                 "rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1",
             ),
             (

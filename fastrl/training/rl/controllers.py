@@ -1,6 +1,6 @@
-"""Coefficients that change while training: an adaptive KL weight, and an entropy weight learned towards a target.
+"""Coefficients that change during training: an adaptive KL weight, and an entropy weight learned towards a target.
 
-Each is a 0-dim tensor that the objective holds and the losses read on the device; a step ends with its ``update``.
+Each is a 0-dim tensor that the objective holds and the losses read on the device. Every step ends with `update`.
 """
 
 import math
@@ -20,10 +20,10 @@ class AdaptiveKL:
         self.coef = torch.tensor(config.coef, device=device)
 
     def update(self, kl: float, tokens: float, responses: int) -> None:
-        """Adapt to a step's mean KL a token (nats), over this many tokens and responses. No tokens change nothing.
+        """Adapt to a step's mean KL per token (nats), over this many tokens and responses. Does nothing without tokens.
 
         schulman: halve beta below target / 1.5, double it above 1.5 target (Schulman et al., 2017, arXiv:1707.06347,
-        section 4). rlhf: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, with the KL of a response (Ziegler
+        section 4). rlhf: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, with the KL per response (Ziegler
         et al., 2019, arXiv:1909.08593, section 2.2).
         """
         target = self.config.target
@@ -37,11 +37,11 @@ class AdaptiveKL:
         self.coef.mul_(factor)
 
     def state(self) -> dict[str, float]:
-        """What ``load`` needs to go on, as plain numbers."""
+        """The state that `load` restores, as plain numbers."""
         return {"coef": self.coef.item()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.coef.fill_(state["coef"])
 
 
@@ -59,22 +59,22 @@ class LearnedEntropy:
         self.optimizer = torch.optim.Adam([self.logarithm], config.lr)
 
     def update(self, entropy: float) -> None:
-        """One step from a step's mean entropy a token (nats)."""
+        """Update alpha from a step's mean entropy per token (nats)."""
         if not math.isfinite(entropy):
             return
-        # The slope of L in log alpha is alpha times this. Adam would take that factor for the gradient's own size, and
-        # its memory of a larger alpha would keep a small one from coming back.
+        # The slope of L in log alpha is alpha times this. Adam would treat that factor as the gradient's scale,
+        # and its moments from a larger alpha would keep a small alpha from growing again.
         self.logarithm.grad = torch.full_like(self.logarithm, entropy - self.config.target)
         self.optimizer.step()
         self.coef.copy_(self.logarithm.detach().exp())
 
     def state(self) -> dict[str, float]:
-        """What ``load`` needs to go on, as plain numbers."""
+        """The state that `load` restores, as plain numbers."""
         moments = self.optimizer.state.get(self.logarithm, {})
         return {"logarithm": self.logarithm.item(), **{name: float(value) for name, value in moments.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         moments = dict(state)
         with torch.no_grad():
             self.logarithm.fill_(moments.pop("logarithm"))

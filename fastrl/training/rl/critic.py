@@ -1,4 +1,4 @@
-"""PPO's critic: the value before each token, a linear head on a decoder of its own or on the policy's."""
+"""PPO's critic: the value before each token, from a linear head on its own decoder or on the policy's."""
 
 import copy
 
@@ -10,10 +10,10 @@ from fastrl.training.common.rollout import Rollout, hidden_states, in_batches, r
 
 
 class Critic(nn.Module):
-    """Values from a decoder's last hidden states. It starts at 0 everywhere."""
+    """Values from a decoder's last hidden states. They start at 0 everywhere."""
 
     def __init__(self, policy: Policy, shared: bool) -> None:
-        """A copy of the policy's decoder (and of its adapters), or with ``shared`` none: the policy's own is used."""
+        """Copy the policy's decoder (and its adapters), or with `shared` use the policy's own."""
         super().__init__()
         self.decoder = None if shared else copy.deepcopy(policy.model.get_decoder())
         self.head = nn.Linear(policy.weight.shape[1], 1, device=policy.device)
@@ -21,9 +21,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def values(self, policy: Policy, batch: Rollout, packed: bool, states: Tensor | None = None) -> Tensor:
-        """The value before each token as hidden_states orders them: (B, T), or packed (N,); float32.
+        """The value before each token, in the order of `hidden_states`: (B, T), or packed (N,); float32.
 
-        ``states`` are the policy's, where they are at hand and the critic shares them.
+        `states` are the policy's hidden states, if they are at hand; only a critic that shares them uses them.
         """
         if states is None or self.decoder is not None:
             with policy.computing():
@@ -32,7 +32,7 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def rollout_values(self, policy: Policy, rollout: Rollout, batch_size: int | None, packed: bool) -> Tensor:
-        """The values of a whole rollout, (B, T), a few sequences at a time."""
+        """The values of a whole rollout, (B, T), computed a few sequences at a time."""
 
         def values(part: Rollout) -> Tensor:
             with replaying(policy, part, packed):

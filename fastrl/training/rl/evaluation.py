@@ -16,10 +16,10 @@ from fastrl.training.rl.run import Run
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """The mean of each function over greedy completions of every held-out prompt, as ``eval/<name>`` (without Nones).
+    """The mean of each function over greedy completions of every held-out prompt, as `eval/<name>` (without Nones).
 
-    With evaluation.samples also ``eval/<name>/pass@k`` and ``eval/<name>/maj@k`` of each metric. Random numbers, of
-    samples and of functions that draw some, are its own and the same each time.
+    With evaluation.samples also `eval/<name>/pass@k` and `eval/<name>/maj@k` of each metric. Samples and
+    functions draw random numbers that are separate from the run's and the same each time.
     """
     with _random_numbers_of_its_own(run):
         return _scores(run)
@@ -27,15 +27,15 @@ def evaluate(run: Run) -> dict[str, float]:
 
 @contextmanager
 def _random_numbers_of_its_own(run: Run) -> Iterator[None]:
-    """How often a run is looked at must not decide what it learns."""
-    device, python, numbers = run.policy.device, random.getstate(), np.random.get_state()
+    """Use separate random numbers: how often a run is evaluated must not change what it learns."""
+    device, python_state, numpy_state = run.policy.device, random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         set_seed(run.config.training.seed)
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _scores(run: Run) -> dict[str, float]:
@@ -61,7 +61,7 @@ def _scores(run: Run) -> dict[str, float]:
 
 
 def pass_at_k(solved: Sequence[bool], k: int) -> float:
-    """The probability that k of the n samples, drawn without replacement, hold one that solves the prompt.
+    """The probability that k of the n samples, drawn without replacement, include one that solves the prompt.
 
     `1 - C(n - c, k) / C(n, k)` with c solutions: unbiased (Chen et al., 2021, arXiv:2107.03374, equation 1).
     """
@@ -72,7 +72,7 @@ def pass_at_k(solved: Sequence[bool], k: int) -> float:
 def majority_at_k(texts: Sequence[str], solved: Sequence[bool], k: int) -> float:
     """Whether the most frequent of the first k completions solves the prompt (Wang et al., 2023, arXiv:2203.11171).
 
-    Completions are compared as texts without the space around them; of equally frequent ones the first counts.
+    Completions are compared as texts without surrounding space; of equally frequent ones the first counts.
     """
     answers = [text.strip() for text in texts[:k]]
     answer, _ = Counter(answers).most_common(1)[0]

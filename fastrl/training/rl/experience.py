@@ -20,10 +20,10 @@ Steps = list[tuple[int, float]]  # a completion's reasoning steps: (characters u
 
 
 def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str, object]]]:
-    """One step's rollout with all that the updates need, and some of its samples to be looked at.
+    """Sample one step's rollout with all that the updates need. Returns it with some of its samples, for the log.
 
-    Completions whose reward is None are left out, and with dynamic sampling groups of equal rewards. Adds what there is
-    to report to ``numbers``.
+    Completions whose reward is None are left out, and with dynamic sampling also groups of equal rewards. Adds the
+    step's metrics to `numbers`.
     """
     rollout, steps, samples = _sample(run, numbers)
     training, temperature = run.config.training, run.config.rollout.temperature
@@ -39,12 +39,12 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     if old is not None and ref is not None:
         numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)
     rollout = add_advantages(run, rollout, steps)
-    # With a single update a rollout the policy is still the one that sampled, and the losses know what that means.
+    # With a single update per rollout the policy is still the one that sampled. None tells the losses so.
     return (replace(rollout, old_logprobs=None) if run.on_policy else rollout), samples
 
 
 def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], list[dict[str, object]]]:
-    """Completions with their rewards, sampled until the batch is full or the refills are used up."""
+    """Sample completions with their rewards until the batch is full or the refills are used up."""
     settings, rewards = run.config.rollout, run.config.reward
     rollouts: list[Rollout] = []
     values: list[float | None] = []
@@ -58,21 +58,21 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         missing = settings.prompts_per_step - len({groups[row] for row in kept})
         if not missing:
             break
-        first = groups[-1] + 1 if groups else 0
+        first_group = groups[-1] + 1 if groups else 0
         prompts = run.sampler.next(missing)
         examples = [example for example in prompts for _ in range(settings.num_generations)]
         with timed("time/generate", numbers):
             rollouts.append(generate(run.policy, examples, settings))
             texts = completion_texts(run.policy, rollouts[-1])
         with timed("time/reward", numbers):
-            new, parts = run.rewards.parts(examples, texts)
+            new_rewards, parts = run.rewards.parts(examples, texts)
             steps += run.steps_reward.steps(examples, texts) if run.steps_reward else [[] for _ in texts]
-        new = _priced(new, rollouts[-1], rewards.overlong_cache)
-        groups += [first + row // settings.num_generations for row in range(len(texts))]
-        values += new
-        for name, found in parts.items():
-            by_scorer.setdefault(name, []).extend(found)
-        samples += _shown(examples, texts, new)[: run.config.logging.samples - len(samples)]
+        new_rewards = _priced(new_rewards, rollouts[-1], rewards.overlong_cache)
+        groups += [first_group + row // settings.num_generations for row in range(len(texts))]
+        values += new_rewards
+        for name, scores in parts.items():
+            by_scorer.setdefault(name, []).extend(scores)
+        samples += _shown(examples, texts, new_rewards)[: run.config.logging.samples - len(samples)]
         kept = _kept(values, groups, settings.dynamic_sampling)
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
@@ -91,7 +91,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
 
 
 def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> list[float | None]:
-    """The rewards with the price of length, if there is one."""
+    """The rewards with the length penalty, if there is one."""
     if cache is None:
         return values
     lengths = rollout.completion_mask.sum(1)
@@ -100,12 +100,12 @@ def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> 
 
 
 def _kept(values: list[float | None], groups: list[int], varied: bool) -> list[int]:
-    """The rows with a reward, and with ``varied`` only those of groups whose rewards differ."""
-    found: dict[int, set[float]] = {}
+    """The rows with a reward; with `varied` only those in groups whose rewards differ."""
+    distinct: dict[int, set[float]] = {}
     for value, group in zip(values, groups, strict=True):
-        found.setdefault(group, set()).update(() if value is None else (value,))
-    least = 2 if varied else 1
-    return [row for row, value in enumerate(values) if value is not None and len(found[groups[row]]) >= least]
+        distinct.setdefault(group, set()).update(() if value is None else (value,))
+    required = 2 if varied else 1
+    return [row for row, value in enumerate(values) if value is not None and len(distinct[groups[row]]) >= required]
 
 
 def _shown(examples: list[Example], texts: list[str], values: list[float | None]) -> list[dict[str, object]]:
@@ -116,43 +116,45 @@ def _shown(examples: list[Example], texts: list[str], values: list[float | None]
 
 
 def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
-    """The rollout with the advantages that the config's estimator gives it, and with what a critic should have said."""
+    """The rollout with the advantages of the config's estimator, and with the returns, a critic's targets."""
     settings, mask = run.config.advantages, rollout.mask
     rewards, groups = rollout.rewards, rollout.groups
-    assert rewards is not None and groups is not None  # _sample's
+    assert rewards is not None and groups is not None  # set by _sample
     estimator, scale, ddof = settings.estimator, settings.scale, settings.ddof
     if estimator == "process":
         ends, values = _step_tensors(run.policy, rollout, steps)
         lengths = rollout.completion_mask.sum(1)
-        found = process_advantages(values, ends, groups, lengths, scale=scale, ddof=ddof)
-        return replace(rollout, token_advantages=torch.nn.functional.pad(found, (0, mask.shape[1] - found.shape[1])))
+        advantages = process_advantages(values, ends, groups, lengths, scale=scale, ddof=ddof)
+        return replace(
+            rollout, token_advantages=torch.nn.functional.pad(advantages, (0, mask.shape[1] - advantages.shape[1]))
+        )
     if estimator in ("group", "rloo"):
-        # A response that does not count has no token to carry its score, but its group's baseline has it all the same.
+        # A response that does not count has no token to carry its score, but its group's baseline still includes it.
         scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
         if estimator == "rloo":
             return replace(rollout, response_advantages=rloo_advantages(scores, groups))
         return replace(rollout, response_advantages=group_advantages(scores, groups, scale=scale, ddof=ddof))
-    tokens = _token_rewards(run, rollout)
-    values = torch.zeros_like(tokens) if rollout.old_values is None else rollout.old_values
+    token_rewards = _token_rewards(run, rollout)
+    values = torch.zeros_like(token_rewards) if rollout.old_values is None else rollout.old_values
     lam = settings.lam if estimator == "gae" else 1.0
-    found, returns = gae(tokens, values, mask, gamma=settings.gamma, lam=lam)
+    advantages, returns = gae(token_rewards, values, mask, gamma=settings.gamma, lam=lam)
     if settings.whiten or estimator == "batch":
-        found = whitened(found, mask)
-    return replace(rollout, token_advantages=found, returns=returns)
+        advantages = whitened(advantages, mask)
+    return replace(rollout, token_advantages=advantages, returns=returns)
 
 
 def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
-    """Each response's reward at its last token, less the KL's price at each where it is in the reward: (B, T)."""
+    """Each response's reward at its last token, less the KL penalty at each token if it is in the reward: (B, T)."""
     rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
-    assert rewards is not None  # _sample's
+    assert rewards is not None  # set by _sample
     if run.kl_in_reward and run.kl and old is not None and ref is not None:
         return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef, kind=run.kl.config.kind)
-    nothing = torch.zeros(mask.shape, device=mask.device)
-    return kl_penalized_rewards(rewards, nothing, nothing, mask, beta=0.0)
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    return kl_penalized_rewards(rewards, zeros, zeros, mask, beta=0.0)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """Shifted and scaled to mean 0 and standard deviation 1 over the unmasked entries; 0 where masked."""
+    """The values shifted and scaled to mean 0 and standard deviation 1 over the unmasked entries; 0 where masked."""
     counted = values[mask].double()
     if counted.numel() == 0:
         return values
@@ -161,7 +163,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple[Tensor, Tensor]:
-    """Steps as (B, S): the index of each one's last token, -1 where there is none, and its reward."""
+    """Steps as (B, S) tensors: the index of each step's last token (-1 if there is none), and its reward."""
     most = max([1, *map(len, steps)])
     ends = torch.full((len(steps), most), -1)
     values = torch.full((len(steps), most), math.nan)
@@ -170,7 +172,7 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
     for row, (tokens, pairs) in enumerate(zip(rows, steps, strict=True)):
 
         def characters(count: int, tokens: list[int] = tokens) -> int:
-            # A character whose last byte is still to come is shown as U+FFFD.
+            # A character whose last byte is still missing is decoded as U+FFFD.
             return len(str(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True)).rstrip("\ufffd"))
 
         for step, (end, reward) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""The ``[objective]`` table. Its options are read off the presets' signatures, so a new preset is configurable at once.
+"""The `[objective]` table. Its options are read from the presets' signatures, so a new preset is configurable at once.
 
     [objective]
     name = "grpo"                  # any key of fastrl.PRESETS, in any case
@@ -7,7 +7,7 @@
     [objective.presets.gspo]       # options for name = "gspo", which win over those above
     clip_low = 0.1
 
-A config that stands on this one, and the command line (``--objective.clip_low 0.2``), win over both.
+A config that extends this one, and the command line (`--objective.clip_low 0.2`), win over both.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _BY_NAME: dict[str, Callable[..., Objective]] = {name.lower(): preset for name, 
 
 
 def _scalar(hint: Any) -> Any:
-    """The part of a type hint that TOML and a command line can write: numbers, strings, None; or NoneType alone."""
+    """The part of a type hint that TOML and a command line can write: numbers, strings, None; or only NoneType."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return functools.reduce(lambda a, b: a | b, (_scalar(part) for part in typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (float, int, str, bool):
@@ -36,14 +36,14 @@ def _scalar(hint: Any) -> Any:
 
 
 def _options(preset: Callable[..., Objective]) -> dict[str, Any]:
-    """Option name -> its scalar type, for the preset's own arguments and, where it takes them, Objective's fields."""
+    """Option name -> scalar type, for the preset's own arguments and, if it accepts them, Objective's fields."""
     parameters = inspect.signature(preset).parameters.values()
     hints = typing.get_type_hints(preset)
-    found = {p.name: _scalar(hints.get(p.name, float)) for p in parameters if p.kind is not p.VAR_KEYWORD}
+    options = {p.name: _scalar(hints.get(p.name, float)) for p in parameters if p.kind is not p.VAR_KEYWORD}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         fields = typing.get_type_hints(Objective)
-        found = {f.name: _scalar(fields[f.name]) for f in dataclasses.fields(Objective)} | found
-    return {name: hint for name, hint in found.items() if hint is not types.NoneType}
+        options = {f.name: _scalar(fields[f.name]) for f in dataclasses.fields(Objective)} | options
+    return {name: hint for name, hint in options.items() if hint is not types.NoneType}
 
 
 _OPTIONS = {name: _options(preset) for name, preset in _BY_NAME.items()}
@@ -66,7 +66,7 @@ class _ObjectiveBase(Section):
         _check_options("", self.name, self._given())
         try:
             self.build()
-        except (TypeError, ValueError) as error:  # the preset's own checks, and arguments it cannot do without
+        except (TypeError, ValueError) as error:  # from the preset's own checks, or for a missing argument
             raise ValueError(str(error)) from error
         return self
 
@@ -81,7 +81,7 @@ class _ObjectiveBase(Section):
 
 
 def _check_options(where: str, preset: str, options: dict[str, Any]) -> None:
-    """Raise ValueError for a preset that does not exist and for options that it does not have or of another type."""
+    """Raise ValueError for an unknown preset, and for an option that it does not have or that has another type."""
     known = _OPTIONS.get(preset.lower())
     if known is None:
         raise ValueError(f"{where}: expected one of {', '.join(_BY_NAME)}, got {preset!r}")

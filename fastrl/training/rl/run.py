@@ -1,4 +1,4 @@
-"""Everything that a run holds, made from its config: what is trained, what it is held to, and what changes by step."""
+"""All objects of a run, made from its config: models, objective, rewards, data, and what changes by step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,35 +22,35 @@ from fastrl.training.rl.critic import Critic
 
 @dataclass
 class Run:
-    """A training run's objects; ``step`` and ``skipped`` say where it is."""
+    """A training run's objects; `step` and `skipped` hold its progress."""
 
     config: Config
     policy: Policy
     objective: Objective
     rewards: Rewards
-    steps_reward: RewardFunction | None  # rewards steps of reasoning
+    steps_reward: RewardFunction | None  # rewards reasoning steps
     sampler: PromptSampler
     held_out: list[Example]
-    metrics: dict[str, Scorer]  # of the evaluation
+    metrics: dict[str, Scorer]  # for the evaluation
     reference: Policy | None
     critic: Critic | None
     kl: AdaptiveKL | None
     entropy: LearnedEntropy | None
-    text: TextStream | None  # of PPO-ptx
+    text: TextStream | None  # for PPO-ptx
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     generator: torch.Generator  # shuffles rollouts
-    step: int = 0  # the rollout at work, or the last one
-    skipped: int = 0  # updates in a row, up to now
+    step: int = 0  # the current rollout, or the last one
+    skipped: int = 0  # updates skipped in a row so far
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a KL to the reference is taken from each token's reward."""
+        """Whether a KL to the reference is subtracted from each token's reward."""
         return self.config.kl is not None and self.config.kl.place == "reward"
 
     @property
     def on_policy(self) -> bool:
-        """Whether the policy is still the one that sampled at every update: one a rollout."""
+        """Whether the policy is still the one that sampled at every update: one update per rollout."""
         return self.config.training.epochs * self.config.training.minibatches == 1
 
     @property
@@ -65,7 +65,7 @@ def _reads_sampler(objective: Objective) -> bool:
 
 
 def make_run(config: Config) -> Run:
-    """Load and check all there is. Raises UserError for what is wrong in the config, dataset, model or reward."""
+    """Load and check everything. Raises UserError for what is wrong in the config, dataset, model or reward."""
     device = find_device(config.training.device)
     objective, kl, entropy = _objective(config, device)
     calls = _loss_calls(config, objective)
@@ -90,8 +90,8 @@ def make_run(config: Config) -> Run:
     held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
     reference = reference_of(policy) if reads_reference else None
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
-    text = config.pretraining
-    stream = None if text is None else TextStream(text.path, policy.tokenizer, text.length)
+    pretraining = config.pretraining
+    stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
 
     training, settings = config.training, config.optimizer
     groups = [(list(policy.model.parameters()), settings.lr)]
@@ -121,8 +121,8 @@ def make_run(config: Config) -> Run:
 
 
 def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
-    """The largest calls of the vocabulary's losses that the config allows: every completion as long as it may be."""
-    training, sampling, text = config.training, config.rollout, config.pretraining
+    """The largest calls of the vocabulary's losses that the config allows, with every completion at its longest."""
+    training, sampling, pretraining = config.training, config.rollout, config.pretraining
     sequences, longest = sampling.prompts_per_step * sampling.num_generations, sampling.max_new_tokens
     micro = min(training.micro_batch_size or sequences, sequences)
     update = min(micro, -(-sequences // training.minibatches)) * longest
@@ -133,14 +133,14 @@ def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
     calls = [LossCall("the policy's loss", update, update, objective=objective, given=given, own_leaf=True, **shared)]
     if not on_policy or config.kl is not None or (objective.kl is not None and objective.kl.needs_reference):
         calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
-    if text is not None:
-        tokens = text.batch_size * (text.length - 1)
-        calls.append(LossCall("pretraining's loss", tokens, tokens, text.length - 1, False, REINFORCE()))
+    if pretraining is not None:
+        tokens = pretraining.batch_size * (pretraining.length - 1)
+        calls.append(LossCall("pretraining's loss", tokens, tokens, pretraining.length - 1, False, REINFORCE()))
     return calls
 
 
 def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:
-    """The preset with what the config's other tables put in its place, and the controllers of its coefficients."""
+    """The preset with the changes from the config's other tables, and the controllers of its coefficients."""
     objective = config.objective.build()
     correction, settings = config.rollout_correction, config.kl
     if correction is not None:

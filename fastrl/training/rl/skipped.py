@@ -1,4 +1,4 @@
-"""The batches of updates that were skipped because their loss or gradient was not finite, kept to be looked at."""
+"""The batches of updates that were skipped because their loss or gradient was not finite, saved for inspection."""
 
 import json
 import shutil
@@ -10,13 +10,13 @@ from torch import Tensor
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 
-KEPT = 3  # batches; one repeats what the last ones said
+KEPT = 3  # batches; more would repeat the same
 
 
 def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
-    """Write ``rollout.safetensors`` (every tensor of the batch) and ``texts.jsonl`` (its rows, with special tokens).
+    """Write `rollout.safetensors` (every tensor of the batch) and `texts.jsonl` (its rows, with special tokens).
 
-    Of the directory's siblings the newest stay, KEPT with this one.
+    Keeps the newest of the directory's siblings, KEPT including this one.
     """
     directory.mkdir(parents=True, exist_ok=True)
     values = dict(vars(batch))

@@ -1,4 +1,4 @@
-"""The loop of ``fastrl train``: sample, reward, update, and now and then evaluate and save."""
+"""The loop of `fastrl train`: sample, reward and update, and evaluate and save at intervals."""
 
 import math
 import time
@@ -21,32 +21,32 @@ from fastrl.training.rl.experience import collect
 from fastrl.training.rl.run import Run, make_run
 from fastrl.training.rl.update import update
 
-# What a step's line shows, if it is there.
+# The metrics in a step's line on the terminal, if present.
 SHOWN = ("reward", "eval/reward", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl train CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend.
+    """`fastrl train CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for what the user can fix.
 
-    Returns the exit status: 0 for a run that is complete, and what a shell makes of the signal that ended it early.
+    Returns the exit status: 0 for a complete run, or the status that a shell gives for the signal that ended it early.
     """
     text = f"Train a language model by reinforcement learning. {ABOUT}"
-    config, given = parse_command_line(Config, "train", text, argv, RESUME)
-    summary = train(config, resume=given["resume"])
-    found = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    config, switches = parse_command_line(Config, "train", text, argv, RESUME)
+    summary = train(config, resume=switches["resume"])
+    evaluated = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in evaluated.items())
     print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
     print(f"metrics, report and checkpoints: {config.logging.output_dir}")
     return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
-    """Run a whole training run, or with ``resume`` what is left of the one in logging.output_dir.
+    """Run the training run, or with `resume` the rest of the one in logging.output_dir.
 
     Returns its summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the name
-    of the signal that ended it early, or None. Raises UserError, before the first step, for anything in the config,
-    dataset, model or reward that cannot be used, and later for a reward or a loss that goes wrong; and if another
-    process writes to logging.output_dir.
+    of the signal that ended it early, or None. Raises UserError before the first step for anything in the config,
+    dataset, model or reward that cannot be used, later for a reward or a loss that fails, and if another process writes
+    to logging.output_dir.
     """
     with run_folder(config, config.logging, "train", "training.steps", resume) as checkpoint:
         return _train(config, checkpoint)
@@ -55,7 +55,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 def _train(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     set_seed(config.training.seed)
-    transformers_logging.disable_progress_bar()  # ours is the one to look at
+    transformers_logging.disable_progress_bar()  # ours shows the progress
     run = make_run(config)
     if checkpoint is not None:
         load_checkpoint(checkpoint, run)
@@ -84,7 +84,7 @@ def _train(config: Config, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Sample, update and adapt: the step's metrics, and some of its samples."""
+    """Sample, update and adapt. Returns the step's metrics and some of its samples."""
     numbers: dict[str, float] = {}
     with timed("time/step", numbers):
         rollout, samples = collect(run, numbers)

@@ -1,4 +1,4 @@
-"""The optimisation of one rollout: shuffled minibatches, accumulated gradients, AdamW."""
+"""Optimisation on one rollout: shuffled minibatches, accumulated gradients, AdamW."""
 
 import math
 from collections.abc import Iterable
@@ -16,19 +16,19 @@ from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.run import Run
 from fastrl.training.rl.skipped import save_batch
 
-# How a metric of several batches becomes one; those not named here are averaged with the batches' tokens as weights.
+# How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
-# Parts of a minibatch's loss, so its micro-batches' add up.
+# Parts of a minibatch's loss, so they are summed over its micro-batches.
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
 MAXIMA = ("ratio_max",)
 
 
 def update(run: Run, rollout: Rollout) -> dict[str, float]:
-    """All optimizer updates of one rollout (with advantages). Returns the loss's metrics, averaged over the updates.
+    """Run all optimizer updates of one rollout (with advantages). Returns the metrics, averaged over the updates.
 
-    An update whose loss or gradient is not finite is skipped and counted; training.max_skipped_updates of them in a row
-    raise UserError. Weights, optimizer and learning rate are then as if its batch had not been there. The seconds in
-    the vocabulary's losses are ``time/loss``.
+    An update whose loss or gradient is not finite is skipped and counted, and leaves weights, optimizer and learning
+    rate unchanged. Raises UserError after training.max_skipped_updates of them in a row. `time/loss` is the number of
+    seconds in the vocabulary's losses.
     """
     training, history, skipped = run.config.training, [], 0
     watch, mismatch = Stopwatch(run.policy.device), dict[str, Tensor]()
@@ -39,9 +39,9 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
                 continue
             batches = accumulate_gradients(run, rollout, rows, watch)
             metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
-            # Of the first update alone: the policy is still the one that sampled.
-            found = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mismatch/")}
-            mismatch = mismatch or found
+            # From the first update only: there the policy is still the one that sampled.
+            measured = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mismatch/")}
+            mismatch = mismatch or measured
             metrics |= _clip(run)
             if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
                 run.optimizer.step()
@@ -59,7 +59,10 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
 
 
 def _clip(run: Run) -> dict[str, Tensor]:
-    """Hold each group's gradients to optimizer.max_grad_norm; their norms before (the policy's first) and the rate."""
+    """Clip each group's gradients to optimizer.max_grad_norm.
+
+    Returns their norms before clipping (the policy's group is the first), and the learning rate.
+    """
     groups = run.optimizer.param_groups
     norms = [torch.nn.utils.clip_grad_norm_(group["params"], run.config.optimizer.max_grad_norm) for group in groups]
     metrics = {"grad_norm": torch.stack(norms).norm(), "lr": torch.tensor(groups[0]["lr"])}
@@ -67,7 +70,7 @@ def _clip(run: Run) -> dict[str, Tensor]:
 
 
 def _skip(run: Run, batch: Rollout, name: str) -> None:
-    """Keep the batch of an update that cannot be made, and raise UserError if that has happened too often in a row."""
+    """Save the batch of a skipped update, and raise UserError if too many were skipped in a row."""
     run.skipped += 1
     directory = run.config.logging.output_dir / "skipped" / f"step-{run.step:06d}-{name}"
     save_batch(run.policy, batch, directory)
@@ -79,9 +82,9 @@ def _skip(run: Run, batch: Rollout, name: str) -> None:
 
 
 def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwatch) -> list[dict[str, Tensor]]:
-    """Add the gradient of the minibatch ``rows`` (int64 indices), one micro-batch at a time; returns their metrics.
+    """Add the gradient of the minibatch `rows` (int64 indices), one micro-batch at a time. Returns their metrics.
 
-    The denominators are the whole minibatch's, so the sum does not depend on how it is cut up.
+    The denominators are the whole minibatch's, so the sum does not depend on how it is split.
     """
     tokens = max(int(rollout.mask[rows].sum()), 1)
     metrics = []
@@ -93,24 +96,24 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
     if run.text is not None and run.config.pretraining is not None:
         settings, ids = run.config.pretraining, run.text.next(run.config.pretraining.batch_size).to(run.policy.device)
         with checkpointing(run.policy.model):
-            found = settings.coef * _cross_entropy(run, ids)
-            found.backward()
-        metrics[-1] |= {"pretraining_loss": found.detach(), "loss": metrics[-1]["loss"] + found.detach()}
+            loss = settings.coef * _cross_entropy(run, ids)
+            loss.backward()
+        metrics[-1] |= {"pretraining_loss": loss.detach(), "loss": metrics[-1]["loss"] + loss.detach()}
         for earlier in metrics[:-1]:
-            earlier["pretraining_loss"] = torch.zeros_like(found)
+            earlier["pretraining_loss"] = torch.zeros_like(loss)
     return metrics
 
 
 def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stopwatch) -> dict[str, Tensor]:
-    """Add the gradient of a micro-batch of a minibatch with this many tokens and sequences; returns its metrics."""
+    """Add the gradient of a micro-batch of a minibatch with this many tokens and sequences. Returns its metrics."""
     policy, training = run.policy, run.config.training
     arguments = batch.loss_arguments(training.packing)
-    sampler = arguments["rollout_logprobs"]
+    sampler_logprobs = arguments["rollout_logprobs"]
     if not run.reads_sampler:
         arguments["rollout_logprobs"] = None
     with policy.computing():
         states = hidden_states(policy, batch, training.packing)
-        # Cut off here, the losses of the vocabulary can be timed by themselves.
+        # Detached, so that the vocabulary's losses can be timed on their own.
         leaf = states.detach().requires_grad_(states.requires_grad)
         with watch():
             result = linear_policy_loss(
@@ -126,13 +129,13 @@ def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stop
             result.loss.backward()
     metrics = {"loss": result.loss.detach().float(), **result.metrics}
     if run.critic is not None:
-        found = _value_loss(run, batch, leaf, tokens)
-        found.backward()
-        metrics |= {"value_loss": found.detach(), "loss": metrics["loss"] + found.detach()}
+        critic_loss = _value_loss(run, batch, leaf, tokens)
+        critic_loss.backward()
+        metrics |= {"value_loss": critic_loss.detach(), "loss": metrics["loss"] + critic_loss.detach()}
     if leaf.grad is not None:
         states.backward(leaf.grad)
-    if sampler is not None:
-        metrics |= _mismatch(result.logprobs, sampler, arguments.get("mask"))
+    if sampler_logprobs is not None:
+        metrics |= _mismatch(result.logprobs, sampler_logprobs, arguments.get("mask"))
     return metrics
 
 
@@ -140,7 +143,7 @@ def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor
     """The critic's weighted loss on a micro-batch."""
     settings, packed = run.config.critic, run.config.training.packing
     assert run.critic is not None and settings is not None
-    assert batch.returns is not None and batch.old_values is not None  # add_advantages' and collect's
+    assert batch.returns is not None and batch.old_values is not None  # set by add_advantages and collect
     values = run.critic.values(run.policy, batch, packed, states)
     mask, returns, old = batch.mask, batch.returns, batch.old_values
     if packed:
@@ -149,7 +152,7 @@ def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor
 
 
 def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of sequences (B, S) of text."""
+    """The mean cross-entropy of text sequences (B, S)."""
     with run.policy.computing():
         states = decoder_states(run.policy.model.get_decoder(), ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
         return linear_cross_entropy(
@@ -168,7 +171,7 @@ def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[st
 
 
 def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> dict[str, Any]:
-    """One set of metrics (0-dim tensors) for several batches: sums, maxima, and means weighted by tokens."""
+    """Merge the metrics (0-dim tensors) of several batches: sums, maxima, and means weighted by tokens."""
     if not batches:
         return {}
     weights = torch.stack([batch["tokens"] for batch in batches])
