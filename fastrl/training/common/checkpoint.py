@@ -1,8 +1,8 @@
-"""Checkpoints: a model in the Hugging Face format, and beside it what a run needs to go on as if it had never stopped.
+"""Checkpoints: a model in the Hugging Face format, and the state that a run needs to continue as if it never stopped.
 
-``from_pretrained`` on the directory gives model (or adapters) and tokenizer back. ``training_state.safetensors`` holds
-the moments of the optimizer and the generators, ``training_state.json`` plain numbers and the config, and
-``SHA256SUMS`` what all files must be. Other models have files of their own. Nothing is ever unpickled.
+`from_pretrained` on the directory loads the model (or adapters) and the tokenizer. `training_state.safetensors` holds
+the optimizer's moments and the generators' states, `training_state.json` plain numbers and the config, and `SHA256SUMS`
+the checksums of all files. Other models have files of their own. Nothing is ever unpickled.
 """
 
 import json
@@ -30,8 +30,8 @@ from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
-# Sections and fields that a resumed run may change. Other batches round and sample differently; all else would make it
-# another run.
+# Sections and fields that a resumed run may change (other batch sizes round and sample differently). A change to any
+# other field would make it another run.
 FREE = (
     "logging",
     "evaluation",
@@ -46,28 +46,28 @@ FREE = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What any run trains, and what its next step depends on; reading a checkpoint changes all of it in place."""
+    """What a run trains, and the state its next step depends on; reading a checkpoint changes all of it in place."""
 
     model: Any  # a PreTrainedModel, or peft's wrapper around one
     tokenizer: PreTrainedTokenizerBase
     has_adapters: bool  # the model is that wrapper, and only its adapters are trained
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    generators: Mapping[str, torch.Generator]  # beside those of the process
-    data: Mapping[str, tuple[int, str]]  # by config field: how many rows a dataset has, and their digest
-    models: Mapping[str, torch.nn.Module] = field(default_factory=dict)  # beside the trained one, by file name
+    generators: Mapping[str, torch.Generator]  # besides those of the process
+    data: Mapping[str, tuple[int, str]]  # by config field: a dataset's number of rows, and their digest
+    models: Mapping[str, torch.nn.Module] = field(default_factory=dict)  # besides the trained one, by file name
 
     def all_generators(self) -> dict[str, torch.Generator]:
         """Every torch generator that a run draws from."""
-        found = {"torch": torch.default_generator, **self.generators}
+        generators = {"torch": torch.default_generator, **self.generators}
         device = next(self.model.parameters()).device
         if device.type == "cuda":
-            found["cuda"] = torch.cuda.default_generators[device.index]
-        return found
+            generators["cuda"] = torch.cuda.default_generators[device.index]
+        return generators
 
 
 def due(step: int, every: int | None, last: bool) -> bool:
-    """Whether it is the step for what is done every so many, and at the end."""
+    """Whether something that is done every `every` steps, and at the last one, is due at this step."""
     return last or (every is not None and step % every == 0)
 
 
@@ -75,7 +75,7 @@ def due(step: int, every: int | None, last: bool) -> bool:
 
 
 def checkpoint_of(logging: LoggingConfig, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of a step's checkpoint."""
     return logging.output_dir / "checkpoints" / f"step-{step:06d}"
 
 
@@ -87,19 +87,19 @@ def write_checkpoint(
     numbers: Mapping[str, Any],
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write ``checkpoint_of(logging, step)``, which exists only once it is complete, and prune the oldest.
+    """Write `checkpoint_of(logging, step)`, which exists only once it is complete, and remove the oldest.
 
-    ``numbers`` (JSON) and ``tensors`` are what the run keeps besides. Raises UserError where writing fails (a full
-    disk), and leaves the earlier checkpoints as they were.
+    `numbers` (JSON) and `tensors` are the run's additional state. Raises UserError if writing fails (a full disk),
+    and leaves the earlier checkpoints as they were.
     """
     directory = checkpoint_of(logging, step)
     try:
         with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
             _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {})
     except (OSError, SafetensorError) as error:
-        good = _found(directory.parent)
-        left = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier one"
-        raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {left}") from error
+        earlier = _found(directory.parent)
+        hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
+        raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {hint}") from error
     if logging.keep_checkpoints is not None:
         for old in _found(directory.parent)[: -logging.keep_checkpoints]:
             remove(old)
@@ -108,7 +108,7 @@ def write_checkpoint(
 def _write(
     directory: Path, config: Section, trained: Trained, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """All files of a checkpoint."""
+    """Write all files of a checkpoint."""
     optimizer = trained.optimizer.state_dict()
     tensors = {**tensors, **{name: generator.get_state() for name, generator in trained.all_generators().items()}}
     for index, moments in optimizer["state"].items():
@@ -131,17 +131,17 @@ def _write(
     write_checksums(directory)
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def run_folder(
     config: Section, logging: LoggingConfig, command: str, length: str, resume: bool
 ) -> Iterator[Path | None]:
-    """Hold the run's folder for the block; the checkpoint to go on from, or without ``resume`` None.
+    """Lock the run's folder for the block. Yields the checkpoint to resume from, or None without `resume`.
 
-    ``length`` is the field that says how long a run is. Raises UserError if another process writes to the folder, for a
-    new run's folder that may not be replaced, and for a checkpoint that is not there, another run's, or damaged.
+    `length` is the field that sets the length of a run. Raises UserError if another process writes to the folder, if a
+    new run may not replace the folder, and if the checkpoint is missing, from another run, or damaged.
     """
     directory = logging.output_dir
     with sole_writer(directory, directory / ".lock", command, "logging.output_dir"):
@@ -151,12 +151,12 @@ def run_folder(
 
 
 def _newest(config: Section, directory: Path, length: str) -> Path:
-    """The newest checkpoint in a directory, once all its files are known to be as they were written."""
-    found = _found(directory)
-    if not found:
+    """The newest checkpoint in a directory, after checking that all its files are as they were written."""
+    checkpoints = _found(directory)
+    if not checkpoints:
         raise UserError(f"{directory}: holds no complete checkpoint to resume from; start the run without --resume")
-    checkpoint = found[-1]
-    _verify(checkpoint, NUMBERS)  # the others are long to read
+    checkpoint = checkpoints[-1]
+    _verify(checkpoint, NUMBERS)  # reading the other files takes long
     changed = _changes(_numbers(checkpoint)["config"], config.model_dump(mode="json"), length)
     if changed:
         raise UserError(f"{checkpoint}: cannot be resumed with another config: {'; '.join(changed)}")
@@ -165,15 +165,15 @@ def _newest(config: Section, directory: Path, length: str) -> Path:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], length: str) -> list[str]:
-    """What of a config has changed that may not."""
-    # A decay is spread over the whole run; a constant schedule does not care how long that is.
+    """The changes of a config that are not allowed."""
+    # A decay is spread over the whole run; a constant schedule does not depend on its length.
     free = (*FREE, length) if now["optimizer"]["schedule"] == "constant" else FREE
     changed = []
     for section, table in now.items():
         earlier = before.get(section)
         if section in free or table == earlier:
             continue
-        if table is None or earlier is None:  # a table that was not there, or is no more
+        if table is None or earlier is None:  # a table was added or removed
             changed.append(f"{section} was {earlier!r} and is now {table!r}")
             continue
         changed += [
@@ -185,17 +185,17 @@ def _changes(before: dict[str, Any], now: dict[str, Any], length: str) -> list[s
 
 
 def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Bring a new run's objects to where the checkpoint was written, and the process' random generators too.
+    """Restore a new run's objects, and the process' random generators, from a checkpoint.
 
-    Returns the numbers and tensors that were written with it. Raises UserError if a dataset has other rows, where the
+    Returns the numbers and tensors that were written with it. Raises UserError if a dataset has other rows, because the
     position in it would mean nothing.
     """
     numbers = _numbers(directory)
-    for name, (count, found) in trained.data.items():
+    for name, (count, digest_now) in trained.data.items():
         before, digest_before = numbers["data"][name]
-        if found != digest_before:
-            what = "has other rows now" if count == before else f"had {before} rows and now has {count}"
-            raise UserError(f"{directory}: cannot be resumed with another dataset: {name} {what}")
+        if digest_now != digest_before:
+            change = "has other rows now" if count == before else f"had {before} rows and now has {count}"
+            raise UserError(f"{directory}: cannot be resumed with another dataset: {name} {change}")
     try:
         tensors = _load_tensors(directory, trained, numbers)
     except (OSError, SafetensorError) as error:
@@ -206,21 +206,21 @@ def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], 
 
 
 def _load_tensors(directory: Path, trained: Trained, numbers: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights, generators and the optimizer; the tensors that are left."""
+    """Load weights, generators and the optimizer; returns the remaining tensors."""
     if trained.has_adapters:
         from peft import set_peft_model_state_dict
 
         set_peft_model_state_dict(trained.model, load_file(directory / "adapter_model.safetensors"))
     else:
-        kind = type(trained.model)
-        saved = kind.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
+        model_class = type(trained.model)
+        saved = model_class.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
         trained.model.load_state_dict(saved.state_dict())
     for name, model in trained.models.items():
         load_model(model, directory / name)
-    # Not views of a file that will be pruned.
+    # Copies, not views of a file that will be removed.
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / TENSORS).items()}
     for name, generator in trained.all_generators().items():
-        if name in tensors:  # not where a CPU's run goes on on a GPU
+        if name in tensors:  # missing if a run from a CPU is resumed on a GPU
             generator.set_state(tensors.pop(name))
     moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for key in list(tensors):
@@ -234,14 +234,14 @@ def _load_tensors(directory: Path, trained: Trained, numbers: dict[str, Any]) ->
 
 def _numbers(directory: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((directory / NUMBERS).read_text(encoding="utf-8"))
+        numbers: dict[str, Any] = json.loads((directory / NUMBERS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _damaged(directory, f"{NUMBERS}: {error}") from error
-    return found
+    return numbers
 
 
 def _verify(directory: Path, *names: str) -> None:
-    """Raise UserError unless these files of a checkpoint, or all, are as they were written."""
+    """Raise UserError unless these files of a checkpoint (default: all) are as they were written."""
     problem = damage(directory, *names)
     if problem is not None:
         raise _damaged(directory, problem)
@@ -258,9 +258,9 @@ def _damaged(directory: Path, problem: str) -> UserError:
 
 
 def _found(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first. They are complete as long as no one takes files away."""
-    found = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
-    return sorted((path for path in found if any((path / n).is_file() for n in (NUMBERS, CHECKSUMS))), key=_step)
+    """The checkpoints in a directory, oldest first. They are complete unless files were removed."""
+    paths = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
+    return sorted((path for path in paths if any((path / name).is_file() for name in (NUMBERS, CHECKSUMS))), key=_step)
 
 
 def _step(checkpoint: Path) -> int:

@@ -1,6 +1,6 @@
-"""Checksums: of a directory's files in its ``SHA256SUMS``, which ``sha256sum --check`` reads too, and of a dataset.
+"""Checksums of a directory's files, in its `SHA256SUMS` (which `sha256sum --check` also reads), and of a dataset.
 
-The first line of ``SHA256SUMS``, a comment to that program, is the checksum of the others.
+The first line of `SHA256SUMS`, a comment to that program, is the checksum of the other lines.
 """
 
 import hashlib
@@ -14,18 +14,18 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_checksums(directory: Path) -> None:
-    """Write ``SHA256SUMS`` into a directory, of all files in it and below."""
+    """Write `SHA256SUMS` into a directory, for all files in it and its subdirectories."""
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         sums = pool.map(_sha256, [directory / name for name in names])
-        text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True)).encode()
+        text = "".join(f"{checksum}  {name}\n" for checksum, name in zip(sums, names, strict=True)).encode()
     (directory / CHECKSUMS).write_bytes(_header(text) + text)
 
 
 def damage(directory: Path, *names: str) -> str | None:
-    """What is wrong with these files, or all, of a directory that was written with checksums; None if nothing is.
+    """What is wrong with these files (default: all) of a directory written with checksums; None if nothing is.
 
-    Files that came later are not looked at.
+    Files added later are not checked.
     """
     try:
         header, text = (directory / CHECKSUMS).read_bytes().split(b"\n", 1)
@@ -38,19 +38,19 @@ def damage(directory: Path, *names: str) -> str | None:
     if header + b"\n" != _header(text):
         return f"{CHECKSUMS} is not as it was written"
     listed = (line.split("  ", 1) for line in text.decode().splitlines())
-    expected = {name: found for found, name in listed if not names or name in names}
+    expected = {name: checksum for checksum, name in listed if not names or name in names}
     with ThreadPoolExecutor() as pool:
         problems = pool.map(lambda name: _problem(directory / name, expected[name]), expected)
-        found = [f"{name} {problem}" for name, problem in zip(expected, problems, strict=True) if problem]
-    return ", ".join(found) or None
+        damaged = [f"{name} {problem}" for name, problem in zip(expected, problems, strict=True) if problem]
+    return ", ".join(damaged) or None
 
 
 def digest(rows: Iterable[Any]) -> str:
-    """What the rows of a dataset are, in short: JSON values, or dataclasses of them."""
-    found = hashlib.sha256()
+    """The digest of a dataset's rows, which are JSON values or dataclasses of them."""
+    sha256 = hashlib.sha256()
     for row in rows:
-        found.update(json.dumps(row, default=vars).encode() + b"\n")
-    return found.hexdigest()
+        sha256.update(json.dumps(row, default=vars).encode() + b"\n")
+    return sha256.hexdigest()
 
 
 def _header(text: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Datasets: JSONL with a field ``prompt`` and any other columns, which travel to the reward function; or plain text.
+"""Datasets: JSONL with a field `prompt` and any other columns, which are passed to the reward function; or plain text.
 
 Every error names the file and the line.
 """
@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from fastrl.base.errors import UserError
 from fastrl.training.common.checksums import digest
 
-# Names that the reward function's own arguments take.
+# Names of the reward function's own arguments.
 RESERVED = ("prompts", "completions")
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt. ``columns`` are the row's other fields, ``token_ids`` what the model is given."""
+    """One prompt. `columns` holds the row's other fields, `token_ids` the model's input."""
 
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
@@ -33,9 +33,9 @@ class Example:
 def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None) -> list[Example]:
     """Read, check and tokenize a dataset.
 
-    A string is tokenized as it stands, a list of chat messages through the tokenizer's chat template.
-    ``max_prompt_tokens`` is what the model's context leaves for a prompt (None: no limit). Raises UserError naming
-    file:line for a row that cannot be used.
+    A string is tokenized as it is, a list of chat messages with the tokenizer's chat template.
+    `max_prompt_tokens` is the room that the model's context leaves for a prompt (None: no limit). Raises UserError
+    naming file:line for a row that cannot be used.
     """
     examples: list[Example] = []
     fields: list[str] = []
@@ -65,7 +65,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their line numbers; empty lines are passed over."""
+    """The objects of a JSONL file with their line numbers; empty lines are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -78,7 +78,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
-        except (ValueError, RecursionError) as error:  # a number too long to be read, brackets too deep
+        except (ValueError, RecursionError) as error:  # a number too long, or brackets nested too deep
             raise UserError(f"{path}:{number}: cannot be read: {error}") from error
         if not text:
             continue
@@ -90,7 +90,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: Any) -> list[int]:
     try:
         return list(tokenizer(text, **options)["input_ids"])
-    except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot spell
+    except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
         raise UserError(f"{where}: the tokenizer cannot read the text: {error}") from error
 
 
@@ -112,10 +112,10 @@ def _tokenize(prompt: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> li
 def tokenize_pair(
     prompt: Any, completion: str, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, and those of a completion that ends with EOS: the same wherever a completion is given.
+    """The tokens of a prompt, and of a completion that ends with EOS: the same wherever completions are given.
 
-    Strings are tokenized apart, as sampling has them. The completion of chat messages is what the chat template makes
-    of an assistant's message behind them. Raises UserError naming ``where`` for what has no such tokens.
+    Strings are tokenized separately, as in sampling. The completion of chat messages is what the chat template writes
+    for an assistant's message after them. Raises UserError naming `where` if there are no such tokens.
     """
     prompt_ids = _tokenize(prompt, tokenizer, where)
     eos: Any = tokenizer.eos_token_id
@@ -133,24 +133,24 @@ def tokenize_pair(
                 "completion's tokens cannot be told from the prompt's"
             )
         ids = ids[len(prompt_ids) :]
-        if eos in ids:  # what a template writes behind it, such as a line's end, is never sampled
+        if eos in ids:  # what a template writes after it, such as a newline, is never sampled
             ids = ids[: len(ids) - ids[::-1].index(eos)]
     return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def _check_messages(prompt: Any, where: str) -> None:
-    wanted = 'expected a string or a list of {"role": ..., "content": ...}'
+    expected = 'expected a string or a list of {"role": ..., "content": ...}'
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"{where}: prompt: {wanted}, got {prompt!r}")
+        raise UserError(f"{where}: prompt: {expected}, got {prompt!r}")
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise UserError(f"{where}: prompt[{index}]: {wanted}, got {message!r}")
+            raise UserError(f"{where}: prompt[{index}]: {expected}, got {message!r}")
 
 
 class PromptSampler:
-    """Goes through the examples in a new random order every epoch; a batch may span two epochs.
+    """Iterates over the examples in a new random order every epoch; a batch may span two epochs.
 
-    The order depends on the seed and the number of examples alone.
+    The order depends only on the seed and the number of examples.
     """
 
     def __init__(self, examples: list[Example], seed: int) -> None:
@@ -160,11 +160,11 @@ class PromptSampler:
 
     @cached_property
     def digest(self) -> str:
-        """What the examples are, in short: the prompts, and what the reward reads."""
+        """The digest of the examples: the prompts, and the columns that the reward reads."""
         return digest([example.token_ids, example.columns] for example in self.examples)
 
     def next(self, count: int) -> list[Example]:
-        """The next ``count`` examples."""
+        """The next `count` examples."""
         while len(self.order) < count:
             self.order += torch.randperm(len(self.examples), generator=self.generator).tolist()
         taken, self.order = self.order[:count], self.order[count:]
@@ -181,14 +181,14 @@ class TextStream:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"{path}: cannot read the text: {reason}") from error
-        # The file's last line ends like any other; that is no part of the text.
+        # The newline at the end of the file is not part of the text.
         self.tokens = torch.tensor(_ids(text.removesuffix("\n"), tokenizer, str(path)))
         self.length, self.position = length, 0
         if len(self.tokens) < length:
             raise UserError(f"{path}: expected at least one sequence of {length} tokens, got {len(self.tokens)}")
 
     def next(self, count: int) -> torch.Tensor:
-        """The next sequences, (count, length) int64; the file begins again where it ends."""
+        """The next sequences, (count, length) int64; after its end the file starts again."""
         index = (self.position + torch.arange(count * self.length)) % len(self.tokens)
         self.position = (self.position + count * self.length) % len(self.tokens)
         return self.tokens[index].view(count, self.length)

@@ -1,4 +1,4 @@
-"""Directories that are there as a whole or not at all."""
+"""Directories that exist complete or not at all."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def whole_directory(directory: Path, unfinished: Path) -> Iterator[Path]:
-    """An empty directory to fill, ``unfinished``; after the block it is on the disk and has ``directory``'s name.
+    """Yield an empty directory, `unfinished`, to fill; after the block it is on disk and renamed to `directory`.
 
-    What stood there is replaced. If anything goes wrong it is left as it was, and of what is unfinished nothing.
+    An existing `directory` is replaced. On any error it is left as it was, and `unfinished` is removed.
     """
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -23,13 +23,13 @@ def whole_directory(directory: Path, unfinished: Path) -> Iterator[Path]:
         _wait_for(directory.parent)
         if earlier:
             shutil.rmtree(earlier)
-    except BaseException:  # Ctrl-C too: what is there of it takes room and is no use
+    except BaseException:  # Ctrl-C too: a part of it takes space and is of no use
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory of which half must not be left under its name by a process that is killed here."""
+    """Remove a directory so that a process killed here does not leave half of it under its name."""
     shutil.rmtree(_put_aside(directory))
 
 
@@ -41,7 +41,7 @@ def _put_aside(directory: Path) -> Path:
 
 
 def flush(directory: Path) -> None:
-    """Wait until a directory and all in it are on the disk: a machine that dies could leave names on empty files."""
+    """Wait until a directory and its contents are on disk: a machine that dies could leave names of empty files."""
     for path in (*directory.rglob("*"), directory):
         _wait_for(path)
 

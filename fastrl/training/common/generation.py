@@ -1,4 +1,4 @@
-"""Sampling completions with Hugging Face's ``generate``."""
+"""Sampling completions with Hugging Face's `generate`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,13 +29,13 @@ def generate(
 ) -> Rollout:
     """One completion for each example (repeat an example to sample it several times), sampled or greedy.
 
-    Unless it is greedy, or ``record`` is off, the rollout holds the sampler's log-probabilities, what each token was
-    drawn from where sampling truncates the vocabulary, and with rollout.keep_routing its experts.
+    Unless it is greedy, or `record` is off, the rollout holds the sampler's log-probabilities, each token's support if
+    sampling truncates the vocabulary, and with rollout.keep_routing its experts.
     """
     prompts, prompt_mask = left_pad([e.token_ids for e in examples], policy.pad_token_id, policy.device)
     completions = torch.full((len(examples), config.max_new_tokens), policy.pad_token_id, device=policy.device)
     mask = torch.zeros_like(completions, dtype=torch.bool)
-    sets: list[SamplingMask] = []
+    sampling_masks: list[SamplingMask] = []
     logprobs: list[Tensor] = []
     routing: list[Tensor] = []
     record = record and not greedy
@@ -46,28 +46,28 @@ def generate(
                 sampling = stack.enter_context(record_sampling(policy.model, logprobs=True, sets=config.truncates))
             if record and config.keep_routing:
                 experts = stack.enter_context(record_routing(policy.model))
-            new = _generate_batch(policy, prompts[rows], prompt_mask[rows], config, greedy)
-        completions[rows, : new.shape[1]] = new
+            new_tokens = _generate_batch(policy, prompts[rows], prompt_mask[rows], config, greedy)
+        completions[rows, : new_tokens.shape[1]] = new_tokens
         mask[rows] = completion_mask(completions[rows], policy.eos_token_ids)
         if sampling is not None:
             logprobs.append(sampling.logprobs(completions[rows], mask[rows]))
             if config.truncates:
-                sets.append(sampling.sampling_mask(mask[rows]))
+                sampling_masks.append(sampling.sampling_mask(mask[rows]))
         if experts is not None:
             routing.append(experts.routing(prompts.shape[1] + config.max_new_tokens))
     return Rollout(
         torch.cat([prompts, completions], 1),
         torch.cat([prompt_mask, mask], 1),
         prompts.shape[1],
-        sampling_mask=SamplingMask.concat(sets) if sets else None,
+        sampling_mask=SamplingMask.concat(sampling_masks) if sampling_masks else None,
         rollout_logprobs=torch.cat(logprobs) if logprobs else None,
         routing=torch.cat(routing) if routing else None,
     )
 
 
 def _generate_batch(policy: Policy, prompts: Tensor, mask: Tensor, config: RolloutConfig, greedy: bool) -> Tensor:
-    """prompts and mask (b, P) -> new tokens (b, up to T); what follows an EOS is padding."""
-    # All are named: transformers' own default of top_k is 50, and training knows of no truncation but the recorded one.
+    """Sample from prompts and mask (b, P) the new tokens (b, up to T); everything after an EOS is padding."""
+    # All are set, because transformers' default top_k is 50, and training uses only the recorded truncation.
     sampling = {
         "temperature": config.temperature,
         "top_k": config.top_k,
@@ -82,16 +82,16 @@ def _generate_batch(policy: Policy, prompts: Tensor, mask: Tensor, config: Rollo
         **({} if greedy else sampling),
     )
     with _neutral_generation_config(policy.model), policy.computing():
-        sample: Any = policy.model.generate  # a mixin's method, which Module's types do not know
+        sample: Any = policy.model.generate  # a mixin's method, unknown to Module's type
         tokens: Tensor = sample(input_ids=prompts, attention_mask=mask.long(), generation_config=settings)
     return tokens[:, prompts.shape[1] :]
 
 
 @contextmanager
 def _neutral_generation_config(model: Any) -> Iterator[None]:
-    """Keep a model's shipped top-k, top-p and penalties from filling what our settings leave open.
+    """Keep a model's shipped top-k, top-p and penalties from filling what our settings leave unset.
 
-    With them the tokens would come from another distribution than the one whose log-probabilities are trained.
+    Otherwise the tokens would come from another distribution than the one whose log-probabilities are trained.
     """
     shipped = model.generation_config
     model.generation_config = GenerationConfig()
@@ -102,7 +102,7 @@ def _neutral_generation_config(model: Any) -> Iterator[None]:
 
 
 def ended_by_eos(policy: Policy, rollout: Rollout) -> Tensor:
-    """Which completions ended by themselves, and were not cut off at their longest: (B,) bool."""
+    """Which completions ended with EOS, and were not cut off at the longest length: (B,) bool."""
     eos = torch.tensor(policy.eos_token_ids, device=rollout.targets.device)
     return (torch.isin(rollout.targets, eos) & rollout.completion_mask).any(1)
 

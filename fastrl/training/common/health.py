@@ -1,4 +1,4 @@
-"""What a rollout's rewards look like in numbers, and whether a run learns anything from them."""
+"""Metrics of a rollout's rewards, and whether a run learns anything from them."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.training.common.rollout import Rollout
 
-PATIENCE = 5  # steps in a row without anything to learn from, before it is said; the first few may be without
+PATIENCE = 5  # steps in a row without anything to learn from before a warning; the first few steps may be such
 
 
 def describe(
@@ -21,61 +21,65 @@ def describe(
     groups: Sequence[int],
     steps: Sequence[Sequence[tuple[int, float]]] | None = None,
 ) -> dict[str, float]:
-    """A rollout's own numbers: rewards (without the Nones), lengths in tokens, the share that ended without EOS.
+    """A rollout's metrics: rewards (without the Nones), lengths in tokens, the share that ended without EOS.
 
-    ``without_variance`` is there if prompts were sampled more than once: the share of groups whose rewards do not
-    differ (None does not count); with ``steps``, each completion's (end, reward), that of their rewards.
+    `without_variance` is included if prompts were sampled more than once: the share of groups whose rewards do not
+    differ (None does not count). With `steps`, each completion's (end, reward) pairs, it compares their rewards.
     """
-    given = [value for value in rewards if value is not None]
+    present = [value for value in rewards if value is not None]
     parts = {f"reward/{name}": average(values) for name, values in by_scorer.items() if len(by_scorer) > 1}
-    found: dict[int, set[float]] = {group: set() for group in groups}
+    distinct: dict[int, set[float]] = {group: set() for group in groups}
     for row, (value, group) in enumerate(zip(rewards, groups, strict=True)):
         if value is not None:
-            found[group].update([value] if steps is None else [reward for _, reward in steps[row]])
-    compared = len(found) < len(groups)
+            distinct[group].update([value] if steps is None else [reward for _, reward in steps[row]])
+    compared = len(distinct) < len(groups)
     return {
         "reward": average(rewards),
-        "reward_std": statistics.pstdev(given) if given else math.nan,
+        "reward_std": statistics.pstdev(present) if present else math.nan,
         **parts,
-        "without_reward": 1 - len(given) / len(rewards),
-        **({"without_variance": sum(len(values) < 2 for values in found.values()) / len(found)} if compared else {}),
+        "without_reward": 1 - len(present) / len(rewards),
+        **(
+            {"without_variance": sum(len(values) < 2 for values in distinct.values()) / len(distinct)}
+            if compared
+            else {}
+        ),
         "length": rollout.completion_mask.sum(1).double().mean().item(),
         "truncated": 1 - ended.double().mean().item(),
     }
 
 
 def average(values: Sequence[float | None]) -> float:
-    """The mean of what is not None, NaN of nothing."""
-    given = [value for value in values if value is not None]
-    return statistics.fmean(given) if given else math.nan
+    """The mean of the values that are not None; NaN if there are none."""
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else math.nan
 
 
 class Watch:
-    """Says that a run learns nothing and why that may be, each cause once."""
+    """Warns that a run learns nothing, with the likely cause, each cause once."""
 
     def __init__(self, config: Any, steps: int) -> None:
-        """``config`` is any command's, of a run of so many steps."""
+        """`config` is any command's config; `steps` is the number of steps of the run."""
         self.patience = min(PATIENCE, steps)
         self.estimator = getattr(getattr(config, "advantages", None), "estimator", None)  # None: no rewards
-        self.rows: Counter[str] = Counter()  # cause -> steps in a row, up to now
+        self.rows: Counter[str] = Counter()  # cause -> steps in a row so far
         self.told: set[str] = set()
         self.reward = math.nan
 
     def look(self, numbers: dict[str, float]) -> list[str]:
-        """What there is to say after a step with these metrics."""
-        now = dict(self._causes(numbers))
+        """The warnings after a step with these metrics."""
+        causes = dict(self._causes(numbers))
         self.reward = numbers.get("reward", math.nan)
-        self.rows = Counter({cause: self.rows[cause] + 1 for cause in now})
-        found = []
-        for cause, text in now.items():
-            # A step without a single reward is no chance, as the first equal ones may be.
+        self.rows = Counter({cause: self.rows[cause] + 1 for cause in causes})
+        warnings = []
+        for cause, text in causes.items():
+            # A step without any reward is not chance, as the first steps with equal rewards may be.
             if cause not in self.told and self.rows[cause] >= (1 if cause == "none" else self.patience):
                 self.told.add(cause)
-                found.append(text)
-        return found
+                warnings.append(text)
+        return warnings
 
     def _causes(self, numbers: dict[str, float]) -> Iterator[tuple[str, str]]:
-        """Why nothing was learned in a step, each as a name and a sentence."""
+        """Why nothing was learned in a step: the name of each cause, and a sentence."""
         last = f"in the last {self.patience} steps"
         cut = ", and all were cut off at rollout.max_new_tokens" if numbers.get("truncated") == 1 else ""
         if self.estimator is not None:
@@ -100,7 +104,7 @@ class Watch:
                     "0; does the reward depend on the prompt alone, or are a prompt's completions all the same?",
                 )
                 return
-        if numbers.get("skipped_updates"):  # they are told apart
+        if numbers.get("skipped_updates"):  # they are reported separately
             return
         without_update = 0.0 if "skipped_updates" in numbers else math.nan
         if numbers.get("grad_norm", without_update) == 0:

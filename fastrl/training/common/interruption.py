@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, noted for a loop to stop in time, and what a command says and returns then."""
+"""SIGTERM and Ctrl-C, recorded so that a loop can stop in time, and what a command prints and returns then."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# For the help of every command that has such a loop.
+# For the help of every command with such a loop.
 ABOUT = "SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with 143 and 130; a second one ends at once."
 RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, to the same end"}
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """A list in which SIGTERM and Ctrl-C are noted by name, for the loop to stop in time; a second one ends at once."""
+    """Yield a list that collects SIGTERM and Ctrl-C by name, so that the loop can stop; a second one ends at once."""
     noted: list[str] = []
 
     def restore() -> None:
@@ -24,10 +24,10 @@ def stop_signals() -> Iterator[list[str]]:
     def note(number: int, _: object) -> None:
         restore()
         noted.append(signal.Signals(number).name)
-        # Not print: a handler may run in the middle of another one.
+        # Not print: a handler may interrupt another print.
         os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
 
-    # Python allows handlers in the main thread alone; and a shell's background job is told to ignore Ctrl-C.
+    # Python allows handlers only in the main thread, and a shell's background job is set to ignore Ctrl-C.
     numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     before = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
@@ -37,7 +37,7 @@ def stop_signals() -> Iterator[list[str]]:
 
 
 def exit_status(signal_name: str | None, checkpoint: Path) -> int:
-    """What a shell makes of the signal that ended a run early, after saying so and where it was saved; or 0."""
+    """A shell's status for the signal that ended a run early, or 0. Prints the signal and where the run was saved."""
     if signal_name is None:
         return 0
     print(f"interrupted by {signal_name}, saved in {checkpoint}; the same command with --resume goes on from there")

@@ -1,7 +1,7 @@
-"""Models and tokenizers of the Hugging Face format, and what is wrong with those that cannot be used.
+"""Load models and tokenizers in the Hugging Face format, with errors that say why one cannot be used.
 
-Transformers starts weights that a file lacks at random, passes over those that it has no place for, and asks the hub
-for a directory that is not there. Here each of these is an error that names them.
+Transformers initialises weights that a file lacks at random, ignores those that the model has no place for, and asks
+the hub for a directory that does not exist. Here each of these is an error that names them.
 """
 
 import json
@@ -21,7 +21,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import looks_like_path
 
-# What a directory may hold that is one JSON object; transformers' own words for others do not name the file.
+# Files that must hold one JSON object if a directory has them; transformers' own errors do not name the file.
 _OBJECTS = (
     "config.json",
     "generation_config.json",
@@ -34,7 +34,7 @@ _OBJECTS = (
 
 
 def name_of(config: ModelConfig) -> str:
-    """What messages call the model."""
+    """The model's name in messages."""
     return str(config.config if config.path is None else config.path)
 
 
@@ -49,7 +49,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise _cannot_load("tokenizer", name, error) from error
     files = {"tokenizer.json", "tokenizer_config.json", *(tokenizer.vocab_files_names or {}).values()}
     if Path(name).is_dir() and not any((Path(name) / file).exists() for file in files):
-        # From the config of the model alone transformers makes one without a vocabulary.
+        # From the model's config alone, transformers makes a tokenizer without a vocabulary.
         raise UserError(f"{name}: holds no tokenizer; expected one of {', '.join(sorted(files))}")
     return tokenizer
 
@@ -68,27 +68,27 @@ def load_config(config: ModelConfig, **extra: Any) -> Any:
             raise UserError(f"{name}: holds no model; expected a directory with config.json and weights")
     try:
         if config.config is not None:
-            found = AutoConfig.for_model(**values, **extra)
+            model_config = AutoConfig.for_model(**values, **extra)
         else:
-            found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **extra)
+            model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **extra)
     except Exception as error:  # a wrong value makes it raise nearly anything
         raise _cannot_load("model", name, error) from error
-    text = found.get_text_config()
+    text = model_config.get_text_config()
     for field in ("vocab_size", "hidden_size"):
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"{name}: {field} in the model's config must be at least 1, got {value!r}")
-    return found
+    return model_config
 
 
 def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any) -> Any:
-    """The model of one of transformers' Auto classes on the CPU in float32, with adapters that it came with not merged.
+    """The model, loaded by a transformers Auto class, on the CPU in float32; adapters that it came with are not merged.
 
-    ``extra`` are values of its config. Raises UserError for one that cannot be loaded, and listing them, for weights
-    that are missing, left over or of another shape. With ``new_head`` a model of another kind may lend its decoder:
-    what lies outside of that may be missing, and then starts at random, or be left over.
+    `extra` are values of its config. Raises UserError for a model that cannot be loaded, and for weights (which it
+    lists) that are missing, left over or of another shape. With `new_head` a model of another kind may provide only its
+    decoder: weights outside it may be missing, and then start at random, or be left over.
     """
-    found = load_config(config, **extra)
+    model_config = load_config(config, **extra)
     options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
     if config.attention is not None:
         options["attn_implementation"] = config.attention
@@ -97,13 +97,13 @@ def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_h
     with _quiet():
         try:
             if config.config is not None:
-                return kind.from_config(found, **options)
-            # Shapes that differ are told like the other differences; transformers would raise without naming them.
+                return kind.from_config(model_config, **options)
+            # Shapes that differ are reported like the other differences; transformers would raise without naming them.
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, info = kind.from_pretrained(base or name, **options, **extra)
         except Exception as error:  # a damaged file makes it raise nearly anything
             raise _cannot_load("model", base or name, error) from error
-        kinds = ", ".join(found.architectures or [])
+        kinds = ", ".join(model_config.architectures or [])
         borrowed = new_head and "ForSequenceClassification" not in kinds
         _check_weights(base or name, model, info, f"{model.base_model_prefix}." if borrowed else "")
         if base is not None:
@@ -112,32 +112,36 @@ def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_h
 
 
 def _load_adapters(model: Any, name: str) -> None:
-    before = set(model.state_dict())
+    model_keys = set(model.state_dict())
     try:
         info = model.load_adapter(name, ignore_mismatched_sizes=True)
     except ImportError as error:
         raise UserError(f"{name}: holds adapters, which need peft ({error}): pip install peft") from error
     except Exception as error:  # as above
         raise _cannot_load("adapters", name, error) from error
-    # All weights but the adapters' are from elsewhere.
-    missing = {key for key in info.missing_keys if key not in before}
-    found = {"missing_keys": missing, "unexpected_keys": info.unexpected_keys, "mismatched_keys": info.mismatched_keys}
-    _check_weights(name, model, found, "")
+    # All weights except the adapters' are from elsewhere.
+    missing = {key for key in info.missing_keys if key not in model_keys}
+    differences = {
+        "missing_keys": missing,
+        "unexpected_keys": info.unexpected_keys,
+        "mismatched_keys": info.mismatched_keys,
+    }
+    _check_weights(name, model, differences, "")
 
 
 def _check_weights(name: str, model: Any, info: dict[str, Any], needed: str) -> None:
-    """Raise UserError if what was loaded is not the whole model and no more, among names that begin with ``needed``."""
-    missing, left = (
+    """Raise UserError unless exactly the model's weights were loaded, among names that begin with `needed`."""
+    missing, unexpected = (
         {key for key in info[kind] if key.startswith(needed)} for kind in ("missing_keys", "unexpected_keys")
     )
     lines = []
     if missing:
         lines.append(f"missing, and would start at random: {listed(missing)}")
-    if left:
-        lines.append(f"left over, without a place in the model: {listed(left)}")
+    if unexpected:
+        lines.append(f"left over, without a place in the model: {listed(unexpected)}")
     shapes: dict[str, list[str]] = {}
-    for key, given, expected in info["mismatched_keys"]:
-        shapes.setdefault(f"{tuple(given)}, expected {tuple(expected)}", []).append(key)
+    for key, actual, expected in info["mismatched_keys"]:
+        shapes.setdefault(f"{tuple(actual)}, expected {tuple(expected)}", []).append(key)
     for text, keys in shapes.items():
         lines.append(f"another shape: {listed(keys)} {text}")
     if not lines:
@@ -153,20 +157,20 @@ def _check_weights(name: str, model: Any, info: dict[str, Any], needed: str) -> 
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of weights, those that differ in numbers alone as one: ``model.layers.{0-2,5}.mlp.weight``."""
+    """Names of weights, with those that differ only in numbers as one: `model.layers.{0-2,5}.mlp.weight`."""
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name in names:
         parts = re.split(r"(?<=\.)(\d+)(?=\.|$)", name)
         groups.setdefault(tuple(parts[::2]), []).append([int(number) for number in parts[1::2]])
-    found = []
+    merged = []
     for texts, numbers in groups.items():
         slots = [_ranges(set(slot)) for slot in zip(*numbers, strict=True)]
-        found.append("".join(text + slot for text, slot in zip(texts, [*slots, ""], strict=True)))
-    return ", ".join(sorted(found))
+        merged.append("".join(text + slot for text, slot in zip(texts, [*slots, ""], strict=True)))
+    return ", ".join(sorted(merged))
 
 
 def _ranges(numbers: set[int]) -> str:
-    """Numbers in braces as ranges, one alone as it is."""
+    """Numbers as ranges in braces; a single number without braces."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -178,7 +182,7 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _check_source(name: str) -> None:
-    """Raise UserError for a path where nothing is, and for a directory whose JSON files are none."""
+    """Raise UserError for a path that does not exist, and for a directory whose JSON files are not valid."""
     path = Path(name)
     if not name.strip():
         raise UserError(f"expected a directory or a name on the hub as a model, got {name!r}")
@@ -193,7 +197,7 @@ def _check_source(name: str) -> None:
 
 
 def _base_of_adapters(name: str) -> str | None:
-    """The model for which a local directory's adapters were made, if adapters are all that it holds."""
+    """The base model of a local directory's adapters, if the directory holds only adapters."""
     file = Path(name) / "adapter_config.json"
     if not file.exists() or (file.parent / "config.json").exists():
         return None
@@ -205,28 +209,30 @@ def _base_of_adapters(name: str) -> str | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot read it: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> UserError:
-    said = (str(error).strip().splitlines() or [""])[0]
-    if said.endswith(":"):  # it goes on behind that
-        said = shorten(str(error), 240, placeholder=" ...")
+    reason = (str(error).strip().splitlines() or [""])[0]
+    if reason.endswith(":"):  # the message continues after that
+        reason = shorten(str(error), 240, placeholder=" ...")
     if isinstance(error, SafetensorError):
         files = [path for path in sorted(Path(name).glob("*.safetensors")) if not _readable(path)]
-        said = f"{', '.join(path.name for path in files) or 'a file of weights'}: damaged, or not copied whole ({said})"
+        reason = (
+            f"{', '.join(path.name for path in files) or 'a file of weights'}: damaged, or not copied whole ({reason})"
+        )
     elif not isinstance(error, OSError | ValueError | ImportError | RuntimeError):
-        said = f"{type(error).__name__}: {said}"
+        reason = f"{type(error).__name__}: {reason}"
     elif isinstance(error, OSError) and not Path(name).exists():
-        said = f"no such directory, and as a name on the hub: {said}"
-    return UserError(f"{name}: cannot load the {what}: {said}")
+        reason = f"no such directory, and as a name on the hub: {reason}"
+    return UserError(f"{name}: cannot load the {what}: {reason}")
 
 
 def _readable(path: Path) -> bool:
@@ -239,7 +245,7 @@ def _readable(path: Path) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of what was missing or left over: it is an error here, or as it should be."""
+    """Silence transformers' report of missing and left-over weights: here they are an error, or intended."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,8 +1,8 @@
-"""One process at a time writes to a run's folder.
+"""Let only one process at a time write to a run's folder.
 
-The lock is the operating system's (``flock``) on a file that says who holds it. It goes with the process, however that
-ends, so a file that a killed one left behind locks nothing. Whoever lets go removes the file first: a descriptor that
-another process opened before that is of a file without a name, which is looked at once it has the lock.
+The lock is the operating system's (`flock`) on a file that names its holder. It ends with the process, however that
+ends, so a file left behind by a killed process locks nothing. The holder removes the file before it releases the lock.
+Another process that had opened the file then has a file without a name, so it checks for that once it has the lock.
 """
 
 import errno
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from fastrl.base.errors import UserError
 
-# What flock answers where the file system has no locks: some network and user-space ones.
+# The errors of flock on file systems without locks: some network and user-space ones.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _held: set[int] = set()
 
 
 def _forget() -> None:
-    """In a forked child, which would otherwise hold its parent's locks for as long as it lives."""
+    """Close the locks in a forked child, which would otherwise hold its parent's locks as long as it lives."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -35,13 +35,13 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def sole_writer(target: Path, lock: Path, command: str, field: str) -> Iterator[None]:
-    """Keep other processes, and other threads of this one, from writing to ``target`` for the block.
+    """Keep other processes, and other threads of this one, from writing to `target` during the block.
 
-    ``lock`` is the file to be locked, in ``target`` or beside it; its directory is made, and removed if it is empty at
-    the end. ``command`` is who writes, and ``field`` says what another command may change. Raises UserError that names
-    the process if there is one. A file system without locks costs a warning on stderr.
+    `lock` is the file to lock, in `target` or beside it; its directory is created, and removed if it is empty at the
+    end. `command` is the writer's name, and `field` the config field that another command may change. Raises UserError
+    naming the process that holds the lock, if any. On a file system without locks it only warns on stderr.
     """
-    made = [directory for directory in lock.absolute().parents if not directory.exists()]
+    created = [directory for directory in lock.absolute().parents if not directory.exists()]
     descriptor = _acquire(target, lock, field)
     _held.add(descriptor)
     try:
@@ -50,23 +50,23 @@ def sole_writer(target: Path, lock: Path, command: str, field: str) -> Iterator[
         os.pwrite(descriptor, f"{holder} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode(), 0)
         yield
     finally:
-        if descriptor in _held:  # no child's business
+        if descriptor in _held:  # not in a forked child
             _held.remove(descriptor)
             with suppress(OSError):
                 lock.unlink()
             os.close(descriptor)
-            with suppress(OSError):  # most often they are not empty
-                for directory in made:
+            with suppress(OSError):  # usually they are not empty
+                for directory in created:
                     directory.rmdir()
 
 
 def _acquire(target: Path, lock: Path, field: str) -> int:
-    """A descriptor that has the lock of the file that lies at ``lock``."""
+    """A descriptor that holds the lock of the file at `lock`."""
     for _ in range(100):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # another one let go of it, and removed the directory that it had made
+        except FileNotFoundError:  # another process released it, and removed the directory that it had created
             continue
         except OSError as error:
             raise UserError(f"{target}: cannot prepare {field}: {error}") from error

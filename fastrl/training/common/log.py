@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a line a step, ``metrics.jsonl``, TensorBoard, Weights & Biases, a report at the end."""
+"""Record a run's metrics: a line per step, `metrics.jsonl`, TensorBoard, Weights & Biases, a report at the end."""
 
 import json
 import math
@@ -28,15 +28,15 @@ DIRECTORIES = ("tensorboard", "wandb", "checkpoints", "skipped", "model")
 
 
 class RunLog:
-    """Writes one record a step into the run's directory. A context manager; leaving it closes the files."""
+    """Writes one record per step into the run's directory. A context manager; leaving it closes the files."""
 
     def __init__(
         self, config: Section, settings: LoggingConfig, name: str, steps: int, shown: Sequence[str], step: int = 0
     ) -> None:
-        """Create the directory and write ``config.json``; after a ``step``, go on with the record that is there.
+        """Create the directory and write `config.json`; if `step` > 0, continue the existing record after it.
 
-        ``name`` stands before the bar of ``steps``, and a line a step has those of ``shown`` that it recorded. Raises
-        UserError if a new run's directory holds another run.
+        `name` labels the progress bar of `steps`. Each step's line shows the metrics in `shown` that it recorded.
+        Raises UserError if a new run's directory holds another run.
         """
         self.directory, self.steps, self.shown = settings.output_dir, steps, shown
         self.path = self.directory / "metrics.jsonl"
@@ -51,13 +51,13 @@ class RunLog:
         values = config.model_dump(mode="json")
         with _writing(self.directory / "config.json"):
             (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        # Before there is a record: nothing is lost then if the same command is tried again.
+        # Before the first record, so that nothing is lost if the same command is tried again.
         self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
         self.writer: SummaryWriter | None = None
         if settings.tensorboard:
             self.writer = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1 if step else None)
-        # Where no one watches, the lines alone.
+        # Without a terminal, only the lines are printed.
         self.bar = tqdm(initial=step, total=steps, unit="step", desc=name, disable=None)
         self.started, self.first = time.monotonic(), step
 
@@ -75,23 +75,23 @@ class RunLog:
             self.wandb.finish(exit_code=int(error is not None))
 
     def _cut(self, path: Path, step: int) -> None:
-        """Drop what an interrupted run recorded after its last checkpoint's ``step``: those steps come again."""
+        """Drop what an interrupted run recorded after its last checkpoint's `step`: those steps are repeated."""
         path.touch()
-        # Bytes, for a text may hold other line separators. What follows the last end was being written when the run
-        # was killed.
+        # Bytes, because a text may hold other line separators. What follows the last newline was being written when
+        # the run was killed.
         lines = path.read_bytes().split(b"\n")[:-1]
         steps, kept = [], []
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                at = int(record.pop("step"))
+                record_step = int(record.pop("step"))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise UserError(
                     f"{path}:{number}: is not a step's record, so the file is damaged ({type(error).__name__}: "
                     f"{error}); move it away to go on without what it holds"
                 ) from error
-            if at <= step:
-                steps.append(at)
+            if record_step <= step:
+                steps.append(record_step)
                 kept.append((line, record))
         unfinished = path.with_suffix(".unfinished")
         with _writing(path):
@@ -106,13 +106,13 @@ class RunLog:
                 self.last |= record
 
     def sync(self) -> None:
-        """Wait until the records are on the disk: a checkpoint must not know of steps that a dead machine forgot."""
+        """Wait until the records are on disk: a checkpoint must not be ahead of the records if the machine dies."""
         os.fsync(self.file.fileno())
 
     def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
         """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
 
-        ``samples`` go to ``samples.jsonl``, from which the report shows some. A run that learns nothing is warned of.
+        `samples` go to `samples.jsonl`, of which the report shows some. Warns if the run learns nothing.
         """
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with _writing(self.path, f" step {step}"):
@@ -125,20 +125,20 @@ class RunLog:
         if self.writer is not None:
             for name, value in numbers.items():
                 self.writer.add_scalar(name, value, step)
-            self.writer.flush()  # a checkpoint must not know of steps that a killed run never recorded
+            self.writer.flush()  # a checkpoint must not be ahead of the records if the run is killed
         if self.wandb is not None:
             self.wandb.log(record, step=step)
         values = "  ".join(f"{name} {numbers[name]:.4g}" for name in self.shown if name in numbers)
         seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
-        left = tqdm.format_interval(seconds)
-        self.bar.write(f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}  left {left}")
+        remaining = tqdm.format_interval(seconds)
+        self.bar.write(f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}  left {remaining}")
         for line in self.watch.look(numbers):
             self.bar.write(f"fastrl: warning: step {step}: {line}", file=sys.stderr)
         self.bar.update()
         self.last |= record
 
     def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Write the summary (the last value of every metric, and ``extra``), curves and report; returns the summary."""
+        """Write the summary (the last value of every metric, and `extra`), curves and report; returns the summary."""
         summary = {**self.last, **extra}
         with _writing(self.directory / "summary.json"):
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -147,7 +147,7 @@ class RunLog:
         return summary
 
     def draw(self) -> None:
-        """Write ``curves.png`` and ``report.html`` from what is recorded up to now."""
+        """Write `curves.png` and `report.html` from the records so far."""
         records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
         plot_curves(records, self.directory / "curves.png")
         write_report(self.directory)
@@ -162,12 +162,12 @@ def _writing(path: Path, what: str = "") -> Iterator[None]:
 
 
 def check_output(directory: Path, overwrite: bool) -> None:
-    """Raise UserError if ``directory`` holds a run that may not be replaced, or what is not a run's."""
+    """Raise UserError if `directory` holds a run that may not be replaced, or files of no run."""
     metrics = directory / "metrics.jsonl"
-    held = [name for name in (*FILES, *DIRECTORIES) if (directory / name).exists()]
-    if held and not metrics.exists():
+    existing = [name for name in (*FILES, *DIRECTORIES) if (directory / name).exists()]
+    if existing and not metrics.exists():
         raise UserError(
-            f"{directory}: holds {', '.join(held)}, but no metrics.jsonl, so it is no run that could be replaced; "
+            f"{directory}: holds {', '.join(existing)}, but no metrics.jsonl, so it is no run that could be replaced; "
             "choose another --logging.output_dir"
         )
     if metrics.exists() and metrics.stat().st_size and not overwrite:
@@ -186,7 +186,7 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         for name in DIRECTORIES:
             if (directory / name).exists():
                 shutil.rmtree(directory / name)
-        (directory / "metrics.jsonl").touch()  # an empty one: a run that has begun, and has nothing to lose yet
+        (directory / "metrics.jsonl").touch()  # empty: the run has started, and has nothing to lose yet
     except OSError as error:
         raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error
 
@@ -200,11 +200,11 @@ def _import_wandb() -> Any:
 
 
 def _start_wandb(wandb: Any, settings: LoggingConfig, config: dict[str, Any], resume: bool) -> Any:
-    """A run of Weights & Biases. A resumed one goes on under the id that its first part left."""
+    """A run of Weights & Biases. A resumed run continues under the id of its first part."""
     path = settings.output_dir / "wandb" / "id"
-    known = path.read_text(encoding="utf-8") if resume and path.exists() else None
+    run_id = path.read_text(encoding="utf-8") if resume and path.exists() else None
     run: Any = wandb.init(
-        project=settings.wandb, dir=settings.output_dir, config=config, id=known, resume="allow" if known else None
+        project=settings.wandb, dir=settings.output_dir, config=config, id=run_id, resume="allow" if run_id else None
     )
     path.parent.mkdir(exist_ok=True)
     path.write_text(run.id, encoding="utf-8")

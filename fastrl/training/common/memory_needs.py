@@ -1,6 +1,6 @@
-"""Whether training.memory_budget is enough for the largest calls of the vocabulary's losses that a run may make.
+"""Check that training.memory_budget is enough for the largest calls of the vocabulary's losses in a run.
 
-Asked before the model is loaded, by the numbers of its config, and again once its head is there.
+Checked before the model is loaded, with the sizes in its config, and again once its head is known.
 """
 
 from collections.abc import Iterable
@@ -29,18 +29,18 @@ class LossCall:
     """The largest call of one of the losses, or of log-probabilities, as far as its memory depends on the config."""
 
     what: str  # for the message
-    tokens: int  # that count, at most
+    tokens: int  # valid ones, at most
     rows: int  # with padding
     longest: int  # tokens of the longest response
     packed: bool
     objective: Objective | None = None  # None: log-probabilities
     given: Given = ON_POLICY
     gradients: bool = True
-    own_leaf: bool = False  # the hidden states are cut off from their model, so autograd keeps their gradient's layout
-    truncated: RolloutConfig | None = None  # tokens with recorded entries of the vocabulary, by this sampling
+    own_leaf: bool = False  # the hidden states are detached from their model, so autograd keeps their gradient's layout
+    truncated: RolloutConfig | None = None  # the sampling, if it records the tokens' supports
 
     def plan_call(self, vocab: int, hidden: int, bias: bool, config: ModelConfig, device: str) -> Call:
-        """What the plan is chosen by, for a head of these sizes."""
+        """The call that the plan is chosen for, with a head of these sizes."""
         dtype = getattr(torch, config.dtype)
         gathered = not self.packed and self.rows > self.longest  # hidden states of several sequences, without prompts
         copies = gathered * (1 + self.own_leaf)
@@ -67,14 +67,14 @@ class LossCall:
         )
 
     def _kept(self, vocab: int, dtype: torch.dtype, device: str) -> tuple[int, bool]:
-        """Recorded entries a token, and whether tokens may have more than are gathered one by one.
+        """Support entries per token, and whether tokens may have more than are gathered one by one.
 
-        Top-k bounds them; how many top-p and min-p leave is known only when they do, so that one is counted.
+        Top-k bounds them. How many top-p and min-p leave is known only after sampling, so one is counted.
         """
         if self.truncated is None or not self.truncated.truncates:
             return 0, False
-        most = min(self.truncated.top_k or vocab, vocab)
-        return (most if self.truncated.top_k else 1), most > widest_support(vocab, device, dtype.itemsize)
+        limit = min(self.truncated.top_k or vocab, vocab)
+        return (limit if self.truncated.top_k else 1), limit > widest_support(vocab, device, dtype.itemsize)
 
 
 class Budgeted(Protocol):
@@ -82,7 +82,7 @@ class Budgeted(Protocol):
 
     @property
     def memory_budget(self) -> str | None:
-        """As the losses take it."""
+        """The budget, as the losses take it."""
 
     @property
     def threads(self) -> int | None:
@@ -98,7 +98,7 @@ def check_budget(
 ) -> None:
     """Raise UserError if the budget is too small for a call, naming the smallest one that is enough for all of them.
 
-    Without a ``policy`` the sizes are those of the model's config; what that does not say is asked once there is one.
+    Without a `policy` the sizes are those of the model's config; if it lacks one, the check waits for the policy.
     """
     size = parse_budget(training.memory_budget)
     if size is None:

@@ -1,4 +1,4 @@
-"""AdamW with its learning-rate schedule, and torch's device and threads, as every command sets them up."""
+"""AdamW with its learning-rate schedule, and torch's device and threads, as every command sets them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def make_optimizer(
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Torch's CPU threads for the block, its own choice for None."""
+    """Set torch's CPU threads for the block; None keeps torch's own choice."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -41,7 +41,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of ``training.device``. Raises UserError for one that is not there."""
+    """The device of `training.device`. Raises UserError for one that is not available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
