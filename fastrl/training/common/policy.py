@@ -1,8 +1,8 @@
 """A Hugging Face causal LM split into what the fused losses need: decoder, head weight, shape of the logits.
 
-The logits of the whole vocabulary are never formed in training: the decoder gives hidden states, and
-``fastrl.linear_policy_loss`` does the rest from the head's weight. That is right only if the model's own logits are
-``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, so it is checked once, on a few tokens.
+The logits of the whole vocabulary are never formed in training: the decoder returns hidden states, and
+`fastrl.linear_policy_loss` does the rest with the head's weight. This is right only if the model's own logits are
+`softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, so it is checked once, on a few tokens.
 """
 
 import copy
@@ -30,17 +30,17 @@ class Policy:
 
     model: PreTrainedModel  # or peft's wrapper around one
     tokenizer: PreTrainedTokenizerBase
-    weight: Tensor  # (V, H), the embedding itself where the two are tied
+    weight: Tensor  # (V, H), the embedding itself if the two are tied
     head: dict[str, Any]  # bias (V,) or None, logit_scale, softcap: keyword arguments of every linear_* function
     eos_token_ids: list[int]
     pad_token_id: int
     dtype: torch.dtype  # of the matrix products
     has_adapters: bool = False  # the model is peft's wrapper, and only its adapters are trained
-    without_adapters: bool = False  # this policy is the model as it was before it got them
+    without_adapters: bool = False  # this policy is the model as it was before it got adapters
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The context of every forward: autocast where the products are narrower than the float32 weights."""
+        """The context of every forward: autocast if the products are narrower than the float32 weights."""
         peft: Any = self.model
         with (
             torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
@@ -64,10 +64,10 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
-    """The context of a forward and its backward: layers keep their input alone, if the model was told so.
+    """The context of a forward and its backward: layers keep only their input, if the model is set to do so.
 
-    Transformers ties that to the training mode, which also drops out; so only the layers' own flag is set, and a
-    layer's own dropout is 0 (``load_model``).
+    Transformers ties that to the training mode, which also enables dropout; so only the layers' own flag is set, and a
+    layer's own dropout is 0 (`load_model`).
     """
     layers = [layer for model in models for layer in _layers(model) if layer.gradient_checkpointing]
     for layer in layers:
@@ -80,7 +80,7 @@ def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
 
 
 def left_pad(sequences: Sequence[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sequences of tokens that end together, (B, S) int64, and which of the tokens count, (B, S) bool."""
+    """Left-padded sequences of tokens, (B, S) int64, and which tokens are not padding, (B, S) bool."""
     longest = max(map(len, sequences))
     missing = [longest - len(tokens) for tokens in sequences]
     rows = [[padding] * more + tokens for more, tokens in zip(missing, sequences, strict=True)]
@@ -91,12 +91,12 @@ def left_pad(sequences: Sequence[list[int]], padding: int, device: torch.device)
 def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
     """The last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S) bool, left-padded.
 
-    With ``packed`` the rows are put behind one another without their padding: (tokens, H).
+    With `packed` the sequences are concatenated without their padding: (tokens, H).
     """
-    # A token's position is its rank among the real ones, as generate() counts.
+    # A token's position is its index among the unmasked ones, as generate() counts.
     positions = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     arguments: dict[str, Any] = {"attention_mask": attention_mask.long(), "use_cache": False}
-    if packed:  # positions that start again tell the attention where a sequence does
+    if packed:  # the attention starts a sequence where the positions start again
         arguments["attention_mask"] = None
         input_ids, positions = input_ids[attention_mask][None], positions[attention_mask][None]
     if "position_ids" in inspect.signature(decoder.forward).parameters:
@@ -110,7 +110,7 @@ def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: 
 def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = False) -> Policy:
     """Load or initialise the model and its tokenizer.
 
-    Raises UserError for one that the losses cannot train, and with ``packing`` for one that cannot be packed.
+    Raises UserError for a model that the losses cannot train, and with `packing` for one that cannot be packed.
     """
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
@@ -132,7 +132,7 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = Fa
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, name: str) -> None:
-    """Raise UserError unless the model's vocabulary has all of the tokenizer's ids; ``name`` is the model's."""
+    """Raise UserError unless the model's vocabulary has all of the tokenizer's ids; `name` is the model's."""
     largest = max(ids)
     if largest >= vocabulary:
         raise UserError(
@@ -150,17 +150,17 @@ def _head(model: PreTrainedModel, name: str) -> LMHead:
 def load_model(
     config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any
 ) -> Any:
-    """The model alone, as ``load_weights`` finds it, on its device and in evaluation mode."""
+    """The model alone, as `load_weights` loads it, on its device and in evaluation mode."""
     model = load_weights(config, kind, new_head=new_head, **extra)
     if getattr(model, "_hf_peft_config_loaded", False):
-        if config.lora_rank is not None:  # which would take their place, and a reference has no way to tell them apart
+        if config.lora_rank is not None:  # would replace them, and a reference could not tell them apart
             raise UserError(f"model.lora_rank: {config.path} holds adapters already; merge them into its base first")
         _merge_adapters(model)
     if config.gradient_checkpointing:
-        # The older name, which later releases of transformers 5 warn of, is the only one that its first ones have.
+        # Later releases of transformers 5 warn about the older name; the first ones have no other.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        for layer in _layers(model):  # some drop out by themselves, where they think that they are in training
+        for layer in _layers(model):  # some apply dropout themselves, if their flag says training
             for name in [name for name in vars(layer) if name.endswith("dropout")]:
                 if isinstance(getattr(layer, name), float):
                     setattr(layer, name, 0.0)
@@ -187,7 +187,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
 
 
 def _merge_adapters(model: Any) -> None:
-    """Add adapters that a model came with to its weights: it is a model like any other then."""
+    """Merge the adapters that a model came with into its weights, so that it is a model like any other."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
@@ -200,9 +200,9 @@ def _merge_adapters(model: Any) -> None:
 
 
 def reference_of(policy: Policy) -> Policy:
-    """The policy as it is now, which never changes: the reference of a KL term.
+    """The policy as it is now, fixed: the reference of a KL term.
 
-    Weights of its own, or where the policy trains adapters, the same model without them.
+    It has its own weights or, if the policy trains adapters, is the same model without them.
     """
     if policy.has_adapters:
         return replace(policy, without_adapters=True)
@@ -212,22 +212,22 @@ def reference_of(policy: Policy) -> Policy:
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's EOS first, then what else the generation config stops at."""
+    """The tokenizer's EOS first, then the other tokens at which the generation config stops."""
     extra = model.generation_config.eos_token_id
-    found = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra])]
-    return list(dict.fromkeys(token for token in found if token is not None))
+    candidates = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra])]
+    return list(dict.fromkeys(token for token in candidates if token is not None))
 
 
 @torch.no_grad()
 def check_packing(policy: Policy) -> None:
     """Raise UserError unless a packed sequence is computed as if it were alone.
 
-    State-space, linear-attention and convolutional layers read on across the sequences' borders, and so do attention
+    State-space, linear-attention and convolutional layers read across the sequences' borders, and so do attention
     masks that are not made from the positions.
     """
     tokens = [min(token, policy.weight.shape[0] - 1) for token in range(8)]
     states = []
-    for first in (tokens[3:], tokens[5:][::-1]):  # other tokens, and more of them
+    for first in (tokens[3:], tokens[5:][::-1]):  # other tokens, and a different number
         rows, mask = left_pad([first, tokens[:4]], policy.pad_token_id, policy.device)
         states.append(decoder_states(policy.model.get_decoder(), rows, mask, packed=True)[-4:].float())
     error = float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))

@@ -1,7 +1,7 @@
-"""What a run looks like: ``report.html``, one file that needs no network and no scripts, and ``curves.png``.
+"""The report of a run: `report.html`, one file that needs no network and no scripts, and `curves.png`.
 
-Read from a run's directory: ``metrics.jsonl``, and where they are there ``samples.jsonl``, ``config.json`` and
-``summary.json``. Any command's run will do: a metric that is not named here gets a panel under "others".
+Read from a run's directory: `metrics.jsonl` and, if present, `samples.jsonl`, `config.json` and `summary.json`. Any
+command's run works: a metric that is not named here gets a panel under "others".
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.report_curves import Panel, Series, draw_png, draw_svg, is_phase
 from fastrl.training.common.report_html import Page, page
 
-# What `curves.png` shows, if it is there: panel title -> the metrics drawn in it.
+# What `curves.png` shows, if present: panel title -> the metrics drawn in it.
 PANELS = {
     "reward": ("reward", "eval/reward"),
     "entropy [nats]": ("entropy",),
     "clip fraction": ("clip_frac",),
     "completion length [tokens]": ("length",),
 }
-# Section of the report -> its panels; a name that ends in "/" stands for a panel for each metric that begins so.
+# Section of the report -> its panels; a name that ends in "/" stands for one panel per metric with that prefix.
 SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Reward and evaluation": (
         ("reward", "eval/reward"),
@@ -60,13 +60,13 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 OTHERS = "Others"
 TIMES = "time/"
-# Never worth a panel of `curves.png`: they say how the run was made, not how it went.
+# Never drawn in `curves.png`: they describe how the run was made, not how it went.
 BACKGROUND = ("lr", "tokens", "memory/", "epoch", TIMES)
 SAMPLED_STEPS = 6
 
 
 def main(argv: Sequence[str]) -> int:
-    """``fastrl report RUN_DIR``: write the report and print its path; UserError for what the user can mend."""
+    """`fastrl report RUN_DIR`: write the report and print its path. Raises UserError for what the user can fix."""
     parser = argparse.ArgumentParser(
         prog="fastrl report",
         description="Write a run's curves, samples, timings and config into RUN_DIR/report.html, a single file that any"
@@ -78,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_report(directory: Path) -> Path:
-    """Write ``report.html`` into a run's directory, whole or not at all; its path.
+    """Write `report.html` into a run's directory, complete or not at all; returns its path.
 
-    Raises UserError for a directory without ``metrics.jsonl``, and for a line or file that cannot be read; a last line
+    Raises UserError for a directory without `metrics.jsonl`, and for a line or file that cannot be read; a last line
     that is still being written is left out.
     """
     if not (directory / "metrics.jsonl").is_file():
@@ -88,21 +88,21 @@ def write_report(directory: Path) -> Path:
     records = read_records(directory / "metrics.jsonl")
     samples = spread(read_records(directory / "samples.jsonl"), SAMPLED_STEPS)
     config, summary = (_read_tree(directory / name) for name in ("config.json", "summary.json"))
-    found = series(records)
+    metrics = series(records)
     text = page(
         Page(
             name=directory.resolve().name,
             steps=[record["step"] for record in records],
-            series=found,
-            sections={title: [draw_svg(panel) for panel in panels] for title, panels in sections(found).items()},
+            series=metrics,
+            sections={title: [draw_svg(panel) for panel in panels] for title, panels in sections(metrics).items()},
             samples=samples,
             config=config,
             summary=summary,
         )
     )
-    unfinished = directory / f"report.{os.getpid()}.unfinished"  # a live run may be at its own
+    unfinished = directory / f"report.{os.getpid()}.unfinished"  # a live run may be writing its own
     try:
-        # A byte-level tokenizer can leave half a character behind, which UTF-8 has no form for.
+        # A byte-level tokenizer can leave half a character behind, which UTF-8 cannot encode.
         unfinished.write_text(text, encoding="utf-8", errors="replace")
         return unfinished.replace(directory / "report.html")
     except OSError as error:
@@ -110,26 +110,26 @@ def write_report(directory: Path) -> Path:
 
 
 def plot_curves(records: Iterable[dict[str, Any]], picture: Path) -> None:
-    """Draw a run's records into a PNG: PANELS, as far as the run has them, filled up to four with its other metrics."""
-    found = series(records)
-    panels = [Panel(title, {n: found[n] for n in names if n in found}) for title, names in PANELS.items()]
+    """Draw a run's records into a PNG: those of PANELS that it has, filled up to four with its other metrics."""
+    metrics = series(records)
+    panels = [Panel(title, {n: metrics[n] for n in names if n in metrics}) for title, names in PANELS.items()]
     panels = [panel for panel in panels if panel.lines]
     shown = {name for panel in panels for name in panel.lines}
-    others = [name for name in found if name not in shown and not name.startswith(BACKGROUND)]
-    panels += [Panel(name, {name: found[name]}) for name in others[: len(PANELS) - len(panels)]]
+    others = [name for name in metrics if name not in shown and not name.startswith(BACKGROUND)]
+    panels += [Panel(name, {name: metrics[name]}) for name in others[: len(PANELS) - len(panels)]]
     draw_png(panels, picture)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, each with an integer "step"; none for a file that is not there.
+    """The objects of a JSONL file, each with an integer "step"; none if the file does not exist.
 
-    Raises UserError naming the file and the line; a last line without an end that cannot be read is still being
+    Raises UserError naming the file and the line. A last line that cannot be read and has no newline is still being
     written, and left out.
     """
     if not path.exists():
         return []
     records = []
-    # Split as bytes: a text may hold line separators of Unicode's, and the last line half a character.
+    # Split as bytes: a text may hold Unicode line separators, and the last line half a character.
     lines = _read(path).split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -149,33 +149,33 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def series(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
-    """Every metric of the records, in order of appearance; what is not a finite number is NaN."""
-    found: dict[str, Series] = {}
+    """Every metric of the records, in order of appearance; a value that is not a finite number is NaN."""
+    by_name: dict[str, Series] = {}
     for record in records:
         for name, value in record.items():
             if name != "step":
-                found.setdefault(name, Series()).append(record["step"], _number(value))
-    return found
+                by_name.setdefault(name, Series()).append(record["step"], _number(value))
+    return by_name
 
 
 def _number(value: Any) -> float:
     try:
-        found = float(value) if isinstance(value, int | float) else math.nan
+        number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         return math.nan
-    return found if math.isfinite(found) else math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def sections(found: dict[str, Series]) -> dict[str, list[Panel]]:
-    """The report's panels by section: every metric is in exactly one of them, but for the times, which share one."""
-    left = dict(found)
+    """The report's panels by section: every metric is in exactly one of them, except the times, which share one."""
+    pending = dict(found)
     result: dict[str, list[Panel]] = {}
     for title, groups in SECTIONS.items():
-        panels = [{name: left.pop(name) for name in names if name in left} for names in _groups(groups, left)]
+        panels = [{name: pending.pop(name) for name in names if name in pending} for names in _groups(groups, pending)]
         result[title] = [Panel(", ".join(lines), lines) for lines in panels if lines]
-    times = {name: left.pop(name) for name in list(left) if name.startswith(TIMES)}
+    times = {name: pending.pop(name) for name in list(pending) if name.startswith(TIMES)}
     phases = {name: line for name, line in times.items() if is_phase(name)}
-    result[OTHERS] = [Panel(name, {name: line}) for name, line in left.items()]
+    result[OTHERS] = [Panel(name, {name: line}) for name, line in pending.items()]
     result["Time by phase"] = [Panel("seconds a step", phases)] if phases else []
     result["Time by phase"] += [Panel(name, {name: line}) for name, line in times.items() if name not in phases]
     return {title: panels for title, panels in result.items() if panels}
@@ -191,7 +191,7 @@ def _groups(groups: Iterable[tuple[str, ...]], names: Iterable[str]) -> Iterator
 
 
 def spread(samples: list[dict[str, Any]], count: int) -> dict[int, list[dict[str, Any]]]:
-    """The samples of at most ``count`` steps that are spread evenly over those there are, first and last included."""
+    """The samples of at most `count` steps, spread evenly over all steps, first and last included."""
     steps = sorted({sample["step"] for sample in samples})
     if len(steps) > count:
         steps = [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
@@ -203,7 +203,7 @@ def spread(samples: list[dict[str, Any]], count: int) -> dict[int, list[dict[str
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty for a file that is not there."""
+    """The object of a JSON file; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:

@@ -15,9 +15,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-POINTS = 1000  # drawn of a curve, at most
-SMOOTHED_FROM = 200  # points; fewer are seen as they are
-# What a metric is counted in, where that is not a bare number.
+POINTS = 1000  # drawn per curve, at most
+SMOOTHED_FROM = 200  # points; shorter curves are drawn as they are
+# The units of metrics that are not bare numbers.
 UNITS = {
     "entropy": "nats",
     "kl": "nats",
@@ -26,9 +26,9 @@ UNITS = {
     "length": "tokens",
     "memory/peak_gib": "GiB",
 }
-# Okabe and Ito's colours, which colour-blind readers can tell apart too, and a grey; after them they repeat.
+# Okabe and Ito's colours, which colour-blind readers can tell apart too, and a grey; then they repeat.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-# Colours of the SVG that the page's style decides, so that it can be read on a dark ground too.
+# Colours in the SVG that the page's style replaces, so that it can be read on a dark background too.
 INK, GRID, BAD = "#010203", "#010204", "#c1272d"
 VARIABLES = {INK: "var(--ink)", GRID: "var(--line)", BAD: "var(--bad)"} | {
     colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)
@@ -37,7 +37,7 @@ VARIABLES = {INK: "var(--ink)", GRID: "var(--line)", BAD: "var(--bad)"} | {
 
 @dataclass
 class Series:
-    """A metric's values by step; NaN stands for one that was not finite."""
+    """A metric's values by step; NaN stands for a value that was not finite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -67,7 +67,7 @@ class Panel:
 
 
 def decimate(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``points`` of a curve: first, last, and the lowest and highest of each of equal stretches between."""
+    """At most `points` points of a curve: first, last, and the lowest and highest of equal stretches between."""
     if len(x) <= points:
         return x, y
     kept = {0, len(x) - 1}
@@ -78,20 +78,20 @@ def decimate(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[np.nda
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
-    """Running means over a fiftieth of the curve, centred; at its ends over what there is."""
+    """Centred running means over a fiftieth of the curve; over fewer points at its ends."""
     half = len(y) // 100
     rows = np.arange(len(y))
     first, last = np.maximum(rows - half, 0), np.minimum(rows + half + 1, len(y))
-    # Differences from the first value: the sums of a constant are then exact, and drawn as one.
+    # Differences from the first value: the sums of a constant are then exact, so it is drawn as one.
     sums = np.concatenate(([0.0], np.cumsum(y - y[0])))
     return y[0] + (sums[last] - sums[first]) / (last - first)
 
 
 def draw_svg(panel: Panel) -> str:
-    """The panel as an ``<svg>`` element that goes into an HTML page: real text, and colours from the page's style."""
+    """The panel as an `<svg>` element for an HTML page, with real text and colours from the page's style."""
     figure = Figure(figsize=(4.4, 2.5), layout="constrained")
     buffer = io.StringIO()
-    # A salt for each panel: the ids of one picture must not be taken for another's on the same page.
+    # One salt per panel: the ids of two pictures on the same page must differ.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title, "text.parse_math": False}):
         axes = figure.subplots()
         _draw(axes, panel)
@@ -102,7 +102,7 @@ def draw_svg(panel: Panel) -> str:
 
 def draw_png(panels: list[Panel], picture: Path) -> None:
     """All panels in one PNG."""
-    # A Figure of its own, without pyplot: no display is needed and no global state is left behind.
+    # A Figure without pyplot: it needs no display and leaves no global state behind.
     figure = Figure(figsize=(10, 6), layout="constrained")
     columns = 1 if len(panels) == 1 else 2
     rows = max(1, -(-len(panels) // columns))
@@ -128,7 +128,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         style: dict[str, Any] = {"color": colour, "linewidth": 1.2}
         if len(x) > SMOOTHED_FROM:
             axes.plot(*decimate(x, y), color=colour, linewidth=0.8, alpha=0.35)
-            # What is smooth needs few points.
+            # A smooth curve needs few points.
             x, y = decimate(x, smooth(y), POINTS // 4)
         axes.plot(x, y, label=name, marker=marker, **style)
         for step in decimate(bad := line.not_finite(), bad, 200)[0]:
@@ -154,20 +154,20 @@ def _style(axes: Axes) -> None:
 
 
 def unit_of(name: str) -> str:
-    """What a metric is counted in; empty for a bare number."""
+    """A metric's unit; empty for a bare number."""
     return "s" if is_phase(name) else UNITS.get(name, "")
 
 
 def is_phase(name: str) -> bool:
-    """Whether a metric is the seconds of a phase; "time/loss_share", say, is a ratio of two of them."""
+    """Whether a metric is the seconds of a phase; "time/loss_share", for example, is a ratio of two."""
     return name.startswith("time/") and not name.endswith("_share")
 
 
 def _inline(svg: str, title: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # HTML knows the name spaces by itself; style and font are the page's; nothing refers to the ids of groups, which
-    # would repeat from picture to picture.
+    # HTML knows the namespaces; style and font are the page's; nothing refers to the ids of groups, which would repeat
+    # in every picture.
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=2)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;", "", svg)

@@ -1,4 +1,4 @@
-"""The page of a run's report. All that comes from the run is escaped: a completion may hold any text whatever."""
+"""The page of a run's report. Everything from the run is escaped, because a completion may hold any text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 
 from fastrl.training.common.report_curves import COLOURS, Series, is_phase
 
-ROWS = 16  # samples of a step that are shown
-CHARACTERS = 4000  # of a prompt or completion that are shown
-# Metrics with a better end: names, or the last parts of names; all of "eval/" is counted among the first.
+ROWS = 16  # samples shown per step
+CHARACTERS = 4000  # shown of each prompt and completion
+# Metrics with a better direction: the last parts of their names; others under "eval/" count as HIGHER.
 HIGHER = ("reward", "accuracy", "margin", "exact_match")
 LOWER = ("loss", "perplexity")
-# In a step's time but part of another phase, and beside the steps.
+# A phase that is part of another one within a step, and one outside the steps.
 NESTED = "time/loss"
 BESIDE = "time/evaluation"
 STEP = "time/step"
@@ -26,7 +26,7 @@ STEP = "time/step"
 
 @dataclass(frozen=True)
 class Page:
-    """All that the report shows; `sections` holds finished ``<svg>`` elements by title, `samples` a step's records."""
+    """What the report shows; `sections` holds finished `<svg>` elements by title, `samples` a step's records."""
 
     name: str
     steps: list[int]
@@ -56,7 +56,7 @@ def page(content: Page) -> str:
 
 
 def title(content: Page) -> str:
-    """The objective's name and the model, as far as the config tells; else the directory's name."""
+    """The objective's name and the model, as far as the config has them; else the directory's name."""
     tables = [content.config.get(name) for name in ("objective", "model")]
     objective, model = (table if isinstance(table, dict) else {} for table in tables)
     source = model.get("path") or model.get("config")
@@ -83,7 +83,7 @@ def _facts(content: Page) -> str:
 def _best(found: dict[str, Series]) -> str:
     rows = []
     for name, line in found.items():
-        # A policy's surrogate tells nothing of progress: on-policy it is about 0 whatever happens.
+        # A policy's surrogate says nothing about progress: on-policy it is always about 0.
         sign = 0 if name in ("loss", "policy_loss") and "policy_loss" in found else direction(name)
         steps, values = line.finite()
         if sign and len(values):
@@ -94,7 +94,7 @@ def _best(found: dict[str, Series]) -> str:
 
 
 def direction(name: str) -> int:
-    """1 for a metric that is better when higher, -1 when lower, 0 for one that has no better end."""
+    """1 for a metric that is better when higher, -1 when lower, 0 for one that has no better direction."""
     last = name.split("/")[-1]
     if name.startswith("time/"):
         return 0
@@ -104,7 +104,7 @@ def direction(name: str) -> int:
 
 
 def _timings(found: dict[str, Series]) -> str:
-    """Bar and table of the phases; they come under the curves of the times, which are the last section."""
+    """Bar and table of the phases; they follow the curves of the times, which are the last section."""
     times = {name: line.finite()[1] for name, line in found.items() if is_phase(name)}
     times = {name: values for name, values in times.items() if len(values)}
     if not times:
@@ -120,7 +120,7 @@ def _timings(found: dict[str, Series]) -> str:
 
 
 def _bar(parts: dict[str, float], whole: float) -> str:
-    """A bar of the parts' shares, with a key under it; what they leave of the whole is "rest"."""
+    """A bar of the parts' shares, with a key below it; the remainder of the whole is "rest"."""
     if whole <= 0:
         return ""
     parts = parts | {"rest": whole - sum(parts.values())}
@@ -149,7 +149,7 @@ def _samples(samples: dict[int, list[dict[str, Any]]]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A prompt or completion; of a chat, the roles and what they say."""
+    """A prompt or completion; for a chat, the roles and their messages."""
     if isinstance(value, list) and all(isinstance(message, dict) for message in value):
         return "".join(f"<b>{escape(str(m.get('role', '')))}</b> {_text(m.get('content'))}<br>" for m in value)
     text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -167,7 +167,7 @@ def _config(config: dict[str, Any]) -> str:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Dotted name and value as JSON of every leaf of nested tables, without those that are null."""
+    """Dotted name and JSON value of every leaf of nested tables, except null values."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -176,7 +176,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], bare: bool = False) -> str:
-    """A table that scrolls sideways where it must; cells are HTML, with their own tags where bare."""
+    """A table that scrolls sideways if necessary; cells are HTML, with their own tags if `bare`."""
     top = "".join(f"<th>{name}</th>" for name in head)
     lines = ("".join(cell if bare else f"<td>{cell}</td>" for cell in row) for row in rows)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)

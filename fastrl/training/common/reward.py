@@ -1,10 +1,10 @@
-"""Reward functions: ``path/to/file.py:function``, with TRL's signature, and every result checked.
+"""Reward functions: `path/to/file.py:function`, with TRL's signature; every result is checked.
 
     def reward(prompts, completions, **columns) -> list[float | None]
 
-``prompts`` and each column hold one entry a completion. A completion is a string, or for a chat prompt a list of one
+`prompts` and each column hold one entry per completion. A completion is a string, or for a chat prompt a list of one
 assistant message (as in TRL). None means "no reward". A function that rewards steps returns for each completion a list
-of pairs (end, reward) instead, end the number of characters up to the end of the step.
+of pairs (end, reward) instead, where end is the number of characters up to the end of the step.
 """
 
 import importlib.util
@@ -25,46 +25,48 @@ from fastrl.training.common.data import Example
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A checked reward function; ``name`` is the function's, ``source`` its "file.py:function"."""
+    """A checked reward function; `name` is the function's name, `source` its "file.py:function"."""
 
     function: Callable[..., Any]
     name: str
     source: str
 
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """One finite float or None a completion; ``examples[i]`` is the prompt of ``completions[i]``.
+        """One finite float or None per completion; `examples[i]` is the prompt of `completions[i]`.
 
-        Raises UserError naming the function and the sample for anything else, and for an exception inside it, that of
-        ``sys.exit`` too.
+        Raises UserError naming the function and the sample for anything else, and for an exception inside it, including
+        that of `sys.exit`.
         """
         results = self._results(examples, completions)
         return [self._number(value, index, examples) for index, value in enumerate(results)]
 
     def steps(self, examples: list[Example], completions: list[str]) -> list[list[tuple[int, float]]]:
         """The pairs (end, reward) of each completion's steps, from a function for steps. Raises as a call does."""
-        found = []
+        all_steps = []
         for index, result in enumerate(self._results(examples, completions)):
             pairs = result if isinstance(result, list | tuple) else None
             limit = len(completions[index])
-            good = pairs is not None and all(
+            well_formed = pairs is not None and all(
                 isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], int) and 0 < pair[0] <= limit
                 for pair in pairs
             )
-            if pairs is None or not good:
+            if pairs is None or not well_formed:
                 raise UserError(
                     f"{self.source}: steps of sample {index} must be a list of pairs (end, reward), end from 1 to the "
                     f"completion's {limit} characters, got {result!r}; its prompt is {examples[index].prompt!r}"
                 )
             rewards = [self._number(reward, index, examples) for _, reward in pairs]
-            found.append([(end, reward) for (end, _), reward in zip(pairs, rewards, strict=True) if reward is not None])
-        return found
+            all_steps.append(
+                [(end, reward) for (end, _), reward in zip(pairs, rewards, strict=True) if reward is not None]
+            )
+        return all_steps
 
     def _results(self, examples: list[Example], completions: list[str]) -> list[Any]:
         try:
             results = self._call(examples, completions)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # someone else's code: whatever it raises is its user's to mend
+        except BaseException as error:  # foreign code: its user must fix whatever it raises
             culprit = self._culprit(examples, completions)
             raise UserError(f"{self.source}: raised {_told(error)} on {culprit}") from error
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
@@ -79,7 +81,7 @@ class RewardFunction:
         return self.function(prompts=[example.prompt for example in examples], completions=texts, **columns)
 
     def _culprit(self, examples: list[Example], completions: list[str]) -> str:
-        """In words, the sample on which the function raises, found by calling it again on halves of what it got."""
+        """Describe the sample on which the function raises, found by calling it again on halves of its input."""
         first, end = 0, len(examples)
         while end - first > 1:
             middle = (first + end) // 2
@@ -91,7 +93,7 @@ class RewardFunction:
                 except BaseException:
                     first, end = half.start, half.stop
                     break
-            else:  # it needs samples of both halves, or the world has changed
+            else:  # it needs samples of both halves, or outside state has changed
                 return f"samples {first} to {end - 1} together, on neither half of them alone"
         example, completion = examples[first], completions[first]
         return f"sample {first}: prompt {example.prompt!r} ({example.source}), completion {completion!r}"
@@ -108,14 +110,14 @@ class RewardFunction:
 
 
 class Scorer(Protocol):
-    """What gives each completion a reward: a function, or a reward model."""
+    """Gives each completion a reward: a function, or a reward model."""
 
     @property
     def name(self) -> str:
-        """What its rewards are called in the metrics."""
+        """The name of its rewards in the metrics."""
 
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """One finite float or None a completion."""
+        """One finite float or None per completion."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +127,20 @@ class Rewards:
     scorers: Sequence[tuple[Scorer, float]]
 
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """The sum over what is not None, and None where all is."""
+        """The sum over the rewards that are not None; None if all are None."""
         return self.parts(examples, completions)[0]
 
     def parts(
         self, examples: list[Example], completions: list[str]
     ) -> tuple[list[float | None], dict[str, list[float | None]]]:
         """The sums, and each scorer's own rewards by its name."""
-        found = {scorer.name: scorer(examples, completions) for scorer, _ in self.scorers}
+        by_scorer = {scorer.name: scorer(examples, completions) for scorer, _ in self.scorers}
         weights = [weight for _, weight in self.scorers]
         totals: list[float | None] = []
-        for values in zip(*found.values(), strict=True):
-            given = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-            totals.append(sum(given) if given else None)
-        return totals, found
+        for values in zip(*by_scorer.values(), strict=True):
+            weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+            totals.append(sum(weighted) if weighted else None)
+        return totals, by_scorer
 
 
 def _as_trl(example: Example, completion: str) -> str | list[dict[str, str]]:
@@ -146,7 +148,7 @@ def _as_trl(example: Example, completion: str) -> str | list[dict[str, str]]:
 
 
 def load_rewards(sources: Sequence[str], weights: Sequence[float] | None) -> list[tuple[Scorer, float]]:
-    """Functions with their weights (1 by default). Raises UserError as load_reward, and for a name that two have."""
+    """Functions with their weights (1 by default). Raises UserError as `load_reward`, and if two names are equal."""
     functions = [load_reward(source) for source in sources]
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
@@ -155,15 +157,15 @@ def load_rewards(sources: Sequence[str], weights: Sequence[float] | None) -> lis
 
 
 def load_reward(source: str) -> RewardFunction:
-    """Import ``path/to/file.py:function``. Raises UserError naming the file (and line) if that cannot be done."""
+    """Import `path/to/file.py:function`. Raises UserError naming the file (and line) if that fails."""
     file, separator, name = source.rpartition(":")
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f'reward function: expected "path/to/file.py:function", got {source!r}')
     module = _import(Path(file))
     function = getattr(module, name, None)
     if not callable(function):
-        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        raise UserError(f"{file}: has no function {name!r}; it has {', '.join(own) or 'none'}")
+        available = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        raise UserError(f"{file}: has no function {name!r}; it has {', '.join(available) or 'none'}")
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{file}: {name} is declared with async def, expected a function that returns the rewards")
     return RewardFunction(function, name, source)
@@ -176,7 +178,7 @@ def _import(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: cannot be imported as a Python module")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look their module up here
+    sys.modules[spec.name] = module  # dataclasses and pickling look up their module here
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -184,12 +186,12 @@ def _import(path: Path) -> ModuleType:
         raise UserError(f"{where}: {error.msg}") from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # someone else's code, as above
+    except BaseException as error:  # foreign code, as above
         raise UserError(f"{path}: importing it raised {_told(error)}") from error
     return module
 
 
 def _told(error: BaseException) -> str:
-    """An exception's name, what it says, and where it was raised."""
+    """An exception's name, its message, and where it was raised."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}{f': {error}' if str(error) else ''} ({line.filename}:{line.lineno})"

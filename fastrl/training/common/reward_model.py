@@ -1,8 +1,8 @@
 """Reward models: sequence classifiers with one label, whose score of a prompt and its completion is the reward.
 
-The score is the model's linear ``score`` head on the hidden state of the last token, which is always the EOS behind the
-completion. Transformers' own forward looks for the last token that is not padding instead, and where padding is EOS
-(as in most language models) finds another one.
+The score is the model's linear `score` head on the hidden state of the last token, which is always the EOS after the
+completion. Transformers' own forward looks for the last token that is not padding instead, and finds another one if
+padding is EOS (as in most language models).
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from fastrl.training.common.policy import check_token_ids, decoder_states, left_
 from fastrl.training.common.reward import Rewards, load_rewards
 from fastrl.training.common.sections import ModelConfig
 
-# In a model's config.json: what its scores are on average, over the set that the run that trained it refers to.
+# In a model's config.json: the mean of its scores over the reference set of the run that trained it.
 MEAN = "fastrl_score_mean"
 
 
 class RewardModel:
-    """Scores completions; a ``Scorer``."""
+    """Scores completions; a `Scorer`."""
 
     name = "model"
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64) -> None:
-        """``model`` is a sequence classifier that ``check_classifier`` lets pass, in evaluation mode."""
+        """`model` is a sequence classifier that passes `check_classifier`, in evaluation mode."""
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
 
     @classmethod
     def load(
         cls, path: str, device: torch.device, trust_remote_code: bool = False, batch_size: int = 64
     ) -> "RewardModel":
-        """The reward model of a directory or hub name, such as ``fastrl reward-model`` writes, in float32.
+        """Load the reward model in a directory (as `fastrl reward-model` writes it) or on the hub, in float32.
 
-        Raises UserError for a model that cannot be loaded, or is no sequence classifier with one score.
+        Raises UserError for a model that cannot be loaded, or is not a sequence classifier with one score.
         """
         config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(config)
@@ -51,11 +51,11 @@ class RewardModel:
 
     @property
     def mean(self) -> float:
-        """What is subtracted from every score."""
+        """The value that is subtracted from every score."""
         return float(getattr(self.model.config, MEAN, 0.0))
 
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """The score of each completion of its prompt, less the mean. UserError naming the prompt of one too long."""
+        """The score of each completion of its prompt, less the mean. Raises UserError naming a prompt that is too long."""
         sequences, limit = [], max_positions(self.model)
         for example, completion in zip(examples, completions, strict=True):
             prompt_ids, completion_ids = tokenize_pair(example.prompt, completion, self.tokenizer, example.source)
@@ -70,18 +70,18 @@ class RewardModel:
     @torch.no_grad()
     def score(self, sequences: Sequence[list[int]]) -> list[float]:
         """The score of each sequence of tokens, less the mean."""
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # little padding in a batch
-        found = [0.0] * len(sequences)
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # little padding per batch
+        result = [0.0] * len(sequences)
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
             scores = score_sequences(self.model, [sequences[i] for i in rows]) - self.mean
             for i, score in zip(rows, scores.tolist(), strict=True):
-                found[i] = score
-        return found
+                result[i] = score
+        return result
 
 
 def score_sequences(model: Any, sequences: Sequence[list[int]]) -> Tensor:
-    """What the head makes of each sequence's last token: (B,) float32, differentiable, the mean not subtracted."""
+    """The head's output for each sequence's last token: (B,) float32, differentiable, the mean not subtracted."""
     input_ids, mask = left_pad(sequences, 0, model.score.weight.device)  # any padding: it is not attended to
     states = decoder_states(model.base_model, input_ids, mask)[:, -1]
     scores: Tensor = model.score(states)[:, 0].float()
@@ -89,7 +89,7 @@ def score_sequences(model: Any, sequences: Sequence[list[int]]) -> Tensor:
 
 
 def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise UserError unless the model has a linear ``score`` head of one output and knows the tokenizer's tokens."""
+    """Raise UserError unless the model has a linear `score` head of one output and knows the tokenizer's tokens."""
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear):
         raise UserError(f'{name}: expected a linear head called "score", which {type(model).__name__} does not have')
@@ -106,9 +106,9 @@ def make_rewards(
     device: torch.device,
     trust_remote_code: bool,
 ) -> Rewards:
-    """The weighted sum of functions (``path/to/file.py:function``) and a reward model, as a config names them.
+    """The weighted sum of functions (`path/to/file.py:function`) and a reward model, as a config names them.
 
-    Raises UserError for one that cannot be loaded, and for a name that two of them have.
+    Raises UserError for one that cannot be loaded, and if two have the same name.
     """
     scorers = load_rewards(functions, weights)
     if model is not None:

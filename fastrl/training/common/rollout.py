@@ -1,4 +1,4 @@
-"""Sampled completions: what a step knows of them, token by token."""
+"""Sampled completions, with what a step knows about each token."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,8 +23,8 @@ class Rollout:
     input_ids: Tensor  # (B, P + T) int64
     attention_mask: Tensor  # (B, P + T) bool; completions count up to and including their EOS
     prompt_length: int  # P
-    sampling_mask: SamplingMask | None = None  # B T rows, one a token; None means drawn from the whole vocabulary
-    routing: Tensor | None = None  # (B, P + T, layers, experts a token) int, -1 = not recorded
+    sampling_mask: SamplingMask | None = None  # B * T rows, one per token; None means drawn from the whole vocabulary
+    routing: Tensor | None = None  # (B, P + T, layers, experts per token) int, -1 = not recorded
     counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
     rewards: Tensor | None = None  # (B,) float32
     groups: Tensor | None = None  # (B,) int64, the prompt of each
@@ -33,8 +33,8 @@ class Rollout:
     returns: Tensor | None = None  # (B, T) float32, what the critic's values should be
     old_logprobs: Tensor | None = None  # (B, T) float32, before the step's first update; None means on-policy
     ref_logprobs: Tensor | None = None  # (B, T) float32, of the reference
-    rollout_logprobs: Tensor | None = None  # (B, T) float32, as the sampler had them
-    old_values: Tensor | None = None  # (B, T) float32, the critic's before the step's first update
+    rollout_logprobs: Tensor | None = None  # (B, T) float32, of the sampler
+    old_values: Tensor | None = None  # (B, T) float32, of the critic before the step's first update
 
     @property
     def targets(self) -> Tensor:
@@ -43,7 +43,7 @@ class Rollout:
 
     @property
     def completion_mask(self) -> Tensor:
-        """Which of them are there, (B, T) bool."""
+        """Which of them are not padding, (B, T) bool."""
         return self.attention_mask[:, self.prompt_length :]
 
     @property
@@ -53,7 +53,7 @@ class Rollout:
         return mask if self.counted is None else mask & self.counted[:, None]
 
     def select(self, rows: Tensor) -> "Rollout":
-        """The rows (int64 indices), without the padding columns that none of them needs."""
+        """The completions with these int64 indices, without the padding columns that none of them needs."""
         used = self.attention_mask[rows].any(0).nonzero()
         first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, self.prompt_length)
         longest = end - self.prompt_length
@@ -71,20 +71,20 @@ class Rollout:
         )
 
     def loss_arguments(self, packed: bool) -> dict[str, Any]:
-        """What every policy loss takes of a batch: padded (B, T), or packed, its N counted tokens."""
+        """The arguments that every policy loss takes from a batch: padded (B, T), or packed, its N valid tokens."""
         mask, sets, advantages = self.mask, self.sampling_mask, self.response_advantages
-        given = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+        per_token = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
         if advantages is None:
-            given["advantages"] = self.token_advantages
+            per_token["advantages"] = self.token_advantages
         if not packed:
-            return {"targets": self.targets, "mask": mask, "sampling_mask": sets, "advantages": advantages, **given}
+            return {"targets": self.targets, "mask": mask, "sampling_mask": sets, "advantages": advantages, **per_token}
         starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
         return {
             "targets": self.targets[mask],
             "cu_seqlens": starts,
             "sampling_mask": None if sets is None else sets.index(mask.flatten().nonzero()[:, 0]),
             "advantages": advantages,
-            **{name: None if x is None else x[mask] for name, x in given.items()},
+            **{name: None if x is None else x[mask] for name, x in per_token.items()},
         }
 
 
@@ -97,7 +97,7 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
     for name, fill in (("input_ids", None), ("attention_mask", False), ("routing", -1)):
         parts = [(getattr(part, name), longest - part.prompt_length) for part in rollouts]
         if parts[0][0] is not None:
-            # Padding is whatever the row begins with: it is not attended to.
+            # Padding repeats the first token of the sequence: it is not attended to.
             changes[name] = torch.cat(
                 [
                     torch.cat(
@@ -123,10 +123,10 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch.nn.Module | None = None) -> Tensor:
-    """The last hidden states that predict the completions' tokens: (B, T, H), or packed (N, H), N counted tokens.
+    """The last hidden states that predict the completions' tokens: (B, T, H), or packed (N, H), N valid tokens.
 
-    ``decoder`` is the policy's own by default. Forward and backward belong inside ``replaying(policy, rollout,
-    packed)``, so that the policy's experts are those of the rollout, in layers that are computed again too.
+    `decoder` is the policy's own by default. Forward and backward belong inside `replaying(policy, rollout,
+    packed)`, so that the policy's experts are those of the rollout, also in recomputed layers.
     """
     module = policy.model.get_decoder() if decoder is None else decoder
     states = decoder_states(module, rollout.input_ids, rollout.attention_mask, packed)
@@ -134,12 +134,12 @@ def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch
         return states[:, rollout.prompt_length - 1 : -1]
     flat = torch.zeros_like(rollout.attention_mask)
     flat[:, rollout.prompt_length :] = rollout.mask
-    # A sequence's tokens lie together, and none of those that count is its first.
+    # A sequence's tokens are contiguous, and its first token is never a valid one.
     return states[flat[rollout.attention_mask].nonzero()[:, 0] - 1]
 
 
 def replaying(policy: Policy, rollout: Rollout, packed: bool) -> Any:
-    """A context in which the policy's forwards over the rollout take the experts that the sampler took."""
+    """A context in which the policy's forwards over the rollout use the experts that the sampler used."""
     if rollout.routing is None:
         return nullcontext()
     routing = rollout.routing[rollout.attention_mask][None] if packed else rollout.routing
@@ -147,20 +147,20 @@ def replaying(policy: Policy, rollout: Rollout, packed: bool) -> Any:
 
 
 def unpacked(values: Tensor, rollout: Rollout, packed: bool) -> Tensor:
-    """One number a token, as hidden_states orders them, as (B, T) with 0 where masked."""
+    """One number per token, in the order of `hidden_states`, as (B, T) with 0 where masked."""
     if not packed:
         return values.where(rollout.mask, 0)
     return torch.zeros(rollout.mask.shape, device=values.device).masked_scatter(rollout.mask, values)
 
 
 def in_batches(rollout: Rollout, size: int | None, numbers: Callable[[Rollout], Tensor]) -> Tensor:
-    """A function from a batch to one number a token, (b, t), applied a few sequences at a time: (B, T) float32."""
-    found = torch.zeros(rollout.targets.shape, device=rollout.targets.device)
-    rows = torch.arange(len(found), device=found.device)
-    for part in rows.split(size or len(rows)) if len(rows) else ():
-        values = numbers(rollout.select(part))
-        found[part, : values.shape[1]] = values
-    return found
+    """Apply a function from a batch to one number per token, (b, t), a few sequences at a time: (B, T) float32."""
+    result = torch.zeros(rollout.targets.shape, device=rollout.targets.device)
+    all_rows = torch.arange(len(result), device=result.device)
+    for rows in all_rows.split(size or len(all_rows)) if len(all_rows) else ():
+        values = numbers(rollout.select(rows))
+        result[rows, : values.shape[1]] = values
+    return result
 
 
 @torch.no_grad()
@@ -172,9 +172,9 @@ def rollout_logprobs(
     packed: bool = False,
     memory_budget: str | None = None,
 ) -> Tensor:
-    """Log-probabilities (B, T) float32 of the sampled tokens under a policy, by the fused path that training takes.
+    """Log-probabilities (B, T) float32 of the sampled tokens under a policy, by the fused path used in training.
 
-    Every policy, a reference too, normalises over the entries that the sampler drew from. 0 where masked.
+    Every policy, a reference too, normalises over the tokens' support. 0 where masked.
     """
 
     def logprobs(part: Rollout) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tables that several commands' configs share: model, machine, optimizer, sampling, what a run leaves behind."""
+"""The tables that several commands' configs share: model, machine, optimizer, sampling, and what a run writes."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ FileLocation = Annotated[Path, Location()]
 def _budget(text: str | None) -> str | None:
     try:
         parse_budget(text)
-    except TypeError as error:  # which pydantic would not report
+    except TypeError as error:  # pydantic would not report it
         raise ValueError(str(error)) from error
     return text
 
@@ -40,7 +40,7 @@ class ModelConfig(Section):
     attention: str | None = None
     """transformers' attn_implementation, such as "sdpa" or "flash_attention_2"; the default is transformers' own."""
     gradient_checkpointing: bool = False
-    """Keep a layer's input only, and compute the layer again in the backward: less memory, a third more time."""
+    """Keep only a layer's input, and compute the layer again in the backward: less memory, a third more time."""
     lora_rank: int | None = Field(None, ge=1)
     """Train low-rank adapters of this rank (needs peft) in place of the weights. The head stays frozen, so the losses
     skip its gradient, and the reference of a KL term is the model without its adapters."""
@@ -64,7 +64,7 @@ class MachineConfig(Section):
     seed: int = Field(0, ge=0, lt=2**32)
     """Seeds Python, NumPy and torch."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
+    """cpu, cuda, cuda:1 ...; auto takes cuda if there is one."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
     machine that has other work; numbers repeat exactly only for the same number of threads."""
@@ -93,9 +93,9 @@ class RolloutConfig(Section):
     """How completions are sampled."""
 
     prompts_per_step: int = Field(128, ge=1)
-    """Prompts a step."""
+    """Prompts per step."""
     num_generations: int = Field(8, ge=1)
-    """Completions a prompt (the group)."""
+    """Completions per prompt (the group)."""
     max_new_tokens: int = Field(256, ge=1)
     """The longest completion, EOS included."""
     temperature: float = Field(1.0, gt=0)
@@ -112,7 +112,7 @@ class RolloutConfig(Section):
     dynamic_sampling: bool = False
     """DAPO's: groups whose rewards are all equal are left out, and other prompts sampled in their place."""
     max_refills: int = Field(3, ge=0)
-    """How often dynamic sampling may do so in a step; after that the step is made with what there is."""
+    """How often dynamic sampling may do so in a step; after that the step uses the groups it has."""
     keep_routing: bool = False
     """Record which experts of a mixture each token took, and take the same in training."""
 
@@ -123,7 +123,7 @@ class RolloutConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What a run leaves behind."""
+    """What a run writes."""
 
     output_dir: FileLocation = Path("runs/default")
     """Metrics, plots, the report and checkpoints go here."""
@@ -140,7 +140,7 @@ class LoggingConfig(Section):
 
 
 def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:
-    """ValueError if what a run reads lies in its output directory, where it may be replaced."""
+    """Raise ValueError if an input of a run is in its output directory, where it may be replaced."""
     output = logging.output_dir.absolute()
     if source is not None and Path(source).is_relative_to(output):  # a hub's name never is
         raise ValueError(f"{field}: {source} lies in logging.output_dir, whose contents this run may replace")

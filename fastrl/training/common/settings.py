@@ -1,12 +1,12 @@
 """Settings of a command: pydantic models, read from a TOML file and overridden on the command line.
 
-The command line (``--section.field value``) is generated from the same models that check the file, so there is one list
-of fields, one set of checks and one form of error for both. A file may stand on another one:
+The command line (`--section.field value`) is generated from the same models that check the file, so there is one list
+of fields, one set of checks and one form of error for both. A file may extend another one:
 
     base = "../reverse_digits/config.toml"   # its tables, paths relative to it; what follows wins
 
-``presets`` in a table are options for one value of its ``name``. They win over the table's other options, but not over
-what a file that stands on this one, or the command line, says.
+`presets` in a table are options for one value of its `name`. They win over the table's other options, but not over
+the values of a file that extends this one, or of the command line.
 """
 
 import argparse
@@ -33,10 +33,10 @@ Settings = TypeVar("Settings", bound=Section)
 
 @dataclass(frozen=True)
 class Location:
-    """Marks a field (``Annotated[str, Location()]``) that holds a path, a path with ":function", or a list of them.
+    """Marks a field (`Annotated[str, Location()]`) that holds a path, a path with ":function", or a list of them.
 
-    In a file they are relative to the file, on the command line to the working directory. With ``hub`` it may also be a
-    model hub's "owner/name", so it is only resolved if something lies there, or if it can be nothing but a path.
+    In a file they are relative to the file, on the command line to the working directory. With `hub` it may also be a
+    model hub's "owner/name", so it is only resolved if the path exists, or if it can only be a path.
     """
 
     hub: bool = False
@@ -45,9 +45,9 @@ class Location:
 def parse_command_line(
     kind: type[Settings], command: str, description: str, argv: list[str], switches: dict[str, str] | None = None
 ) -> tuple[Settings, dict[str, bool]]:
-    """The settings that ``CONFIG.toml --section.field value ...`` describes, and which ``--switches`` were given.
+    """The settings that `CONFIG.toml --section.field value ...` describes, and which `--switches` were given.
 
-    ``switches`` are names with their help. Raises UserError for a file or a value that cannot be used, and
+    `switches` maps names to help texts. Raises UserError for a file or a value that cannot be used, and
     SystemExit(2) (argparse) for an unknown option.
     """
     switches = switches or {}
@@ -74,7 +74,7 @@ def parse_command_line(
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | None = None) -> Settings:
-    """Read and check a TOML file; ``overrides`` is a tree of the same shape whose values win.
+    """Read and check a TOML file; `overrides` is a tree of the same shape whose values win.
 
     Raises UserError naming the file and line of a syntax error, or every field that is wrong.
     """
@@ -87,7 +87,7 @@ def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | 
 
 
 def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
-    """The file's tables on top of those of its ``base``."""
+    """The file's tables on top of those of its `base`."""
     if path.resolve() in above:
         raise UserError(f"{path}: stands on itself through base = ...")
     try:
@@ -96,8 +96,8 @@ def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        of = f" (the base of {above[-1]})" if above else ""
-        raise UserError(f"{path}: cannot read the config: {reason}{of}") from error
+        origin = f" (the base of {above[-1]})" if above else ""
+        raise UserError(f"{path}: cannot read the config: {reason}{origin}") from error
     base = tree.pop("base", None)
     _resolve_paths(kind, tree, path.parent)
     if base is None:
@@ -122,9 +122,9 @@ def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> N
 
 
 def looks_like_path(text: str, base: Path = Path()) -> bool:
-    """Whether a text is a path and no hub's "name" or "owner/name", also if nothing lies there.
+    """Whether a text is a path and not a hub's "name" or "owner/name", even if the path does not exist.
 
-    It begins or ends like one, has more parts, or its first part is a directory under ``base``.
+    A path begins or ends like one, has more parts, or its first part is a directory under `base`.
     """
     first, *rest = text.split("/")
     return (
@@ -162,21 +162,21 @@ def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> 
     lines = []
     for item in error.errors():
         field = ".".join(str(part) for part in item["loc"])
-        given: Any = overrides  # what the command line says about this field
+        override: Any = overrides  # the command line's value of this field
         for part in item["loc"]:
-            given = given.get(part) if isinstance(given, dict) else None
-        if isinstance(given, dict) and given:  # several fields that do not go together
-            options = " ".join(f"--{field}.{name}".replace("--.", "--") for name in given)
+            override = override.get(part) if isinstance(override, dict) else None
+        if isinstance(override, dict) and override:  # several fields that do not go together
+            options = " ".join(f"--{field}.{name}".replace("--.", "--") for name in override)
             where = f"{path} with {options}: {field}".removesuffix(": ")
         else:
-            where = f"{path}: {field}".removesuffix(": ") if given is None or given == {} else f"--{field}"
+            where = f"{path}: {field}".removesuffix(": ") if override is None or override == {} else f"--{field}"
         if item["type"] == "extra_forbidden":
             lines.append(f"{where}: unknown field (value {item['input']!r})")
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not given")
         else:
-            said = "expected a table" if item["type"] == "model_type" else item["msg"].removeprefix("Value error, ")
-            came = f", got {item['input']!r}"
-            told = isinstance(item["input"], BaseModel | dict) or said.endswith(came)
-            lines.append(f"{where}: {said}{'' if told else came}")
+            message = "expected a table" if item["type"] == "model_type" else item["msg"].removeprefix("Value error, ")
+            received = f", got {item['input']!r}"
+            shows_value = isinstance(item["input"], BaseModel | dict) or message.endswith(received)
+            lines.append(f"{where}: {message}{'' if shows_value else received}")
     return lines

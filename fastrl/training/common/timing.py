@@ -1,4 +1,4 @@
-"""How long a phase takes, on a CPU's clock or a GPU's, and how much memory the process has held."""
+"""How long a phase takes, on a CPU's or a GPU's clock, and the peak memory of the process."""
 
 import resource
 import sys
@@ -11,14 +11,14 @@ import torch
 
 @contextmanager
 def timed(name: str, numbers: dict[str, float]) -> Iterator[None]:
-    """Add the seconds that the block takes to a number, which starts at 0."""
+    """Add the seconds that the block takes to `numbers[name]`, which starts at 0."""
     started = time.perf_counter()
     yield
     numbers[name] = numbers.get(name, 0.0) + time.perf_counter() - started
 
 
 class Stopwatch:
-    """The seconds of a piece of work that is done many times. On a GPU it asks the device, once, at the end."""
+    """The seconds of a piece of work that is done many times. On a GPU it asks the device once, at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -27,7 +27,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Count the block."""
+        """Time the block."""
         if not self.on_gpu:
             with timed("seconds", self.numbers):
                 yield
@@ -39,14 +39,14 @@ class Stopwatch:
         self.events.append(pair)
 
     def seconds(self) -> float:
-        """All blocks together."""
+        """The sum over all blocks."""
         if self.events:
             self.events[-1][1].synchronize()
         return self.numbers["seconds"] + sum(start.elapsed_time(end) / 1000 for start, end in self.events)
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory held so far, in GiB: what torch has allocated on a GPU, or what the process has had on a CPU."""
+    """The most memory held so far, in GiB: what torch has allocated on a GPU, or the process has used on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     units = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
