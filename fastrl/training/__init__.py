@@ -1,1 +1,1 @@
-"""The commands that train: `rl` (the thin trainer), `stages` around it, and what all share (`common`)."""
+"""The commands that train: `rl` (the thin trainer), the `stages` around it, and their shared code (`common`)."""

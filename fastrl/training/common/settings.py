@@ -69,8 +69,8 @@ def parse_command_line(
     )
     arguments = vars(parser.parse_args(argv))
     path = arguments.pop("file")
-    given = {name: arguments.pop(name) for name in switches}
-    return load_settings(kind, path, source(parsed_args=arguments)()), given
+    switched_on = {name: arguments.pop(name) for name in switches}
+    return load_settings(kind, path, source(parsed_args=arguments)()), switched_on
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | None = None) -> Settings:

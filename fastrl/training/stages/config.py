@@ -23,7 +23,7 @@ class TrainingConfig(MachineConfig):
     epochs: int = Field(1, ge=1)
     """Passes over the data, each in a new random order."""
     batch_size: int = Field(32, ge=1)
-    """Rows of the data an update."""
+    """Rows of the data per update."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Rows in one forward and backward, gradients accumulate over the update; the default is all of them."""
     max_length: int | None = Field(None, ge=2)
@@ -35,13 +35,13 @@ class TokenTrainingConfig(TrainingConfig):
     """The loop, with a loss over the vocabulary."""
 
     packing: bool = False
-    """Put a micro-batch's sequences behind one another without padding."""
+    """Concatenate a micro-batch's sequences without padding."""
     memory_budget: Budget = None
     """The most temporary memory of the fused loss, such as "512MiB"; the default is a quarter of what is free."""
 
 
 class DataConfig(Section):
-    """What is learned from."""
+    """The training data."""
 
     path: FileLocation
     """Training rows, JSONL."""

@@ -1,4 +1,4 @@
-"""``fastrl dpo``: direct preference optimisation on {"prompt", "chosen": string, "rejected": string} rows.
+"""`fastrl dpo`: direct preference optimisation on {"prompt", "chosen": string, "rejected": string} rows.
 
 The reference is the policy that the run starts from. Its log-probabilities of the data are computed once, before the
 first update, so no second model is kept; checkpoints hold them.
@@ -48,7 +48,7 @@ class Pair:
 
 
 class DPO(PolicyStage[Pair]):
-    """-log sigmoid of beta times how much more the policy than the reference prefers the chosen completion."""
+    """-log sigmoid of beta times how much more the policy prefers the chosen completion than the reference does."""
 
     shown = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "lr", "grad_norm")
 
@@ -57,13 +57,13 @@ class DPO(PolicyStage[Pair]):
         self.packing, self.memory_budget, self.beta = training.packing, training.memory_budget, beta
 
     def part(self, rows: Sequence[Pair], total: int) -> tuple[Tensor, dict[str, float]]:
-        """The loss summed over the pairs, over the update's pairs."""
+        """The loss summed over the pairs, divided by the number of the update's pairs."""
         policy, batch = self.policy, as_rollout(self.policy, both(rows))
         layout = batch.loss_arguments(self.packing)
         targets = layout["targets"]
         reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
         with policy.computing():
-            found = linear_dpo_loss(
+            result = linear_dpo_loss(
                 hidden_states(policy, batch, self.packing),
                 policy.weight,
                 targets,
@@ -75,27 +75,27 @@ class DPO(PolicyStage[Pair]):
                 **policy.head,
             )
         numbers = {
-            "accuracy": float((found.margins > 0).sum()) / total,
-            "margin": float(found.margins.sum()) / total,
-            "chosen_reward": float(found.chosen_rewards.sum()) / total,
-            "rejected_reward": float(found.rejected_rewards.sum()) / total,
+            "accuracy": float((result.margins > 0).sum()) / total,
+            "margin": float(result.margins.sum()) / total,
+            "chosen_reward": float(result.chosen_rewards.sum()) / total,
+            "rejected_reward": float(result.rejected_rewards.sum()) / total,
             "tokens": float(batch.mask.sum()),
         }
-        return found.loss * (len(rows) / total), numbers
+        return result.loss * (len(rows) / total), numbers
 
     def before(self, rows: Sequence[Pair], size: int) -> Tensor:
-        """The log-probabilities that the policy gives to chosen and rejected now, without its adapters: (pairs, 2)."""
+        """The current policy's log-probabilities of chosen and rejected, without its adapters: (pairs, 2)."""
         reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
-        found = [torch.empty(0, 2)]
+        logprobs = [torch.empty(0, 2)]
         for first in tqdm(range(0, len(rows), size), desc="reference", unit="batch", disable=None if rows else True):
             batch = rows[first : first + size]
             rollout = as_rollout(self.policy, both(batch))
-            logprobs = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
-            found.append(logprobs.view(2, -1).T.cpu())
-        return torch.cat(found)
+            sums = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
+            logprobs.append(sums.view(2, -1).T.cpu())
+        return torch.cat(logprobs)
 
     def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
-        """The pairs with their reference."""
+        """The pairs with the reference's log-probabilities."""
         return [
             replace(row, reference=(chosen, rejected))
             for row, (chosen, rejected) in zip(rows, before.tolist(), strict=True)
@@ -103,12 +103,12 @@ class DPO(PolicyStage[Pair]):
 
 
 def both(rows: Sequence[Pair]) -> list[Tokens]:
-    """2B sequences as the loss wants them: first the chosen, then the rejected in the same order."""
+    """2B sequences in the loss's order: first the chosen, then the rejected in the same order."""
     return [row.chosen for row in rows] + [row.rejected for row in rows]
 
 
 def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
-    """A row of the dataset; its other fields are not read."""
+    """Parse a row of the dataset; its other fields are ignored."""
     pair = Pair(reader.tokens(row, "chosen", where), reader.tokens(row, "rejected", where))
     if pair.chosen == pair.rejected:
         raise UserError(f"{where}: chosen and rejected: expected completions that differ, got {row['chosen']!r} twice")
@@ -121,9 +121,9 @@ def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
-    """Run the stage, or what is left of it; returns the run's summary.
+    """Run the stage, or the rest of it; returns the run's summary.
 
-    Raises UserError, before the first update, for what cannot be used.
+    Raises UserError before the first update for input that cannot be used.
     """
     training = config.training
     with prepared(config, "dpo", resume) as (device, checkpoint):
@@ -138,5 +138,5 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl dpo CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend."""
+    """`fastrl dpo CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for what the user can fix."""
     return command(Config, "dpo", "Train a language model on pairs of completions.", train, argv)

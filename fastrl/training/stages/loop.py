@@ -32,33 +32,33 @@ Config = TypeVar("Config", bound=StageConfig)
 
 
 class Stage(ABC, Generic[Row]):
-    """What is trained, and by which loss; ``model`` is on its device and in evaluation mode."""
+    """What is trained, and with which loss; `model` is on its device and in evaluation mode."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
     has_adapters = False  # the model is peft's wrapper, and only its adapters are trained
-    shown: Sequence[str]  # the metrics of a line on the terminal
+    shown: Sequence[str]  # the metrics in a line on the terminal
 
     def weight(self, row: Row) -> int:
-        """How much of what the loss is a mean over a row holds."""
+        """The row's weight in the loss's mean: how many of the averaged items it holds."""
         return 1
 
     @abstractmethod
     def part(self, rows: Sequence[Row], total: int) -> tuple[Tensor, dict[str, float]]:
-        """The rows' part of the loss over all rows of an update, whose weights sum to ``total``, and of its metrics.
+        """The rows' part of the loss over all rows of an update, whose weights sum to `total`, and of its metrics.
 
-        Parts add up to the loss and the metrics of the whole, however the rows are cut up.
+        Parts add up to the loss and the metrics of the whole update, however its rows are split.
         """
 
     def before(self, rows: Sequence[Row], size: int) -> Tensor | None:
-        """What only the model from before the first update says of each row, (rows, k), ``size`` rows at a time.
+        """What only the model before the first update can compute for each row, (rows, k), `size` rows at a time.
 
-        It is kept in checkpoints.
+        Checkpoints hold it.
         """
         return None
 
     def attach(self, rows: list[Row], before: Tensor) -> list[Row]:
-        """The rows with what ``before`` said of them."""
+        """The rows with their results from `before`."""
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
@@ -75,9 +75,9 @@ class PolicyStage(Stage[Row]):
         self.has_adapters = policy.has_adapters
 
     def save(self, directory: Path) -> None:
-        """As every stage; adapters go to ``adapters`` in the directory, and into the weights of the model beside them.
+        """As every stage; adapters go to `adapters` in the directory, and merged into the model's weights beside it.
 
-        Adapters alone need the model they were made for, which may move, or be a random one that is gone.
+        Adapters alone need the model that they were made for, which may move, or be a random one that is gone.
         """
         if self.policy.has_adapters:
             self.model.save_pretrained(directory / "adapters")
@@ -86,7 +86,7 @@ class PolicyStage(Stage[Row]):
 
 
 def start(machine: MachineConfig) -> torch.device:
-    """Seed everything, quiet transformers' bars (ours are the ones to look at), and return the device."""
+    """Seed everything, quiet transformers' bars (ours show the progress), and return the device."""
     set_seed(machine.seed)
     transformers_logging.disable_progress_bar()
     return find_device(machine.device)
@@ -94,9 +94,9 @@ def start(machine: MachineConfig) -> torch.device:
 
 @contextmanager
 def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[torch.device, Path | None]]:
-    """The device, and the checkpoint to go on from if there is one; the run's folder is held for the block.
+    """Yield the device, and the checkpoint to resume from or None; the run's folder is locked for the block.
 
-    Raises UserError as ``run_folder`` does, before there is any work to lose.
+    Raises UserError as `run_folder` does, before there is any work to lose.
     """
     with (
         run_folder(config, config.logging, name, "training.epochs", resume) as checkpoint,
@@ -108,11 +108,11 @@ def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[tor
 def fit(
     stage: Stage[Row], rows: list[Row], held_out: list[Row], config: StageConfig, name: str, checkpoint: Path | None
 ) -> dict[str, Any]:
-    """Train over the epochs, or what is left of them behind a checkpoint, log every update and save the model.
+    """Train over the epochs, or those left after a checkpoint, log every update and save the model.
 
     Returns the run's summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the
     name of the signal that ended it early, or None. Held-out rows are measured at the end of each epoch, as
-    ``eval/<metric>``. Raises UserError for a loss or a gradient that is not finite.
+    `eval/<metric>`. Raises UserError for a loss or a gradient that is not finite.
     """
     training, logging, started = config.training, config.logging, time.perf_counter()
     size = training.micro_batch_size or training.batch_size
@@ -128,11 +128,11 @@ def fit(
         optimizer,
         scheduler,
         {"shuffle": batches.generator},
-        {field: (len(found), digest(found)) for field, found in sets.items()},
+        {field: (len(dataset), digest(dataset)) for field, dataset in sets.items()},
     )
     if checkpoint is None:
-        step, said = 0, {field: stage.before(found, size) for field, found in sets.items()}
-        kept = {field: tensor for field, tensor in said.items() if tensor is not None}
+        step, computed = 0, {field: stage.before(dataset, size) for field, dataset in sets.items()}
+        kept = {field: tensor for field, tensor in computed.items() if tensor is not None}
     else:
         state, kept = read_checkpoint(checkpoint, trained)
         step, batches.order = state["step"], state["order"]
@@ -146,8 +146,8 @@ def fit(
             numbers["grad_norm"] = _update(optimizer, config.optimizer.max_grad_norm, step, numbers["loss"])
             scheduler.step()
             if held_out and step % updates == 0:
-                found = measure(stage, held_out, size, backward=False)
-                numbers |= {f"eval/{metric}": value for metric, value in found.items() if metric != "tokens"}
+                evaluated = measure(stage, held_out, size, backward=False)
+                numbers |= {f"eval/{metric}": value for metric, value in evaluated.items() if metric != "tokens"}
             log.write(step, numbers)
             interrupted = signals[0] if signals and step < steps else None
             if interrupted or due(step, logging.checkpoint_every, step == steps):
@@ -170,9 +170,9 @@ def fit(
 def command(
     kind: type[Config], name: str, about: str, train: Callable[[Config, bool], dict[str, Any]], argv: list[str]
 ) -> int:
-    """Run a stage by its command line and say how it went and where things are; returns the exit status."""
-    config, given = parse_command_line(kind, name, f"{about} {ABOUT}", argv, RESUME)
-    summary, output = train(config, given["resume"]), config.logging.output_dir
+    """Run a stage from its command line, print its result and output paths, and return the exit status."""
+    config, switches = parse_command_line(kind, name, f"{about} {ABOUT}", argv, RESUME)
+    summary, output = train(config, switches["resume"]), config.logging.output_dir
     numbers = {metric: summary.get(metric) for metric in ("loss", "eval/loss", "accuracy", "eval/accuracy")}
     values = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items() if value is not None)
     print(f"{name}: {summary['steps']} updates in {summary['seconds']:.0f} s. {values}")
@@ -183,7 +183,7 @@ def command(
 
 
 def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
-    """The loss over the rows and its metrics, ``size`` rows at a time; with ``backward`` its gradient is added up."""
+    """The loss over the rows and its metrics, `size` rows at a time; with `backward` its gradient is accumulated."""
     total = sum(stage.weight(row) for row in rows)
     sums: dict[str, float] = defaultdict(float)
     for first in range(0, len(rows), size):
@@ -197,12 +197,12 @@ def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool
 
 
 class Batches:
-    """Goes through the rows in a new random order every epoch, whose last batch may be smaller."""
+    """Iterates over the rows in a new random order every epoch; its last batch may be smaller."""
 
     def __init__(self, rows: int, size: int, seed: int) -> None:
         self.rows, self.size = rows, size
         self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []  # what is left of the epoch
+        self.order: list[int] = []  # the rest of the epoch
 
     def next(self) -> list[int]:
         """The rows of the next batch."""
@@ -213,7 +213,7 @@ class Batches:
 
 
 def _update(optimizer: torch.optim.Optimizer, max_grad_norm: float, step: int, loss: float) -> float:
-    """One step of AdamW on the clipped gradient, which is then gone; returns its norm before clipping."""
+    """One step of AdamW on the clipped gradient, which is then cleared; returns its norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
     if not math.isfinite(loss + norm):
@@ -227,6 +227,6 @@ def _update(optimizer: torch.optim.Optimizer, max_grad_norm: float, step: int, l
 
 
 def save_model(stage: Stage[Any], directory: Path) -> None:
-    """Write the stage's model to ``directory``, which exists only once it is complete."""
+    """Write the stage's model to `directory`, which exists only once it is complete."""
     with whole_directory(directory, directory.with_name(f".{directory.name}.unfinished")) as unfinished:
         stage.save(unfinished)

@@ -1,8 +1,8 @@
-"""``fastrl reward-model``: a reward model from ranked completions, by the K-wise Bradley-Terry loss.
+"""`fastrl reward-model`: a reward model from ranked completions, by the K-wise Bradley-Terry loss.
 
-Rows are {"prompt", "responses": [string, ...], "ranks": [int, ...]}, 1 the best and equal ranks no pair, or {"prompt",
-"chosen", "rejected"}. A prompt's responses stay together in a batch. After training the scores are shifted: their mean
-over the training responses, or over the completions of data.reference_path, is 0.
+Rows are {"prompt", "responses": [string, ...], "ranks": [int, ...]}, where rank 1 is the best and equal ranks form no
+pair, or {"prompt", "chosen", "rejected"}. A prompt's responses stay together in a batch. After training the scores are
+shifted so that their mean over the training responses, or over the completions of data.reference_path, is 0.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from fastrl.training.stages.rows import Reader, field, smallest
 
 
 class DataConfig(shared.DataConfig):
-    """What is learned from."""
+    """The training data."""
 
     reference_path: Annotated[Path | None, Location()] = None
     """Rows {"prompt", "completion"} over which the mean score shall be 0; the default is the training responses."""
@@ -66,11 +66,11 @@ class RewardModelStage(Stage[Ranked]):
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, reference: Sequence[list[int]]
     ) -> None:
-        """``reference`` are the sequences whose mean score shall be 0."""
+        """`reference` holds the sequences whose mean score will be 0."""
         self.model, self.tokenizer, self.dtype, self.reference = model, tokenizer, dtype, reference
 
     def part(self, rows: Sequence[Ranked], total: int) -> tuple[Tensor, dict[str, float]]:
-        """Loss, accuracy and margin: means over a prompt's pairs, summed over prompts, over the update's prompts."""
+        """Loss, accuracy, margin: means over a prompt's pairs, summed over prompts, divided by the update's prompts."""
         sequences = [tokens for row in rows for tokens in row.sequences]
         ranks = torch.tensor([rank for row in rows for rank in row.ranks])
         prompts = torch.tensor([i for i, row in enumerate(rows) for _ in row.ranks])
@@ -81,8 +81,8 @@ class RewardModelStage(Stage[Ranked]):
         numbers = {"accuracy": 0.0, "margin": 0.0, "tokens": float(sum(map(len, sequences)))}
         values = scores.detach().cpu()
         for i in range(len(rows)):
-            mine, order = values[prompts == i], ranks[prompts == i]
-            margins = (mine[:, None] - mine)[order[:, None] < order]
+            prompt_scores, prompt_ranks = values[prompts == i], ranks[prompts == i]
+            margins = (prompt_scores[:, None] - prompt_scores)[prompt_ranks[:, None] < prompt_ranks]
             numbers["accuracy"] += float((margins > 0).float().mean()) / total
             numbers["margin"] += float(margins.mean()) / total
         return loss, numbers
@@ -96,14 +96,14 @@ class RewardModelStage(Stage[Ranked]):
 
 
 def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
-    """A row of the dataset in either form; its other fields are not read."""
+    """Parse a row of the dataset in either form; its other fields are ignored."""
     if "responses" not in row and "chosen" in row:
         return Ranked([reader.tokens(row, name, where).all for name in ("chosen", "rejected")], [1, 2])
     prompt, responses, ranks = (field(row, name, where) for name in ("prompt", "responses", "ranks"))
     if not isinstance(responses, list) or len(responses) < 2:
         raise UserError(f"{where}: responses: expected a list of at least two strings, got {responses!r}")
-    good = isinstance(ranks, list) and all(type(rank) is int and rank >= 1 for rank in ranks)
-    if not good or len(ranks) != len(responses):
+    well_formed = isinstance(ranks, list) and all(type(rank) is int and rank >= 1 for rank in ranks)
+    if not well_formed or len(ranks) != len(responses):
         raise UserError(
             f"{where}: ranks: expected {len(responses)} integers, one a response and 1 the best, got {ranks!r}"
         )
@@ -112,36 +112,38 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
-    """Run the stage, or what is left of it; returns the run's summary.
+    """Run the stage, or the rest of it; returns the run's summary.
 
-    Raises UserError, before the first update, for what cannot be used.
+    Raises UserError before the first update for input that cannot be used.
     """
     with prepared(config, "reward-model", resume) as (device, checkpoint):
         tokenizer = load_tokenizer(config.model)
-        # A language model lends its decoder: its own head is left over, and the score's is new.
+        # Of a language model only the decoder is used: its own head is left over, and the score head is new.
         model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
         check_classifier(model, tokenizer, str(config.model.path or config.model.config))
         setattr(model.config, MEAN, 0.0)
         reader = Reader(tokenizer, smallest(config.training.max_length, max_positions(model)))
-        everything = reader.load(config.data.path, parse)
-        rows = _with_pairs(everything, config.data.path)
+        all_rows = reader.load(config.data.path, parse)
+        rows = _with_pairs(all_rows, config.data.path)
         held_out = _with_pairs(reader.load(path, parse), path) if (path := config.data.eval_path) else []
         if config.data.reference_path is None:
-            reference = [tokens for row in everything for tokens in row.sequences]
+            reference = [tokens for row in all_rows for tokens in row.sequences]
         else:
-            found = reader.load(config.data.reference_path, lambda r, row, where: r.tokens(row, "completion", where))
-            reference = [tokens.all for tokens in found]
+            reference_rows = reader.load(
+                config.data.reference_path, lambda r, row, where: r.tokens(row, "completion", where)
+            )
+            reference = [tokens.all for tokens in reference_rows]
         stage = RewardModelStage(model, tokenizer, getattr(torch, config.model.dtype), reference)
         return fit(stage, rows, held_out, config, "reward-model", checkpoint)
 
 
 def _with_pairs(rows: list[Ranked], path: Path) -> list[Ranked]:
-    found = [row for row in rows if row.has_pair]
-    if not found:
+    kept = [row for row in rows if row.has_pair]
+    if not kept:
         raise UserError(f"{path}: expected two responses to a prompt that differ in rank, got ties alone")
-    return found
+    return kept
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl reward-model CONFIG.toml [--resume] [--section.field value ...]``; UserError for what can be mended."""
+    """`fastrl reward-model CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for wrong input."""
     return command(Config, "reward-model", "Train a reward model on ranked completions.", train, argv)

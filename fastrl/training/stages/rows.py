@@ -1,4 +1,4 @@
-"""Rows of JSONL as tokens, and tokens as the batches that a forward takes."""
+"""JSONL rows as tokens, and tokens as batches for a forward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,24 +32,24 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Reader:
-    """Takes rows apart; ``limit`` is the most tokens of a prompt and its completion together (None: any number)."""
+    """Parses rows; `limit` is the maximum number of tokens of a prompt and its completion together (None: no limit)."""
 
     tokenizer: PreTrainedTokenizerBase
     limit: int | None
 
     def load(self, path: Path, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
-        """Every row of a JSONL file, parsed; ``parse`` gets it with its file:line. UserError for a file without any."""
+        """Every row of a JSONL file, parsed; `parse` also gets its file:line. Raises UserError if there are none."""
         rows = [parse(self, row, f"{path}:{line}") for line, row in read_rows(path)]
         if not rows:
             raise UserError(f"{path}: the dataset is empty; expected one JSON object a line")
         return rows
 
     def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:
-        """The row's prompt with the completion in field ``name``. Raises UserError naming ``where``."""
+        """The row's prompt with the completion in field `name`. Raises UserError naming `where`."""
         return self.answer(field(row, "prompt", where), field(row, name, where), where, name)
 
     def answer(self, prompt: Any, completion: Any, where: str, name: str) -> Tokens:
-        """A prompt with a completion that stood in the field ``name``. Raises UserError naming ``where``."""
+        """A prompt with a completion from the field `name`. Raises UserError naming `where`."""
         if not isinstance(completion, str):
             raise UserError(f"{where}: {name}: expected a string, got {completion!r}")
         tokens = Tokens(*tokenize_pair(prompt, completion, self.tokenizer, where))
@@ -62,19 +62,19 @@ class Reader:
 
 
 def field(row: dict[str, Any], name: str, where: str) -> Any:
-    """A field that a row must have."""
+    """The value of a field that a row must have."""
     if name not in row:
         raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
     return row[name]
 
 
 def smallest(*limits: int | None) -> int | None:
-    """The least of the limits that there are."""
+    """The smallest of the limits that are not None."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def largest_call(what: str, lengths: list[int], sequences: int, packed: bool, **options: Any) -> LossCall:
-    """The largest call of a loss over ``sequences`` of completions of these lengths, in tokens."""
+    """The largest call of a loss over `sequences` of completions of these lengths, in tokens."""
     tokens, rows = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
     return LossCall(what, tokens, tokens if packed else rows, max(lengths), packed, **options)
 
@@ -86,7 +86,7 @@ def as_rollout(policy: Policy, batch: Sequence[Tokens]) -> Rollout:
     input_ids = torch.full((len(batch), end), policy.pad_token_id)
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
     for row, tokens in enumerate(batch):
-        place = slice(start - len(tokens.prompt), start + len(tokens.completion))
-        input_ids[row, place] = torch.tensor(tokens.all)
-        mask[row, place] = True
+        columns = slice(start - len(tokens.prompt), start + len(tokens.completion))
+        input_ids[row, columns] = torch.tensor(tokens.all)
+        mask[row, columns] = True
     return Rollout(input_ids.to(policy.device), mask.to(policy.device), start)

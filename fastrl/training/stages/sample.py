@@ -1,7 +1,7 @@
-"""``fastrl sample``: completions of a file of prompts with their rewards, or the best of them (RAFT, best-of-n).
+"""`fastrl sample`: completions of a file of prompts with their rewards, or the best of them (RAFT, best-of-n).
 
-A line a completion: the prompt row's fields, "completion", "reward", "rewards" by function where there are several, and
-"truncated" for a completion that did not end by EOS. ``fastrl sft`` trains on it as it is.
+One line per completion: the prompt row's fields, "completion", "reward", "rewards" by function if there are several,
+and "truncated" for a completion that did not end with EOS. `fastrl sft` trains on it as it is.
 """
 
 import argparse
@@ -27,19 +27,19 @@ from fastrl.training.common.settings import Section, parse_command_line
 from fastrl.training.rl.config import RewardConfig
 from fastrl.training.stages.loop import start
 
-# What a line holds beside the prompt row's own fields.
+# The fields of a line besides the prompt row's own.
 WRITTEN = ("completion", "reward", "rewards", "truncated")
 
 
 class DataConfig(Section):
-    """What is asked."""
+    """The prompts."""
 
     path: FileLocation
     """Prompts: JSONL with a field "prompt" and any other columns, which go to the reward functions."""
 
 
 class OutputConfig(Section):
-    """What is written."""
+    """The output file."""
 
     path: FileLocation = Path("runs/samples.jsonl")
     """The file, JSONL; while it is being written its name ends in ".unfinished"."""
@@ -77,8 +77,8 @@ class Config(Section):
             "rollout.keep_routing": self.rollout.keep_routing,
             "model.lora_rank": self.model.lora_rank is not None,
         }
-        for name, given in unused.items():
-            if given:
+        for name, is_set in unused.items():
+            if is_set:
                 raise ValueError(f"{name}: means nothing here, where nothing is trained; leave it out")
         return self
 
@@ -93,19 +93,19 @@ class Completion:
     truncated: bool
 
     def line(self, example: Example) -> str:
-        """The line of the output, with the fields of its prompt's row."""
+        """The line of the output, including the fields of its prompt's row."""
         row = {"prompt": example.prompt, **example.columns, "completion": self.text, "reward": self.reward}
         several = {"rewards": self.rewards} if len(self.rewards) > 1 else {}
         return json.dumps({**row, **several, "truncated": self.truncated}, ensure_ascii=False) + "\n"
 
 
-# Some prompts with their completions.
+# Some prompts, each with its completions.
 Chunk = list[tuple[Example, list[Completion]]]
 
 
 @dataclass
 class Tally:
-    """What is said at the end."""
+    """The totals that are printed at the end."""
 
     rewards: list[float] = field(default_factory=list)
     prompts: int = 0
@@ -113,11 +113,11 @@ class Tally:
     lines: int = 0
 
     def add(self, group: list[Completion], written: int) -> None:
-        """Count the completions of a prompt, of which so many were written."""
-        found = [completion.reward for completion in group if completion.reward is not None]
-        self.rewards += found
+        """Count the completions of a prompt, of which `written` were written."""
+        rewards = [completion.reward for completion in group if completion.reward is not None]
+        self.rewards += rewards
         self.prompts += 1
-        self.solved += any(reward >= 1 for reward in found)
+        self.solved += any(reward >= 1 for reward in rewards)
         self.lines += written
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Tally:
 
 
 def best_of(group: list[Completion], count: int) -> list[Completion]:
-    """The ``count`` distinct texts of highest reward, the first of equals; none that was cut off."""
+    """The `count` distinct texts with the highest rewards, the first of equal ones; none that was cut off."""
     whole = [completion for completion in group if completion.reward is not None and not completion.truncated]
     ranked = sorted(whole, key=lambda completion: -(completion.reward or 0.0))
     distinct: dict[str, Completion] = {}
@@ -137,7 +137,7 @@ def best_of(group: list[Completion], count: int) -> list[Completion]:
 
 
 def sample(config: Config) -> Tally:
-    """Run the stage. Raises UserError, before anything is sampled, for what cannot be used."""
+    """Run the stage. Raises UserError before anything is sampled for input that cannot be used."""
     output = config.output.path
     lock = output.with_name(f".{output.name}.lock")
     with sole_writer(output, lock, "sample", "output.path"), cpu_threads(config.training.threads):
@@ -176,12 +176,12 @@ def _groups(policy: Policy, rewards: Rewards, examples: list[Example], config: C
         texts = completion_texts(policy, rollout)
         totals, parts = rewards.parts(repeated, texts)
         ended = ended_by_eos(policy, rollout).tolist()
-        found = [
+        generated = [
             Completion(text, totals[i], {name: values[i] for name, values in parts.items()}, not ended[i])
             for i, text in enumerate(texts)
         ]
         size = settings.num_generations
-        yield [(example, found[i * size : (i + 1) * size]) for i, example in enumerate(chunk)]
+        yield [(example, generated[i * size : (i + 1) * size]) for i, example in enumerate(chunk)]
 
 
 def _write(file: TextIO, chunks: Iterable[Chunk], best: int | None, bar: tqdm) -> Tally:
@@ -197,12 +197,12 @@ def _write(file: TextIO, chunks: Iterable[Chunk], best: int | None, bar: tqdm) -
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl sample CONFIG.toml [--best K] [--section.field value ...]``; UserError for what the user can mend."""
+    """`fastrl sample CONFIG.toml [--best K] [--section.field value ...]`. Raises UserError for wrong input."""
     short = argparse.ArgumentParser(prog="fastrl sample", add_help=False, allow_abbrev=False)
     short.add_argument("--best", type=int, metavar="K")
-    given, rest = short.parse_known_args(argv)
-    if given.best is not None:
-        rest += ["--output.best", str(given.best)]
+    options, rest = short.parse_known_args(argv)
+    if options.best is not None:
+        rest += ["--output.best", str(options.best)]
     about = "Sample completions and their rewards. --best K is short for --output.best K."
     config, _ = parse_command_line(Config, "sample [--best K]", about, rest)
     tally = sample(config)

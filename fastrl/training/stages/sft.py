@@ -1,6 +1,6 @@
-"""``fastrl sft``: supervised fine-tuning on {"prompt": string or messages, "completion": string} rows.
+"""`fastrl sft`: supervised fine-tuning on {"prompt": string or messages, "completion": string} rows.
 
-The loss is the cross-entropy of the completions' tokens and their EOS, a mean over the tokens of an update.
+The loss is the mean cross-entropy of an update's completion tokens, EOS included.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ class SFT(PolicyStage[Tokens]):
         self.packing, self.memory_budget = training.packing, training.memory_budget
 
     def weight(self, row: Tokens) -> int:
-        """The tokens that count."""
+        """The number of valid tokens."""
         return len(row.completion)
 
     def part(self, rows: Sequence[Tokens], total: int) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy summed over the rows, over the update's tokens."""
+        """Cross-entropy summed over the rows, divided by the number of the update's tokens."""
         policy, batch = self.policy, as_rollout(self.policy, rows)
         targets = batch.targets[batch.mask] if self.packing else batch.targets.masked_fill(~batch.mask, -100)
         count = sum(map(self.weight, rows))
@@ -55,7 +55,7 @@ class SFT(PolicyStage[Tokens]):
 
 
 def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
-    """A row of the dataset; its other fields are not read."""
+    """Parse a row of the dataset; its other fields are ignored."""
     return reader.tokens(row, "completion", where)
 
 
@@ -65,9 +65,9 @@ def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
-    """Run the stage, or what is left of it; returns the run's summary.
+    """Run the stage, or the rest of it; returns the run's summary.
 
-    Raises UserError, before the first update, for what cannot be used.
+    Raises UserError before the first update for input that cannot be used.
     """
     with prepared(config, "sft", resume) as (device, checkpoint):
         training = config.training
@@ -82,5 +82,5 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """``fastrl sft CONFIG.toml [--resume] [--section.field value ...]``; UserError for what the user can mend."""
+    """`fastrl sft CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for what the user can fix."""
     return command(Config, "sft", "Fine-tune a language model on prompts and completions.", train, argv)
