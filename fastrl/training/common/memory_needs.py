@@ -29,7 +29,7 @@ class LossCall:
     """The largest call of one of the losses, or of log-probabilities, as far as its memory depends on the config."""
 
     what: str  # for the message
-    tokens: int  # valid ones, at most
+    tokens: int  # the number of valid tokens, at most
     rows: int  # with padding
     longest: int  # tokens of the longest response
     packed: bool

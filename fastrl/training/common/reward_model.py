@@ -55,7 +55,10 @@ class RewardModel:
         return float(getattr(self.model.config, MEAN, 0.0))
 
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """The score of each completion of its prompt, less the mean. UserError names the prompt of one too long."""
+        """The score of each completion of its prompt, less the mean.
+
+        Raises UserError naming the prompt of a sequence that is too long.
+        """
         sequences, limit = [], max_positions(self.model)
         for example, completion in zip(examples, completions, strict=True):
             prompt_ids, completion_ids = tokenize_pair(example.prompt, completion, self.tokenizer, example.source)
