@@ -50,8 +50,12 @@ def combine_splits_kernel(
     outer, _, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
     outer = tl.zeros([ROWS], tl.float32) + outer
     outer2 = outer * LOG2E
+    # Nothing was written for masked rows: their memory holds anything.
+    unmasked = row >= 0
+    if mask_ptr is not None:
+        unmasked = tl.load(mask_ptr + row) != 0
     valid = load_target(targets_ptr + row, vocab) >= 0
-    at_target = tl.load(target_logits_ptr + row, mask=valid, other=-float("inf"))
+    at_target = tl.load(target_logits_ptr + row, mask=valid & unmasked, other=-float("inf"))
 
     # Loop: SPLITS splits at a time; each step's fold is folded with the previous result.
     m = tl.full([ROWS], LOWEST, tl.float32)
@@ -61,7 +65,7 @@ def combine_splits_kernel(
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
         pointers = partials_ptr + split.to(tl.int64)[:, None] * rows + row[None, :]
-        mask = (split < splits)[:, None]
+        mask = (split < splits)[:, None] & unmasked[None, :]
         m_1, s_1, w_1 = fold(
             tl.load(pointers, mask=mask, other=LOWEST),
             tl.load(pointers + size, mask=mask, other=0.0),
@@ -74,7 +78,6 @@ def combine_splits_kernel(
     # Epilogue.
     logprob, entropy, maximum, log_sum = finish(m, s, w, at_target, valid, outer)
     if mask_ptr is not None:
-        unmasked = tl.load(mask_ptr + row) != 0
         logprob = tl.where(unmasked, logprob, 0.0)
         entropy = tl.where(unmasked, entropy, 0.0)
         maximum = tl.where(unmasked, maximum, 0.0)
