@@ -1,7 +1,7 @@
-"""fastrl: fused vocabulary work for reinforcement learning of language models.
+"""fastrl: fused kernels and losses for reinforcement learning of language models.
 
-Token log-probabilities, entropies and whole policy losses, with their gradients, from logits or from hidden states and
-the output head, without an (N, V) float32 tensor.
+It computes token log-probabilities, entropies and whole policy losses, with their gradients, from logits or from hidden
+states and the output head, without an (N, V) float32 tensor.
 """
 
 from fastrl.advantages.outcome import gae, group_advantages, rloo_advantages, value_loss

@@ -1,1 +1,1 @@
-"""The entry points: checked inputs, the problem that they pose, and the losses with their metrics."""
+"""The entry points: they check their inputs, build the problem and return the losses with their metrics."""

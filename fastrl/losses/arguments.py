@@ -1,4 +1,4 @@
-"""Checked arguments of the entry points that do the vocabulary's work, flattened for the operators."""
+"""Checks the arguments of the entry points that read the vocabulary, and flattens them for the operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastrl.planning.tiling import Needs
 
 
 class VocabularyArguments(NamedTuple):
-    """What all of them take."""
+    """The arguments that all these entry points share."""
 
     targets: Tensor  # (N,) int64
     mask: Tensor | None  # (N,) bool
@@ -26,7 +26,7 @@ class VocabularyArguments(NamedTuple):
 def vocabulary_arguments(
     targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object
 ) -> VocabularyArguments:
-    """Check what both entry points share and flatten it."""
+    """Checks and flattens the arguments that all these entry points share."""
     checked = checks.mask(mask, targets)
     scalar, per_token = checks.temperature(temperature, targets, checked)
     transform = Transform(
@@ -38,7 +38,7 @@ def vocabulary_arguments(
 
 
 def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Tensor, Tensor]:
-    """Logits (..., V) and their targets (...), or an error that names what is wrong."""
+    """Returns the logits (..., V) and their targets (...); raises an error that names a wrong argument."""
     logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES)
     checks.once_differentiable("logits", logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
@@ -49,7 +49,7 @@ def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Te
 
 
 def consumes(logits: Tensor, inplace: bool) -> bool:
-    """Whether the logits' memory is taken for their gradient: asked for, and they need one.
+    """Whether the gradient overwrites the logits: `inplace` is true and they need a gradient.
 
     Never in a graph of torch.compile, which plans memory itself.
     """
@@ -57,20 +57,20 @@ def consumes(logits: Tensor, inplace: bool) -> bool:
 
 
 def forms_gradient(logits: Tensor) -> bool:
-    """Whether a gradient of the logits is wanted, outside of torch.compile's graphs."""
+    """Whether the logits need a gradient; always False in a graph of torch.compile."""
     return logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor, int]:
-    """A head whose hidden states are flattened to (N, H), the targets (...), and the bytes copied; or an error.
+    """Returns a head with hidden states (N, H), the targets (...) and the bytes copied; raises for a wrong argument.
 
-    Under autocast the three are cast to its dtype, as torch.nn.functional.linear would cast them.
+    Under autocast, hidden, weight and bias are cast to its dtype, as torch.nn.functional.linear would cast them.
     """
     hidden = checks.tensor("hidden", hidden)
     weight = checks.tensor("weight", weight)
     bias = None if bias is None else checks.tensor("bias", bias)
-    given = (hidden, weight, bias)
-    for name, value in zip(("hidden", "weight", "bias"), given, strict=True):
+    inputs = (hidden, weight, bias)
+    for name, value in zip(("hidden", "weight", "bias"), inputs, strict=True):
         if value is not None:
             checks.once_differentiable(name, value)
     if torch.is_autocast_enabled(hidden.device.type):
@@ -91,36 +91,36 @@ def checked_head(hidden: object, weight: object, bias: object, targets: object) 
         checks.shape("bias", bias, weight.shape[:1], "one a vocabulary entry")
     targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
     head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    return head, targets, _copied_bytes(given, head)
+    return head, targets, _copied_bytes(inputs, head)
 
 
 def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:
-    """Bytes of the copies that the entry points or autograd make of hidden, weight and bias before any plan."""
+    """Bytes of the copies of hidden, weight and bias that the entry points or autograd make under every plan."""
     total = 0
     for before, after in zip(given, head, strict=True):
         if before is None or after is None:
             continue
         copies = 0
         if before.dtype != after.dtype:
-            copies += 2  # the cast, and that of its gradient
+            copies += 2  # the cast, and the cast of its gradient
         if not before.is_contiguous():
             if before.dim() > 2:
-                copies += 1  # no view (N, H) of it exists
+                copies += 1  # it has no view (N, H)
             if before.dim() == 2 or (before.requires_grad and before.is_leaf):
-                copies += 1  # its gradient is contiguous here, and autograd copies it into a leaf's own layout
+                copies += 1  # its gradient is contiguous, and autograd copies it into the layout of a leaf
         total += copies * after.numel() * after.element_size()
     return total
 
 
 def counted_rows(args: VocabularyArguments) -> int:
-    """The number of unmasked tokens where the host may look, else of all."""
+    """The number of valid tokens if the host may read the mask, else of all tokens."""
     if args.mask is not None and checks.values_are_checked(args.mask):
         return int(args.mask.sum())
     return args.targets.shape[0]
 
 
 def plan_call(head: Head, args: VocabularyArguments, rows: int, **what: Any) -> Call:
-    """What a plan depends on; `rows` count, or all rows are a bound where that is -1."""
+    """The inputs of the planner. `rows` is the number of valid rows; for -1 (unknown), `counted_rows` bounds it."""
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
     vocab, width = head.weight.shape
     device = head.weight.device.type

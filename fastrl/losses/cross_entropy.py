@@ -31,19 +31,19 @@ def linear_cross_entropy(
     tp_group: Any = None,
     num_tokens: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of `hidden @ weight.T + bias`, in nats, a chunk of rows at a time (3U for a scalar, U = 2 N V H).
+    """Computes the cross-entropy of `hidden @ weight.T + bias`, in nats, in chunks of rows.
 
-    It is the policy loss of REINFORCE with advantage 1: "mean" and "sum" get their gradients in the forward.
-    `hidden[t]` predicts `targets[t]`: nothing is shifted.
+    It is the policy loss of REINFORCE with advantage 1: for "mean" and "sum", the forward computes the gradients (3U,
+    U = 2 N V H operations). `hidden[t]` predicts `targets[t]`: nothing is shifted.
 
     Args:
         hidden, weight, bias, temperature, logit_scale, softcap: as in `linear_token_logprobs`.
-        targets: (...) int64; entries equal to `ignore_index` do not count and are not read.
-        reduction: "mean" over the counted tokens, "sum", or "none" for one loss a token (0 where ignored; 4U).
-        denominator: replaces the local count of tokens in "mean".
+        targets: (...) int64; a token is valid unless its target equals `ignore_index`.
+        reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
+        denominator: replaces the local number of tokens in "mean".
         memory_budget: as in `linear_token_logprobs`.
-        tp_group: not built yet.
-        num_tokens: the number of counted tokens, if known; saves a host synchronisation on a GPU.
+        tp_group: not implemented yet.
+        num_tokens: the number of valid tokens, if known; saves a host synchronisation on a GPU.
 
     Returns:
         A float32 scalar, or (...) for "none".
@@ -71,13 +71,13 @@ def linear_cross_entropy(
     }
     if reduction == "none":
         return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
-    one = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+    advantages = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
     loss = linear_policy_loss(
         hidden,
         weight,
         targets,
         objective=REINFORCE(),
-        advantages=one,
+        advantages=advantages,
         num_tokens=num_tokens,
         denominator=1.0 if reduction == "sum" else denominator,
         **head,

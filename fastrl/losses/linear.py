@@ -29,16 +29,16 @@ from fastrl.planning import plans as memory
 from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import Needs
 
-#: The rows of a chunk -> those tokens as a batch, their weights w, cu_seqlens, and where the rows lie in that batch
+#: (rows, number) of a chunk -> its tokens as a batch, their weights w, cu_seqlens, and the rows' indices in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
 
 
 class _Host(NamedTuple):
-    """What the host knows of each response, after at most one synchronisation."""
+    """What the host knows about each response, after at most one synchronisation."""
 
-    counts: list[int]  # unmasked tokens
-    active: list[int]  # those from which something may flow back
-    ends: list[int]  # rows up to and with it, masked ones too
+    counts: list[int]  # the number of valid tokens
+    active: list[int]  # the same, but 0 for an idle response: one with only idle rows
+    ends: list[int]  # the end of its rows, masked rows included
 
 
 def planned_linear_loss(
@@ -50,10 +50,10 @@ def planned_linear_loss(
     budget: int | None,
     copied: int,
 ) -> PolicyLoss:
-    """The loss of a checked problem; num_tokens as the caller gave it, `copied` bytes spent already."""
+    """Computes the loss of a checked problem. num_tokens is the caller's, `copied` the bytes copied so far."""
     count = _known_count(num_tokens, args)
     if count >= 0 and args.mask is not None:
-        # Where the count cannot be looked at, a wrong one must not train silently.
+        # If the host cannot check the count, a wrong count must not train silently: it makes the loss NaN.
         known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
         problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
     supports = linear_over_support(head, args, sampling_mask, RESPONSE, budget, copied)
@@ -62,7 +62,7 @@ def planned_linear_loss(
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
     depends = scope(problem.objective, Given.of(problem.batch))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
-        depends = ANY  # the other plans run Python between kernels, where torch.compile does not look
+        depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels
     host = _ask(problem, args, count) if any(needs) and depends in (RESPONSE, BATCH) else None
     rows = count if host is None else sum(host.counts)
     call = plan_call(
@@ -83,40 +83,40 @@ def planned_linear_loss(
 
 
 def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
-    """num_tokens, checked where that is free; -1 for None."""
+    """Returns num_tokens, checked if that needs no synchronisation; -1 for None."""
     if num_tokens is None:
         return -1
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
         raise TypeError(f"num_tokens must be an int, got {type(num_tokens).__name__}")
-    known = counted_rows(args) if args.mask is None or checks.values_are_checked(args.mask) else None
-    if num_tokens < 0 or (known is not None and known != num_tokens):
-        raise ValueError(f"num_tokens must be the number of unmasked tokens, {known}, got {num_tokens}")
+    count = counted_rows(args) if args.mask is None or checks.values_are_checked(args.mask) else None
+    if num_tokens < 0 or (count is not None and count != num_tokens):
+        raise ValueError(f"num_tokens must be the number of unmasked tokens, {count}, got {num_tokens}")
     return num_tokens
 
 
 def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | None:
-    """One synchronisation for all that the host should know; None where there may be none."""
+    """Reads all that the host needs in one synchronisation; None if it must not synchronise."""
     if args.targets.is_cuda and count >= 0:
         return None
     batch = problem.batch
     active = batch.counts
     if isinstance(problem.objective, Objective):
         _, inputs, _ = row_objective(problem.objective, batch, problem.weights)
-        matters = ~forward_gradient_ops.idle_rows(inputs)
-        active = batch.counts.where(batch.responses.sum(matters.to(batch.counts.dtype)) > 0, 0)
+        not_idle = ~forward_gradient_ops.idle_rows(inputs)
+        active = batch.counts.where(batch.responses.sum(not_idle.to(batch.counts.dtype)) > 0, 0)
     size = batch.responses.count
     ends = batch.responses.offsets
-    numbers = [batch.counts.double(), active.double(), *(() if ends is None else (ends[1:].double(),))]
-    found = [int(x) for x in torch.cat(numbers).tolist()]
+    on_device = [batch.counts.double(), active.double(), *(() if ends is None else (ends[1:].double(),))]
+    on_host = [int(x) for x in torch.cat(on_device).tolist()]
     length = batch.responses.length
-    rows = found[2 * size :] if ends is not None else [(i + 1) * length for i in range(size)]
-    return _Host(found[:size], found[size : 2 * size], rows)
+    rows = on_host[2 * size :] if ends is not None else [(i + 1) * length for i in range(size)]
+    return _Host(on_host[:size], on_host[size : 2 * size], rows)
 
 
 def _forward_gradient(
     problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
 ) -> PolicyLoss:
-    """The forward-gradient plan: gradients are ready when the loss is."""
+    """The forward-gradient plan: the forward computes the loss and its gradients."""
     if not isinstance(problem.objective, Objective):
         return _forward_gradient_by_callable(problem, head, args, needs, plan, num_tokens)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
@@ -148,7 +148,7 @@ def _forward_gradient(
 def _forward_gradient_by_callable(
     problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
 ) -> PolicyLoss:
-    """The same plan with a row-local callable in torch between each chunk's statistics and its gradient."""
+    """The same plan; a row-local callable runs in torch between each chunk's statistics and its gradient."""
     used = forward.order(args.mask, args.targets.shape[0], num_tokens)
     chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
 
@@ -169,7 +169,7 @@ def _whole_response(
 ) -> PolicyLoss:
     """The whole-response plan: a chunk holds the logits of whole responses until their objective is known."""
     batch, total = problem.batch, args.targets.shape[0]
-    if host is None:  # one chunk, of all rows
+    if host is None:  # one chunk of all rows
         used = forward.order(args.mask, total, num_tokens)
         chunks, spans = [Chunk(0, used.count, used.count)], [(0, batch.responses.count)]
         ends = [total]
@@ -187,8 +187,8 @@ def _whole_response(
         first, last = spans[number]
         rows = slice(ends[first - 1] if first else 0, ends[last - 1] if len(spans) > 1 else total)
         places = slice(None) if isinstance(where, slice) else where - rows.start
-        own, offsets = batch.part(first, last, rows, problem.cu_seqlens)
-        return own, problem.weights[rows], offsets, places
+        chunk_batch, offsets = batch.part(first, last, rows, problem.cu_seqlens)
+        return chunk_batch, problem.weights[rows], offsets, places
 
     return _forward_gradient_in_torch(problem, head, args, needs, used, chunks, part, dropped)
 
@@ -198,7 +198,7 @@ def _drops(problem: Problem) -> bool:
 
 
 def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
-    """Runs [first, last) of responses of at most so many tokens together."""
+    """Spans [first, last) of responses with at most `most` tokens in total, or one longer response."""
     spans, first, held = [], 0, 0
     for i, count in enumerate(counts):
         if held + count > most and i > first:
@@ -211,7 +211,7 @@ def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
 def _order_of_responses(
     problem: Problem, args: VocabularyArguments, host: _Host, spans: list[tuple[int, int]]
 ) -> Order:
-    """The unmasked rows, span by span, and within each those first whose response is not idle."""
+    """The valid rows, span by span; within a span, rows of idle responses come last."""
     count, total = sum(host.counts), args.targets.shape[0]
     if count == total and host.active == host.counts:
         return Order(None, total)
@@ -232,10 +232,10 @@ def _forward_gradient_in_torch(
     part: _Part,
     dropped: Tensor | None,
 ) -> PolicyLoss:
-    """Forward-gradient with the objective in torch, between a chunk's statistics and its gradient."""
+    """Forward-gradient; the objective runs in torch, between a chunk's statistics and its gradient."""
     checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
     backend = forced()
-    found: list[LossTerms] = []
+    forward_terms: list[LossTerms] = []
     chunk_gradient = _gradient_by_torch(problem, backend, part, dropped)
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -249,7 +249,7 @@ def _forward_gradient_in_torch(
             needs,
             backend,
         )
-        found[:] = [result]
+        forward_terms[:] = [result]
         return result.terms[0].sum(), gradients
 
     batch = problem.batch
@@ -267,11 +267,11 @@ def _forward_gradient_in_torch(
         batch.entropy_threshold,
     )
     loss = attach_gradients(run, head, backend, consume=False, reads=reads)
-    return from_terms(problem, found[0], loss, dropped=dropped)
+    return from_terms(problem, forward_terms[0], loss, dropped=dropped)
 
 
 def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Tensor | None) -> ChunkGradient:
-    """A ChunkGradient that runs the objective in torch."""
+    """Returns a ChunkGradient that runs the objective in torch."""
 
     def chunk_gradient(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
@@ -281,7 +281,7 @@ def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Ten
         batch, weights, offsets, places = part(where, number)
         with torch.enable_grad():
             logp, entropy = stats.logprobs.requires_grad_(), stats.entropy.requires_grad_()
-            terms, gone = objective_loss(
+            terms, chunk_dropped = objective_loss(
                 problem.objective,
                 batch,
                 _placed(logp, places, batch),
@@ -294,8 +294,8 @@ def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Ten
                 if terms.requires_grad
                 else (None, None)
             )
-        if dropped is not None and gone is not None:
-            dropped[where] = gone[places]
+        if dropped is not None and chunk_dropped is not None:
+            dropped[where] = chunk_dropped[places]
         stats = Statistics(*(s.detach() for s in stats))
         c = torch.zeros_like(stats.logprobs) if c is None else c
         row_kernels.row_gradient(logits, targets, None, transform, stats, c, h, logits)
@@ -305,5 +305,5 @@ def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Ten
 
 
 def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:
-    """Numbers of rows (n,) at their places among a batch's tokens, 0 where it is masked; differentiable."""
+    """Per-row values (n,) scattered to `places` in a batch's tokens, 0 elsewhere; differentiable."""
     return x if isinstance(places, slice) else x.new_zeros(batch.mask.shape).index_copy(0, places, x)

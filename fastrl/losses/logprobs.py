@@ -29,12 +29,12 @@ from fastrl.sampling_mask.mask import SamplingMask
 
 
 class TokenStats(NamedTuple):
-    """What the vocabulary work gives per token."""
+    """Statistics per token."""
 
     logprobs: Tensor
     """float32, the shape of targets: log-probability of each target, in nats; 0 where masked."""
     entropy: Tensor | None
-    """float32, the shape of targets: entropy in nats; 0 where masked; None unless asked for."""
+    """float32, the shape of targets: entropy in nats; 0 where masked; None unless requested."""
     mean_logits: Tensor | None = None
     """float32, the shape of targets: the mean of z over the vocabulary; 0 where masked; None unless in `extras`."""
     is_top1: Tensor | None = None
@@ -55,33 +55,33 @@ def token_logprobs(
     softcap: float | None = None,
     inplace: bool = False,
 ) -> TokenStats:
-    """Log-probabilities of targets, and entropies, from logits, without an (N, V) float32 tensor.
+    """Computes log-probabilities of targets, and entropies, from logits, without an (N, V) float32 tensor.
 
     With `z = softcap * tanh(logit_scale * logits / softcap) / temperature` (no tanh without a softcap):
     `logprobs = z[target] - logsumexp(z)` and `entropy = -sum_j p_j log p_j`, in nats. Both are differentiable.
-    `-inf` logits have probability 0, with a softcap too. `logits[t]` predicts `targets[t]`: nothing is shifted.
+    A logit of `-inf` has probability 0, with a softcap too. `logits[t]` predicts `targets[t]`: nothing is shifted.
 
     Args:
-        logits: (..., V) float32, bfloat16 or float16, any leading strides.
+        logits: (..., V) float32, bfloat16 or float16, with any leading strides.
         targets: (...) int64 in [0, V); not read where the mask is 0.
         mask: (...) bool or 0/1, 1 = valid. Masked outputs and gradients are 0.
         temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
-        sampling_mask: a `SamplingMask` with one row a target, on the same device: each recorded row's distribution is
-            over its own support alone, the others' over the whole vocabulary.
+        sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded
+            row is over its support only, that of any other row over the whole vocabulary.
         entropy: whether to return entropies.
         logit_scale: multiplies the logits (Cohere, Granite).
-        softcap: bounds the logits smoothly (Gemma 2), > 0.
+        softcap: > 0, bounds the logits smoothly (Gemma 2).
         inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
-            RuntimeError. Nothing else may read the logits after the backward. Under torch.compile it changes nothing.
+            RuntimeError. Nothing else may read the logits after the backward. It has no effect under torch.compile.
 
     Returns:
         TokenStats of float32 tensors shaped like targets.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or option.
-        IndexError: on the CPU, or inside `check_inputs()`, an unmasked target outside [0, V); on a GPU its
+        IndexError: a valid target outside [0, V), on the CPU or inside `check_inputs()`; otherwise, on a GPU, its
             log-probability is NaN.
-        ValueError: likewise, a target outside its row's support.
+        ValueError: a target outside its row's support, under the same conditions.
     """
     logits, targets = checked_logits(logits, targets, inplace)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
@@ -129,41 +129,41 @@ def linear_token_logprobs(
     tp_group: Any = None,
     extras: tuple[str, ...] = (),
 ) -> TokenStats:
-    """`token_logprobs` of the logits `hidden @ weight.T + bias`, a chunk of rows at a time: no (N, V) tensor exists.
+    """Computes `token_logprobs` of `hidden @ weight.T + bias` in chunks of rows, without an (N, V) tensor.
 
-    Differentiable in hidden, weight and bias, by the cheapest plan that fits `memory_budget` (`fastrl.plan_memory`
-    shows them): nothing that needs a gradient costs U = 2 N V H operations, a frozen head 2U (3U with the entropy), and
-    otherwise the backward forms the logits again (4U, or 5U where memory is least). Gradients of weight and bias are
-    summed in float32. Masked rows never enter a matrix product, and rows without an upstream gradient none of the
-    backward's: each costs one host synchronisation on a GPU.
+    The result is differentiable in hidden, weight and bias. The cheapest plan that fits `memory_budget` is used
+    (`fastrl.plan_memory` shows the plans). It costs U = 2 N V H operations if no input needs a gradient, 2U for a
+    frozen head (3U with the entropy), and otherwise 4U, because the backward computes the logits again (5U with the
+    least memory). Gradients of weight and bias are summed in float32. Masked rows enter no matrix product, and rows
+    without an upstream gradient enter none of the backward's: each of the two costs one host synchronisation on a GPU.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
-        weight: (V, H), the output head, of hidden's dtype; a weight that needs no gradient costs no product for it.
+        weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
         targets: (...) int64 in [0, V); not read where the mask is 0.
-        bias: (V,) of hidden's dtype.
+        bias: (V,) with hidden's dtype.
         mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB": the most temporary memory that the call and its backward may
-            use beyond inputs, outputs and their gradients (a matrix library's own workspace is not counted). None: a
-            quarter of the free memory.
-        sampling_mask: as in `token_logprobs`; tokens with a support cost products with its entries alone, unless it is
-            so wide (a good part of the vocabulary) that dense products are cheaper.
-        extras: names of more numbers per token, not differentiable: "mean_logits", of unrounded logits (costs U with a
-            softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
+        memory_budget: bytes, or text such as "256MiB": the limit on the temporary memory that the call and its backward
+            use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
+            means a quarter of the free memory.
+        sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
+            unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
+        extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
+            with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
             "log_sum_sq_probs" (costs U). See `TokenStats`.
-        tp_group: not built yet.
+        tp_group: not implemented yet.
 
-    Returns, raises: as `token_logprobs`; ValueError too for a budget that is too small for any plan, which names the
-    smallest possible, and for an unknown extra; NotImplementedError for extras with a sampling_mask.
+    Returns, raises: as `token_logprobs`. Also ValueError for a budget too small for any plan (the message names the
+    smallest that works) and for an unknown extra, and NotImplementedError for extras with a sampling_mask.
     """
     head, targets, copied = checked_head(hidden, weight, bias, targets)
     checks.unsupported(tp_group=tp_group)
     extras = checked_extras(extras, sampling_mask)
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    found = linear_over_support(head, args, sampling_mask, ANY, budget, copied)
-    if found is not None:
-        return TokenStats(found[0].view(targets.shape), found[1].view(targets.shape) if entropy else None)
+    over_support = linear_over_support(head, args, sampling_mask, ANY, budget, copied)
+    if over_support is not None:
+        return TokenStats(over_support[0].view(targets.shape), over_support[1].view(targets.shape) if entropy else None)
     call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)
     plan = choose(call, budget)
     ahead = extras_ahead(extras, head, args, call, plan, budget)
@@ -177,7 +177,7 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) by a plan.
 
-    num_tokens is -1 where unknown; `waits` says whether the backward may ask the GPU which rows have turned out idle.
+    num_tokens is -1 if unknown. `waits`: whether the backward may synchronise to learn which rows are idle.
     """
     logprobs, entropies, *_ = _statistics(head, args, plan, slopes, num_tokens, waits)
     return logprobs, entropies
@@ -186,9 +186,9 @@ def linear_stats(
 def _statistics(
     head: Head, args: VocabularyArguments, plan: Plan, slopes: int, num_tokens: int, waits: bool
 ) -> Statistics:
-    """All of `linear_stats`' row statistics, of which the first two are differentiable."""
+    """All row statistics; those that `linear_stats` returns, the first two, are differentiable."""
     transform = args.transform
-    found: Any = linear_statistics(
+    statistics: Any = linear_statistics(
         head.hidden,
         head.weight,
         head.bias,
@@ -205,4 +205,4 @@ def _statistics(
         plan.limits,
         slopes if plan.name == "frozen-head" else 0,
     )
-    return Statistics(*found[:4])
+    return Statistics(*statistics[:4])

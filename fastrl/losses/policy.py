@@ -48,32 +48,33 @@ def policy_loss(
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> PolicyLoss:
-    """A policy loss from log-probabilities: `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`, by autograd.
+    """Computes a policy loss from log-probabilities: `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
-    `objective` says what f, kl, alpha and w are (a preset such as `fastrl.GRPO()`; the papers are named there), or is
-    a callable `(log_ratio, advantages, context) -> per-token loss` in torch, aggregated by its attribute `aggregate`
-    (default "token-mean"). The last dimension of logprobs runs over a response's tokens; with `cu_seqlens`, responses
-    are packed; 1-D without it is one response.
+    `objective` defines f, kl, alpha and w. It is a preset such as `fastrl.GRPO()`, whose docstring names the paper, or
+    a callable `(log_ratio, advantages, context) -> per-token loss` in torch, aggregated as its attribute `aggregate`
+    says (default "token-mean"). The last dimension of logprobs runs over a response's tokens. With `cu_seqlens`,
+    responses are packed; without it, 1-D logprobs are one response. The gradient is computed by autograd.
 
     Args:
-        logprobs: (B, T) or (N,), floating point, with a graph: the current policy's.
-        advantages: (B,), one a response, or shaped like logprobs; (B,) it is where a packed batch has B == N.
-        mask: shaped like logprobs, bool or 0/1, 1 = valid. Nothing is read where it is 0.
-        old_logprobs: shaped like logprobs; None means on-policy, the detached logprobs.
-        ref_logprobs: shaped like logprobs; needed by a KL term to a reference.
-        rollout_logprobs: shaped like logprobs, the inference engine's; needed by a rollout correction.
-        entropy: shaped like logprobs, nats; needed by an entropy term.
+        logprobs: (B, T) or (N,), floating point: the current policy's log-probabilities, with their autograd graph.
+        advantages: (B,), one per response, or shaped like logprobs; read as (B,) if a packed batch has B == N.
+        mask: shaped like logprobs, bool or 0/1, 1 = valid. Values at masked positions are not read.
+        old_logprobs: shaped like logprobs; None means on-policy: the detached logprobs are used.
+        ref_logprobs: shaped like logprobs; required by a KL term to a reference.
+        rollout_logprobs: shaped like logprobs, from the inference engine; required by a rollout correction.
+        entropy: shaped like logprobs, in nats; required by an entropy term.
         token_weights: shaped like logprobs; multiply the policy term only.
-        entropy_weights: shaped like logprobs; replace w on the entropy term.
-        entropy_threshold: train only on tokens with at least this entropy (instead of `top_entropy_fraction`'s own).
+        entropy_weights: shaped like logprobs; replace w in the entropy term.
+        entropy_threshold: train only on tokens with at least this entropy; replaces the threshold that
+            `top_entropy_fraction` computes.
         cu_seqlens: (B + 1,) int32, rising from 0 to N.
-        denominator: replaces the local count of tokens (token-mean) or of responses (the others).
+        denominator: replaces the local number of tokens (token-mean) or of responses (the other aggregations).
 
     Returns:
-        PolicyLoss; no tokens or an all-masked batch give loss 0 and zero gradients.
+        PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what was expected.
+        TypeError, ValueError: the message names the argument, the value and what was expected.
     """
     logprobs = checks.tensor("logprobs", logprobs)
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
@@ -123,16 +124,16 @@ def logits_policy_loss(
     softcap: float | None = None,
     inplace: bool = False,
 ) -> PolicyLoss:
-    """`policy_loss` from logits (..., V): no other (N, V) tensor is held than they and their gradient.
+    """Computes `policy_loss` from logits (..., V); the only (N, V) tensors are the logits and their gradient.
 
-    Same loss and gradient as `policy_loss(token_logprobs(logits, targets))`. With `inplace=True` the logits are
-    consumed if they need a gradient, which takes their place: a second backward raises RuntimeError. Without it the
-    gradient gets its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on
-    that token only) the forward reads every row once and leaves the gradient, which is differentiable once (no
-    create_graph=True) and, under activation checkpointing, is formed in the forward too; otherwise, for float16 and
-    with a sampling mask, the backward writes it.
+    The loss and the gradient are those of `policy_loss(token_logprobs(logits, targets))`. With `inplace=True`, logits
+    that need a gradient are overwritten by it, and a second backward raises RuntimeError. Without it the gradient has
+    its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on that token
+    only) the forward reads every row once and computes the gradient, under activation checkpointing too. The loss
+    is then differentiable once (no create_graph=True). For other objectives, for float16 and with a sampling mask, the
+    backward computes it.
 
-    Args: those of `policy_loss` but `entropy`, which is computed here (targets in place of logprobs), and those of
+    Args: those of `policy_loss` except `entropy`, which is computed here (targets in place of logprobs), and those of
         `token_logprobs`.
 
     Returns, raises: as `policy_loss` and `token_logprobs`.
@@ -175,11 +176,11 @@ def logits_policy_loss(
 def _logits_forward_gradient(
     problem: Problem, logits: Tensor, args: VocabularyArguments, backend: str, consume: bool
 ) -> PolicyLoss:
-    """The forward leaves the gradient in the logits' place, or beside them."""
+    """Computes the gradient in the forward, over the logits or in a buffer of its own."""
     checks.targets_in_range(args.targets, args.mask, logits.shape[-1])
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-    found: list[LossTerms] = []
+    forward_terms: list[LossTerms] = []
 
     def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
         rows = row_ops.as_rows(logits.detach(), consume)
@@ -189,17 +190,17 @@ def _logits_forward_gradient(
             result: LossTerms = kernels(backend, rows).row_forward_gradient(
                 rows, args.targets, args.mask, args.transform, spec, inputs, out
             )
-            if consume:  # autograd sees that the logits changed, and protects their other readers
+            if consume:  # so that autograd raises if another operation saved the logits for its backward
                 torch.autograd.graph.increment_version(rows)
         if out is None:
             out = rows
             consumed.mark(rows)
-        found[:] = found or [result]
+        forward_terms[:] = forward_terms or [result]
         return result.terms[0].sum(), [out.view(logits.shape)]
 
     reads = (args.targets, args.mask, args.transform.temperatures, *inputs)
     loss = attach_gradients(run, (logits,), backend, consume=consume, reads=reads)
-    return from_terms(problem, found[0], loss, clamped=clamped)
+    return from_terms(problem, forward_terms[0], loss, clamped=clamped)
 
 
 def linear_policy_loss(
@@ -227,20 +228,21 @@ def linear_policy_loss(
     tp_group: Any = None,
     num_tokens: int | None = None,
 ) -> PolicyLoss:
-    """`policy_loss` from hidden states and the output head, a chunk of rows at a time: no (N, V) tensor exists.
+    """Computes `policy_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
-    Same loss and gradients as `policy_loss(linear_token_logprobs(hidden, weight, targets))`, by the cheapest plan that
-    fits `memory_budget` (`fastrl.plan_memory` shows them): an objective whose tokens or responses do not depend on each
-    other gets its gradients in the forward, while the logits are at hand (3U, U = 2 N V H); otherwise they are formed
-    again in the backward (4U or 5U). Gradients of weight and bias are summed in float32. Masked rows never enter a
-    matrix product, rows from which nothing flows back (A = 0 without a KL or an entropy term, clipped ones where that
-    is known in time) none of the backward's, and a weight that needs no gradient costs none.
+    The loss and the gradients are those of `policy_loss(linear_token_logprobs(hidden, weight, targets))`. The cheapest
+    plan that fits `memory_budget` is used (`fastrl.plan_memory` shows the plans). If the objective's tokens or
+    responses do not depend on each other, the forward computes the gradients while it holds the logits (3U,
+    U = 2 N V H operations); otherwise the backward computes the logits again (4U or 5U). Gradients of weight and bias
+    are summed in float32. Masked rows enter no matrix product. Idle rows, whose gradient is 0 (A = 0 without a KL or
+    an entropy term, or clipped if that is known in time), enter none of the backward's. A weight that needs no gradient
+    costs no product for it.
 
-    Args: those of `policy_loss` but `entropy`, those of `linear_token_logprobs` but `extras`, and
-        num_tokens: the number of unmasked tokens, if the caller knows it; saves the host synchronisations that leaving
-            rows out costs on a GPU (one here, one in a backward that forms the logits again), where a wrong number
-            makes the loss NaN. Idle rows are then not left out there. With a sampling_mask in which any row is not
-            recorded, a GPU is asked how many count nevertheless.
+    Args: those of `policy_loss` except `entropy`, those of `linear_token_logprobs` except `extras`, and
+        num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations
+            that leaving rows out costs (one here, one in a backward that computes the logits again); there a wrong
+            number makes the loss NaN, and idle rows are not left out. If a sampling_mask has a row that is not
+            recorded, a GPU still synchronises for the number of such rows.
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """

@@ -1,4 +1,4 @@
-"""Losses from preferences: DPO on log-probabilities or from hidden states, and the reward model's Bradley-Terry."""
+"""Preference losses: DPO from log-probabilities or hidden states, and the Bradley-Terry loss of reward models."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fastrl.sampling_mask.mask import SamplingMask
 
 
 class PreferenceLoss(NamedTuple):
-    """A DPO loss and what is logged beside it, all float32 of B pairs."""
+    """A DPO loss over B pairs and its metrics, all float32."""
 
     loss: Tensor
     """0-dim, the mean over pairs; call backward() on it."""
     chosen_rewards: Tensor
-    """(B,) beta (logp - ref) of the chosen, detached."""
+    """(B,) `beta (logp - ref)` of the chosen responses, detached."""
     rejected_rewards: Tensor
-    """(B,) the same of the rejected, detached."""
+    """(B,) the same for the rejected responses, detached."""
     margins: Tensor
-    """(B,) their difference, detached."""
+    """(B,) chosen minus rejected rewards, detached."""
 
 
 def dpo_loss(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
 ) -> Tensor:
-    """Direct preference optimisation: the mean over pairs of `-log sigmoid(beta Delta)`.
+    """Computes the direct preference optimisation (DPO) loss: the mean over pairs of `-log sigmoid(beta Delta)`.
 
     `Delta` is `logp - ref` of the chosen response minus that of the rejected one (Rafailov et al., 2023,
     arXiv:2305.18290).
@@ -37,11 +37,11 @@ def dpo_loss(
     Args:
         chosen_logprobs, rejected_logprobs: (B,) floating point, the policy's log-probabilities, summed over each
             response's tokens. Differentiable.
-        ref_chosen, ref_rejected: (B,), the same under the reference; no gradient flows into them.
-        beta: > 0, how strongly the policy is held to the reference.
+        ref_chosen, ref_rejected: (B,), the same under the reference policy; they get no gradient.
+        beta: > 0; the larger, the closer the policy stays to the reference.
 
     Returns:
-        A scalar, float64 for float64 log-probabilities, else float32. No pairs give 0.
+        A scalar, float64 for float64 log-probabilities, else float32; 0 if there are no pairs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
@@ -80,13 +80,13 @@ def linear_dpo_loss(
     memory_budget: int | str | None = None,
     tp_group: Any = None,
 ) -> PreferenceLoss:
-    """`dpo_loss` from hidden states and the output head, a chunk of rows at a time: no (N, V) tensor exists.
+    """Computes `dpo_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
     Args:
         hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, memory_budget, tp_group: as in
-            `linear_token_logprobs`; 2B responses, first the chosen ones, then the rejected in the same order.
-        mask: bool or 0/1, like targets: 1 = a token of the response, 0 = prompt or padding.
-        ref_logprobs: (2B,), the reference's log-probabilities, summed over each response's unmasked tokens.
+            `linear_token_logprobs`, for 2B responses: the chosen ones first, then the rejected ones in the same order.
+        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
+        ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens.
         beta: as in `dpo_loss`.
         cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N.
 
@@ -110,7 +110,7 @@ def linear_dpo_loss(
     checks.same_device("ref_logprobs", ref, targets, "targets")
     beta = checks.number("beta", beta, positive=True)
 
-    found = linear_token_logprobs(
+    stats = linear_token_logprobs(
         hidden,
         weight,
         targets,
@@ -123,25 +123,25 @@ def linear_dpo_loss(
         memory_budget=memory_budget,
         tp_group=tp_group,
     )
-    rewards = beta * (responses.sum(found.logprobs.reshape(-1)) - ref.detach().float())
+    rewards = beta * (responses.sum(stats.logprobs.reshape(-1)) - ref.detach().float())
     chosen, rejected = rewards.chunk(2) if responses.count else (rewards, rewards)
     margins = chosen - rejected
     return PreferenceLoss(_mean_over_pairs(margins), chosen.detach(), rejected.detach(), margins.detach())
 
 
 def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tensor:
-    """Bradley-Terry, K-wise: `-log sigmoid(score_i - score_j)` for each pair of a prompt's responses, i preferred.
+    """Computes the K-wise Bradley-Terry loss: `-log sigmoid(score_i - score_j)` per pair of responses, i preferred.
 
-    The mean over a prompt's pairs, then over prompts (Ouyang et al., 2022, arXiv:2203.02155, section 3.5, where all
-    pairs of a prompt stay together in a batch).
+    The loss is averaged over each prompt's pairs, then over prompts (Ouyang et al., 2022, arXiv:2203.02155, section
+    3.5, where all pairs of a prompt stay together in a batch).
 
     Args:
         scores: (B,) floating point, the model's score of each response. Differentiable.
-        ranks: (B,), real; 1 = best, a smaller number is preferred. Equal ranks make no pair.
-        prompt_ids: (B,) integers; responses with equal ids answer one prompt. They need not be neighbours.
+        ranks: (B,), real; 1 = best, a smaller rank is preferred. Equal ranks make no pair.
+        prompt_ids: (B,) integers; responses with equal ids answer the same prompt. They need not be adjacent.
 
     Returns:
-        A scalar, float64 for float64 scores, else float32. Without any pair it is 0, and so are its gradients.
+        A scalar, float64 for float64 scores, else float32. Without any pair it is 0, with zero gradients.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device.
@@ -160,7 +160,7 @@ def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tens
     same = prompts[:, None] == prompts
     pairs = same & (ranks[:, None] < ranks)
     losses = -torch.nn.functional.logsigmoid(wide[:, None] - wide).where(pairs, 0.0)
-    # Each pair counts one over its prompt's pairs, and each prompt that has any as much as the next.
+    # A pair's weight is 1 / (its prompt's pairs), so that all prompts that have pairs have the same weight.
     of_response = pairs.sum(1)
     of_prompt = (same * of_response).sum(1)
     prompts_with_pairs = (1 / same.sum(1)).where(of_prompt > 0, 0.0).sum().round()  # a whole number

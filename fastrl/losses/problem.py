@@ -1,4 +1,4 @@
-"""A policy loss between its entry points and the ways to compute it: the checked problem, and the result."""
+"""The checked problem that every entry point of a policy loss builds, and the result that every plan returns."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fastrl.objectives.objective import Objective
 
 
 class PolicyLoss(NamedTuple):
-    """A loss and what a trainer logs beside it."""
+    """A policy loss and its metrics."""
 
     loss: Tensor
     """0-dim; call backward() on it."""
     metrics: dict[str, Tensor]
-    """Detached float32 scalars on the inputs' device: reading one synchronises, making them does not.
+    """Detached float32 scalars on the inputs' device: reading one synchronises, computing them does not.
 
     policy_loss (the weighted sum of the gate's losses); kl and entropy (nats), ratio_mean, gate_mean (the effective
     weight on grad log pi, 1 on-policy), approx_kl (k3, old to new), clip_frac, clip_frac_low, clip_frac_high: means
-    over unmasked tokens; ratio_max; ratio_clamped, masked_off_policy, tokens: counts of tokens.
+    over valid tokens; ratio_max; ratio_clamped, masked_off_policy, tokens: numbers of tokens.
     """
     logprobs: Tensor
     """Detached float32, shaped like targets; 0 where masked."""
     entropy: Tensor | None
-    """Detached float32 nats, shaped like targets; None where it was not given to `policy_loss`."""
+    """Detached float32 nats, shaped like targets; None if it was not given to `policy_loss`."""
 
 
 class Problem(NamedTuple):
-    """A checked policy loss: what to minimise over which batch, with the aggregation's weights (N,)."""
+    """A checked policy loss: the objective, the batch and the aggregation's weights (N,)."""
 
     objective: Objective | CustomObjective
     batch: Batch
@@ -50,7 +50,7 @@ def make_problem(
     dtype: torch.dtype,
     **inputs: Any,
 ) -> Problem:
-    """Check the arguments that all entry points share."""
+    """Checks the arguments that all entry points share."""
     settings = settings_of(objective)
     if denominator is not None:
         denominator = checks.scalar("denominator", denominator, positive=True)
@@ -67,7 +67,7 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
     flat_entropy = None if entropy is None else batch.flat(entropy)
     terms, dropped = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
     loss = terms[0].sum()
-    if not isinstance(problem.objective, Objective):  # a callable may return what depends on nothing
+    if not isinstance(problem.objective, Objective):  # a callable's result may have no graph
         loss = loss + torch.nan_to_num(0 * logp).sum()
     return PolicyLoss(
         loss,

@@ -1,4 +1,4 @@
-"""Calls with a recorded support: which rows gather its entries, which take the dense kernels, by which plan."""
+"""Calls with a sampling mask: which rows gather their support's entries, which use the dense kernels, and the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastrl.planning.tiling import gathers, widest_support
 from fastrl.sampling_mask.csr import offsets_of
 from fastrl.sampling_mask.mask import SamplingMask
 
-#: Of logits, an entry is gathered at 40 bytes, by the row and the column; the dense kernels read and write 4 to 8.
+#: Gathering one entry of the logits, by row and column, costs 40 bytes; the dense kernels read and write 4 to 8.
 _WIDEST_FROM_LOGITS = 1 / 100
 
 
@@ -30,12 +30,12 @@ class Supports(NamedTuple):
 
     support: Support
     dense: Tensor | None  # (N,) bool; None: no row is dense
-    num_dense: int  # their number, -1 where the host does not know
-    dense_support: DenseSupport | None  # of dense rows that have one
+    num_dense: int  # the number of dense rows, -1 if the host does not know it
+    dense_support: DenseSupport | None  # of the dense rows that have a support
 
 
 def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -> SamplingMask | None:
-    """A sampling mask that fits the call; None without one, or where it records nothing."""
+    """Returns the sampling mask, checked against the call; None if there is none or it records nothing."""
     if sampling_mask is None:
         return None
     if not isinstance(sampling_mask, SamplingMask):
@@ -51,9 +51,10 @@ def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -
 def _split(
     mask: SamplingMask, args: VocabularyArguments, widest: int, asks: bool, gathers_wide: Callable[[int, int], bool]
 ) -> Supports:
-    """The support of rows with more than `widest` ids is wide, unless `gathers_wide(rows, ids)` says that they are few.
+    """Splits the rows. A support of more than `widest` ids is wide, and dense unless `gathers_wide(rows, ids)`.
 
-    `asks`: whether a GPU may be asked how many rows are dense; it is where there may be wide ones.
+    `asks`: whether the host may synchronise for the number of dense rows. If there may be wide rows, it synchronises
+    for their number anyway.
     """
     lengths = mask.lengths
     valid = torch.ones_like(lengths, dtype=torch.bool) if args.mask is None else args.mask
@@ -61,8 +62,8 @@ def _split(
     is_wide = None
     if mask.longest > widest and not torch.compiler.is_compiling():
         is_wide = recorded & (lengths > widest)
-        numbers = torch.stack([is_wide.sum(), lengths.where(is_wide, 0).sum()]).tolist()
-        if not numbers[0] or gathers_wide(*numbers):
+        rows_and_ids = torch.stack([is_wide.sum(), lengths.where(is_wide, 0).sum()]).tolist()
+        if not rows_and_ids[0] or gathers_wide(*rows_and_ids):
             is_wide = None
     dense, num_dense = None, 0
     if mask.unrecorded or is_wide is not None:
@@ -77,23 +78,23 @@ def _split(
         (mask.token_ids[chosen], offsets_of(lengths.where(rows, 0)))
         for chosen, rows in ((~of_wide, ~is_wide), (of_wide, is_wide))
     )
-    everything = torch.arange(len(mask), device=mask.device)
-    return Supports(Support(*narrow, recorded & ~is_wide), dense, num_dense, DenseSupport(*wide, everything))
+    all_rows = torch.arange(len(mask), device=mask.device)
+    return Supports(Support(*narrow, recorded & ~is_wide), dense, num_dense, DenseSupport(*wide, all_rows))
 
 
 def split_support(sampling_mask: object, args: VocabularyArguments, vocab: int) -> Supports | None:
-    """For the entry points from logits: the checked mask's rows, None where nothing is recorded.
+    """Splits the checked mask's rows for the entry points from logits; None if nothing is recorded.
 
-    Where any row has a wide support, the rows without one go its way: `dense` is None, and they are among its rows.
+    If any row has a wide support, rows without a support are added to `dense_support.rows`, and `dense` is None.
     """
     mask = checked_mask(sampling_mask, args, vocab)
     if mask is None:
         return None
-    found = _split(mask, args, max(int(vocab * _WIDEST_FROM_LOGITS), 64), False, lambda rows, ids: False)
-    if found.dense_support is None or found.dense is None:
-        return found
-    rows = found.dense.nonzero()[:, 0]
-    return found._replace(dense=None, num_dense=0, dense_support=found.dense_support._replace(rows=rows))
+    supports = _split(mask, args, max(int(vocab * _WIDEST_FROM_LOGITS), 64), False, lambda rows, ids: False)
+    if supports.dense_support is None or supports.dense is None:
+        return supports
+    rows = supports.dense.nonzero()[:, 0]
+    return supports._replace(dense=None, num_dense=0, dense_support=supports.dense_support._replace(rows=rows))
 
 
 def logits_over_support(
@@ -118,27 +119,27 @@ def logits_over_support(
 
 
 def _unit_strides(head: Head) -> tuple[Head, int]:
-    """The head with rows of unit stride, as the kernels for support entries read them, and the bytes of the copies."""
-    found, total = [], 0
+    """The head with rows of unit stride, which the kernels for support entries need, and the bytes of the copies."""
+    tensors, total = [], 0
     for x in head:
         strided = x is not None and x.stride(-1) != 1 and x.shape[-1] > 1
-        found.append(x.contiguous() if strided and x is not None else x)
-        total += 2 * x.numel() * x.element_size() if strided and x is not None else 0  # and its gradient's
-    return Head(*found), total  # type: ignore[arg-type]
+        tensors.append(x.contiguous() if strided and x is not None else x)
+        total += 2 * x.numel() * x.element_size() if strided and x is not None else 0  # the copy and its gradient's
+    return Head(*tensors), total  # type: ignore[arg-type]
 
 
 def linear_over_support(
     head: Head, args: VocabularyArguments, sampling_mask: object, scope: str, budget: int | None, copied: int
 ) -> tuple[Tensor, Tensor] | None:
-    """The same from hidden states and the output head, by a plan within the budget; None where nothing is recorded.
+    """The same from hidden states and the output head, by a plan within the budget; None if nothing is recorded.
 
-    `scope` says whether an objective follows, whose numbers are in the budget too.
+    `scope` says whether an objective follows: its tensors are within the budget too.
     """
     vocab, device = head.weight.shape[0], head.weight.device.type
     mask = checked_mask(sampling_mask, args, vocab)
     if mask is None:
         return None
-    head, more = _unit_strides(head)
+    head, copied_here = _unit_strides(head)
     supports = _split(
         mask,
         args,
@@ -147,7 +148,12 @@ def linear_over_support(
         lambda rows, ids: gathers(rows, ids, head.sizes(rows)),
     )
     call = plan_call(
-        head, args, supports.num_dense, scope=scope, support_entries=mask.token_ids.shape[0], copied=copied + more
+        head,
+        args,
+        supports.num_dense,
+        scope=scope,
+        support_entries=mask.token_ids.shape[0],
+        copied=copied + copied_here,
     )
     plan = choose(call, budget)
     transform = args.transform

@@ -1,1 +1,1 @@
-"""Objectives as data, and their arithmetic, once: what a row-local kernel, torch and C++ all compute from."""
+"""Objectives as data, and the single source of their arithmetic for the kernels, torch and C++."""

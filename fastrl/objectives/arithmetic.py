@@ -1,7 +1,7 @@
-"""The few names that `formulas.py` is written in, as torch executes them.
+"""The functions that the formulas in `formulas.py` call, implemented in torch.
 
-Every formula is a plain function on these bare names, so that one source serves three executors: torch through this
-module, Triton by rebinding the same code objects (`fastrl.backends.triton.formulas`), C++ by translation
+Every formula calls these functions by their bare names, so that one source runs on three backends: in torch through
+this module, in Triton by rebinding the same code objects (`fastrl.backends.triton.formulas`), in C++ by translation
 (`fastrl.backends.cpp.formulas`). Arguments are tensors, or tensors and Python floats.
 """
 
@@ -24,7 +24,7 @@ def expm1(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float64, where the device has it (Apple's GPUs do not)."""
+    """x in float64 if the device has it (Apple's GPUs do not)."""
     return x if x.device.type == "mps" else x.double()
 
 
@@ -35,7 +35,7 @@ def expm1_minus(x: Tensor) -> Tensor:
 
 
 def exp_of_exp(x: Tensor, a: Tensor, b: Value) -> Tensor:
-    """e**(b - a (e**x - 1)), whose relative error is the exponent's absolute one: formed in float64 as it is large."""
+    """e**(b - a (e**x - 1)), in float64: its relative error is the absolute error of the exponent, which is large."""
     exponent = (_wide(b) if isinstance(b, Tensor) else b) - a * torch.expm1(_wide(x))
     return torch.exp(exponent).to(x.dtype)
 
@@ -60,7 +60,7 @@ def maximum(a: Tensor, b: Value) -> Tensor:
 
 
 def where(condition: Tensor, a: Value, b: Value) -> Tensor:
-    """a where the condition holds, else b; of two floats float32 where the condition is, whatever torch's defaults."""
+    """a if the condition is true, else b; two floats give float32 on its device, whatever torch's defaults are."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.where(condition, a, b)
     indicator = condition.to(torch.float32)

@@ -1,4 +1,4 @@
-"""A batch of responses, flattened: which tokens belong to which response, what is read per token, and the weights w."""
+"""A flattened batch of responses: the tokens of each response, the per-token inputs, and the weights w."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastrl.objectives.objective import Objective
 
 @dataclass
 class Batch:
-    """What a policy loss reads beside the current policy, flattened to (N,) float32 (or float64); None = absent.
+    """The inputs of a policy loss except the current policy's, flattened to (N,) float32 (or float64); None = absent.
 
-    Everything under a False mask is 0, whatever came in.
+    Masked entries are 0, whatever the caller passed.
     """
 
     shape: torch.Size
@@ -25,22 +25,22 @@ class Batch:
     mask: Tensor  # (N,) bool
     has_mask: bool
     advantages: Tensor
-    per_response: bool  # advantages came as one a response
+    per_response: bool  # the caller passed one advantage per response
     old: Tensor | None
     ref: Tensor | None
     rollout: Tensor | None
     token_weights: Tensor | None
     entropy_weights: Tensor | None
     entropy_threshold: Tensor | None
-    counts: Tensor  # (G,) unmasked tokens a response
-    tokens: Tensor  # 0-dim, all unmasked tokens
+    counts: Tensor  # (G,) the number of valid tokens per response
+    tokens: Tensor  # 0-dim, the number of valid tokens
 
     def flat(self, x: Tensor) -> Tensor:
-        """A tensor shaped like the targets as (N,) with zeros under the mask, keeping its graph."""
+        """Flattens a tensor shaped like the targets to (N,), 0 where masked; differentiable."""
         return x.reshape(-1).where(self.mask, 0.0) if self.has_mask else x.reshape(-1)
 
     def rows(self, index: Tensor | slice) -> Batch:
-        """Some tokens alone, as one response: for objectives that look at nothing else."""
+        """Only these tokens, as one response, for row-local objectives."""
         shape = self.mask[index].shape
         return replace(self, shape=shape, responses=Responses(shape, None, self.mask.device), **self._tokens(index))
 
@@ -49,7 +49,7 @@ class Batch:
         return {name: None if (x := getattr(self, name)) is None else x[index] for name in names}
 
     def part(self, first: int, last: int, rows: slice, cu_seqlens: Tensor | None) -> tuple[Batch, Tensor | None]:
-        """The responses [first, last), which lie in these rows, and their cu_seqlens if they are packed."""
+        """The responses [first, last), whose tokens are `rows`, and their cu_seqlens if they are packed."""
         if (first, last) == (0, self.responses.count):
             return self, cu_seqlens
         if cu_seqlens is None:
@@ -61,21 +61,21 @@ class Batch:
         return replace(self, shape=shape, responses=responses, counts=counts, **self._tokens(rows)), offsets
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
-        """w (N,), 0 under the mask: the aggregation's weight of each token."""
+        """w (N,): the aggregation's weight of each token, 0 where masked."""
         counts, mask = self.counts, self.mask.to(self.counts.dtype)
-        of: float | Tensor = max(self.responses.count, 1)
+        divisor: float | Tensor = max(self.responses.count, 1)
         if denominator is not None:
-            of = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
+            divisor = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
         elif objective.aggregate == "token-mean":
-            of = self.tokens.clamp_min(1)
+            divisor = self.tokens.clamp_min(1)
         if objective.aggregate == "seq-mean-token-mean":
-            return mask * self.responses.spread(1 / (counts.clamp_min(1) * of))
+            return mask * self.responses.spread(1 / (counts.clamp_min(1) * divisor))
         normed = objective.aggregate == "seq-mean-token-sum-norm"
-        return mask / (of * objective.max_length if normed and objective.max_length else of)
+        return mask / (divisor * objective.max_length if normed and objective.max_length else divisor)
 
 
 def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dtype: torch.dtype) -> Tensor | None:
-    """An optional tensor shaped like the targets, detached and flattened."""
+    """Checks an optional tensor shaped like the targets, detaches and flattens it."""
     if value is None:
         return None
     value = checks.tensor(name, value)
@@ -85,7 +85,7 @@ def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dty
 
 
 def _threshold(value: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number or a 0-dim tensor as a 0-dim tensor; full, unlike as_tensor, does not wait for a GPU."""
+    """A number or a 0-dim tensor as a 0-dim tensor; torch.full, unlike as_tensor, does not wait for a GPU."""
     value = checks.scalar("entropy_threshold", value)
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=dtype, device=device)
@@ -107,7 +107,7 @@ def make_batch(
     cu_seqlens: object,
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Check the arguments of a policy loss against the targets (or log-probabilities) and flatten them."""
+    """Checks the arguments of a policy loss against the targets (or log-probabilities) and flattens them."""
     if targets.dim() == 0:
         raise ValueError(f"{targets_name} must have at least one dimension, got a 0-dim tensor")
     offsets = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, targets_name, targets)
@@ -128,8 +128,8 @@ def make_batch(
     flat = responses.spread(flat) if per_response else flat.reshape(-1)
 
     def optional(name: str, value: object) -> Tensor | None:
-        found = _per_token(name, value, targets, targets_name, dtype)
-        return found if found is None or checked is None else found.where(counted, 0.0)
+        values = _per_token(name, value, targets, targets_name, dtype)
+        return values if values is None or checked is None else values.where(counted, 0.0)
 
     threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
     ones = counted.to(dtype)

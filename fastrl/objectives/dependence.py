@@ -1,4 +1,4 @@
-"""Which tokens a token's coefficients depend on: itself, its response, or the whole batch. Plans are chosen by it."""
+"""Which tokens a token's coefficients depend on: itself, its response, or the whole batch. The planner reads this."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, NamedTuple
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.objective import Objective
 
-#: Tokens that a token's loss depends on: itself, its response, the whole batch; or any, through autograd.
+#: The scope of a token's loss: the token itself, its response, the whole batch, or any tokens, through autograd.
 TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
 
 
 class Given(NamedTuple):
-    """What a batch holds, as far as it decides that."""
+    """The optional inputs of a batch that affect the scope."""
 
     old: bool = True  # old_logprobs: off-policy
     rollout: bool = False
     threshold: bool = False
-    uneven: bool = False  # token weights, or advantages one a token
+    uneven: bool = False  # token weights, or per-token advantages
 
     @classmethod
     def of(cls, batch: Batch) -> Given:
-        """A batch's."""
+        """Those of `batch`."""
         uneven = batch.token_weights is not None or not batch.per_response
         return cls(batch.old is not None, batch.rollout is not None, batch.entropy_threshold is not None, uneven)
 
 
 def scope(objective: Objective | Callable[..., Any], given: Given) -> str:
-    """TOKEN, RESPONSE or BATCH."""
+    """Returns TOKEN, RESPONSE or BATCH."""
     if why_not_row_local(objective, given) is None:
         return TOKEN
     whole = not isinstance(objective, Objective) or _needs_quantile(objective, given)
@@ -36,7 +36,7 @@ def scope(objective: Objective | Callable[..., Any], given: Given) -> str:
 
 
 def slopes(objective: Objective | Callable[..., Any]) -> int:
-    """Vectors a row that carry a gradient: d logp / d hidden, and where the entropy has one too, its own."""
+    """The number of gradient vectors per row: d logp / d hidden and, if the entropy is in the loss, its own."""
     return 1 + (objective.has_entropy_term if isinstance(objective, Objective) else True)
 
 
@@ -45,7 +45,7 @@ def _needs_quantile(objective: Objective, given: Given) -> bool:
 
 
 def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -> str | None:
-    """Why a token's coefficients depend on other tokens here, or None where they do not."""
+    """Returns why a token's coefficients depend on other tokens, or None if they do not."""
     if not isinstance(objective, Objective):
         return None if getattr(objective, "row_local", False) else "a callable that does not promise row_local"
     correction = objective.rollout_correction

@@ -1,8 +1,8 @@
-"""An objective evaluated on log-probabilities in torch, differentiable by autograd: the readable loss, and its metrics.
+"""Evaluates an objective and its metrics on log-probabilities in torch, differentiable by autograd.
 
-The fused paths run the same formulas inside kernels where tokens do not depend on each other (`row_objective` says
-when, and what the kernels are given), and this file where they do. The formulas' derivatives are those that the kernels
-use; autograd carries them from the ratio's level to the log-probabilities.
+If tokens do not depend on each other, the fused paths run the same formulas inside kernels (`row_objective` prepares
+the kernels' arguments); otherwise they use this file. The formulas' derivatives are those that the kernels use;
+autograd carries them from the ratio's level to the log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 
 class LossContext(NamedTuple):
-    """What a custom objective may read beside its log-ratio and advantages; all detached but `logprobs` and `entropy`.
+    """The further inputs of a custom objective; all are detached except `logprobs` and `entropy`.
 
-    Tensors have the shape of the log-ratio given to the callable; None = not given by the caller.
+    Tensors have the shape of the log-ratio that the callable gets; None = not given by the caller.
     """
 
     logprobs: Tensor
@@ -41,16 +41,16 @@ CustomObjective = Callable[[Tensor, Tensor, LossContext], Tensor]
 
 
 class _Ratio(NamedTuple):
-    """A ratio's clamped log; 1 where its gradient passes, and what it passes to; 1 where an exponent was clamped."""
+    """A log-ratio, per token."""
 
-    log: Tensor
-    active: Tensor
-    source: Tensor
-    clamped: Tensor
+    log: Tensor  # clamped
+    active: Tensor  # 1 where the gradient passes, else 0
+    source: Tensor  # the tensor that gets the gradient
+    clamped: Tensor  # 1 where an exponent was clamped, else 0
 
 
 def settings_of(objective: Objective | CustomObjective) -> Objective:
-    """The objective itself; for a callable what its `aggregate` (token-mean) and `max_length` say."""
+    """The objective itself; for a callable, one with its `aggregate` (default token-mean) and `max_length`."""
     if isinstance(objective, Objective):
         return objective
     if not callable(objective):
@@ -65,7 +65,7 @@ def settings_of(objective: Objective | CustomObjective) -> Objective:
 
 
 def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) -> None:
-    """ValueError where the objective reads something that the caller did not give."""
+    """Raises ValueError if the objective needs an input that the caller did not give."""
     if objective.kl is not None and objective.kl.needs_reference and batch.ref is None:
         raise ValueError(f"ref_logprobs is needed by the objective's KL term ({objective.kl.kind}), got None")
     if objective.rollout_correction is not None and batch.rollout is None:
@@ -76,7 +76,7 @@ def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) ->
 
 
 def _token_ratio(logp: Tensor, baseline: Tensor, bound: float) -> _Ratio:
-    """The log-ratio of each token alone."""
+    """The token-level log-ratio."""
     raw = f.difference(logp, baseline)
     log = f.clamp(raw, bound)
     free = f.within(raw, log)
@@ -122,7 +122,7 @@ def rollout_weights(objective: Objective, batch: Batch, old: Tensor) -> tuple[Te
 
 
 def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> Tensor | None:
-    """1 for tokens that DeepSeek-V3.2's sequence mask leaves out: A < 0 in a response that drifted beyond delta."""
+    """1 for tokens that DeepSeek-V3.2's sequence mask drops (A < 0 in a response that drifted beyond delta), else 0."""
     if objective.off_policy_delta is None:
         return None
     sampled = old if batch.rollout is None else batch.rollout
@@ -132,7 +132,7 @@ def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tens
 
 
 def _entropy_weights(objective: Objective, batch: Batch, entropy: Tensor) -> Tensor | None:
-    """1 for the tokens of high entropy that alone are trained on (80/20), else 0."""
+    """1 for high-entropy tokens, the only ones trained on (80/20), else 0; None if all are."""
     threshold = batch.entropy_threshold
     if threshold is None:
         if objective.top_entropy_fraction is None:
@@ -142,7 +142,7 @@ def _entropy_weights(objective: Objective, batch: Batch, entropy: Tensor) -> Ten
 
 
 def _quantile(values: Tensor, batch: Batch, q: float) -> Tensor:
-    """The q-quantile (0-dim) of the unmasked values (N,), linearly interpolated: torch.quantile ends at 2^24 values."""
+    """The q-quantile (0-dim) of the valid values (N,), interpolated linearly; torch.quantile is limited to 2^24."""
     if not values.numel():
         return values.new_zeros(())
     ordered = values.where(batch.mask, torch.inf).sort().values
@@ -164,9 +164,9 @@ def _token_weights(
 
 
 def _product(*factors: Tensor | None) -> Tensor | None:
-    """The product of those that are there; None where none is."""
-    there = [factor for factor in factors if factor is not None]
-    return math.prod(there[1:], start=there[0]) if there else None
+    """The product of the factors that are not None; None if all are."""
+    present = [factor for factor in factors if factor is not None]
+    return math.prod(present[1:], start=present[0]) if present else None
 
 
 def _kl(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, token: _Ratio) -> tuple[Tensor, Tensor]:
@@ -174,22 +174,24 @@ def _kl(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, token: _R
     assert objective.kl is not None
     value_of, gradient_of = KL_FORMULAS[objective.kl.kind]
     bound, unused = objective.max_log_ratio, batch.ref is None or not objective.kl.needs_reference
-    own = objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective" and objective.ratio != "token"
-    # Through a response's ratio and through d, a token's derivative are two numbers of the size e^d, which may cancel
-    # (a response of one token, or of tokens with equal d). They are added up in float64.
-    wide = logp.double() if own else logp
+    by_response = (
+        objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective" and objective.ratio != "token"
+    )
+    # A token's derivatives through its response's ratio and through d are both of the size e^d and may cancel (in a
+    # response of one token, or of tokens with equal d). They are added in float64.
+    wide = logp.double() if by_response else logp
     raw = torch.zeros_like(wide) if unused else f.difference(batch.ref, wide)
     d = f.clamp(raw, bound)
     free_d = f.within(raw, d)
     active_d, clamped = free_d * f.possible(logp), 1 - free_d
-    if not own:
+    if not by_response:
         value = value_of(d.detach(), token.log.detach())
         return with_derivative(value, gradient_of(d, token.log, active_d, token.active), logp), clamped
     ratio = _ratio(objective, batch, wide, old.double())
     value = value_of(d.detach(), ratio.log.detach())
-    nothing = torch.zeros_like(value)
-    through_d = with_derivative(value, gradient_of(d, ratio.log, active_d, nothing), wide)
-    through_ratio = with_derivative(nothing, gradient_of(d, ratio.log, nothing, ratio.active), ratio.source)
+    zeros = torch.zeros_like(value)
+    through_d = with_derivative(value, gradient_of(d, ratio.log, active_d, zeros), wide)
+    through_ratio = with_derivative(zeros, gradient_of(d, ratio.log, zeros, ratio.active), ratio.source)
     return (through_d + through_ratio).to(logp.dtype), clamped
 
 
@@ -201,9 +203,9 @@ def objective_loss(
     weights: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Per-token terms (len(TERMS), N), whose first row sums to the loss, and the off-policy mask (N,) or None.
+    """Returns per-token terms (len(TERMS), N), whose first row sums to the loss, and the off-policy mask (N,) or None.
 
-    logp and entropy (N,) carry the graph; weights (N,) are the aggregation's, detached.
+    logp and entropy (N,) are differentiable; weights (N,) are the aggregation's, detached.
     """
     settings = settings_of(objective)
     old = logp.detach() if batch.old is None else batch.old
@@ -214,18 +216,18 @@ def objective_loss(
     kept = weights if omega is None else weights * omega
     if isinstance(objective, Objective):
         value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
-        a, numbers, log_ratio = batch.advantages, objective.gate.parameters(), ratio.log.detach()
-        weight = weight_of(ratio.log, ratio.active, a, *numbers)
-        side = _sides(objective, batch, logp, old, side_of(log_ratio, a, *numbers))
-        policy = torch.where(kept == 0, 0.0, kept * value_of(log_ratio, logp.detach(), a, *numbers))
+        a, parameters, log_ratio = batch.advantages, objective.gate.parameters(), ratio.log.detach()
+        weight = weight_of(ratio.log, ratio.active, a, *parameters)
+        side = _sides(objective, batch, logp, old, side_of(log_ratio, a, *parameters))
+        policy = torch.where(kept == 0, 0.0, kept * value_of(log_ratio, logp.detach(), a, *parameters))
         source = logp if objective.gate.formula in DETACHED_GATES else ratio.source
         policy = with_derivative(policy, torch.where(kept == 0, 0.0, -kept * a * weight), source)
-        if objective.gate.token_clip is not None:  # a clipped token passes nothing to the response's mean
+        if objective.gate.token_clip is not None:  # a clipped token has no gradient through the response's mean
             weight = weight.where(side == 0, 0.0)
     else:
         value = _custom_value(objective, batch, token.log, logp, entropy, old, cu_seqlens)
         policy = torch.where(kept == 0, 0.0, kept * value)
-        weight = side = torch.full_like(logp, torch.nan)  # what a callable clips is not known
+        weight = side = torch.full_like(logp, torch.nan)  # unknown for a callable
     loss, kl = policy, torch.zeros_like(logp)
     if settings.kl is not None:
         kl, kl_clamped = _kl(settings, batch, logp, old, token)
@@ -244,7 +246,7 @@ def objective_loss(
 
 
 def _sides(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, side: Tensor) -> Tensor:
-    """The gate's clipped sides; GMPO's clip is on each token's log-ratio, before the gate."""
+    """The side on which each token is clipped; GMPO clips each token's log-ratio, before the gate."""
     clip, a = objective.gate.token_clip, batch.advantages
     if clip is None:
         return side
@@ -261,7 +263,7 @@ def _custom_value(
     old: Tensor,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """The callable's per-token loss (N,); it sees tensors shaped like the targets."""
+    """The callable's per-token loss (N,); the callable gets tensors shaped like the targets."""
 
     def shaped(x: Tensor | None) -> Any:
         return None if x is None else x.reshape(batch.shape)
@@ -283,41 +285,41 @@ def _custom_value(
 
 
 def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor | None) -> dict[str, Tensor]:
-    """Detached float32 scalars from terms (len(TERMS), N): means over unmasked tokens, and counts. No host sync."""
+    """Detached float32 scalars from terms (len(TERMS), N): means over valid tokens, and counts. No host sync."""
     terms = terms.detach().float()
     tokens = batch.tokens.float()
     count = tokens.clamp_min(1)
-    # Few operations, each over all terms: at small batches a GPU waits for every one of them to be launched.
+    # Few operations, each over all terms: for small batches, a GPU waits for the launch of each operation.
     sums = terms.sum(-1)
     total = dict(zip(TERMS, sums.unbind(), strict=True))
     mean = dict(zip(TERMS, (sums / count).unbind(), strict=True))
     ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
-    clipped = torch.linalg.vector_norm(side, 1) / count  # above 1, below -1, so that their sum tells one from the other
-    nothing = torch.zeros((), dtype=torch.float32, device=terms.device)
+    clipped = torch.linalg.vector_norm(side, 1) / count  # side is +1 or -1, so its sum separates the two
+    zero = torch.zeros((), dtype=torch.float32, device=terms.device)
     return {
         "policy_loss": total["policy"],
         "kl": mean["kl"],
-        "entropy": torch.full_like(nothing, torch.nan)
+        "entropy": torch.full_like(zero, torch.nan)
         if entropy is None
         else batch.flat(entropy.detach().float()).sum() / count,
         "ratio_mean": mean["ratio"],
-        "ratio_max": ratio.amax() if terms.shape[1] else nothing,
+        "ratio_max": ratio.amax() if terms.shape[1] else zero,
         "clip_frac": clipped,
         "clip_frac_low": (clipped - mean["side"]) / 2,
         "clip_frac_high": (clipped + mean["side"]) / 2,
         "gate_mean": mean["weight"],
         "approx_kl": mean["approx_kl"],
         "ratio_clamped": total["clamped"],
-        "masked_off_policy": nothing if dropped is None else dropped.float().sum(),
+        "masked_off_policy": zero if dropped is None else dropped.float().sum(),
         "tokens": tokens,
     }
 
 
 def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:
-    """A row-local objective as the kernels take it, and 1 where an exponent outside the kernels was clamped.
+    """A row-local objective as the kernels take it, and 1 where an exponent was clamped outside the kernels.
 
-    weights (N,) are the aggregation's. On-policy, every ratio level has ratio 1 and the token level's coefficients, so
-    the kernels know tokens only.
+    weights (N,) are the aggregation's. On-policy, the ratio is 1 at every level and the coefficients are those of the
+    token level, so the kernels implement the token level only.
     """
     omega = batch.token_weights
     correction, clamped = objective.rollout_correction, None

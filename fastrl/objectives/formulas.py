@@ -1,28 +1,28 @@
-"""The objectives' arithmetic, one token at a time, each formula written once (ratio gates, KL estimators, weights).
+"""The arithmetic of the objectives per token, each formula written once (ratio gates, KL estimators, weights).
 
-Only straight-line arithmetic on the names of `arithmetic.py`, literals and other formulas of this file may appear here:
-the same functions run in torch, inside the Triton kernels and, translated, inside the C++ kernels.
+Formulas may contain only straight-line arithmetic on literals, the functions of `arithmetic.py` and other formulas of
+this file: the same functions run in torch, inside the Triton kernels and, translated, inside the C++ kernels.
 
-Every gate is three functions of the same arguments, `p0..p3` being the gate's own numbers:
+Every gate is three functions of the same arguments; `p0..p3` are the gate's parameters:
 
     value(log_ratio, logp, advantage, p0, p1, p2, p3)     the per-token loss f
     weight(log_ratio, active, advantage, p0, p1, p2, p3)  g >= 0 with d f / d logp = -advantage * g
     side(log_ratio, advantage, p0, p1, p2, p3)            +1 clipped above, -1 clipped below, 0 not clipped
 
-`log_ratio` is already clamped; `active` is 1 where the clamp left it alone and 0 where it did not, and a gate whose
-gradient passes through the ratio multiplies it in. Every KL estimator is two functions of `d = ref - logp` and
+`log_ratio` is already clamped; `active` is 1 where the clamp did not change it and 0 elsewhere, and a gate whose
+gradient passes through the ratio multiplies by it. Every KL estimator is two functions of `d = ref - logp` and
 `log_ratio = logp - old`, both clamped:
 
     value(d, log_ratio)                       the estimate
-    gradient(d, log_ratio, active_d, active)  d value / d logp; active_d and active are 1 where d and log_ratio pass it
+    gradient(d, log_ratio, active_d, active)  d value / d logp; active_d, active: 1 where d, log_ratio pass gradient
 
-Weights and gradients are what c is made of on every backend, torch too, where autograd would add up parts that cancel
-(k3's gradient, 1 - e^d, as (1 + (e^d - 1)) - 1). Each is written to keep its relative accuracy in float32, to 1e-5
-wherever it is above 1e-30. Only second derivatives are autograd's, those of weights and gradients: a ratio that is
-constant for the first derivative is detached for the second.
+Every backend computes the coefficient c from these weights and gradients. In torch too, because autograd would add
+terms that cancel (k3's gradient, 1 - e^d, as (1 + (e^d - 1)) - 1). Each has a relative accuracy of 1e-5 in float32
+wherever it is above 1e-30. Only second derivatives, those of weights and gradients, come from autograd: a ratio that is
+constant in the first derivative is detached for the second.
 """
 
-# ruff: noqa: D103  (the module's docstring is the contract that all of these share)
+# ruff: noqa: D103  (the module's docstring describes all functions)
 # mypy: disable-error-code="no-untyped-def"
 
 from fastrl.objectives.arithmetic import detach, exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid, where

@@ -1,6 +1,6 @@
-"""Objectives as data: a ratio level x a gate x a KL term x an aggregation, and the table of published algorithms.
+"""Objectives as data: a ratio level, a gate, a KL term and an aggregation.
 
-The arithmetic is in `formulas.py`; this file names it, holds its numbers and checks them.
+The arithmetic is in `formulas.py`; this file names the formulas, and holds and checks their parameters.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ GATE_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[
     "stop-gradient-clip": (f.stop_gradient_clip_value, f.stop_gradient_clip_weight, f.stop_gradient_clip_side),
     "gamma": (f.gamma_value, f.gamma_weight, f.never_clipped),
 }
-#: gates whose ratio is a constant factor, if there is one: their gradient passes through log pi itself
+#: gates whose ratio, if any, is a constant factor: their gradient passes through log pi itself
 DETACHED_GATES = ("reinforce", "stop-gradient-clip", "gamma")
-#: KL kind -> (value, its derivative in logp), see `formulas`; k1+ and k3+ are straight-through: k2's derivative
+#: KL kind -> (value, its derivative in logp), see `formulas`; k1+ and k3+ have k2's derivative (straight-through)
 KL_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "none": (f.kl_none_value, f.kl_none_gradient),
     "k1": (f.kl_k1_value, f.kl_k1_gradient),
@@ -55,7 +55,7 @@ _ABSENT = 1e30  # a bound that never binds; finite, so that a product with it is
 
 
 def _check(name: str, value: object, low: float, *, strict: bool = False, high: float = math.inf) -> None:
-    """A real number in [low, high], or (low, high] where strict."""
+    """Raises unless `value` is a real number in [low, high], or in (low, high] if strict."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value < low or (strict and value == low) or value > high:
@@ -66,28 +66,28 @@ def _check(name: str, value: object, low: float, *, strict: bool = False, high: 
 
 
 class Gate:
-    """What turns a ratio and an advantage into a per-token loss."""
+    """Base class of the gates, which turn a ratio and an advantage into a per-token loss."""
 
     #: The key of the gate's functions in GATE_FORMULAS.
     formula: ClassVar[str]
-    #: The only ratio level that the gate is defined for; None: any.
+    #: The only ratio level that the gate is defined for; None means any.
     level: ClassVar[RatioLevel | None] = None
-    #: Whether its ratio includes what the sampler's log-probabilities differ by from the old ones.
+    #: Whether its ratio includes the difference between the old and the rollout log-probabilities.
     reads_rollout: ClassVar[bool] = False
 
     @property
     def token_clip(self) -> float | None:
-        """The bound of each token's log-ratio before the response's mean; None: there is none."""
+        """The bound on each token's log-ratio before the mean over the response; None means no bound."""
         return None
 
     def parameters(self) -> tuple[float, float, float, float]:
-        """The gate's numbers p0..p3, in the order of its formulas."""
+        """The gate's parameters p0..p3, in the order of its formulas' arguments."""
         return (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class NoGate(Gate):
-    """No clipping: `-r A` with the ratio (CPI, TRPO's surrogate), `-A logp` without (REINFORCE, GPG)."""
+    """No clipping: `-r A` if `ratio` is true (CPI, TRPO's surrogate), else `-A logp` (REINFORCE, GPG)."""
 
     ratio: bool = True
 
@@ -125,9 +125,9 @@ class Clip(Gate):
 
 @dataclass(frozen=True)
 class SoftGate(Gate):
-    """SAPO's gate: `-(4 / tau) sigmoid(tau (r - 1)) A`, so that the weight on grad log pi is `r sech^2(tau (r-1) / 2)`.
+    """SAPO's gate: `-(4 / tau) sigmoid(tau (r - 1)) A`; the weight on grad log pi is `r sech^2(tau (r - 1) / 2)`.
 
-    tau is `tau_pos` for A > 0 and `tau_neg` otherwise (arXiv:2511.20347).
+    `tau` is `tau_pos` for A > 0 and `tau_neg` otherwise (arXiv:2511.20347).
     """
 
     tau_pos: float = 1.0
@@ -144,7 +144,7 @@ class SoftGate(Gate):
 
 @dataclass(frozen=True)
 class StopGradientClip(Gate):
-    """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound of the ratio (arXiv:2506.13585)."""
+    """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound on the ratio (arXiv:2506.13585)."""
 
     cap: float = 5.0
     low: float | None = None
@@ -161,7 +161,7 @@ class StopGradientClip(Gate):
 
 @dataclass(frozen=True)
 class GeometricMean(Gate):
-    """GMPO: `-A exp(mean_t clip(log r_t))`, log r clipped at +clip for A > 0, at -clip for A < 0 (arXiv:2507.20673)."""
+    """GMPO: `-A exp(mean_t clip(log r_t))`; log r <= clip for A > 0, log r >= -clip for A < 0 (arXiv:2507.20673)."""
 
     clip: float = 0.4
     formula: ClassVar[str] = "surrogate"
@@ -177,7 +177,7 @@ class GeometricMean(Gate):
 
 @dataclass(frozen=True)
 class GammaWeight(Gate):
-    """VESPO: `-sg[phi] A logp`, `log phi = lam + k log W - lam W`, W the product of the response's ratios."""
+    """VESPO: `-sg[phi] A logp` with `log phi = lam + k log W - lam W`; W is the product of the response's ratios."""
 
     k_pos: float = 2.0
     lam_pos: float = 3.0
@@ -202,8 +202,9 @@ _GATES = (NoGate, Clip, SoftGate, StopGradientClip, GeometricMean, GammaWeight)
 class KL:
     """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
 
-    kind: k1 k2 k3 k3-unbiased k1+ k3+ forward old-new; coef: a float or a 0-dim tensor, read on its device;
-    ratio: which ratio multiplies "k3-unbiased", the token's own or the objective's (a response's at sequence levels).
+    kind: k1, k2, k3, k3-unbiased, k1+, k3+, forward or old-new; coef: a float or a 0-dim tensor, which is not copied
+    to the host; ratio: the ratio that multiplies "k3-unbiased", each token's or the objective's (at sequence levels,
+    the response's).
     """
 
     kind: str = "k3"
@@ -226,9 +227,9 @@ class KL:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """A detached weight from `rho = exp(old - rollout)`, at the token or the sequence level.
+    """A detached weight computed from `rho = exp(old - rollout)`, at the token or the sequence level.
 
-    mode "truncate" (TIS): rho clipped into [low, high]; mode "mask" (MIS, IcePop): rho inside [low, high], else 0.
+    mode: "truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -249,12 +250,13 @@ class RolloutCorrection:
 class Objective:
     """A policy objective, `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
-    gate: f; ratio: the level of the ratio that the gate reads; kl: beta kl, or None; entropy_coef: alpha, a float or a
-    0-dim tensor; aggregate: w; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio: every exponent
-    is clamped to +- this; rollout_correction, off_policy_delta (nats) and top_entropy_fraction (0 to 1): omega.
+    gate: f; ratio: the level of the ratio that the gate reads; kl: the term beta kl, or None; entropy_coef: alpha, a
+    float or a 0-dim tensor; aggregate: w; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio:
+    every exponent is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats) and
+    top_entropy_fraction (0 to 1) are factors of omega.
     """
 
-    gate: Gate = field(default_factory=Clip)  # an instance as the default would keep torch.compile of 2.11 out
+    gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default
     ratio: RatioLevel = "token"
     kl: KL | None = None
     entropy_coef: float | Tensor = 0.0
@@ -294,9 +296,9 @@ class Objective:
 
     @property
     def has_entropy_term(self) -> bool:
-        """Whether the entropy enters the loss; a 0-dim tensor counts, for its value is not read here."""
+        """Whether the entropy enters the loss; true for a 0-dim tensor, because its value is not read here."""
         return isinstance(self.entropy_coef, Tensor) or self.entropy_coef != 0.0
 
     def replace(self, **changes: Any) -> Objective:
-        """A copy with some fields changed."""
+        """Returns a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)

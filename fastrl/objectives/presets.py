@@ -1,4 +1,4 @@
-"""The published algorithms, each a few fields of `Objective`. Every preset also takes any field of it by keyword."""
+"""The published algorithms as presets of `Objective`. Every preset also takes any field of `Objective` by keyword."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _objective(overrides: dict[str, Any], **defaults: Any) -> Objective:
 
 
 def _kl(kind: str, coef: float | Tensor) -> KL | None:
-    """A KL term, or none for a coefficient that is the float 0."""
+    """A KL term, or None if the coefficient is the float 0."""
     return KL(kind=kind, coef=coef) if isinstance(coef, Tensor) or coef != 0 else None
 
 
@@ -40,7 +40,7 @@ def GPG(**fields: Any) -> Objective:
 
 
 def CPI(**fields: Any) -> Objective:
-    """Conservative policy iteration's surrogate `-r A`, TRPO's too, token-mean (Kakade and Langford, 2002)."""
+    """The surrogate `-r A` of conservative policy iteration and TRPO, token-mean (Kakade and Langford, 2002)."""
     return _objective(fields, gate=NoGate(ratio=True))
 
 
@@ -55,18 +55,18 @@ def PPOKL(coef: float | Tensor, **fields: Any) -> Objective:
 
 
 def GRPO(clip: float = 0.2, clip_high: float | None = None, kl_coef: float | Tensor = 0.04, **fields: Any) -> Objective:
-    """GRPO: PPO's clip, k3 KL in the loss, the mean of each response's mean (arXiv:2402.03300)."""
+    """GRPO: PPO's clip, a k3 KL term, the mean over responses of each response's mean (arXiv:2402.03300)."""
     gate = Clip(clip, clip if clip_high is None else clip_high)
     return _objective(fields, gate=gate, kl=_kl("k3", kl_coef), aggregate="seq-mean-token-mean")
 
 
 def DrGRPO(max_length: int, clip: float = 0.2, **fields: Any) -> Objective:
-    """Dr. GRPO: the clip, summed and divided by a constant length, no KL (arXiv:2503.20783)."""
+    """Dr. GRPO: PPO's clip, sums over tokens divided by a constant length, no KL (arXiv:2503.20783)."""
     return _objective(fields, gate=Clip(clip, clip), aggregate="seq-mean-token-sum-norm", max_length=max_length)
 
 
 def BNPO(clip: float = 0.2, clip_high: float | None = None, **fields: Any) -> Objective:
-    """GRPO's gate averaged over the batch's tokens, no KL (TRL's `loss_type="bnpo"`)."""
+    """GRPO's gate, averaged over the batch's tokens, no KL (TRL's `loss_type="bnpo"`)."""
     return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high))
 
 
@@ -76,17 +76,17 @@ def DAPO(clip_low: float = 0.2, clip_high: float = 0.28, **fields: Any) -> Objec
 
 
 def GSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
-    """GSPO: the clip on the response's geometric-mean ratio (arXiv:2507.18071)."""
+    """GSPO: PPO's clip on the response's geometric-mean ratio (arXiv:2507.18071)."""
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-mean")
 
 
 def GSPOToken(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
-    """GSPO-token: the response's ratio in value, each token's own gradient, per-token advantages (arXiv:2507.18071)."""
+    """GSPO-token: the response's ratio, each token's own gradient, per-token advantages (arXiv:2507.18071)."""
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence-token", aggregate="seq-mean-token-mean")
 
 
 def SAPO(tau_pos: float = 1.0, tau_neg: float = 1.05, **fields: Any) -> Objective:
-    """SAPO: a soft sech^2 gate instead of the clip (arXiv:2511.20347)."""
+    """SAPO: a soft gate, weight sech^2, instead of the clip (arXiv:2511.20347)."""
     return _objective(fields, gate=SoftGate(tau_pos, tau_neg), aggregate="seq-mean-token-mean")
 
 
@@ -101,19 +101,19 @@ def GMPO(clip: float = 0.4, **fields: Any) -> Objective:
 
 
 def LUSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
-    """LUSPO: GSPO with each response weighted by its length (seq-mean-token-sum)."""
+    """LUSPO: GSPO with each response weighted by its length (aggregate "seq-mean-token-sum")."""
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-sum")
 
 
 def VESPO(
     k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, **fields: Any
 ) -> Objective:
-    """VESPO: REINFORCE weighted by a gamma-shaped function of the response's ratio, token-mean."""
+    """VESPO: REINFORCE weighted by a gamma-shaped function of the product of the response's ratios, token-mean."""
     return _objective(fields, gate=GammaWeight(k_pos, lam_pos, k_neg, lam_neg), ratio="sequence-product")
 
 
 def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta: float, **fields: Any) -> Objective:
-    """DeepSeek-V3.2's GRPO: unbiased k3, off-policy sequence masking (arXiv:2512.02556)."""
+    """DeepSeek-V3.2's GRPO: the unbiased k3 KL term and off-policy sequence masking (arXiv:2512.02556)."""
     return _objective(
         fields,
         gate=Clip(clip, clip),
@@ -149,6 +149,6 @@ PRESETS: dict[str, Callable[..., Objective]] = {
 
 
 def any_numbers(name: str) -> Objective:
-    """A preset by its name in PRESETS, and 1 for every number that it must be told: for what depends on none."""
+    """The preset with this name in PRESETS, with 1 for every required argument: for uses that read no numbers."""
     parameters = inspect.signature(PRESETS[name]).parameters.values()
     return PRESETS[name](**{p.name: 1 for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD})

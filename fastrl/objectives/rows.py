@@ -1,4 +1,4 @@
-"""A row-local objective as data: what the backends' `row_forward_gradient` takes, and the terms that it returns."""
+"""A row-local objective as data: the arguments of the backends' `row_forward_gradient`, and the terms it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clampe
 
 
 class RowObjective(NamedTuple):
-    """A row-local objective as kernels take it: the names of its formulas and their numbers."""
+    """A row-local objective as kernels take it: the names of its formulas and their parameters."""
 
     gate: str  # a key of fastrl.objectives.objective.GATE_FORMULAS
     gate_parameters: tuple[float, float, float, float]
@@ -24,7 +24,7 @@ class RowObjective(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """What a row-local objective reads, each (N,) float32 unless said otherwise; None = absent."""
+    """The inputs of a row-local objective, (N,) float32 unless noted; None = absent."""
 
     advantages: Tensor
     policy_weights: Tensor  # aggregation weight x token weights
