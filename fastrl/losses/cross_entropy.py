@@ -38,7 +38,7 @@ def linear_cross_entropy(
 
     Args:
         hidden, weight, bias, temperature, logit_scale, softcap: as in `linear_token_logprobs`.
-        targets: (...) int64; a token is valid unless its target equals `ignore_index`.
+        targets: (...) int64; tokens whose target is `ignore_index` are not valid, and these targets are not read.
         reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
         denominator: replaces the local number of tokens in "mean".
         memory_budget: as in `linear_token_logprobs`.

@@ -142,7 +142,7 @@ def _entropy_weights(objective: Objective, batch: Batch, entropy: Tensor) -> Ten
 
 
 def _quantile(values: Tensor, batch: Batch, q: float) -> Tensor:
-    """The q-quantile (0-dim) of the valid values (N,), interpolated linearly; torch.quantile is limited to 2^24."""
+    """The q-quantile (0-dim) of the valid values (N,), interpolated linearly; torch.quantile takes up to 2^24."""
     if not values.numel():
         return values.new_zeros(())
     ordered = values.where(batch.mask, torch.inf).sort().values
@@ -294,7 +294,7 @@ def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor
     total = dict(zip(TERMS, sums.unbind(), strict=True))
     mean = dict(zip(TERMS, (sums / count).unbind(), strict=True))
     ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
-    clipped = torch.linalg.vector_norm(side, 1) / count  # side is +1 or -1, so its sum separates the two
+    clipped = torch.linalg.vector_norm(side, 1) / count  # side is +1, -1 or 0, so its sum separates the two
     zero = torch.zeros((), dtype=torch.float32, device=terms.device)
     return {
         "policy_loss": total["policy"],

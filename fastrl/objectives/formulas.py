@@ -14,12 +14,12 @@ gradient passes through the ratio multiplies by it. Every KL estimator is two fu
 `log_ratio = logp - old`, both clamped:
 
     value(d, log_ratio)                       the estimate
-    gradient(d, log_ratio, active_d, active)  d value / d logp; active_d, active: 1 where d, log_ratio pass gradient
+    gradient(d, log_ratio, active_d, active)  d value / d logp; active_d, active: 1 where d, log_ratio pass it on
 
-Every backend computes the coefficient c from these weights and gradients. In torch too, because autograd would add
-terms that cancel (k3's gradient, 1 - e^d, as (1 + (e^d - 1)) - 1). Each has a relative accuracy of 1e-5 in float32
-wherever it is above 1e-30. Only second derivatives, those of weights and gradients, come from autograd: a ratio that is
-constant in the first derivative is detached for the second.
+Every backend computes the coefficient c from these weights and gradients, torch too, because autograd would add terms
+that cancel (k3's gradient, 1 - e^d, as (1 + (e^d - 1)) - 1). Each is written to keep a relative accuracy of 1e-5 in
+float32 wherever it is above 1e-30. Only second derivatives, those of weights and gradients, come from autograd: a ratio
+that is constant in the first derivative is detached for the second.
 """
 
 # ruff: noqa: D103  (the module's docstring describes all functions)
@@ -219,7 +219,7 @@ def possible(logp):
     return where(logp > -3e38, 1.0, 0.0)
 
 
-# --- a row-local token, whole: what the kernels run -------------------------------------------------------------------
+# --- all terms of a row-local token, as the kernels run them ----------------------------------------------------------
 
 
 def token_terms(
