@@ -1,1 +1,1 @@
-"""Hidden states x output head, tile by tile: statistics, gradients, and the torch.library operators of both."""
+"""From hidden states and the output head, tile by tile: statistics, gradients and their torch.library operators."""

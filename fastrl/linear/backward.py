@@ -1,6 +1,6 @@
-"""The backward from hidden states and the output head: c and h a row are known, and the logits are formed again.
+"""The backward from hidden states and the output head: from c and h of each row; the logits are computed again.
 
-Rows whose c and h are 0 enter no matrix product. Sums over tiles are float32, and cast once.
+Rows whose c and h are 0 enter no matrix product. Sums over tiles are float32 and cast once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastrl.linear.statistics import Limits, Order, Rows, order, pass_tile
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.planning.tiling import Needs, Tile
 
-#: The plan that forms dL/dhidden and dL/dweight in a pass each, so that neither's float32 sums are held whole.
+#: The plan that forms dL/dhidden and dL/dweight in separate passes, so that the float32 sums of neither are held whole.
 TWO_PASS = "two-pass"
 
 
@@ -38,13 +38,13 @@ def gradients(
     limits: Limits,
     dense_support: DenseSupport | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """dL/d(hidden, weight, bias) from c, h (N,), in the inputs' dtypes: the logits again, then the products."""
+    """dL/d(hidden, weight, bias) from c and h (N,), in the dtypes of the inputs; None if one is not needed."""
     work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, limits, dense_support)
     return work.run(plan)
 
 
 class _Backward:
-    """The gradients of one call, pass by pass."""
+    """Computes the gradients of one call, pass by pass."""
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class _Backward:
             scale = products.power_of_two_scale(c, h)
             c, h, self.undo = c * scale, None if h is None else h * scale, 1 / scale
         of = self.order.of
-        found = Statistics(*map(of, stats))  # type: ignore[arg-type]
-        self.rows = Rows(of(targets), of(transform.temperatures), found, c, h, self.order.dense_support(dense_support))  # type: ignore[arg-type]
+        row_stats = Statistics(*map(of, stats))  # type: ignore[arg-type]
+        self.rows = Rows(
+            of(targets), of(transform.temperatures), row_stats, c, h, self.order.dense_support(dense_support)
+        )  # type: ignore[arg-type]
         whole = self.order.index is None
         self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
         self.weight = self._output(head.weight, needs.weight, filled=True)
@@ -78,9 +80,9 @@ class _Backward:
 
     @staticmethod
     def _active(mask: Tensor | None, logprobs: Tensor, c: Tensor, h: Tensor | None, num_tokens: int) -> Order:
-        """Rows with something to give back; all unmasked ones where a GPU's host knows their number and may not ask.
+        """Rows with a nonzero c or h; on a GPU all unmasked rows if their number is given, to avoid a synchronisation.
 
-        A clip may have taken a NaN log-probability for 0, and its NaN must not be lost.
+        Rows with a NaN log-probability are included: a clip may have set their c to 0, and the NaN must not be lost.
         """
         if num_tokens >= 0 and c.is_cuda:
             return order(mask, c.shape[0], num_tokens)
@@ -98,7 +100,7 @@ class _Backward:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
     def run(self, plan: str) -> tuple[Tensor | None, ...]:
-        """The passes that the plan and the needs ask for."""
+        """Run the passes of the plan that the needed gradients require, and return the gradients."""
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
             if self.needs.hidden and needs_head and plan != TWO_PASS:
@@ -134,13 +136,13 @@ class _Backward:
         return Held(self.head, tile, self.order.index is not None, self.backend, bool(self.limits.mapped))
 
     def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Rows]]:
-        """(places in the order, rows, hidden states (n, H), what row functions read)."""
+        """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""
         for part in slices(self.order.count, size):
             where = self.order.rows(part)
             yield part, where, held.hidden(where), self.rows.part(part)
 
     def _hidden_pass(self, tile: Tile) -> None:
-        """dL/dhidden, a chunk of rows after the other, added up over slices of the vocabulary."""
+        """dL/dhidden, one chunk of rows after another, summed over slices of the vocabulary."""
         assert self.hidden is not None
         held, vocab = self._held(tile), self.head.weight.shape[0]
         sums = None if tile.columns >= vocab else self._float32(tile.rows)
@@ -156,18 +158,18 @@ class _Backward:
                 products.store_rows(self.hidden, where, total, self.undo)
 
     def _float32(self, rows: int) -> Tensor:
-        """Room for float32 sums (rows, H)."""
+        """Uninitialised memory for float32 sums (rows, H)."""
         hidden, make = self.head.hidden, products.scratch if self.limits.mapped else products.empty
         return make((rows, hidden.shape[1]), torch.float32, hidden, self.backend)
 
     def _weight_pass(self, tile: Tile, with_hidden: bool) -> None:
-        """dL/dweight and dL/dbias, slice by slice, each written once; dL/dhidden with them, added up."""
+        """dL/dweight and dL/dbias, slice by slice, each written once; `with_hidden`: also dL/dhidden, summed."""
         count, vocab = self.order.count, self.head.weight.shape[0]
         held = self._held(tile)
         whole = tile.columns >= vocab
         narrow = self.head.hidden.dtype != torch.float32
         total = self._float32(count) if with_hidden and not whole and narrow else None
-        direct = self.undo is None and tile.rows >= count  # one product, which needs no sum
+        direct = self.undo is None and tile.rows >= count  # a single product needs no sum
         sums = self._float32(tile.columns) if self.needs.weight and narrow and not direct else None
         for columns in slices(vocab, tile.columns):
             outer = self._outer(columns, sums, direct)
@@ -187,14 +189,14 @@ class _Backward:
     def _add_hidden(
         self, total: Tensor | None, part: slice, where: Tensor | slice, gradient: Tensor, columns: slice
     ) -> None:
-        """Add a slice's share of dL/dhidden: to the float32 sums, or to the gradient, which is float32 itself."""
+        """Add a slice's part of dL/dhidden to the float32 sums, or to the gradient if that is float32 itself."""
         assert self.hidden is not None
         weight, first = self.head.weight[columns], columns.start == 0
         if total is not None:
             products.add_inner(total[part], gradient, weight, first)
         elif isinstance(where, slice):
             products.add_inner(self.hidden[where], gradient, weight, first)
-        else:  # zeros where no row is active; no row is there twice, so that no two sums meet
+        else:  # inactive rows were set to 0; no row occurs twice, so no two additions collide
             self.hidden.index_add_(0, where, torch.mm(gradient, weight))
 
     def _outer(self, columns: slice, sums: Tensor | None, direct: bool) -> HeadSums:

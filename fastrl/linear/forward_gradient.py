@@ -1,9 +1,9 @@
-"""The plans that form gradients in the forward, while a chunk's logits are at hand (3U in all).
+"""The plans that form gradients in the forward, while a chunk's logits are in memory (3U in all).
 
-`forward_gradient` is the loop, for any way to turn a chunk's logits into their gradient; `linear_forward_gradient` is
-the torch.library operator of a row-local objective, which does that in one kernel. The gradients are outputs of the
-forward. The backward hands their buffers over, times the upstream scalar, which is read on its device; a second
-backward, whose buffers are gone, computes them again.
+`forward_gradient` is the loop, for any function that turns a chunk's logits into their gradient.
+`linear_forward_gradient` is the torch.library operator for a row-local objective, which does that in one kernel. The
+gradients are outputs of the forward. The backward returns their buffers, times the upstream scalar, which is read on
+its device; a second backward has no buffers left and computes the gradients again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossT
 
 
 class Chunk(NamedTuple):
-    """Rows that are computed at once, by their places in an order; the first so many are not idle."""
+    """Rows [start, stop) of an order, computed at once; the first `active` of them are not idle."""
 
     start: int
     stop: int
@@ -39,13 +39,13 @@ class Chunk(NamedTuple):
 
 
 def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
-    """Chunks of at most `size` rows of an order whose first rows are the active ones."""
+    """Chunks of at most `size` rows of an order of `count` rows, of which the first `active` are not idle."""
     starts = range(0, count, size)
     return [Chunk(i, min(i + size, count), min(max(active - i, 0), size, count - i)) for i in starts]
 
 
 class _Sums:
-    """The gradients of the chunks: dH by rows, dW and db added up in float32."""
+    """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
 
     def __init__(self, head: Head, needs: Needs, backend: str) -> None:
         device, (vocab, _) = head.weight.device, head.weight.shape
@@ -57,7 +57,7 @@ class _Sums:
         )
 
     def add(self, where: Tensor | slice, hidden: Tensor, gradient: Tensor) -> None:
-        """A chunk's: hidden (n, H), dL/dlogits (n, V)."""
+        """Add a chunk: hidden (n, H), dL/dlogits (n, V)."""
         if self.hidden is not None:
             products.store_product(self.hidden, where, gradient, self.matrix)
         self.head.add(gradient, hidden)
@@ -80,7 +80,10 @@ def forward_gradient(
     needs: Needs,
     backend: str,
 ) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
-    """Each chunk's logits become their gradient at once; those of its idle rows enter no product."""
+    """Row results and dL/d(hidden, weight, bias): each chunk's logits are overwritten by their gradient.
+
+    Gradients of idle rows enter no product.
+    """
     n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
     out = LossTerms(
         *(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n)))
@@ -93,9 +96,9 @@ def forward_gradient(
         hidden = held.hidden(where)
         logits = held.logits(hidden, slice(0, vocab))
         t = transform.temperatures
-        own = transform if t is None else transform._replace(temperatures=t[where].contiguous())
-        found = chunk_gradient(logits[None], targets[where], own, where, number)
-        out.logprobs[where], out.entropy[where], out.terms[:, where] = found
+        chunk_transform = transform if t is None else transform._replace(temperatures=t[where].contiguous())
+        terms = chunk_gradient(logits[None], targets[where], chunk_transform, where, number)
+        out.logprobs[where], out.entropy[where], out.terms[:, where] = terms
         if chunk.active == len(hidden):
             sums.add(where, hidden, logits)
         elif chunk.active:
@@ -108,7 +111,7 @@ def forward_gradient(
 
 
 def idle_rows(inputs: RowInputs) -> Tensor:
-    """Rows from which nothing flows back, whatever their logits: A = 0 or no policy weight, no KL, no entropy term."""
+    """Rows whose gradient is 0 whatever their logits: A = 0 or no policy weight, no KL and no entropy term."""
     idle = (inputs.advantages == 0) | (inputs.policy_weights == 0)
     for weights in (inputs.kl_weights, inputs.entropy_weights):
         if weights is not None:
@@ -117,7 +120,7 @@ def idle_rows(inputs: RowInputs) -> Tensor:
 
 
 def _gradient_by_kernel(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkGradient:
-    """A ChunkGradient that runs the objective inside the backend's kernel."""
+    """Returns a ChunkGradient that runs the objective inside the backend's kernel."""
 
     def chunk_gradient(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
@@ -143,7 +146,7 @@ def linear_forward_gradient(
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
     temperatures: Tensor | None,  # (N,) float32
-    advantages: Tensor,  # (N,) float32, as the next six; see RowInputs
+    advantages: Tensor,  # (N,) float32, like the next six; see RowInputs
     policy_weights: Tensor,
     old: Tensor | None,
     ref: Tensor | None,
@@ -168,7 +171,7 @@ def linear_forward_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss (), logprobs (N,), entropy (N,), terms (len(TERMS), N), and dL/d(hidden, weight, bias) or empty tensors.
 
-    The loss is differentiable, once. Gradients of weight and bias are float32. Not for float16, whose gradients want a
+    The loss is differentiable once. Gradients of weight and bias are float32. Not for float16, whose gradients need a
     scale that is known only when all coefficients are.
     """
     checks.targets_in_range(targets, mask, weight.shape[0])
@@ -182,7 +185,7 @@ def linear_forward_gradient(
         chunks = row_chunks(
             used.count, active, forward.pass_tile("forward-gradient", head, used, Limits(*limits), weight=needs[1]).rows
         )
-    found, gradients = forward_gradient(
+    results, gradients = forward_gradient(
         head,
         targets,
         Transform(temperature, temperatures, logit_scale, softcap),
@@ -193,7 +196,7 @@ def linear_forward_gradient(
         backend,
     )
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
-    return found.terms[0].sum(), *found, d_hidden, d_weight, d_bias
+    return results.terms[0].sum(), *results, d_hidden, d_weight, d_bias
 
 
 _ARGUMENTS = Arguments("linear_forward_gradient")

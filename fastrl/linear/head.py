@@ -1,4 +1,4 @@
-"""Matrix products around a tile of logits: the tile itself, and its gradient's two, added up in float32."""
+"""The matrix products for a tile of logits: the tile itself, and the two of its gradient, summed in float32."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch import Tensor
 from fastrl.backends.choice import kernels
 from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
 
-_LARGE = 8 << 20  # bytes from which memory comes fresh from the system anyway
-#: Bytes from which memory is mapped where it has to be gone once it is freed. malloc keeps what lay beneath something
-#: that is held, and puts the next pass's larger tile beside the hole: 18.8 MiB were resident where 12.5 were planned.
+_LARGE = 8 << 20  # bytes from which allocators take fresh memory from the system anyway
+#: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
+#: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
 _MAPPED = 1 << 20
 
 
 class Head(NamedTuple):
-    """Hidden states and the output head: hidden (N, H), weight (V, H), bias (V,) or None, of one dtype."""
+    """Hidden states and the output head: hidden (N, H), weight (V, H), bias (V,) or None, all of one dtype."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
 
     def sizes(self, rows: int, weight: bool = True) -> Sizes:
-        """What tiles are chosen by, for so many valid rows; whether the weight has a gradient."""
+        """The sizes from which tiles are chosen; `rows` are valid, `weight`: whether the weight needs a gradient."""
         vocab, width = self.weight.shape
         half = self.weight.dtype == torch.float16
         return Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
-    """Uninitialised memory on the device of `like` that is about to be filled from end to end."""
+    """Uninitialised memory on the device of `like`; the caller fills all of it."""
     tensor = torch.empty(shape, dtype=dtype, device=like.device)
     kernels(backend, tensor).advise(tensor)
     return tensor
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
-    """`empty` that a CPU's system gets back when it is freed; each use pays for fresh pages."""
+    """Like `empty`, but on a CPU the system gets the memory back when it is freed; each use pays for fresh pages."""
     tensor = _mapped(shape, dtype, like, _MAPPED)
     if tensor is None:
         return empty(shape, dtype, like, backend)
@@ -52,17 +52,17 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: s
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Zeros on the device of `like` few of whose rows will be written.
+    """Zeros on the device of `like`, for tensors of which few rows will be written.
 
-    On a CPU the system's own zero pages, of which only those that are written take time: filling a gradient of 300 MB
-    costs more than the products with a hundred entries.
+    On a CPU these are zero pages of the system, and only the written ones take time: filling a gradient of 300 MB costs
+    more than the products with a hundred entries.
     """
     tensor = _mapped(shape, dtype, like, _LARGE)
     return torch.zeros(shape, dtype=dtype, device=like.device) if tensor is None else tensor
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, least: int) -> Tensor | None:
-    """Zero pages of their own from the system, of at least so many bytes; None where that cannot be, or fewer."""
+    """A tensor of zero pages mapped from the system; None below `least` bytes, or if they cannot be mapped."""
     size = dtype.itemsize * math.prod(shape)
     if like.device.type != "cpu" or size < least or not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
@@ -71,9 +71,9 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, least: int
 
 
 class Held:
-    """Memory for a chunk's hidden states and a tile of its logits, used again for the next.
+    """Memory for the hidden states of a chunk and a tile of its logits, reused for the next chunk.
 
-    `mapped`: the system gets it back when it is freed.
+    `mapped`: the system gets the memory back when it is freed.
     """
 
     def __init__(self, head: Head, tile: Tile, gathers: bool, backend: str, mapped: bool = False) -> None:
@@ -83,14 +83,14 @@ class Held:
         self._rows = make((tile.rows, weight.shape[1]), weight.dtype, weight, backend) if gathers else None
 
     def hidden(self, where: Tensor | slice) -> Tensor:
-        """Hidden states (n, H) of these rows, together."""
+        """Hidden states (n, H) of these rows, contiguous."""
         if isinstance(where, slice):
             return self.head.hidden[where]
         assert self._rows is not None
         return torch.index_select(self.head.hidden, 0, where, out=self._rows[: where.shape[0]])
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """hidden (n, H) times the head's columns: (n, v)."""
+        """Logits (n, v): hidden (n, H) times these entries of the head, plus the bias."""
         weight, bias = self.head.weight[columns], self.head.bias
         out = self._logits[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], weight.shape[0])
         if bias is None:
@@ -99,18 +99,18 @@ class Held:
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
-    """[0, total) in steps."""
+    """Slices of [0, total), each of `step` at most."""
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
 
 def pieces(total: int, each: int) -> Iterator[slice]:
-    """[0, total) in steps of so many that they take PIECE_BYTES at `each` bytes, but at least one."""
+    """Slices of [0, total) that take PIECE_BYTES at most, at `each` bytes per element, but have at least one."""
     return slices(total, max(1, PIECE_BYTES // max(each, 1)))
 
 
 def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
-    """total (v, H) float32 += gradient (n, v)^T hidden (n, H); the first time it is written without being read."""
+    """total (v, H) float32 += gradient (n, v)^T hidden (n, H); `first`: overwrite total without reading it."""
     if not gradient.is_cuda and gradient.dtype == torch.float16:
         # The result could overflow float16, and the CPU has no product from float16 to float32.
         for part in pieces(total.shape[0], 4 * max(gradient.shape[0], hidden.shape[1])):
@@ -122,7 +122,7 @@ def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> N
 
 
 def add_inner(total: Tensor, gradient: Tensor, weight: Tensor, first: bool) -> None:
-    """total (n, H) float32 += gradient (n, v) weight (v, H); the first time it is written without being read."""
+    """total (n, H) float32 += gradient (n, v) weight (v, H); `first`: overwrite total without reading it."""
     _add_product(total, gradient, weight, first)
 
 
@@ -133,7 +133,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     elif a.is_cuda and _accumulates_float32(a.dtype, a.device):
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
     else:
-        # The library may copy its first factor, and adding the product makes a float32 copy of it.
+        # The library may copy its first factor, and adding the product makes a float32 copy of the product.
         for part in pieces(a.shape[0], max(a.element_size() * a.shape[1], (a.element_size() + 4) * b.shape[1])):
             product = torch.mm(a[part], b)
             if first:
@@ -143,7 +143,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def add_columns(total: Tensor, gradient: Tensor, first: bool) -> None:
-    """total (v,) float32 += the sum of gradient (n, v) over its rows."""
+    """total (v,) float32 += the sum of gradient (n, v) over its rows; `first`: overwrite total."""
     if first:
         total.zero_()
     # A reduction to another dtype copies its operand on the CPU.
@@ -154,7 +154,7 @@ def add_columns(total: Tensor, gradient: Tensor, first: bool) -> None:
 def store_product(
     out: Tensor, where: Tensor | slice, gradient: Tensor, weight: Tensor, factor: Tensor | None = None
 ) -> None:
-    """out[where] = factor * gradient (n, V) weight (V, H), in out's dtype."""
+    """out[where] = factor * gradient (n, V) weight (V, H), in the dtype of out."""
     if isinstance(where, slice) and factor is None:
         torch.mm(gradient, weight, out=out[where])
     else:
@@ -162,7 +162,7 @@ def store_product(
 
 
 def store_rows(out: Tensor, index: Tensor | slice, rows: Tensor, factor: Tensor | None) -> None:
-    """out[index] = factor * rows (n, H), in out's dtype; a factor is applied in float32."""
+    """out[index] = factor * rows (n, H), in the dtype of out; the factor is applied in float32."""
     if factor is None and rows.dtype == out.dtype:
         out[index] = rows
         return
@@ -175,10 +175,10 @@ def store_rows(out: Tensor, index: Tensor | slice, rows: Tensor, factor: Tensor 
 
 
 class HeadSums:
-    """A slice of dL/dweight (v, H) and dL/dbias (v,), added up over chunks of rows in float32, written once.
+    """A slice of dL/dweight (v, H) and dL/dbias (v,), summed over chunks of rows in float32 and written once.
 
-    `sums` (v, H) is needed where the weight is not float32 itself, and there are several chunks or a scale to undo;
-    `direct` says that there is one chunk and nothing to undo.
+    `sums` (v, H) is needed if the weight is not float32 and there are several chunks or a scale to undo.
+    `direct`: there is only one chunk and no scale to undo. `undo`: the factor that undoes the scale of the gradient.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class HeadSums:
             self.bias_sum = torch.empty_like(bias, dtype=torch.float32)
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """A chunk's share: gradient (n, v), hidden (n, H)."""
+        """Add the contribution of a chunk: gradient (n, v), hidden (n, H)."""
         if self.weight is not None and self.direct:
             torch.mm(gradient.t(), hidden, out=self.weight)
         elif self.sum is not None:
@@ -207,7 +207,7 @@ class HeadSums:
         self.first = False
 
     def finish(self) -> None:
-        """Cast the sums."""
+        """Undo the scale, and cast the sums to the dtype of the outputs."""
         for out, total in ((self.weight, self.sum), (self.bias, self.bias_sum)):
             if out is not None and total is not None and total is not out:
                 out.copy_(total if self.undo is None else total.mul_(self.undo))
@@ -215,7 +215,7 @@ class HeadSums:
 
 @cache
 def _accumulates_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the GPU's library adds a product of this dtype to a float32 matrix; tried once, on a small one."""
+    """Whether the GPU's library can add a product of this dtype to a float32 matrix; tried once, on a small matrix."""
     a = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
@@ -231,7 +231,7 @@ def _accumulates_float32(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def power_of_two_scale(*magnitudes: Tensor | None) -> Tensor:
-    """2^-floor(log2 of the largest magnitude), 0-dim float32, on the device: brings the largest into [1, 2)."""
+    """2^-floor(log2(largest magnitude)), 0-dim float32, on the device: brings the largest magnitude into [1, 2)."""
     largest = torch.stack([m.abs().amax() for m in magnitudes if m is not None and m.numel()]).amax()
     exponent = torch.floor(torch.log2(largest)).clamp(-100, 100)
     return torch.where((largest > 0) & largest.isfinite(), torch.exp2(-exponent), torch.ones_like(largest))

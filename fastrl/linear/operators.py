@@ -1,6 +1,6 @@
 """torch.library operators from hidden states and the output head: statistics (differentiable) and their backward.
 
-Which plan is followed and how many bytes it may take are arguments: `fastrl.planning.plans` chooses.
+The plan and its memory limits are arguments; `fastrl.planning.plans` chooses them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def linear_statistics(
     limits: list[int],
     slopes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two differentiable.
+    """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two are differentiable.
 
-    With a frozen head, `slopes` says how many of d logp / d hidden and d entropy / d hidden, each (N, H), are formed
-    here and make the backward a product by rows; they are the last two results, else empty.
+    With a frozen head, `slopes` is how many of d logp / d hidden and d entropy / d hidden, each (N, H), are formed
+    here, so that the backward only scales their rows. They are the last two results; those not formed are empty.
     """
     checks.targets_in_range(targets, mask, weight.shape[0])
     arguments = (
@@ -55,9 +55,9 @@ def linear_statistics(
         num_tokens,
         Limits(*limits),
     )
-    found, formed = forward.frozen(*arguments, slopes) if slopes else (forward.statistics(*arguments), [])
+    stats, formed = forward.frozen(*arguments, slopes) if slopes else (forward.statistics(*arguments), [])
     formed += [hidden.new_empty(0) for _ in range(2 - len(formed))]
-    return *found, formed[0], formed[1]
+    return *stats, formed[0], formed[1]
 
 
 _ARGUMENTS = Arguments("linear_statistics")
@@ -93,8 +93,8 @@ def linear_gradient(
     plan: str,
     limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor where one is not needed."""
-    found = backward.gradients(
+    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
+    gradients = backward.gradients(
         Head(hidden, weight, bias),
         targets,
         mask,
@@ -108,7 +108,7 @@ def linear_gradient(
         plan,
         Limits(*limits),
     )
-    return tuple(hidden.new_empty(0) if g is None else g for g in found)  # type: ignore[return-value]
+    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
 
 
 _GRADIENT_ARGUMENTS = Arguments("linear_gradient")
@@ -120,7 +120,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def empty_gradients(arguments: Any) -> tuple[Tensor, ...]:
-    """Uninitialised dL/d(hidden, weight, bias) of an operator's arguments; empty where one is not needed."""
+    """Uninitialised dL/d(hidden, weight, bias) for an operator's arguments; empty if not needed."""
     hidden, weight = arguments.hidden, arguments.weight
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, arguments.needs, strict=True))
@@ -128,7 +128,7 @@ def empty_gradients(arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("fastrl::combine_slopes", mutates_args=())
 def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
-    """The sum of slopes (N, H) times coefficients (N,), formed in float32, in the slopes' dtype."""
+    """The sum of slopes (N, H) times coefficients (N,), computed in float32, in the dtype of the slopes."""
     out = torch.empty_like(slopes[0])
     for part in products.pieces(out.shape[0], 8 * out.shape[1]):
         total = slopes[0][part] * coefficients[0][part, None]
@@ -145,7 +145,7 @@ def _(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     slopes = output[4 : 4 + _ARGUMENTS.named(inputs).slopes]
-    if slopes:  # they are all that the backward reads
+    if slopes:  # the backward reads nothing else
         _ARGUMENTS.save(ctx, (None,) * len(inputs), formed=slopes)
     else:
         _ARGUMENTS.save(ctx, inputs, row_statistics=output[:4])
@@ -176,7 +176,7 @@ def head_gradients(
     c: Tensor | None,
     h: Tensor | None,
 ) -> tuple[Any, ...]:
-    """A backward's result: dL/d(hidden, weight, bias) by the operator, where one is needed."""
+    """The result of a backward: dL/d(hidden, weight, bias) from the operator, None for each that is not needed."""
     needs = list(ctx.needs_input_grad[:3])
     gradients = operator(**arguments, c=torch.zeros_like(logprobs) if c is None else c, h=h, needs=needs)
     named = zip(names.names[:3], gradients, needs, strict=True)

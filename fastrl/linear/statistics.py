@@ -1,7 +1,7 @@
 """The forward from hidden states and the output head, a tile of logits at a time: no (N, V) tensor exists.
 
-Rows that are masked never enter a matrix product. How many bytes a pass may take is an argument:
-`fastrl.planning.plans` chooses the plan, `fastrl.planning.tiling` cuts.
+Masked rows never enter a matrix product. How many bytes a pass may take is an argument: `fastrl.planning.plans` chooses
+the plan, `fastrl.planning.tiling` the tiles.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from fastrl.planning.tiling import Tile
 
 
 class Limits(NamedTuple):
-    """Bytes that a pass may take, and bytes that one of its tiles may have at most."""
+    """Upper bounds in bytes: on the memory of a pass, and on one of its tiles."""
 
     room: int
     tile: int
-    mapped: int = 0  # 1: a pass's memory goes back to the system, as there is no room for another's beside it
+    mapped: int = 0  # 1: a pass's memory goes back to the system, because there is no room for that of two passes
 
 
 @dataclass(frozen=True)
 class Order:
-    """The rows that take part, in the order in which they do."""
+    """The rows that are computed, in the order in which they are computed."""
 
-    index: Tensor | None  # (count,) int64; None: all rows as they lie
+    index: Tensor | None  # (count,) int64; None: all rows in their own order
     count: int
 
     def of(self, x: Tensor | None) -> Tensor | None:
-        """The rows' entries of x (N, ...), together."""
+        """The entries of x (N, ...) for these rows, contiguous."""
         return x if x is None or self.index is None else x[self.index]
 
     def dense_support(self, dense_support: DenseSupport | None) -> DenseSupport | None:
-        """The rows' support, of that of all rows."""
+        """The support of these rows, from that of all rows."""
         if dense_support is None or self.index is None:
             return dense_support
         return dense_support._replace(rows=self.index)
 
     def rows(self, part: slice) -> Tensor | slice:
-        """Where the rows at these places of the order lie."""
+        """The indices of the rows at these positions of the order."""
         return part if self.index is None else self.index[part]
 
 
 def order(valid: Tensor | None, total: int, known: int = -1) -> Order:
-    """The valid rows; one synchronisation on a GPU unless their number is known (>= 0)."""
+    """The order of the valid rows; one synchronisation on a GPU unless their number is known (>= 0)."""
     if valid is None:
         return Order(None, total)
     index = _places(valid, known)
@@ -60,51 +60,54 @@ def order(valid: Tensor | None, total: int, known: int = -1) -> Order:
 
 
 def _places(chosen: Tensor, known: int) -> Tensor:
-    """Where a mask (N,) is true; without a synchronisation if the number of places is known (>= 0)."""
+    """The indices at which a mask (N,) is true; without a synchronisation if their number is known (>= 0)."""
     if known < 0 or not chosen.is_cuda:
         return chosen.nonzero()[:, 0]
-    # Filled up with -1 where there are fewer: then the loss is NaN already, and an index must not be out of range.
+    # Padded with -1 if there are fewer: the loss is NaN already then, but an index must not be out of range.
     return torch.nonzero_static(chosen, size=known)[:, 0].clamp_min(0)
 
 
 def active_first(valid: Tensor | None, idle: Tensor | None, total: int, known: int) -> tuple[Order, int]:
-    """The valid rows, those that are not idle first, and how many these are.
+    """The order of the valid rows, with the active (not idle) rows first, and the number of active rows.
 
-    One synchronisation on a GPU; none, and no row taken for idle, where the number of valid rows is known.
+    One synchronisation on a GPU. If the number of valid rows is known there is none, and all rows count as active.
     """
     if idle is None or (known >= 0 and idle.is_cuda):
         used = order(valid, total, known)
         return used, used.count
     active = ~idle if valid is None else valid & ~idle
-    numbers = [active.sum()] if valid is None else [active.sum(), valid.sum()]
-    many, *rest = torch.stack(numbers).tolist()
-    count = rest[0] if rest else total
-    if many == count:
+    counts = [active.sum()] if valid is None else [active.sum(), valid.sum()]
+    active_count, *valid_count = torch.stack(counts).tolist()
+    count = valid_count[0] if valid_count else total
+    if active_count == count:
         return order(valid, total, count), count
-    resting = idle if valid is None else valid & idle
-    return Order(torch.cat([_places(active, many), _places(resting, count - many)]), count), many
+    valid_idle = idle if valid is None else valid & idle
+    return (
+        Order(torch.cat([_places(active, active_count), _places(valid_idle, count - active_count)]), count),
+        active_count,
+    )
 
 
 class Rows(NamedTuple):
-    """What row functions read beside the logits, for the rows of an order: each (count,) or None."""
+    """The inputs of row functions other than the logits, for the rows of an order: each (count,) or None."""
 
     targets: Tensor
     temperatures: Tensor | None
     statistics: Statistics | None = None
     c: Tensor | None = None
     h: Tensor | None = None
-    dense_support: DenseSupport | None = None  # outside which their logits are -inf
+    dense_support: DenseSupport | None = None  # logits outside it become -inf
 
     def part(self, rows: slice) -> Rows:
-        """Some of the rows."""
-        found = None if self.statistics is None else Statistics(*(s[rows] for s in self.statistics))
+        """The inputs of some of the rows."""
+        stats = None if self.statistics is None else Statistics(*(s[rows] for s in self.statistics))
         t, c, h = (None if x is None else x[rows] for x in (self.temperatures, self.c, self.h))
         support = None if self.dense_support is None else self.dense_support.part(rows)
-        return Rows(self.targets[rows], t, found, c, h, support)
+        return Rows(self.targets[rows], t, stats, c, h, support)
 
 
 def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int = 1, weight: bool = True) -> Tile:
-    """The tile of a pass; the planner has seen to it that there is one."""
+    """The tile of a pass. The planner has made sure that one fits."""
     sizes = head.sizes(order.count, weight)
     tile = tiling.fit(kind, sizes, limits.room, limits.tile, tiling.pass_units(kind, vectors), vectors)
     if tile is None:
@@ -128,7 +131,7 @@ def statistics(
     limits: Limits,
     dense_support: DenseSupport | None = None,
 ) -> Statistics:
-    """Row statistics (N,) from hidden states: one product (1U)."""
+    """Row statistics (N,) from hidden states, with one product (1U); 0 for masked rows."""
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
         return out
@@ -137,8 +140,8 @@ def statistics(
     rows = Rows(used.of(targets), used.of(transform.temperatures), dense_support=used.dense_support(dense_support))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
-        found = _chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
-        for total, values in zip(out, found, strict=True):
+        chunk = _chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
+        for total, values in zip(out, chunk, strict=True):
             total[where] = values
     return out
 
@@ -146,7 +149,7 @@ def statistics(
 def _chunk_statistics(
     held: Held, hidden: Tensor, rows: Rows, transform: Transform, step: int, backend: str
 ) -> Statistics:
-    """Statistics of a chunk of rows, one slice of the vocabulary after the other."""
+    """Statistics of a chunk of rows, computed one slice of the vocabulary after another."""
     vocab = held.head.weight.shape[0]
     transform = transform._replace(temperatures=rows.temperatures)
     combined = None if step >= vocab else _Combined(rows.targets)
@@ -155,32 +158,32 @@ def _chunk_statistics(
         if rows.dense_support is not None:
             rows.dense_support.apply(logits, columns.start, backend)
         targets = rows.targets - columns.start if columns.start else rows.targets
-        found: Statistics = kernels(backend, logits).row_statistics(logits[None], targets, None, transform)
+        stats: Statistics = kernels(backend, logits).row_statistics(logits[None], targets, None, transform)
         if combined is None:
-            return found
-        combined.add(found, (targets >= 0) & (targets < logits.shape[1]))
+            return stats
+        combined.add(stats, (targets >= 0) & (targets < logits.shape[1]))
     assert combined is not None
     return combined.finish()
 
 
 class _Combined:
-    """Statistics of rows from those of slices of their vocabulary, in float64.
+    """Combines the statistics of vocabulary slices into those of whole rows, in float64.
 
-    With l = log sum exp of a slice: the target's log-probability is that within its own slice less
-    log1p(exp(rest - l)), rest being the other slices' l: a confident token keeps its digits. The entropy is
-    log sum exp - mean z, and a slice's mean z is its l - H.
+    Let l = log sum exp of a slice. The target's log-probability is the one within its own slice minus
+    log1p(exp(rest - l)), where rest is the l of all other slices together: a confident token keeps its digits. The
+    entropy is log sum exp - mean z, and the mean z of a slice is its l - H.
     """
 
     def __init__(self, targets: Tensor) -> None:
         zeros = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
         self.maximum = torch.full_like(zeros, -torch.inf)
-        self.total, self.rest = self.maximum, self.maximum  # log sum exp of all slices; without the target's
+        self.total, self.rest = self.maximum, self.maximum  # log sum exp of all slices, and of all but the target's
         self.mean = zeros
-        self.own = self.logprob = torch.full_like(zeros, torch.nan)  # the target's slice: its l, the logp within it
+        self.own = self.logprob = torch.full_like(zeros, torch.nan)  # of the target's slice: its l, and logp within it
 
     def add(self, found: Statistics, here: Tensor) -> None:
-        """A slice's statistics, and where the target is in it."""
-        empty = found.maximum == -torch.inf  # nothing but -inf: its other statistics are NaN
+        """Add the statistics of a slice; `here`: rows whose target is in the slice."""
+        empty = found.maximum == -torch.inf  # all logits are -inf: the other statistics are NaN
         l = (found.maximum.double() + found.log_sum.double()).where(~empty, -torch.inf)  # noqa: E741
         total = torch.logaddexp(self.total, l)
         nothing = total == -torch.inf
@@ -194,10 +197,10 @@ class _Combined:
         self.logprob = torch.where(here, found.logprobs.double().where(~empty, 0.0), self.logprob)
 
     def finish(self) -> Statistics:
-        """The rows' own statistics."""
+        """The statistics of the whole rows."""
         logprob = self.logprob - torch.nn.functional.softplus(self.rest - self.own)
-        found = (logprob, self.total - self.mean, self.maximum, self.total - self.maximum)
-        return Statistics(*(x.float() for x in found))
+        stats = (logprob, self.total - self.mean, self.maximum, self.total - self.maximum)
+        return Statistics(*(x.float() for x in stats))
 
 
 @torch.no_grad()
@@ -211,7 +214,7 @@ def frozen(
     limits: Limits,
     vectors: int,
 ) -> tuple[Statistics, list[Tensor]]:
-    """Row statistics, and d logp / d hidden (N, H), and with two vectors d entropy / d hidden, in hidden's dtype."""
+    """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype."""
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(vectors)]
     if used.count == 0:
@@ -225,15 +228,15 @@ def frozen(
     for places in slices(used.count, tile.rows):
         where, part = used.rows(places), rows.part(places)
         logits = held.logits(held.hidden(where), slice(0, tile.columns))
-        row_kernels, own = kernels(backend, logits), transform._replace(temperatures=part.temperatures)
-        found: Statistics = row_kernels.row_statistics(logits[None], part.targets, None, own)
-        for total, values in zip(out, found, strict=True):
+        row_kernels, part_transform = kernels(backend, logits), transform._replace(temperatures=part.temperatures)
+        stats: Statistics = row_kernels.row_statistics(logits[None], part.targets, None, part_transform)
+        for total, values in zip(out, stats, strict=True):
             total[where] = values
-        one = torch.ones_like(found.logprobs)
-        pairs: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = [(slopes[0], one, None, logits)]
-        if second is not None:  # before the other slope takes the logits' place
-            pairs.insert(0, (slopes[1], 0 * one, one, second[: logits.shape[0]]))
+        ones = torch.ones_like(stats.logprobs)
+        pairs: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = [(slopes[0], ones, None, logits)]
+        if second is not None:  # first, because the other slope overwrites the logits
+            pairs.insert(0, (slopes[1], 0 * ones, ones, second[: logits.shape[0]]))
         for slope, c, h, out_tile in pairs:
-            row_kernels.row_gradient(logits[None], part.targets, None, own, found, c, h, out_tile[None])
+            row_kernels.row_gradient(logits[None], part.targets, None, part_transform, stats, c, h, out_tile[None])
             products.store_product(slope, where, out_tile, head.weight)
     return out, slopes

@@ -1,7 +1,7 @@
-"""torch.library operators from hidden states for rows with a recorded support: products with its entries alone.
+"""torch.library operators from hidden states for rows with a recorded support: products with its entries only.
 
-Rows without one, and those with one too wide to gather, are `dense`: they write the gradients first, by the passes of
-`forward.py` and `backward.py`, and the others add their entries, so that no second (V, H) buffer exists.
+Rows without a support, or with one too wide to gather, are `dense`: the passes of `statistics.py` and `backward.py`
+write their gradients first, and the other rows add their entries, so that no second (V, H) buffer exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastrl.planning.tiling import Needs
 
 
 def by_token(support: Support, vocab: int) -> ByToken:
-    """The entries sorted by token; a stable sort, so that sums have one order."""
+    """The entries sorted by token; the sort is stable, so that sums have a fixed order."""
     takes_part = support.valid.repeat_interleave(support.offsets.diff(), output_size=support.token_ids.shape[0])
     ids, entries = support.token_ids.where(takes_part, vocab).sort(stable=True)
     rows = torch.searchsorted(support.offsets, entries, right=True, out_int32=True)
@@ -36,15 +36,15 @@ def by_token(support: Support, vocab: int) -> ByToken:
 
 @torch.library.custom_op("fastrl::support_linear_statistics", mutates_args=())
 def support_linear_statistics(
-    hidden: Tensor,  # (N, H), unit stride on H, as the weight
+    hidden: Tensor,  # (N, H), unit stride on H, like the weight
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (N,) int64
-    dense: Tensor | None,  # (N,) bool: rows for the dense kernels, with a wide support or none; None: there are none
+    dense: Tensor | None,  # (N,) bool: rows with a wide support or none, for the dense kernels; None: no such rows
     temperatures: Tensor | None,  # (N,) float32
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool: valid rows and whose entries are gathered
+    valid: Tensor,  # (N,) bool: valid rows whose entries are gathered
     dense_support: list[Tensor],  # as in `support_row_statistics`, for all rows
     temperature: float,
     logit_scale: float,
@@ -68,8 +68,8 @@ def support_linear_statistics(
             rest.logprobs.masked_fill_(without_target(targets, dense_support[0], dense_support[1]) & dense, torch.nan)
     row_kernels: Any = kernels(backend, hidden)
     values = row_kernels.support_products(hidden, weight, bias, support)
-    found = together(rest, row_kernels.support_statistics(values, targets, support, transform))
-    return *found, values
+    stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
+    return *stats, values
 
 
 _ARGUMENTS = Arguments("support_linear_statistics")
@@ -106,16 +106,16 @@ def support_linear_gradient(
     plan: str,
     limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor where one is not needed."""
+    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
     support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
-    found, head = Statistics(*statistics), Head(hidden, weight, bias)
+    stats, head = Statistics(*statistics), Head(hidden, weight, bias)
     if dense is not None:
         d_hidden, d_weight, d_bias = backward.gradients(
             head,
             targets,
             dense,
             transform,
-            found,
+            stats,
             c,
             h,
             Needs(*needs),
@@ -133,7 +133,7 @@ def support_linear_gradient(
         )
     row_kernels: Any = kernels(backend, hidden)
     gradient = torch.empty_like(values)
-    row_kernels.support_gradient(values, targets, support, transform, found, c, h, gradient)
+    row_kernels.support_gradient(values, targets, support, transform, stats, c, h, gradient)
     if d_hidden is not None:
         row_kernels.support_hidden(gradient, weight, support, d_hidden)
     if d_weight is not None or d_bias is not None:

@@ -1,1 +1,1 @@
-"""From a budget of bytes to a plan: budgets, tiles and their costs, the plans, and their table."""
+"""Chooses a plan for a memory budget: budgets, tiles and their costs, the plans, and the table that shows them."""

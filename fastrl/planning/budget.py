@@ -1,4 +1,4 @@
-"""Budgets of bytes: from text and to text, and what is free."""
+"""Memory budgets in bytes: parsing, formatting, and how much memory is free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SMALL = 4 << 30  # bytes that a small machine has to spare, where it does not tell
+_SMALL = 4 << 30  # free bytes to assume if the system reports none
 
 
 class BudgetTooSmall(ValueError):
@@ -16,12 +16,12 @@ class BudgetTooSmall(ValueError):
 
 
 def parse_budget(value: object, name: str = "memory_budget") -> int | None:
-    """Bytes from a whole number, or from text such as "256MiB"; None stays None."""
+    """Returns bytes from an integer, or from text such as "256MiB"; None stays None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{name} must be a number of bytes or a string such as '256MiB', got {type(value).__name__}")
-    found = value
+    size = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE | re.ASCII)
         if match is None or (match[3] and not match[2]):
@@ -31,11 +31,11 @@ def parse_budget(value: object, name: str = "memory_budget") -> int | None:
             )
         whole, _, decimals = match[1].partition(".")
         unit = (1024 if match[3] else 1000) ** _UNITS[match[2].lower()]
-        found = int(whole + decimals) * unit // 10 ** len(decimals)
-    assert isinstance(found, int)
-    if found <= 0:
+        size = int(whole + decimals) * unit // 10 ** len(decimals)
+    assert isinstance(size, int)
+    if size <= 0:
         raise ValueError(f"{name} must be greater than 0, got {value!r}")
-    return found
+    return size
 
 
 def default_budget(device: str) -> int:
@@ -49,7 +49,7 @@ def default_budget(device: str) -> int:
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory that is free on the device, for this process; None where that is not known."""
+    """Bytes on the device that are free for this process; None if not known."""
     if device == "cuda":
         if not torch.cuda.is_available():
             return None
@@ -59,7 +59,7 @@ def free_bytes(device: str) -> int | None:
     except OSError:
         return None  # not Linux
     free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), _SMALL)
-    try:  # a container may have less than the machine
+    try:  # a container may be allowed less than the machine has
         limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:
         return free
@@ -67,7 +67,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def text(size: int) -> str:
-    """Bytes for a person: "1.5 GiB", to four digits, rounded up: `parse_budget` of it is never less than the size."""
+    """Readable size such as "1.5 GiB", to four digits. Rounded up, so `parse_budget` never reads less than `size`."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << power:
             decimals = max(4 - len(str(size >> power)), 0)

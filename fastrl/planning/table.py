@@ -1,4 +1,4 @@
-"""`plan_memory` and `fastrl plan`: which plan a linear loss would take within a budget, and what the others cost."""
+"""`plan_memory` and `fastrl plan`: which plan a linear loss takes within a memory budget, and what the others cost."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _USUAL = GRPO()
 
 @dataclass(frozen=True)
 class MemoryPlans:
-    """The plans of one call; `print` shows them as a table."""
+    """The plans for one call; printing it shows them as a table."""
 
     budget: int
-    """Bytes."""
+    """The memory budget in bytes."""
     chosen: Plan
-    """What the call would do: `name`, `units` (products over N x V x H), `flops`, `temporary_bytes`, `tiles`."""
+    """The plan that the call takes: `name`, `units` (products over N x V x H), `flops`, `temporary_bytes`, `tiles`."""
     fitting: tuple[Plan, ...]
-    """All plans within the budget."""
+    """All plans that fit the budget."""
     least: dict[str, int]
-    """The smallest budget in bytes of each plan that computes what is asked."""
+    """For each plan that can compute the call: the smallest budget in bytes that it needs."""
 
     @property
     def smallest_budget(self) -> int:
-        """Bytes below which no plan works."""
+        """The smallest budget in bytes that any plan fits."""
         return min(self.least.values())
 
     def __str__(self) -> str:
@@ -82,27 +82,31 @@ def plan_memory(
     unrecorded: int = 0,
     device: str | None = None,
 ) -> MemoryPlans:
-    """Which plan `linear_policy_loss` or `linear_token_logprobs` would take, and what it and the others cost.
+    """Returns the plan that `linear_policy_loss` or `linear_token_logprobs` takes, and the cost of every plan.
 
     Args:
-        tokens, hidden, vocab: N unmasked tokens, H, V.
-        dtype: of hidden states and weight: float32, bfloat16 or float16.
-        budget: bytes, or text such as "256MiB", as `memory_budget=`; None: a quarter of the device's free memory.
-        objective: of `linear_policy_loss` (GRPO where it is left out); None: `linear_token_logprobs`.
-        gradients: which of "hidden", "weight" and "bias" need one; ("hidden",) is a frozen head, () forward only.
-        on_policy: whether `old_logprobs` is left out.
-        longest: tokens of the longest response; None: all belong to one.
-        kept: ids that a `SamplingMask` records for all tokens together; 0: there is none.
-        unrecorded: how many tokens take the dense kernels beside those: without a set, or with one wider than 1/10 of
-            the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40 and 1/150).
+        tokens: number of unmasked tokens, N.
+        hidden: width of the hidden states, H.
+        vocab: vocabulary size, V.
+        dtype: of the hidden states and the weight: float32, bfloat16 or float16.
+        budget: bytes, or text such as "256MiB", as for `memory_budget`; None: a quarter of the device's free memory.
+        objective: the objective of `linear_policy_loss`, GRPO by default; None: `linear_token_logprobs`.
+        gradients: which of "hidden", "weight" and "bias" need a gradient; ("hidden",): a frozen head; (): forward only.
+        on_policy: True if the call has no `old_logprobs`.
+        longest: number of tokens in the longest response; None: all tokens belong to one response.
+        kept: number of ids that a `SamplingMask` records, over all tokens; 0: no sampling mask.
+        unrecorded: number of tokens that take the dense kernels although others have a recorded support: tokens
+            without a support, or with one wider than 1/10 of the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40
+            and 1/150).
         device: "cuda" or "cpu"; None: the GPU if there is one.
 
     Returns:
-        MemoryPlans. U = 2 N V H floating-point operations. Estimated times are relative to the chosen plan's: those of
-        its products and of the memory that they read. Temporary memory is an upper bound in bytes.
+        MemoryPlans. U = 2 N V H floating-point operations. Estimated times are relative to the chosen plan; they count
+        the matrix products and the memory that these read. Temporary memory is an upper bound in bytes.
 
     Raises:
-        TypeError, ValueError: naming the argument; for a budget that is too small, with the smallest possible.
+        TypeError, ValueError: if an argument is wrong; the message names it. If the budget is too small, the message
+            gives the smallest possible one.
     """
     counts = (
         ("tokens", tokens),
@@ -137,11 +141,11 @@ def plan_memory(
         support_entries=kept,
         **_objective(objective, on_policy),
     )
-    given = parse_budget(budget, "budget")
-    chosen = choose(call, given)
-    size = default_budget(device) if given is None else given
+    requested = parse_budget(budget, "budget")
+    chosen = choose(call, requested)
+    size = default_budget(device) if requested is None else requested
     least = {name: least_budget(call, name) for name in applicable(call)}
-    return MemoryPlans(size, chosen, tuple(possible_plans(call, size, named=given is not None)), least)
+    return MemoryPlans(size, chosen, tuple(possible_plans(call, size, named=requested is not None)), least)
 
 
 def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool) -> dict[str, Any]:
@@ -153,11 +157,11 @@ def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `fastrl plan` with these arguments; the exit status."""
+    """Runs `fastrl plan` with these arguments and returns the exit status."""
     options = _parser().parse_args(argv)
     name = options.objective
     try:
-        found = plan_memory(
+        plans = plan_memory(
             options.tokens,
             options.hidden,
             options.vocab,
@@ -174,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"fastrl plan: {error}", file=sys.stderr)
         return 2
-    print(found)
+    print(plans)
     return 0
 
 

@@ -1,16 +1,17 @@
-"""Which piece of the logits is held at once: tiles of rows x vocabulary entries, and what a pass over them costs.
+"""Tiles: pieces of the logits, rows x vocabulary entries, that are held at once; their memory and the cost of a pass.
 
-A pass forms every tile of the logits once, with one matrix product, and does something with it:
+A pass forms every tile of the logits once, with one matrix product, and computes from it:
 
-    statistics         the rows' maxima and sums
+    statistics         the maxima and sums of the rows
     forward-gradient   statistics, objective and both gradients: whole rows only
     frozen             statistics and d logp / d hidden (and d entropy / d hidden): whole rows only
-    hidden             dL/dhidden, a chunk of rows after the other
-    weight             dL/dweight and dL/dbias, a slice of the vocabulary after the other
-    both               the two at once, in the order of `weight`
+    hidden             dL/dhidden, one chunk of rows after another
+    weight             dL/dweight and dL/dbias, one slice of the vocabulary after another
+    both               `hidden` and `weight` at once, in the order of `weight`
 
-Bytes are those of the tensors that the pass allocates, to some per mille. Costs are floating-point operations: those of
-the matrix products, and others in whose time the operands could be read, and a tile's calls made.
+Bytes are those of the tensors that the pass allocates, accurate to a few per mille. Costs are floating-point
+operations: those of the matrix products, plus reading the operands and making the calls for a tile, expressed as the
+operations that take as long.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from typing import NamedTuple
 
 import torch
 
-#: Most bytes of a tile. A CPU gains nothing from more; a GPU's float32 dW traffic shrinks with longer chunks.
+#: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
-#: The same where the vocabulary may be cut: on a CPU a tile that stays in the last cache gains 2 to 7 %.
+#: The same if the vocabulary may be cut: on a CPU a tile that stays in the last-level cache gains 2 to 7 %.
 SLICED_BYTES = {"cpu": 16 << 20}
-#: Products that are cast or added up elsewhere are formed in pieces of so many bytes.
+#: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
-#: Floating-point operations in the time of moving one byte, and of one tile's calls: two cores of a Xeon at 400 GFLOP/s
-#: and 20 GB/s; an H200 at 790 TFLOP/s and 4.3 TB/s.
+#: Floating-point operations that take as long as moving one byte, and as the calls for one tile: two cores of a Xeon at
+#: 400 GFLOP/s and 20 GB/s; an H200 at 790 TFLOP/s and 4.3 TB/s.
 _A_BYTE = {"cpu": 20.0, "cuda": 184.0}
 _A_TILE = {"cpu": 2e7, "cuda": 4e10}
-#: A fresh tile's bytes cost a CPU as much as moving them so many times: page faults, zeroing, the first write.
+#: Allocating a tile costs a CPU as much as moving its bytes this many times: page faults, zeroing, the first write.
 #: Measured at 2048 x 64 x 32768: 13 ms more for a tile of 128 MiB than for one of 51.
 _FRESH = 3
-#: The smallest tile: below it a pass would take longer than anyone waits.
+#: The smallest tile: with smaller ones a pass would be too slow to be useful.
 _LEAST_ROWS, _LEAST_COLUMNS = 64, 128
-#: float64 numbers a row with which the statistics of vocabulary slices are put together
+#: Bytes per row of the float64 values with which the statistics of vocabulary slices are combined
 _COMBINED_BYTES = 12 * 8
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted."""
+    """Which gradients are needed."""
 
     hidden: bool
     weight: bool
@@ -49,7 +50,7 @@ class Needs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A linear loss: N valid rows (or a bound), H, V, bytes an element, where, whether it is float16."""
+    """A linear loss: N valid rows (or a bound), H, V, bytes per element, device type, whether it is float16."""
 
     rows: int
     hidden: int
@@ -61,22 +62,22 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether sums of products want a wider type than the operands have."""
+        """Whether sums of products need a wider dtype than that of the operands."""
         return self.itemsize < 4
 
 
 class Tile(NamedTuple):
-    """So many rows x vocabulary entries of logits."""
+    """The size of a tile of logits: rows x vocabulary entries."""
 
     rows: int
     columns: int
 
 
 def pass_bytes(kind: str, sizes: Sizes, tile: Tile, vectors: int = 1) -> int:
-    """Temporary memory of a pass, without what is held a row; `vectors`: those that "frozen" forms a row."""
+    """Temporary bytes of a pass, without per-row values; `vectors`: the number that "frozen" forms per row."""
     n, v = tile
     rows, width, vocab, itemsize, _, half, _ = sizes
-    # The tile, and its rows' hidden states copied together.
+    # The tile, and a contiguous copy of its rows' hidden states.
     total = n * (v + width) * itemsize
     whole = v == vocab
     if kind == "statistics":
@@ -100,7 +101,7 @@ def pass_bytes(kind: str, sizes: Sizes, tile: Tile, vectors: int = 1) -> int:
 
 
 def pass_units(kind: str, vectors: int = 1, needs_hidden: bool = True, needs_weight: bool = True) -> int:
-    """Matrix products over all of N x H x V in a pass."""
+    """The number of matrix products over N x H x V in a pass."""
     if kind == "statistics":
         return 1
     if kind == "frozen":
@@ -109,10 +110,10 @@ def pass_units(kind: str, vectors: int = 1, needs_hidden: bool = True, needs_wei
 
 
 def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
-    """What the pass costs, in floating-point operations and what takes as long."""
+    """The cost of the pass: its floating-point operations, plus memory traffic and calls expressed in operations."""
     rows, width, vocab, itemsize, device, *_ = sizes
     chunks, slices = -(-rows // tile.rows), -(-vocab // tile.columns)
-    # Each product reads W once a chunk and the hidden states once a slice.
+    # Each product reads W once per chunk and the hidden states once per slice.
     moved = units * (chunks * vocab + slices * rows) * width * itemsize
     # Sums over several tiles are read and written again.
     if kind in ("forward-gradient", "weight", "both") and chunks > 1 and sizes.weight:
@@ -123,62 +124,63 @@ def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
         moved += _FRESH * tile.rows * tile.columns * itemsize
     flops = 2.0 * units * rows * width * vocab
     if kind == "statistics" and slices > 1:
-        # Putting slices together takes a dozen small calls; and whole rows share their path with the other plans.
+        # Combining slices takes a dozen small calls; and whole rows share their code with the other plans.
         flops *= 1.05
     return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
 
 
-#: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes an element. Measured on two
-#: cores of an EPYC at 128 to 512 rows x 512 and 1024 x 151936: 200 to 400 ns an entry, 4 ms a dense row in float32 and
-#: 1.2 in bfloat16. For a GPU, from its memory's and its tensor cores' speed; not measured.
+#: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes per element. Measured on two
+#: cores of an EPYC at 128 to 512 rows x 512 and 1024 x 151936: 200 to 400 ns per entry, 4 ms per dense row in float32
+#: and 1.2 ms in bfloat16. For a GPU, calculated from the speed of its memory and tensor cores; not measured.
 _WIDEST = {"cpu": {4: 1 / 10, 2: 1 / 25}, "cuda": {4: 1 / 40, 2: 1 / 150}}
-#: Dense rows whose products take as long as reading the head and writing its gradient, which even one of them costs.
+#: The number of dense rows whose products take as long as reading the head and writing its gradient: the fixed cost of
+#: having any dense rows.
 _ROWS_OF_A_HEAD = {"cpu": 32, "cuda": 275}
 
 
 def widest_support(vocab: int, device: str, itemsize: int) -> int:
-    """Entries of a row's support up to which gathering them is cheaper than dense products of the row."""
+    """The largest support of a row for which gathering its entries is cheaper than dense products."""
     return max(int(vocab * _WIDEST.get(device, _WIDEST["cpu"])[itemsize]), 1)
 
 
 def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
-    """Whether so few rows have a wide support, of so many entries together, that gathering is still cheaper."""
-    least = _ROWS_OF_A_HEAD.get(sizes.device, _ROWS_OF_A_HEAD["cpu"])
-    return entries <= (rows + least) * widest_support(sizes.vocab, sizes.device, sizes.itemsize)
+    """Whether gathering `rows` rows with wide supports, of `entries` entries in total, is still cheaper."""
+    fixed_rows = _ROWS_OF_A_HEAD.get(sizes.device, _ROWS_OF_A_HEAD["cpu"])
+    return entries <= (rows + fixed_rows) * widest_support(sizes.vocab, sizes.device, sizes.itemsize)
 
 
 def support_cost(sizes: Sizes, entries: int, gradients: int) -> float:
-    """What products with support entries cost: a row of the weight, or of the hidden states, is read for each."""
+    """The cost of products with support entries: each reads a row of the weight, or of the hidden states."""
     return _A_BYTE.get(sizes.device, 20.0) * entries * sizes.hidden * sizes.itemsize * (1 + gradients)
 
 
 def _parts(total: int, least: int) -> Iterator[int]:
-    """Lengths worth a look, falling: all of it, and ever smaller equal parts, down to the least."""
+    """Lengths to try, in falling order: the total, then ever smaller equal parts, down to `least`."""
     parts = 1
     while (length := -(-total // parts)) > least:
         yield length
-        if torch.compiler.is_compiling():  # which traces every one; the operators look again when they run
+        if torch.compiler.is_compiling():  # which traces every length; the operators search again when they run
             parts *= 2
         else:
-            parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the one before
+            parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the previous one
     yield min(total, least)
 
 
 def _candidates(kind: str, sizes: Sizes, cap: int, vectors: int, least_rows: int) -> Iterator[Tile]:
-    """Tiles worth a look, of `cap` bytes at most but for the smallest ones.
+    """Tiles to try, of at most `cap` bytes except for the smallest ones.
 
-    The room is no matter here: so the cheapest of those that fit costs no more in more.
+    They do not depend on the room, so that the cheapest tile that fits never costs more in a larger room.
     """
     vocab = sizes.vocab
     whole_rows = kind in ("forward-gradient", "frozen")
     least_rows = least_rows or (1 if whole_rows else _LEAST_ROWS)
     if kind == "frozen":
-        cap //= vectors  # there are as many tiles
+        cap //= vectors  # it holds this many tiles
     elif not whole_rows and kind != "statistics":
         cap = min(cap, SLICED_BYTES.get(sizes.device, cap))
     for n in _parts(max(sizes.rows, 1), least_rows):
         for width in (vocab,) if whole_rows else _parts(vocab, _LEAST_COLUMNS):
-            # Slices of whole cache lines and vectors.
+            # Slices are whole cache lines and vectors.
             columns = width if width == vocab else min(-(-width // 64) * 64, vocab - 1)
             smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
             if smallest or n * columns * sizes.itemsize <= cap:
@@ -187,20 +189,21 @@ def _candidates(kind: str, sizes: Sizes, cap: int, vectors: int, least_rows: int
 
 @lru_cache(maxsize=1024)
 def fit(kind: str, sizes: Sizes, room: int, cap: int, units: int, vectors: int = 1, least_rows: int = 0) -> Tile | None:
-    """The cheapest tile of about `cap` bytes at most whose pass takes at most `room`; None if none does.
+    """The cheapest tile of at most about `cap` bytes whose pass takes at most `room` bytes; None if there is none.
 
-    `units` are the matrix products, `vectors` those that "frozen" forms a row; `least_rows` may not be parted.
+    `units` is the number of matrix products, `vectors` the number that "frozen" forms per row; a tile has at least
+    `least_rows` rows.
     """
-    best, least = None, 0.0
+    best, best_cost = None, 0.0
     for tile in _candidates(kind, sizes, cap, vectors, least_rows):
         if pass_bytes(kind, sizes, tile, vectors) <= room:
             cost = pass_cost(kind, sizes, tile, units)
-            if best is None or cost < least:  # torch.compile follows no min with a key
-                best, least = tile, cost
+            if best is None or cost < best_cost:  # torch.compile cannot trace min with a key
+                best, best_cost = tile, cost
     return best
 
 
 def least_bytes(kind: str, sizes: Sizes, cap: int, vectors: int = 1, least_rows: int = 0) -> int:
-    """The least room in which `fit` finds a tile."""
+    """The smallest room in bytes in which `fit` finds a tile."""
     tiles = _candidates(kind, sizes, cap, vectors, least_rows)
     return min(pass_bytes(kind, sizes, tile, vectors) for tile in tiles)
