@@ -69,10 +69,8 @@ class _Backward:
             scale = products.power_of_two_scale(c, h)
             c, h, self.undo = c * scale, None if h is None else h * scale, 1 / scale
         of = self.order.of
-        row_stats = Statistics(*map(of, stats))  # type: ignore[arg-type]
-        self.rows = Rows(
-            of(targets), of(transform.temperatures), row_stats, c, h, self.order.dense_support(dense_support)
-        )  # type: ignore[arg-type]
+        active = Statistics(*map(of, stats))  # type: ignore[arg-type]
+        self.rows = Rows(of(targets), of(transform.temperatures), active, c, h, self.order.dense_support(dense_support))  # type: ignore[arg-type]
         whole = self.order.index is None
         self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
         self.weight = self._output(head.weight, needs.weight, filled=True)

@@ -1,1 +1,1 @@
-"""torch.library operators over logits, what marks consumed ones, and how forward gradients reach autograd."""
+"""torch.library operators over logits, marks on consumed logits, and how gradients from the forward reach autograd."""

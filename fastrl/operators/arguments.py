@@ -1,4 +1,4 @@
-"""The arguments of a torch.library operator by the names in its schema: fakes and autograd get them by position."""
+"""Gives the arguments of a torch.library operator their schema names; fakes and autograd get them by position."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Arguments:
         ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: Any) -> dict[str, Any]:
-        """What was saved, by name."""
+        """The saved values by name."""
         tensors, values = iter(ctx.saved_tensors), dict(ctx.constants)
         for name, count in ctx.layout:
             values[name] = next(tensors) if count < 0 else [next(tensors) for _ in range(count)]
         return values
 
     def gradients(self, ctx: Any, **gradients: Tensor | None) -> tuple[Any, ...]:
-        """The backward's result: these gradients, and None for every other input."""
+        """The result of the backward: these gradients, and None for every other input."""
         nothing = {name: [None] * count for name, count in ctx.layout if name in self.lists}
         return tuple(gradients.get(name, nothing.get(name)) for name in self.names)

@@ -1,4 +1,4 @@
-"""A loss whose gradients are known with its value: autograd gets them when it asks, times the upstream scalar."""
+"""A loss whose gradients are computed with its value: the backward returns them, times the upstream scalar."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastrl.backends.choice import kernels
 from fastrl.operators import consumed
 
 Gradients = Sequence[Tensor | None]
-#: inputs -> a 0-dim value and the gradients of the inputs, one each or None
+#: inputs -> a 0-dim value, and a gradient or None for each input
 Run = Callable[..., tuple[Tensor, Gradients]]
 
 
 def refuse_second_order(upstream: Tensor | None) -> None:
-    """RuntimeError where a graph of the backward is wanted: once_differentiable would cut it without a word."""
+    """Raises RuntimeError if a graph of the backward is requested: once_differentiable would cut it silently."""
     if torch.is_grad_enabled() and type(upstream) is Tensor:
         raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
 
@@ -25,7 +25,7 @@ def refuse_second_order(upstream: Tensor | None) -> None:
 def hand_over(
     gradients: Gradients, upstream: Tensor, dtypes: Sequence[torch.dtype | None], backend: str
 ) -> list[Tensor | None]:
-    """The gradients' own buffers, scaled in place by the upstream scalar, in these dtypes; None where one is None."""
+    """The gradient buffers, scaled in place by the upstream scalar, in these dtypes; None if either is None."""
     scaled: list[Tensor | None] = []
     for gradient, dtype in zip(gradients, dtypes, strict=True):
         if gradient is None or dtype is None:
@@ -34,21 +34,21 @@ def hand_over(
         if type(gradient) is Tensor:
             with consumed.kept(gradient):
                 kernels(backend, gradient).scale_(gradient, upstream.float())
-        else:  # a compiler's stand-in: graphs are functional, and memory is the compiler's
+        else:  # a compiler's fake tensor: graphs are functional, and the compiler manages memory
             gradient = gradient * upstream
         scaled.append(gradient.to(dtype))
     return scaled
 
 
 class _Attach(torch.autograd.Function):
-    """The value that `run` returns, with the gradients that it returns for the inputs."""
+    """Returns the value of `run`, and in the backward the gradients that `run` returned for the inputs."""
 
     @staticmethod
     def forward(
         ctx: Any, run: Run, backend: str, consume: bool, reads: Sequence[Tensor | None], *inputs: Tensor | None
     ) -> Tensor:
-        # Here the graph's edges to the inputs exist already. Had the logits been overwritten before, autograd would
-        # have rebuilt a view's edge as an as_strided one, whose backward copies the whole tensor.
+        # The graph's edges to the inputs already exist here. If the logits were overwritten earlier, autograd would
+        # rebuild the edge of a view as an as_strided one, whose backward copies the whole tensor.
         value, ctx.gradients = run(*inputs)
         ctx.backend = backend
         ctx.run = None if consume else run
@@ -62,7 +62,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order(upstream)
         gradients, ctx.gradients = ctx.gradients, None
-        inputs = ctx.saved_tensors  # raises where they were freed, or changed since
+        inputs = ctx.saved_tensors  # raises if they were freed, or changed since
         if gradients is None:
             if ctx.run is None:
                 raise RuntimeError(consumed.SECOND_BACKWARD)
@@ -78,11 +78,11 @@ class _Attach(torch.autograd.Function):
 def attach_gradients(
     run: Run, inputs: Sequence[Tensor | None], backend: str, *, consume: bool, reads: Sequence[Tensor | None] = ()
 ) -> Tensor:
-    """The 0-dim value of `run(*inputs)`, with a graph to `inputs` whose gradients it returns too.
+    """The 0-dim value of `run(*inputs)`, attached to a graph that gives `inputs` the gradients that `run` returns.
 
-    The first backward hands the gradients' buffers over, scaled in place by the upstream scalar, which is read on its
-    device; a later one runs again, or raises RuntimeError where the run consumes its inputs, or where one of them or of
-    the other tensors that it `reads` has changed.
+    The first backward returns the gradient buffers, scaled in place by the upstream scalar, which is read on its
+    device. A later one calls `run` again, or raises RuntimeError if `run` consumes its inputs, or if an input or
+    another tensor that it `reads` has changed.
     """
     out: Tensor = _Attach.apply(run, backend, consume, reads, *inputs)
     return out

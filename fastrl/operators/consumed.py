@@ -1,7 +1,7 @@
-"""Logits whose memory was taken for their gradient: remembered, so that nobody reads the gradient as logits.
+"""Marks logits whose memory was overwritten by their gradient, so that no later call reads the gradient as logits.
 
-The mark is kept on the storage, which views and detached aliases share, beside the version that the gradient left
-behind: logits written anew by any in-place operation have another version, and are logits again.
+The mark is kept on the storage, which views and detached aliases share, with the version of the tensor after the
+gradient was written: once an in-place operation writes new logits, the version differs and the mark no longer applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MARK = "_fastrl_consumed"
 
 
 class _Region(NamedTuple):
-    """Rows of logits (A, B, V) in their storage, in bytes."""
+    """The place of logits (A, B, V) in their storage, in bytes."""
 
     start: int
     sizes: tuple[int, int]
@@ -38,7 +38,7 @@ class _Region(NamedTuple):
         return self.start + sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True)) + self.width
 
     def starts(self) -> Tensor:
-        """Where the rows begin, rising."""
+        """The offsets at which the rows begin, in rising order."""
         outer, inner = (torch.arange(n) * step for n, step in zip(self.sizes, self.strides, strict=True))
         return (self.start + outer[:, None] + inner).reshape(-1).sort().values
 
@@ -46,23 +46,23 @@ class _Region(NamedTuple):
         if self.end <= other.start or other.end <= self.start:
             return False
         mine, theirs = self.starts(), other.starts()  # slices of the time dimension interleave without overlapping
-        before = torch.searchsorted(theirs, mine + self.width)  # of theirs, those that begin before my row ends
+        before = torch.searchsorted(theirs, mine + self.width)  # how many of theirs begin before this row ends
         return bool(((before > 0) & (theirs[(before - 1).clamp_min(0)] + other.width > mine)).any())
 
 
 def mark(rows: Tensor) -> None:
-    """Remember that the logits (A, B, V) hold their gradient from now on."""
+    """Record that the logits (A, B, V) now hold their gradient."""
     if not rows.numel():
         return
     storage = rows.untyped_storage()
     version, regions = getattr(storage, _MARK, (None, ()))
-    others = regions if version == rows._version else ()
-    setattr(storage, _MARK, (rows._version, (*others, _Region.of(rows))))
+    earlier = regions if version == rows._version else ()
+    setattr(storage, _MARK, (rows._version, (*earlier, _Region.of(rows))))
 
 
 @contextmanager
 def kept(tensor: Tensor) -> Iterator[None]:
-    """What its storage has that is marked stays marked, though the tensor is written to inside."""
+    """Keeps the marks on the tensor's storage although the tensor is written to inside the context."""
     before = tensor._version
     yield
     storage = tensor.untyped_storage()
@@ -72,7 +72,7 @@ def kept(tensor: Tensor) -> Iterator[None]:
 
 
 def refuse(rows: Tensor) -> None:
-    """RuntimeError where the logits (A, B, V) hold a gradient instead."""
+    """Raises RuntimeError if the logits (A, B, V) hold a gradient instead."""
     if not rows.numel() or rows.is_inference():
         return
     version, regions = getattr(rows.untyped_storage(), _MARK, (None, ()))

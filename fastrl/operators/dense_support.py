@@ -1,4 +1,4 @@
-"""Rows whose support is too wide to gather: their dense logits become -inf outside it, and the rest is as ever."""
+"""Rows whose support is too wide to gather: their dense logits become -inf outside it; all else is unchanged."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fastrl.backends.choice import kernels
 
 
 class DenseSupport(NamedTuple):
-    """The support of some rows, whose dense logits it restricts; a row without ids has the whole vocabulary."""
+    """Restricts the dense logits of some rows to their support; the support of a row without ids is the vocabulary."""
 
-    token_ids: Tensor  # (nnz,) int32, rising within a row
+    token_ids: Tensor  # (nnz,) int32, ascending within a row
     offsets: Tensor  # (N + 1,) int64
-    rows: Tensor  # (n,) int64: the rows in question
+    rows: Tensor  # (n,) int64: the rows that are restricted
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> DenseSupport | None:
-        """As an operator takes it: nothing, or ids, offsets and rows."""
+        """From the list that operators take: empty, or token ids, offsets and rows."""
         return cls(*tensors) if tensors else None
 
     def part(self, rows: slice) -> DenseSupport:
-        """Some of them."""
+        """The support of some of the rows."""
         return self._replace(rows=self.rows[rows])
 
     def apply(self, logits: Tensor, first: int, backend: str) -> None:

@@ -1,7 +1,7 @@
 """torch.library operators over logits: row statistics (differentiable) and the row gradient, out of place and in place.
 
-They check target values, choose nothing (the backend's name is an argument, so that a backward uses its forward's) and
-hand over to a backend's functions; `fastrl.backends.contract` says what those are given.
+They check target values and call the functions of a backend; `fastrl.backends.contract` specifies these. The name of
+the backend is an argument, so that a backward uses the same backend as its forward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def row_statistics(
         return tuple(logits.new_empty(0, dtype=torch.float32) for _ in range(4))  # type: ignore[return-value]
     transform = Transform(temperature, temperatures, logit_scale, softcap)
     statistics: Statistics = kernels(backend, logits).row_statistics(logits, targets, mask, transform)
-    # An operator's results may not share memory; backends are free to fill one (4, N) tensor.
+    # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
     shared = len({s.untyped_storage().data_ptr() for s in statistics}) < len(statistics)
     return tuple(s.clone() for s in statistics) if shared else tuple(statistics)  # type: ignore[return-value]
 
@@ -102,7 +102,7 @@ def row_gradient_(
 
 
 def upstream(gradient: Tensor | None) -> Tensor | None:
-    """A per-row gradient as backends take it, (N,) float32 contiguous, or None."""
+    """A per-row gradient as backends take it: contiguous (N,) float32, or None."""
     return None if gradient is None else gradient.detach().float().contiguous()
 
 
@@ -141,9 +141,9 @@ row_statistics.register_autograd(_backward, setup_context=_setup_context)
 
 
 def as_rows(logits: Tensor, inplace: bool) -> Tensor:
-    """Logits (..., V) as (A, B, V): a view wherever two leading strides suffice, else a contiguous copy.
+    """Logits (..., V) as (A, B, V): a view if two leading strides suffice, else a contiguous copy.
 
-    ValueError where in-place work would need the copy, or would write a broadcast row more than once.
+    Raises ValueError if `inplace` would need the copy, or would write a broadcast row more than once.
     """
     vocab = logits.shape[-1]
     # The last dimension before V stays B, so that x[:, :-1] of a padded batch needs no copy.

@@ -1,7 +1,7 @@
-"""torch.library operators over logits for rows with a recorded support: its entries, and nothing else.
+"""torch.library operators over logits for rows with a recorded support: they read only its entries.
 
-They also serve the rows without one (`dense`) and those whose support is too wide to gather (`dense_support`), by the
-dense kernels. What they share with the operator from hidden states (`support_linear.py`) is here.
+For rows without a support (`dense`), and with one too wide to gather (`dense_support`), they call the dense kernels.
+Helpers that the operators from hidden states (`linear/supports.py`) share are also here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fastrl.operators.arguments import Arguments
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.rows import gradient_of_logits, upstream
 
-#: Logits of rows with a wide support are copied so many bytes at a time, and restricted there.
+#: Logits of rows with a wide support are copied and restricted in blocks of this many bytes.
 _BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 def together(dense: Statistics | None, support: Statistics) -> tuple[Tensor, ...]:
-    """Statistics of rows, each of which is 0 in one of the two. An operator's results may not share memory."""
+    """Merges statistics in which each row is 0 in one of the two. Results of an operator may not share memory."""
     return tuple(b.clone() if dense is None else a + b for a, b in zip(dense or support, support, strict=True))
 
 
 def without_target(targets: Tensor, token_ids: Tensor, offsets: Tensor) -> Tensor:
-    """(N,) bool: rows that have a support without their target."""
+    """(N,) bool: rows that have a support which lacks their target."""
     rows = entry_rows(offsets, token_ids.shape[0])
     hits = (token_ids == targets[rows]).to(torch.int32)
     return (offsets.diff() > 0) & (torch.zeros_like(targets, dtype=torch.int32).index_add_(0, rows, hits) == 0)
@@ -39,7 +39,10 @@ def without_target(targets: Tensor, token_ids: Tensor, offsets: Tensor) -> Tenso
 def check_targets(
     targets: Tensor, dense: Tensor | None, support: Support, dense_support: DenseSupport | None, vocab: int
 ) -> None:
-    """IndexError for a target outside [0, vocab), ValueError for one outside its support, where values may be read."""
+    """Checks targets if values may be read.
+
+    Raises IndexError for a target outside [0, vocab), ValueError for one outside its support.
+    """
     if not checks.values_are_checked(targets):
         return
     valid, supports = (
@@ -62,11 +65,11 @@ def check_targets(
 
 
 def _wide_blocks(logits: Tensor, dense_support: DenseSupport | None, backend: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """(rows, their logits (n, V), -inf outside the support) of some rows after others."""
+    """Yields blocks of rows: (row indices, their logits (n, V) with -inf outside the support)."""
     if dense_support is None:
         return
-    most = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES["cpu"])
-    for rows in dense_support.rows.split(max(1, most // (logits.shape[2] * logits.element_size()))):
+    block_bytes = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES["cpu"])
+    for rows in dense_support.rows.split(max(1, block_bytes // (logits.shape[2] * logits.element_size()))):
         block = logits[rows // logits.shape[1], rows % logits.shape[1]]
         dense_support._replace(rows=rows).apply(block, 0, backend)
         yield rows, block
@@ -81,12 +84,12 @@ def _of_rows(transform: Transform, rows: Tensor) -> Transform:
 def support_row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
-    dense: Tensor | None,  # (N,) bool: valid rows and have no support; None: there are none
+    dense: Tensor | None,  # (N,) bool: valid rows without a support; None: no such rows
     temperatures: Tensor | None,  # (N,) float32
     token_ids: Tensor,  # (nnz,) int32
     offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool: valid rows and whose entries are gathered
-    # (nnz',) int32, (N + 1,) int64 and (M,) int64: support of the rows M that take the dense kernels
+    valid: Tensor,  # (N,) bool: valid rows whose entries are gathered
+    # (nnz',) int32, (N + 1,) int64 and (M,) int64: support of the M rows that take the dense kernels
     dense_support: list[Tensor],
     temperature: float,
     logit_scale: float,
@@ -103,14 +106,14 @@ def support_row_statistics(
     rest = None if dense is None else row_kernels.row_statistics(logits, targets, dense, transform)
     rows = support.rows()
     values = logits[rows // logits.shape[1], rows % logits.shape[1], token_ids.long()].float()
-    found = together(rest, row_kernels.support_statistics(values, targets, support, transform))
+    stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
     for chosen, block in _wide_blocks(logits, wide, backend):
-        own = row_kernels.row_statistics(block[None], targets[chosen], None, _of_rows(transform, chosen))
-        for total, part in zip(found, own, strict=True):
+        block_stats = row_kernels.row_statistics(block[None], targets[chosen], None, _of_rows(transform, chosen))
+        for total, part in zip(stats, block_stats, strict=True):
             total[chosen] = part
     if wide is not None:
-        found[0].masked_fill_(without_target(targets, dense_support[0], dense_support[1]), torch.nan)
-    return *found, values  # type: ignore[return-value]
+        stats[0].masked_fill_(without_target(targets, dense_support[0], dense_support[1]), torch.nan)
+    return *stats, values  # type: ignore[return-value]
 
 
 _ARGUMENTS = Arguments("support_row_statistics")
@@ -137,15 +140,15 @@ def _write_row_gradient(
     backend: str,
     out: Tensor,
 ) -> None:
-    """dL/dlogits into `out` (A, B, V), which may be the logits: 0 outside the support."""
+    """Writes dL/dlogits, 0 outside the support, to `out` (A, B, V), which may be the logits themselves."""
     row_kernels: Any = kernels(backend, logits)
-    found, places = Statistics(*statistics), out.shape[1]
-    if dense_support is not None:  # `dense` is None then: rows without a support are among its rows
-        others = torch.ones(targets.shape, dtype=torch.bool, device=out.device).index_fill_(
+    stats, inner = Statistics(*statistics), out.shape[1]
+    if dense_support is not None:  # then `dense` is None: `dense_support.rows` includes the rows without a support
+        gathered = torch.ones(targets.shape, dtype=torch.bool, device=out.device).index_fill_(
             0, dense_support.rows, False
         )
         for rows, block in _wide_blocks(logits, dense_support, backend):
-            part = Statistics(*(s[rows] for s in found))
+            part = Statistics(*(s[rows] for s in stats))
             row_kernels.row_gradient(
                 block[None],
                 targets[rows],
@@ -156,16 +159,16 @@ def _write_row_gradient(
                 None if h is None else h[rows],
                 block[None],
             )
-            out[rows // places, rows % places] = block
-        out.masked_fill_(others.view(out.shape[0], places, 1), 0.0)
+            out[rows // inner, rows % inner] = block
+        out.masked_fill_(gathered.view(out.shape[0], inner, 1), 0.0)
     elif dense is not None:
-        row_kernels.row_gradient(logits, targets, dense, transform, found, c, h, out)
+        row_kernels.row_gradient(logits, targets, dense, transform, stats, c, h, out)
     else:
         out.zero_()
     gradient = torch.empty_like(values)
-    row_kernels.support_gradient(values, targets, support, transform, found, c, h, gradient)
+    row_kernels.support_gradient(values, targets, support, transform, stats, c, h, gradient)
     rows = support.rows()
-    out[rows // places, rows % places, support.token_ids.long()] = gradient.to(out.dtype)
+    out[rows // inner, rows % inner, support.token_ids.long()] = gradient.to(out.dtype)
 
 
 @torch.library.custom_op("fastrl::support_row_gradient", mutates_args=())
@@ -231,7 +234,7 @@ def support_row_gradient_(
     softcap: float,
     backend: str,
 ) -> None:
-    """The same, written over the logits."""
+    """`support_row_gradient`, written over the logits."""
     _write_row_gradient(
         logits,
         targets,
