@@ -57,7 +57,7 @@ struct LossTerms {
   int32_t gate, kl, rollout_mode, padding;
 };
 
-constexpr int64_t BLOCK_BYTES = 2 << 20;    // rows per block: a huge page, so that no two threads fault the same one
+constexpr int64_t BLOCK_BYTES = 2 << 20;     // rows per block: a huge page, so that no two threads fault the same one
 constexpr int64_t LARGE_BYTES = 8 << 20;     // no huge pages for smaller buffers
 constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the second-level cache for the next row
 
@@ -184,17 +184,15 @@ int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossTerms* term
       std::array<double, formulas::TOKEN_TERMS> terms{};
       if (rows.valid(row)) {
         const auto transform = transform_of<decltype(softcap)::value>(rows, row);
-        found =
-            row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
+        found = row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
         const float old = or_else(v.old, row, found.logprob);
         terms = formulas::token_terms(
             formulas::GATE_VALUE[v.gate], formulas::GATE_WEIGHT[v.gate], formulas::GATE_SIDE[v.gate],
-            formulas::KL_VALUE[v.kl], formulas::KL_GRADIENT[v.kl],
-            formulas::ROLLOUT_WEIGHT[v.rollout_mode], found.logprob, found.entropy, old,
-            or_else(v.ref, row, found.logprob), or_else(v.rollout, row, old), v.advantages[row], v.policy_weights[row],
-            or_else(v.kl_weights, row, 0.0f), or_else(v.entropy_weights, row, 0.0f), v.entropy_threshold,
-            v.gate_parameters[0], v.gate_parameters[1], v.gate_parameters[2], v.gate_parameters[3], v.rollout_low,
-            v.rollout_high, v.max_log_ratio);
+            formulas::KL_VALUE[v.kl], formulas::KL_GRADIENT[v.kl], formulas::ROLLOUT_WEIGHT[v.rollout_mode],
+            found.logprob, found.entropy, old, or_else(v.ref, row, found.logprob), or_else(v.rollout, row, old),
+            v.advantages[row], v.policy_weights[row], or_else(v.kl_weights, row, 0.0f),
+            or_else(v.entropy_weights, row, 0.0f), v.entropy_threshold, v.gate_parameters[0], v.gate_parameters[1],
+            v.gate_parameters[2], v.gate_parameters[3], v.rollout_low, v.rollout_high, v.max_log_ratio);
         row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[TERMS]), float(terms[TERMS + 1]),
                      out, kept.data());
       } else {

@@ -12,7 +12,7 @@ using namespace fastrl;
 struct Support {
   const int32_t* ids;      // (nnz,), ascending within a row
   const int64_t* offsets;  // (rows + 1,)
-  const uint8_t* valid;   // (rows,)
+  const uint8_t* valid;    // (rows,)
   int64_t rows;
   int32_t threads, padding;
 
@@ -141,7 +141,8 @@ int32_t fastrl_support_products(const Support* arguments, const Factors* factors
 }
 
 // statistics: (4, rows), in the order of the contract's Statistics
-int32_t fastrl_support_statistics(const Support* support, const RowArguments* rows, const float* values, float* statistics) {
+int32_t fastrl_support_statistics(const Support* support, const RowArguments* rows, const float* values,
+                                  float* statistics) {
   const auto write = [&](int64_t row, const RowStatistics& found) {
     float* out = statistics + row;
     const int64_t n = support->rows;
@@ -157,7 +158,7 @@ int32_t fastrl_support_statistics(const Support* support, const RowArguments* ro
 
 // `out` (nnz,) may be `values`; `h` may be null
 int32_t fastrl_support_gradient(const Support* support, const RowArguments* rows, const float* values,
-                             const float* const* statistics, const float* c, const float* h, float* out) {
+                                const float* const* statistics, const float* c, const float* h, float* out) {
   return for_logits(
       *support, *rows,
       [&](int64_t row, int64_t begin, int64_t count, int64_t target, const auto& transform) {
@@ -170,7 +171,7 @@ int32_t fastrl_support_gradient(const Support* support, const RowArguments* rows
 
 // Sets `logits` (n, width), entries [first, first + width) of the given rows, to -inf outside the rows' supports
 int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int64_t n, void* logits, int64_t width,
-                             int64_t first, int32_t element) {
+                                int64_t first, int32_t element) {
   return with_element(element, [&](auto zero) {
     using T = decltype(zero);
     T nothing;
@@ -191,7 +192,7 @@ int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int
 
 // Writes the rows of `out` (rows, width) that take part: sum_k gradient_k weight[id_k]
 int32_t fastrl_support_hidden(const Support* arguments, const Factors* factors, const float* gradient, void* out,
-                           int64_t out_stride) {
+                              int64_t out_stride) {
   const Support& support = *arguments;
   const Factors& f = *factors;
   return with_element(f.element, [&](auto element) {
@@ -212,7 +213,7 @@ int32_t fastrl_support_hidden(const Support* arguments, const Factors* factors, 
 
 // Writes the rows of `out` (V, width) and entries of `out_bias` (V,) whose token has an entry; either may be null
 int32_t fastrl_support_weight(const ByToken* arguments, const Factors* factors, const float* gradient, void* out,
-                           int64_t out_stride, void* out_bias) {
+                              int64_t out_stride, void* out_bias) {
   const ByToken& by_token = *arguments;
   const Factors& f = *factors;
   const int32_t* ids = by_token.ids;
