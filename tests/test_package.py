@@ -16,6 +16,7 @@ import pytest
 import fastrl
 from fastrl import doctor
 from fastrl.base import dependencies
+from fastrl.objectives.objective import KL, Gate, Objective, RolloutCorrection
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("transformers", "triton", "trl", "matplotlib", "tensorboard", "pydantic")
@@ -55,9 +56,9 @@ def test_every_public_name_is_there_and_documented():
             assert not text.startswith(f"{name}("), f"fastrl.{name} has a generated docstring"
 
 
-def test_the_interface_of_advantages_and_rewards_is_public():
-    names = {"group_advantages", "rloo_advantages", "gae", "value_loss", "kl_penalized_rewards", "overlong_penalty"}
-    assert names <= set(fastrl.__all__)
+def test_what_can_be_named_in_a_config_is_exported():
+    for made in (*fastrl.PRESETS.values(), *Gate.__subclasses__(), Objective, KL, RolloutCorrection):
+        assert made.__name__ in fastrl.__all__ and getattr(fastrl, made.__name__) is made
 
 
 def package_files() -> list[Path]:
