@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from transformers import set_seed
-from updates import MODEL
 
 import fastrl.training.rl.run as running
 from fastrl import SamplingMask
@@ -90,11 +88,6 @@ def play(config):
     for run.step in range(1, config.training.steps + 1):
         found.append(take_step(run)[0])
     return run, found
-
-
-@pytest.fixture
-def policy(make_policy):
-    return make_policy(**MODEL, initializer_range=0.5)
 
 
 lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)

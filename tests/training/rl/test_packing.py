@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollouts import LENGTHS, PROMPTS, VOCAB, gradients, lengths, make_rollout, own_logprobs, with_critic
-from updates import OBJECTIVES
+from updates import MODEL, OBJECTIVES
 
 import fastrl
 import fastrl.training.rl.run as running
@@ -36,6 +36,11 @@ MODELS = {
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+
+
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(**MODEL, initializer_range=0.5)
 
 
 def assert_same(found, expected, what):
