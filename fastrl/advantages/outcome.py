@@ -128,7 +128,7 @@ def gae(
         final_values = rewards.new_zeros(responses, dtype=torch.float64)
     else:
         checks.tensor("bootstrap", bootstrap)
-        checks.shape("bootstrap", bootstrap, (responses,), "one a response")
+        checks.shape("bootstrap", bootstrap, (responses,), "one per response")
         checks.same_device("bootstrap", bootstrap, rewards, "rewards")
         final_values = bootstrap.detach().double()
 
@@ -238,7 +238,7 @@ def group_numbers(group_ids: object, count: int, device: torch.device) -> Tensor
     if not isinstance(group_ids, Tensor):
         return _number_hashables(group_ids, count).to(device)
     checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
-    checks.shape("group_ids", group_ids, (count,), "one a response")
+    checks.shape("group_ids", group_ids, (count,), "one per response")
     if group_ids.device != device:
         raise ValueError(f"group_ids must be on {device} like rewards, got {group_ids.device}")
     # The same numbers as from torch.unique, but without sending the number of groups to the host.

@@ -50,7 +50,7 @@ def process_advantages(
         raise ValueError(f"step_rewards must be real, of shape (responses, steps), got {tuple(step_rewards.shape)}")
     size, steps = step_rewards.shape
     ends = _integers("step_ends", step_ends, step_rewards.shape, "the shape of step_rewards", step_rewards)
-    counts = _integers("lengths", lengths, (size,), "one a response", step_rewards)
+    counts = _integers("lengths", lengths, (size,), "one per response", step_rewards)
     packed = None
     if cu_seqlens is not None:
         packed = check_cu_seqlens(cu_seqlens, "the packed tokens", counts.new_empty(int(counts.sum())))

@@ -56,7 +56,7 @@ def kl_penalized_rewards(
         raise ValueError(f"beta must be >= 0, got {beta!r}")
     numbers, responses = response_numbers("logprobs", logprobs, cu_seqlens)
     checks.tensor("scores", scores)
-    checks.shape("scores", scores, (responses,), "one a response")
+    checks.shape("scores", scores, (responses,), "one per response")
     checks.same_device("scores", scores, logprobs, "logprobs")
 
     with torch.no_grad():

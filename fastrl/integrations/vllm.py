@@ -82,7 +82,7 @@ def routing_from_vllm(
                 f"{name} must have a row for each of the sequence's {tokens} tokens but the last, got {record.shape[0]}"
             )
         if record.shape[2] != chosen:
-            raise ValueError(f"{name} must have {chosen} experts a token, got {record.shape[2]}")
+            raise ValueError(f"{name} must have {chosen} experts per token, got {record.shape[2]}")
         record = record[:forwarded, _layers(name, model, routers, record.shape[1])]
         if record.numel() and not -1 <= int(record.min()) <= int(record.max()) < experts:
             wrong = record[(record < -1) | (record >= experts)][0]

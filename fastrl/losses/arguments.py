@@ -88,7 +88,7 @@ def checked_head(hidden: object, weight: object, bias: object, targets: object) 
             if value.dtype != hidden.dtype:
                 raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {value.dtype}")
     if bias is not None:
-        checks.shape("bias", bias, weight.shape[:1], "one a vocabulary entry")
+        checks.shape("bias", bias, weight.shape[:1], "one per vocabulary entry")
     targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
     head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     return head, targets, _copied_bytes(inputs, head)

@@ -106,7 +106,7 @@ def linear_dpo_loss(
     if mask is None:
         raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
     ref = checks.tensor("ref_logprobs", ref_logprobs)
-    checks.shape("ref_logprobs", ref, (responses.count,), "one a response, summed")
+    checks.shape("ref_logprobs", ref, (responses.count,), "one per response, summed")
     checks.same_device("ref_logprobs", ref, targets, "targets")
     beta = checks.number("beta", beta, positive=True)
 

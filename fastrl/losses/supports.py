@@ -42,7 +42,7 @@ def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -
         raise TypeError(f"sampling_mask must be a fastrl.SamplingMask, got {type(sampling_mask).__name__}")
     rows = args.targets.shape[0]
     if len(sampling_mask) != rows:
-        raise ValueError(f"sampling_mask must have one row a target, {rows}, got {len(sampling_mask)}")
+        raise ValueError(f"sampling_mask must have one row per target, {rows}, got {len(sampling_mask)}")
     checks.same_device("sampling_mask", sampling_mask.token_ids, args.targets, "targets")
     sampling_mask.check_vocab(vocab)
     return sampling_mask if sampling_mask.token_ids.shape[0] else None

@@ -121,8 +121,8 @@ def make_batch(
     per_response = advantages.shape == (responses.count,)
     if not per_response and advantages.shape != targets.shape:
         raise ValueError(
-            f"advantages must have shape ({responses.count},), one a response, or {tuple(targets.shape)}, the shape of"
-            f" {targets_name}; got {tuple(advantages.shape)}"
+            f"advantages must have shape ({responses.count},), one per response, or {tuple(targets.shape)}, the shape"
+            f" of {targets_name}; got {tuple(advantages.shape)}"
         )
     flat = advantages.detach().to(dtype)
     flat = responses.spread(flat) if per_response else flat.reshape(-1)

@@ -184,7 +184,7 @@ class SamplingMask:
         """Select rows by integer indices (any order, repeats allowed, negative from the end) or by a bool mask (N,)."""
         rows = checks.tensor("rows", rows, (torch.bool, torch.int64, torch.int32))
         if rows.dtype == torch.bool:
-            checks.shape("rows", rows.reshape(-1), (len(self),), "one a row of the mask")
+            checks.shape("rows", rows.reshape(-1), (len(self),), "one per row of the mask")
             rows = rows.reshape(-1).nonzero()[:, 0]
         rows = rows.reshape(-1).to(self.device).long()
         outside = (rows < -len(self)) | (rows >= len(self))
@@ -247,7 +247,7 @@ class SamplingMask:
         """
         valid = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
         targets = checks.tensor("targets", targets, (torch.int64,)).reshape(-1)
-        checks.shape("targets", targets, (len(self),), "one a row of the mask")
+        checks.shape("targets", targets, (len(self),), "one per row of the mask")
         checks.same_device("targets", targets, self.token_ids, "the mask")
         recorded = self.lengths > 0 if valid is None else (self.lengths > 0) & valid.reshape(-1)
         bad = recorded & ((targets < 0) | (targets > INT32_MAX))

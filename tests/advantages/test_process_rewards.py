@@ -81,7 +81,7 @@ def test_every_token_sums_the_steps_that_end_at_it_or_later(batch: tuple[Any, ..
             ValueError,
             "step_ends[1, 1] must be a token of its response, below 3, got 3",
         ),
-        ({"lengths": torch.tensor([2])}, ValueError, "lengths must have shape (2,) (one a response), got (1,)"),
+        ({"lengths": torch.tensor([2])}, ValueError, "lengths must have shape (2,) (one per response), got (1,)"),
         ({"group_ids": [1]}, ValueError, "group_ids must hold 2 ids"),
         ({"scale": "all"}, ValueError, "scale must be 'group', 'batch' or 'none', got 'all'"),
         ({"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}, ValueError, "cu_seqlens must have the lengths"),

@@ -34,7 +34,7 @@ def oracle_each(case, logp, batch):
         each, clipped = -4 / tau * torch.sigmoid(tau * (r - 1)) * a * rho, torch.zeros_like(clipped)
     elif case.loss_type == "vespo":
         log_w = (token * mask).sum(-1, keepdim=True)
-        if case.ratio is not None:  # of the response's tokens: once where it is one a response
+        if case.ratio is not None:  # of the response's tokens: once where it is one per response
             log_w = log_w + (rho.log() * mask).sum(-1, keepdim=True) if case.ratio == "token" else log_w + rho.log()
         log_w = log_w.clamp(-18.420680743952367, 20)
         k, lam = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)

@@ -185,7 +185,7 @@ def test_what_comes_in_the_batch(
 
 
 def test_evaluation_and_completions_of_one_token(path: str, calls: list[Any]) -> None:
-    """Metrics of one number a response are told from those of one a token by their width, as TRL does."""
+    """Metrics of one number a response are told from those of one per token by their width, as TRL does."""
     options: dict[str, Any] = {
         "eval_dataset": prompts(),
         "eval_strategy": "steps",

@@ -56,7 +56,7 @@ LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"objective": fastrl.PPO}, TypeError, r"got PPO itself: call it, as in PPO\(\.\.\.\)"),
     ({"objective": fastrl.Objective}, TypeError, "got Objective itself: call it"),
     ({"objective": fastrl.SoftGate}, TypeError, "got SoftGate itself: call it"),
-    ({"advantages": torch.ones(B, 1)}, ValueError, r"advantages must have shape \(2,\), one a response, or \(2, 3\)"),
+    ({"advantages": torch.ones(B, 1)}, ValueError, r"advantages must have shape \(2,\), one per response, or \(2, 3\)"),
     ({"advantages": torch.ones(B, dtype=torch.int64)}, TypeError, "advantages must be floating point"),
     ({"advantages": [1.0, 1.0]}, TypeError, "advantages must be a tensor, got list"),
     ({"old_logprobs": torch.zeros(B)}, ValueError, r"old_logprobs must have shape \(2, 3\)"),

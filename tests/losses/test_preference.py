@@ -126,7 +126,7 @@ ONE = torch.ones(2)
                 torch.ones(2, 2, 4), torch.ones(5, 4), torch.ones(2, 2).long(), torch.ones(2, 2), torch.ones(2, 2)
             ),
             ValueError,
-            "ref_logprobs must have shape (2,) (one a response, summed), got (2, 2)",
+            "ref_logprobs must have shape (2,) (one per response, summed), got (2, 2)",
         ),
         (
             lambda: fastrl.linear_dpo_loss(

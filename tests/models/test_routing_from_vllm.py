@@ -192,7 +192,7 @@ def test_what_is_no_record_is_named(one_model: Any) -> None:
         f"routed_experts[1] must have a row for each {last} 3": [good, good[:3]],
         f"routed_experts[0] must have a row for each {last} 6": [np.concatenate([good, good[:2]]), good],
         "routed_experts[0] must have 3 layers, one a router, or 3, one a decoder layer, got 2": [good[:, :2], good],
-        f"routed_experts[0] must have {TOP_K} experts a token, got 1": [good[..., :1], good],
+        f"routed_experts[0] must have {TOP_K} experts per token, got 1": [good[..., :1], good],
         f"routed_experts[1] must hold experts from 0 to {EXPERTS - 1}, or -1 alone, got {EXPERTS}": [
             good,
             changed(EXPERTS),

@@ -100,7 +100,7 @@ def process(
     ddof: int,
     eps: float,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Each response's advantages, one a token, and what their errors are relative to."""
+    """Each response's advantages, one per token, and what their errors are relative to."""
     present = [(i, s) for i in range(len(rewards)) for s in range(len(rewards[i])) if ends[i][s] >= 0]
     flat, sizes = normalised([rewards[i][s] for i, s in present], [groups[i] for i, _ in present], scale, ddof, eps)
     found = [[0.0] * length for length in lengths]

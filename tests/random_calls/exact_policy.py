@@ -134,7 +134,7 @@ class _Evaluation:
         return log.clamp(-limit, limit)
 
     def _level(self, rows: list[int], advantage: Tensor) -> tuple[Tensor, float | Tensor]:
-        """The logarithm of the ratio that the gate reads, one a token, and its slope in each token's logp."""
+        """The logarithm of the ratio that the gate reads, one per token, and its slope in each token's logp."""
         objective, n = self.objective, len(rows)
         log_ratio = self.logp[rows] - self.old[rows]
         if isinstance(objective.gate, fastrl.GammaWeight):

@@ -255,7 +255,7 @@ def _between(values: Tensor) -> float:
 
 
 def draw_advantages(draw: Draw, layout: Layout, objective: Any, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """One a response or one a token; float64 (N,), one a token, is returned."""
+    """One per response or one per token; float64 (N,), one per token, is returned."""
     responses, n = len(layout.responses), layout.tokens
     size = draw.choice((0.01, 1.0, 1.0, 5.0))
     sparse = draw.often(0.3) and not isinstance(getattr(objective, "gate", None), fastrl.GeometricMean)

@@ -191,7 +191,7 @@ CALLS = {
     ("sampling_mask", "error", "words"),
     [
         (torch.ones(3, 8), TypeError, "sampling_mask must be a fastrl.SamplingMask, got Tensor"),
-        (SamplingMask.from_lists([[1], [2]]), ValueError, "sampling_mask must have one row a target, 3, got 2"),
+        (SamplingMask.from_lists([[1], [2]]), ValueError, "sampling_mask must have one row per target, 3, got 2"),
         (
             SamplingMask.from_lists([[1], [2, 8], [3]]),
             ValueError,

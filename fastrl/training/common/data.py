@@ -60,7 +60,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
             )
         examples.append(Example(prompt, row, token_ids, where))
     if not examples:
-        raise UserError(f"{path}: the dataset is empty; expected one JSON object a line")
+        raise UserError(f"{path}: the dataset is empty; expected one JSON object per line")
     return examples
 
 

@@ -72,7 +72,7 @@ class RewardFunction:
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
             raise UserError(f"{self.source}: expected a list of {len(examples)} rewards, got {type(results).__name__}")
         if len(results) != len(examples):
-            raise UserError(f"{self.source}: expected {len(examples)} rewards, one a completion, got {len(results)}")
+            raise UserError(f"{self.source}: expected {len(examples)} rewards, one per completion, got {len(results)}")
         return list(results.tolist() if hasattr(results, "tolist") else results)
 
     def _call(self, examples: list[Example], completions: list[str]) -> Any:

@@ -105,7 +105,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
     well_formed = isinstance(ranks, list) and all(type(rank) is int and rank >= 1 for rank in ranks)
     if not well_formed or len(ranks) != len(responses):
         raise UserError(
-            f"{where}: ranks: expected {len(responses)} integers, one a response and 1 the best, got {ranks!r}"
+            f"{where}: ranks: expected {len(responses)} integers, one per response and 1 the best, got {ranks!r}"
         )
     answers = (reader.answer(prompt, text, where, f"responses[{i}]") for i, text in enumerate(responses))
     return Ranked([tokens.all for tokens in answers], ranks)

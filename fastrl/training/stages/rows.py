@@ -41,7 +41,7 @@ class Reader:
         """Every row of a JSONL file, parsed; `parse` also gets its file:line. Raises UserError if there are none."""
         rows = [parse(self, row, f"{path}:{line}") for line, row in read_rows(path)]
         if not rows:
-            raise UserError(f"{path}: the dataset is empty; expected one JSON object a line")
+            raise UserError(f"{path}: the dataset is empty; expected one JSON object per line")
         return rows
 
     def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:

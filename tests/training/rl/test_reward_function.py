@@ -47,7 +47,7 @@ def test_numbers_and_none_are_rewards(load, value):
         ("1.0", "expected a list of 2 rewards, got float"),
         ("None", "got NoneType"),
         ("'ab'", "got str"),
-        ("[1.0]", "expected 2 rewards, one a completion, got 1"),
+        ("[1.0]", "expected 2 rewards, one per completion, got 1"),
         ("[0.0, 'high']", "reward 1 must be a finite number or None, got 'high' (str); its prompt is '2='"),
         ("[float('nan'), 0]", "reward 0 must be a finite number or None, got nan"),
         ("[0, float('inf')]", "reward 1 must be"),

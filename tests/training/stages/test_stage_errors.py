@@ -12,7 +12,7 @@ GOOD = {
     reward_model: {"prompt": "12=", "responses": ["21", "22", "2"], "ranks": [1, 2, 2]},
 }
 LONG = "1" * 30
-RANKS = "ranks: expected 3 integers, one a response and 1 the best"
+RANKS = "ranks: expected 3 integers, one per response and 1 the best"
 CASES = [
     (sft, {"completion": 5}, "completion: expected a string, got 5"),
     (sft, {"completion": None}, "completion: expected a string, got None"),
