@@ -25,6 +25,13 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
 pytest_plugins = ["random_calls.seed"]
 
+if importlib.util.find_spec("hypothesis") is not None:  # not on every machine with a GPU
+    from hypothesis import HealthCheck, settings
+
+    # No test times itself: a loaded machine is slow.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
+
 # Workers side by side share the cores.
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // workers))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastrl.advantages.outcome import gae, group_advantages, rloo_advantages, value_loss
 
 NAN = math.nan
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 reward = st.floats(-100, 100, width=32)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fastrl.advantages.outcome import gae, value_loss
 
 NAN = math.nan
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 def assert_rounded(actual: torch.Tensor, expected: list[float]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
 
 NAN = math.nan
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 number = st.floats(-5, 5, width=32)
 logprob = st.floats(-12, 0, width=32)
 responses = st.lists(st.lists(st.tuples(logprob, logprob, st.booleans()), max_size=7), min_size=1, max_size=4)

@@ -11,7 +11,7 @@ from fastrl.advantages.outcome import value_loss
 
 NAN = math.nan
 ONES = torch.ones(2, 3)
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 value = st.floats(-10, 10, width=32)
 
 

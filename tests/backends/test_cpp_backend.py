@@ -414,7 +414,7 @@ def test_wrong_arguments_are_refused() -> None:
         cpp_backend.row_statistics(torch.empty(1, 4, 0), targets, None, Transform())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     vocab=st.integers(1, 2300),
     seed=st.integers(0, 2**31),

@@ -243,7 +243,7 @@ def test_min_p_is_relative_to_the_largest(name: str, device: str) -> None:
     assert found[0].tolist() == [0, 1]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["cpp", "torch"])
 def test_any_row(name: str, data: st.DataObject) -> None:

@@ -78,7 +78,7 @@ def test_loss_and_gradient_match_the_oracle(name: str, on_policy: bool, per_toke
     torch.testing.assert_close(entropy.grad, d_entropy, **EXACT)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(OBJECTIVES)),
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(sum),

@@ -285,7 +285,7 @@ def test_scaled_and_accumulated_losses(
         assert_as_good_as_torch(actual / e.abs().max(), e / e.abs().max(), t / e.abs().max(), margin, name)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_plans_agree_for_any_batch(data: st.DataObject) -> None:
     """Packed and padded, any mask, any lengths, empty responses: all plans of GSPO give the same loss and gradients."""

@@ -178,7 +178,7 @@ class Case:
             loss.backward()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_what_an_error_names_is_accepted(data: st.DataObject) -> None:
     case = Case(data.draw)
@@ -211,7 +211,7 @@ def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -
             check(run)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(1, 9999), st.integers(1, 5000), st.integers(1, 200_000)),
     dtype=st.sampled_from(DTYPES),

@@ -82,7 +82,7 @@ def test_a_row_that_does_not_count_is_still_a_sequence(policy, bare_run, objecti
 
 
 @given(rows=lengths, size=st.integers(1, 6), name=st.sampled_from(sorted(OBJECTIVES)), sets=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_lengths_in_any_micro_batches(policy, bare_run, rows, size, name, sets):
     prompts, completions, counted = map(list, zip(*rows, strict=True))
     rollout = own_logprobs(policy, make_rollout(prompts, completions, [*counted[:-1], True], sets))
