@@ -64,8 +64,9 @@ def test_twenty_kills_at_random_moments_change_no_metric(make_config, tmp_path):
         found = complete(config)
         assert len(found) <= 3  # keep_checkpoints, and one that was killed before it could be removed
         # Killed between its first record and its first checkpoint, a run has nothing to go on from, and begins anew.
-        config.logging.overwrite = not found
-        process = context.Process(target=go_on, args=(config.model_dump(mode="json"), bool(found)))
+        values = config.model_dump(mode="json")
+        values["logging"]["overwrite"] = not found
+        process = context.Process(target=go_on, args=(values, bool(found)))
         size = metrics.stat().st_size if metrics.exists() else 0
         process.start()
         while kills < 20 and process.is_alive() and (not metrics.exists() or metrics.stat().st_size == size):
