@@ -11,8 +11,8 @@ from fastrl.bench import machine
 #: The oldest and newest version of each that `make test` passed with, all tests except those the README leaves out.
 TESTED = {
     "python": ("3.11", "3.12"),
-    "torch": ("2.11.0", "2.13.0"),
-    "triton": ("3.6.0", "3.7.1"),
+    "torch": ("2.11.0", "2.15.0"),
+    "triton": ("3.6.0", "3.9.0"),
     "transformers": ("5.17.0", "5.23.0"),
 }
 
