@@ -69,7 +69,7 @@ correct() {
       --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/backends/test_find_support.py \
       tests/bench/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
       or (transforms_and_sizes and 4097) or (beside and 4097) or masked or strided or any_strides or segments_apart \
-      or wide_row or long_segments or minus_infinity_is_a or (not_kept_is and bfloat16) or tensor_cores \
+      or wide_row or long_segments or minus_infinity_is_a or (not_kept_is and bfloat16) \
       or (random_rows and triton) or test_bench_read)"
   else
     echo "== sanitizer: left out, for compute-sanitizer is not installed"

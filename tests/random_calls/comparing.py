@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Allowances are estimates to first order, of rounding that may add up: a fresh seed has exceeded one by 2.7. A wrong
-#: digit is beyond four times as much too, as `test_a_wrong_digit_is_found` shows.
+#: Allowances are estimates to first order of rounding that may add up, so four times as much passes. A wrong digit is
+#: beyond that too, as `test_a_wrong_digit_is_found` shows.
 MARGIN = 4.0
 
 
