@@ -14,37 +14,19 @@ from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, HeadSums, Held, slices
-from fastrl.linear.statistics import Limits, Order, Rows, order, pass_tile
+from fastrl.linear.statistics import Order, Rows, order, pass_tile
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning.tiling import Needs, Tile
+from fastrl.planning.tiling import Limits, Needs, Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in separate passes, so that the float32 sums of neither are held whole.
 TWO_PASS = "two-pass"
 
 
-@torch.no_grad()
-def gradients(
-    head: Head,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    stats: Statistics,
-    c: Tensor,
-    h: Tensor | None,
-    needs: Needs,
-    backend: str,
-    num_tokens: int,
-    plan: str,
-    limits: Limits,
-    dense_support: DenseSupport | None = None,
-) -> tuple[Tensor | None, ...]:
-    """dL/d(hidden, weight, bias) from c and h (N,), in the dtypes of the inputs; None if one is not needed."""
-    work = _Backward(head, targets, mask, transform, stats, c, h, needs, backend, num_tokens, limits, dense_support)
-    return work.run(plan)
+class Backward:
+    """Computes the gradients of one call, pass by pass, from c and h (N,) or None.
 
-
-class _Backward:
-    """Computes the gradients of one call, pass by pass."""
+    num_tokens: the number of rows in the mask, or -1 if the host does not know it.
+    """
 
     def __init__(
         self,
@@ -59,7 +41,7 @@ class _Backward:
         backend: str,
         num_tokens: int,
         limits: Limits,
-        dense_support: DenseSupport | None,
+        dense_support: DenseSupport | None = None,
     ) -> None:
         self.head, self.transform, self.needs, self.backend, self.limits = head, transform, needs, backend, limits
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
@@ -97,8 +79,9 @@ class _Backward:
             return products.empty(tuple(like.shape), like.dtype, like, self.backend)
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
+    @torch.no_grad()
     def run(self, plan: str) -> tuple[Tensor | None, ...]:
-        """Run the passes of the plan that the needed gradients require, and return the gradients."""
+        """Runs the plan's passes; returns dL/d(hidden, weight, bias) in their dtypes, None if not needed."""
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
             if self.needs.hidden and needs_head and plan != TWO_PASS:
@@ -131,7 +114,7 @@ class _Backward:
         return pass_tile(kind, self.head, self.order, self.limits)
 
     def _held(self, tile: Tile) -> Held:
-        return Held(self.head, tile, self.order.index is not None, self.backend, bool(self.limits.mapped))
+        return Held(self.head, tile, self.order.index is not None, self.backend, self.limits.mapped)
 
     def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Rows]]:
         """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""

@@ -20,11 +20,11 @@ from fastrl.base import checks
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.head import Head, HeadSums, Held
-from fastrl.linear.statistics import Limits, Order
+from fastrl.linear.statistics import Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
-from fastrl.operators.arguments import Arguments
 from fastrl.operators.attach import hand_over, refuse_second_order
-from fastrl.planning.tiling import Needs, Tile
+from fastrl.operators.operator import operator, saved
+from fastrl.planning.tiling import Limits, Needs, Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
 ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossTerms]
@@ -135,106 +135,75 @@ def _gradient_by_kernel(backend: str, objective: RowObjective, inputs: RowInputs
     return chunk_gradient
 
 
-_RESULTS = 4  # loss, logprobs, entropy, terms; the three gradients follow
+class LinearLoss(NamedTuple):
+    """A loss from hidden states with its gradients; an empty tensor for each gradient that is not needed."""
+
+    loss: Tensor  # ()
+    logprobs: Tensor  # (N,)
+    entropy: Tensor  # (N,)
+    terms: Tensor  # (len(TERMS), N)
+    d_hidden: Tensor  # (N, H), in hidden's dtype
+    d_weight: Tensor  # (V, H) float32
+    d_bias: Tensor  # (V,) float32
 
 
-@torch.library.custom_op("fastrl::linear_forward_gradient", mutates_args=())
+@operator()
 def linear_forward_gradient(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    head: Head,
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperatures: Tensor | None,  # (N,) float32
-    advantages: Tensor,  # (N,) float32, like the next six; see RowInputs
-    policy_weights: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    rollout: Tensor | None,
-    kl_weights: Tensor | None,
-    entropy_weights: Tensor | None,
-    entropy_threshold: Tensor | None,  # 0-dim float32
-    gate: str,
-    gate_parameters: list[float],
-    kl: str,
-    rollout_mode: str,
-    rollout_low: float,
-    rollout_high: float,
-    max_log_ratio: float,
-    needs: list[bool],
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
+    inputs: RowInputs,
+    objective: RowObjective,
+    needs: Needs,
     backend: str,
     num_tokens: int,
-    limits: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss (), logprobs (N,), entropy (N,), terms (len(TERMS), N), and dL/d(hidden, weight, bias) or empty tensors.
-
-    The loss is differentiable once. Gradients of weight and bias are float32. Not for float16, whose gradients need a
-    scale that is known only when all coefficients are.
-    """
-    checks.targets_in_range(targets, mask, weight.shape[0])
-    p0, p1, p2, p3 = gate_parameters
-    objective = RowObjective(gate, (p0, p1, p2, p3), kl, rollout_mode, rollout_low, rollout_high, max_log_ratio)
-    inputs = RowInputs(advantages, policy_weights, old, ref, rollout, kl_weights, entropy_weights, entropy_threshold)
-    head = Head(hidden, weight, bias)
+    limits: Limits,
+) -> LinearLoss:
+    """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide."""
+    checks.targets_in_range(targets, mask, head.weight.shape[0])
     used, active = forward.active_first(mask, idle_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
     if used.count:
-        chunks = row_chunks(
-            used.count, active, forward.pass_tile("forward-gradient", head, used, Limits(*limits), weight=needs[1]).rows
-        )
-    results, gradients = forward_gradient(
-        head,
-        targets,
-        Transform(temperature, temperatures, logit_scale, softcap),
-        used,
-        chunks,
-        _gradient_by_kernel(backend, objective, inputs),
-        Needs(*needs),
-        backend,
+        tile = forward.pass_tile("forward-gradient", head, used, limits, weight=needs.weight)
+        chunks = row_chunks(used.count, active, tile.rows)
+    by_kernel = _gradient_by_kernel(backend, objective, inputs)
+    results, gradients = forward_gradient(head, targets, transform, used, chunks, by_kernel, needs, backend)
+    return LinearLoss(
+        results.terms[0].sum(), *results, *(head.hidden.new_empty(0) if g is None else g for g in gradients)
     )
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
-    return results.terms[0].sum(), *results, d_hidden, d_weight, d_bias
-
-
-_ARGUMENTS = Arguments("linear_forward_gradient")
 
 
 @linear_forward_gradient.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _ARGUMENTS.named(inputs)
-    n, (vocab, _) = a.targets.shape[0], a.weight.shape
-    shapes = ((a.hidden.shape, a.hidden.dtype), (a.weight.shape, torch.float32), ((vocab,), torch.float32))
-    return (
-        *(a.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n))),
-        *(
-            a.hidden.new_empty(shape, dtype=dtype) if need else a.hidden.new_empty(0)
-            for (shape, dtype), need in zip(shapes, a.needs, strict=True)
-        ),
+def _(head: Head, targets: Tensor, needs: Needs, **_: Any) -> LinearLoss:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return head.hidden.new_empty(shape, dtype=dtype)
+
+    n, (vocab, width) = targets.shape[0], head.weight.shape
+    return LinearLoss(
+        *(empty(), empty(n), empty(n), empty(len(TERMS), n)),
+        empty(*head.hidden.shape, dtype=head.hidden.dtype) if needs.hidden else empty(0, dtype=head.hidden.dtype),
+        empty(vocab, width) if needs.weight else empty(0, dtype=head.hidden.dtype),
+        empty(vocab) if needs.bias else empty(0, dtype=head.hidden.dtype),
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _ARGUMENTS.save(ctx, inputs)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.ready = output[_RESULTS:]
-    ctx.set_materialize_grads(False)
+def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    ctx.ready = LinearLoss(*results)[-3:]
+    return inputs
 
 
-def _backward(ctx: Any, upstream: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
     refuse_second_order(upstream)
     if upstream is None:
-        return _ARGUMENTS.gradients(ctx)
+        return {}
     gradients, ctx.ready = ctx.ready, None
-    arguments = _ARGUMENTS.saved(ctx)
+    arguments = saved(ctx)
     if gradients is None:
         with torch.no_grad():
-            gradients = linear_forward_gradient(**arguments)[_RESULTS:]
-    dtypes = [arguments["hidden"].dtype if need else None for need in arguments["needs"]]
-    scaled = hand_over(gradients, upstream, dtypes, arguments["backend"])
-    return _ARGUMENTS.gradients(ctx, **dict(zip(_ARGUMENTS.names[:3], scaled, strict=True)))
+            gradients = linear_forward_gradient(**arguments)[-3:]
+    dtypes = [arguments["head"].hidden.dtype if need else None for need in arguments["needs"]]
+    return {"head": Head(*hand_over(gradients, upstream, dtypes, arguments["backend"]))}  # type: ignore[arg-type]
 
 
-linear_forward_gradient.register_autograd(_backward, setup_context=_setup_context)
+linear_forward_gradient.register_autograd(_backward, _save, differentiable=1)

@@ -5,128 +5,110 @@ The plan and its memory limits are arguments; `fastrl.planning.plans` chooses th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
-from fastrl.linear import backward
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
+from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
-from fastrl.linear.statistics import Limits
-from fastrl.operators.arguments import Arguments
-from fastrl.operators.rows import upstream
-from fastrl.planning.tiling import Needs
+from fastrl.operators.operator import Operator, operator, saved
+from fastrl.operators.rows import coefficients, empty_statistics, upstream
+from fastrl.planning.tiling import Limits, Needs
 
 
-@torch.library.custom_op("fastrl::linear_statistics", mutates_args=())
+class LinearStatistics(NamedTuple):
+    """The statistics of the rows, each (N,) float32 as in `Statistics`, and the slopes of a frozen head."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+    logprobs_slope: Tensor  # (N, H) d logp / d hidden, or empty
+    entropy_slope: Tensor  # (N, H) d entropy / d hidden, or empty
+
+
+@operator()
 def linear_statistics(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    head: Head,
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperatures: Tensor | None,  # (N,) float32
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
     backend: str,
     num_tokens: int,
     waits: bool,
     plan: str,
-    limits: list[int],
+    limits: Limits,
     slopes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> LinearStatistics:
     """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two are differentiable.
 
-    With a frozen head, `slopes` is how many of d logp / d hidden and d entropy / d hidden, each (N, H), are formed
-    here, so that the backward only scales their rows. They are the last two results; those not formed are empty.
+    With a frozen head, `slopes` is how many of d logp / d hidden and d entropy / d hidden are formed here, so that the
+    backward only scales their rows.
     """
-    checks.targets_in_range(targets, mask, weight.shape[0])
-    arguments = (
-        Head(hidden, weight, bias),
-        targets,
-        mask,
-        Transform(temperature, temperatures, logit_scale, softcap),
-        backend,
-        num_tokens,
-        Limits(*limits),
-    )
+    checks.targets_in_range(targets, mask, head.weight.shape[0])
+    arguments = (head, targets, mask, transform, backend, num_tokens, limits)
     stats, formed = forward.frozen(*arguments, slopes) if slopes else (forward.statistics(*arguments), [])
-    formed += [hidden.new_empty(0) for _ in range(2 - len(formed))]
-    return *stats, formed[0], formed[1]
-
-
-_ARGUMENTS = Arguments("linear_statistics")
+    formed += [head.hidden.new_empty(0) for _ in range(2 - len(formed))]
+    return LinearStatistics(*stats, *formed)
 
 
 @linear_statistics.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _ARGUMENTS.named(inputs)
-    return (
-        *(a.hidden.new_empty(a.targets.shape[0], dtype=torch.float32) for _ in range(4)),
-        *(a.hidden.new_empty(a.hidden.shape if i < a.slopes else (0,)) for i in range(2)),
-    )
+def _(head: Head, targets: Tensor, slopes: int, **_: Any) -> LinearStatistics:
+    formed = (head.hidden.new_empty(head.hidden.shape if i < slopes else (0,)) for i in range(2))
+    return LinearStatistics(*empty_statistics(targets), *formed)
 
 
-@torch.library.custom_op("fastrl::linear_gradient", mutates_args=())
+class HeadGradients(NamedTuple):
+    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, gradients: Iterable[Tensor | None], hidden: Tensor) -> HeadGradients:
+        """From gradients of which those not needed are None."""
+        return cls(*(hidden.new_empty(0) if g is None else g for g in gradients))
+
+
+@operator()
 def linear_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     targets: Tensor,
     mask: Tensor | None,
-    temperatures: Tensor | None,
-    row_statistics: list[Tensor],
+    transform: Transform,
+    statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
-    needs: list[bool],
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    needs: Needs,
     backend: str,
     num_tokens: int,
     waits: bool,
     plan: str,
-    limits: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
-    gradients = backward.gradients(
-        Head(hidden, weight, bias),
-        targets,
-        mask,
-        Transform(temperature, temperatures, logit_scale, softcap),
-        Statistics(*row_statistics),
-        c,
-        h,
-        Needs(*needs),
-        backend,
-        -1 if waits else num_tokens,
-        plan,
-        Limits(*limits),
-    )
-    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
+    limits: Limits,
+) -> HeadGradients:
+    """The backward of `linear_statistics`."""
+    known = -1 if waits else num_tokens
+    backward = Backward(head, targets, mask, transform, statistics, c, h, needs, backend, known, limits)
+    return HeadGradients.of(backward.run(plan), head.hidden)
 
 
-_GRADIENT_ARGUMENTS = Arguments("linear_gradient")
+def fake_gradients(head: Head, needs: Needs, **_: Any) -> HeadGradients:
+    """Uninitialised gradients; empty if not needed."""
+    shapes = (head.hidden.shape, head.weight.shape, head.weight.shape[:1])
+    return HeadGradients(*(head.hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True)))
 
 
-@linear_gradient.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    return empty_gradients(_GRADIENT_ARGUMENTS.named(inputs))
+linear_gradient.register_fake(fake_gradients)
 
 
-def empty_gradients(arguments: Any) -> tuple[Tensor, ...]:
-    """Uninitialised dL/d(hidden, weight, bias) for an operator's arguments; empty if not needed."""
-    hidden, weight = arguments.hidden, arguments.weight
-    shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    return tuple(hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, arguments.needs, strict=True))
-
-
-@torch.library.custom_op("fastrl::combine_slopes", mutates_args=())
+@operator()
 def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
     """The sum of slopes (N, H) times coefficients (N,), computed in float32, in the dtype of the slopes."""
     out = torch.empty_like(slopes[0])
@@ -138,49 +120,37 @@ def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
     return out
 
 
-@combine_slopes.register_fake
-def _(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
-    return torch.empty_like(slopes[0])
+combine_slopes.register_fake(lambda slopes, coefficients: torch.empty_like(slopes[0]))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    slopes = output[4 : 4 + _ARGUMENTS.named(inputs).slopes]
-    if slopes:  # the backward reads nothing else
-        _ARGUMENTS.save(ctx, (None,) * len(inputs), formed=slopes)
-    else:
-        _ARGUMENTS.save(ctx, inputs, row_statistics=output[:4])
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
+def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    count = inputs.pop("slopes")
+    if count:  # the backward reads nothing else
+        return {"slopes": results[4 : 4 + count]}
+    return {**inputs, "statistics": Statistics(*results[:4])}
 
 
-def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[str, Any]:
+    if "slopes" not in ctx.values:
+        return head_backward(linear_gradient, ctx, d_logprobs, d_entropy)
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    if c is None and h is None:
-        return _ARGUMENTS.gradients(ctx)
-    arguments = _ARGUMENTS.saved(ctx)
-    slopes = arguments.get("formed")
-    if slopes is not None:
-        assert h is None or len(slopes) == 2, "the entropy's slope was not asked for"
-        pairs = [(s, u) for s, u in zip(slopes, (c, h), strict=False) if u is not None]
-        return _ARGUMENTS.gradients(ctx, hidden=combine_slopes([s for s, _ in pairs], [u for _, u in pairs]))
-    del arguments["slopes"]
-    return head_gradients(ctx, _ARGUMENTS, linear_gradient, arguments, arguments["row_statistics"][0], c, h)
+    slopes = saved(ctx)["slopes"]
+    assert h is None or len(slopes) == 2, "the entropy's slope was not asked for"
+    pairs = [(s, u) for s, u in zip(slopes, (c, h), strict=False) if u is not None]
+    if not pairs:
+        return {}
+    return {"head": Head(combine_slopes([s for s, _ in pairs], [u for _, u in pairs]), None, None)}  # type: ignore[arg-type]
 
 
-def head_gradients(
-    ctx: Any,
-    names: Arguments,
-    operator: Any,
-    arguments: dict[str, Any],
-    logprobs: Tensor,
-    c: Tensor | None,
-    h: Tensor | None,
-) -> tuple[Any, ...]:
-    """The result of a backward: dL/d(hidden, weight, bias) from the operator, None for each that is not needed."""
-    needs = list(ctx.needs_input_grad[:3])
-    gradients = operator(**arguments, c=torch.zeros_like(logprobs) if c is None else c, h=h, needs=needs)
-    named = zip(names.names[:3], gradients, needs, strict=True)
-    return names.gradients(ctx, **{name: gradient if need else None for name, gradient, need in named})
+def head_backward(
+    gradient: Operator[..., HeadGradients], ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
+) -> dict[str, Any]:
+    """The backward of statistics from hidden states by `gradient`, whose first parameters are those of the head."""
+    if d_logprobs is None and d_entropy is None:
+        return {}
+    needs = Needs(*ctx.needs_input_grad[:3])
+    gradients = gradient(**saved(ctx), **coefficients(d_logprobs, d_entropy), needs=needs)
+    return {"head": Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))}  # type: ignore[arg-type]
 
 
-linear_statistics.register_autograd(_backward, setup_context=_setup_context)
+linear_statistics.register_autograd(_backward, _save, differentiable=2)

@@ -18,15 +18,7 @@ from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.planning import tiling
-from fastrl.planning.tiling import Tile
-
-
-class Limits(NamedTuple):
-    """Upper bounds in bytes: on the memory of a pass, and on one of its tiles."""
-
-    room: int
-    tile: int
-    mapped: int = 0  # 1: a pass's memory goes back to the system, because there is no room for that of two passes
+from fastrl.planning.tiling import Limits, Tile
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ def statistics(
     if used.count == 0:
         return out
     tile = pass_tile("statistics", head, used, limits)
-    held = Held(head, tile, used.index is not None, backend, bool(limits.mapped))
+    held = Held(head, tile, used.index is not None, backend, limits.mapped)
     rows = Rows(used.of(targets), used.of(transform.temperatures), dense_support=used.dense_support(dense_support))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)

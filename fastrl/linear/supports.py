@@ -6,6 +6,7 @@ write their gradients first, and the other rows add their entries, so that no se
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +14,22 @@ from torch import Tensor
 
 from fastrl.backends.choice import kernels
 from fastrl.backends.contract import ByToken, Statistics, Support, Transform
-from fastrl.linear import backward
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
+from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
-from fastrl.linear.operators import empty_gradients, head_gradients
-from fastrl.linear.statistics import Limits
-from fastrl.operators.arguments import Arguments
+from fastrl.linear.operators import HeadGradients, fake_gradients, head_backward
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.rows import upstream
-from fastrl.operators.support import check_targets, together, without_target
-from fastrl.planning.tiling import Needs
+from fastrl.operators.operator import operator
+from fastrl.operators.support import (
+    SupportStatistics,
+    check_targets,
+    fake_statistics,
+    save_statistics,
+    together,
+    without_target,
+)
+from fastrl.planning.tiling import Limits, Needs
 
 
 def by_token(support: Support, vocab: int) -> ByToken:
@@ -34,97 +40,63 @@ def by_token(support: Support, vocab: int) -> ByToken:
     return ByToken(ids, entries, rows.sub_(1))
 
 
-@torch.library.custom_op("fastrl::support_linear_statistics", mutates_args=())
+@operator()
 def support_linear_statistics(
-    hidden: Tensor,  # (N, H), unit stride on H, like the weight
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    head: Head,  # unit stride on H
     targets: Tensor,  # (N,) int64
     dense: Tensor | None,  # (N,) bool: rows with a wide support or none, for the dense kernels; None: no such rows
-    temperatures: Tensor | None,  # (N,) float32
-    token_ids: Tensor,  # (nnz,) int32
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool: valid rows whose entries are gathered
-    dense_support: list[Tensor],  # as in `support_row_statistics`, for all rows
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
+    support: Support,  # valid: rows whose entries are gathered
+    dense_support: DenseSupport | None,  # of all rows, like `dense`
     backend: str,
     num_dense: int,
     plan: str,
-    limits: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`linear_statistics` over the support entries, and their logits (nnz,) float32; the first two are differentiable.
+    limits: Limits,
+) -> SupportStatistics:
+    """`linear_statistics` over the support's entries, and their logits; the first two results are differentiable.
 
     `num_dense`: the number of dense rows, or -1.
     """
-    support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
-    wide = DenseSupport.of(dense_support)
-    check_targets(targets, dense, support, wide, weight.shape[0])
-    head, rest = Head(hidden, weight, bias), None
+    check_targets(targets, dense, support, dense_support, head.weight.shape[0])
+    rest = None
     if dense is not None:
-        rest = forward.statistics(head, targets, dense, transform, backend, num_dense, Limits(*limits), wide)
-        if wide is not None:
-            rest.logprobs.masked_fill_(without_target(targets, dense_support[0], dense_support[1]) & dense, torch.nan)
-    row_kernels: Any = kernels(backend, hidden)
-    values = row_kernels.support_products(hidden, weight, bias, support)
+        rest = forward.statistics(head, targets, dense, transform, backend, num_dense, limits, dense_support)
+        if dense_support is not None:
+            lacking = without_target(targets, dense_support.token_ids, dense_support.offsets)
+            rest.logprobs.masked_fill_(lacking & dense, torch.nan)
+    row_kernels: Any = kernels(backend, head.hidden)
+    values = row_kernels.support_products(*head, support)
     stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
-    return *stats, values
+    return SupportStatistics(*stats, values)
 
 
-_ARGUMENTS = Arguments("support_linear_statistics")
+support_linear_statistics.register_fake(fake_statistics)
 
 
-@support_linear_statistics.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _ARGUMENTS.named(inputs)
-    return tuple(a.hidden.new_empty(n, dtype=torch.float32) for n in (*(a.targets.shape[0],) * 4, a.token_ids.shape[0]))
-
-
-@torch.library.custom_op("fastrl::support_linear_gradient", mutates_args=())
+@operator()
 def support_linear_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     targets: Tensor,
     dense: Tensor | None,
-    temperatures: Tensor | None,
-    token_ids: Tensor,
-    offsets: Tensor,
-    valid: Tensor,
-    dense_support: list[Tensor],
+    transform: Transform,
+    support: Support,
+    dense_support: DenseSupport | None,
     values: Tensor,
-    statistics: list[Tensor],
+    statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
-    needs: list[bool],
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    needs: Needs,
     backend: str,
     num_dense: int,
     plan: str,
-    limits: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
-    support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
-    stats, head = Statistics(*statistics), Head(hidden, weight, bias)
+    limits: Limits,
+) -> HeadGradients:
+    """The backward of `support_linear_statistics`."""
+    hidden, weight, _ = head
     if dense is not None:
-        d_hidden, d_weight, d_bias = backward.gradients(
-            head,
-            targets,
-            dense,
-            transform,
-            stats,
-            c,
-            h,
-            Needs(*needs),
-            backend,
-            -1,
-            plan,
-            Limits(*limits),
-            DenseSupport.of(dense_support),
-        )
+        d_hidden, d_weight, d_bias = Backward(
+            head, targets, dense, transform, statistics, c, h, needs, backend, -1, limits, dense_support
+        ).run(plan)
     else:
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
         d_hidden, d_weight, d_bias = (
@@ -133,37 +105,16 @@ def support_linear_gradient(
         )
     row_kernels: Any = kernels(backend, hidden)
     gradient = torch.empty_like(values)
-    row_kernels.support_gradient(values, targets, support, transform, stats, c, h, gradient)
+    row_kernels.support_gradient(values, targets, support, transform, statistics, c, h, gradient)
     if d_hidden is not None:
         row_kernels.support_hidden(gradient, weight, support, d_hidden)
     if d_weight is not None or d_bias is not None:
         entries = by_token(support, weight.shape[0])
         row_kernels.support_weight(gradient, hidden, entries, d_weight, d_bias, dense is not None)
-    gradients = (d_hidden, d_weight, d_bias)
-    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
+    return HeadGradients.of((d_hidden, d_weight, d_bias), hidden)
 
 
-_GRADIENT_ARGUMENTS = Arguments("support_linear_gradient")
-
-
-@support_linear_gradient.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    return empty_gradients(_GRADIENT_ARGUMENTS.named(inputs))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *statistics, values = output
-    _ARGUMENTS.save(ctx, inputs, statistics=statistics, values=values)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-    c, h = upstream(d_logprobs), upstream(d_entropy)
-    if c is None and h is None:
-        return _ARGUMENTS.gradients(ctx)
-    arguments = _ARGUMENTS.saved(ctx)
-    return head_gradients(ctx, _ARGUMENTS, support_linear_gradient, arguments, arguments["statistics"][0], c, h)
-
-
-support_linear_statistics.register_autograd(_backward, setup_context=_setup_context)
+support_linear_gradient.register_fake(fake_gradients)
+support_linear_statistics.register_autograd(
+    partial(head_backward, support_linear_gradient), save_statistics, differentiable=2
+)

@@ -12,7 +12,7 @@ costs U if there is a softcap; the rest costs nothing that grows with N V.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch.rows import transformed
 from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.operators import linear_statistics
-from fastrl.linear.statistics import Limits, order, pass_tile
+from fastrl.linear.statistics import order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.planning.budget import default_budget
 from fastrl.planning.plans import Call, Plan, choose, possible_plans
@@ -123,23 +123,13 @@ def _is_top1(statistics: Statistics, mask: Tensor | None) -> Tensor:
 
 def _log_sum_half(head: Head, args: VocabularyArguments, plan: Plan) -> Tensor:
     """log_sum at half the temperature: every z, and so their maximum, is exactly twice as large."""
-    _, temperatures, scale, softcap = transform = args.transform
-    statistics: Any = linear_statistics(
-        *head,
-        args.targets,
-        args.mask,
-        None if temperatures is None else temperatures / 2,
-        transform.temperature / 2,
-        scale,
-        softcap,
-        forced(),
-        -1,
-        False,
-        plan.name,
-        plan.limits,
-        0,
+    temperature, temperatures, *_ = args.transform
+    halved = args.transform._replace(
+        temperature=temperature / 2, temperatures=None if temperatures is None else temperatures / 2
     )
-    return Statistics(*statistics[:4]).log_sum
+    return linear_statistics(
+        head, args.targets, args.mask, halved, forced(), -1, False, plan.name, plan.limits, 0
+    ).log_sum
 
 
 def _factor(transform: Transform, where: Tensor | slice) -> float | Tensor:
@@ -177,7 +167,7 @@ def _mean_by_tiles(head: Head, args: VocabularyArguments, plan: Plan, spare: int
     vocab = head.weight.shape[0]
     max_bytes = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
-    tile = pass_tile("statistics", head, used, Limits(*plan.limits))
+    tile = pass_tile("statistics", head, used, plan.limits)
     held = Held(head, tile, used.index is not None, backend, plan.mapped)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)

@@ -120,29 +120,8 @@ def _forward_gradient(
     if not isinstance(problem.objective, Objective):
         return _forward_gradient_by_callable(problem, head, args, needs, plan, num_tokens)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-    transform = args.transform
-    loss, logprobs, entropy, terms, *_ = linear_forward_gradient(
-        *head,
-        args.targets,
-        args.mask,
-        transform.temperatures,
-        *inputs,
-        spec.gate,
-        list(spec.gate_parameters),
-        spec.kl,
-        spec.rollout,
-        spec.rollout_low,
-        spec.rollout_high,
-        spec.max_log_ratio,
-        list(needs),
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
-        forced(),
-        num_tokens,
-        plan.limits,
-    )
-    return from_terms(problem, LossTerms(logprobs, entropy, terms), loss, clamped=clamped)
+    loss, *terms, _, _, _ = linear_forward_gradient(head, *args, inputs, spec, needs, forced(), num_tokens, plan.limits)
+    return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
 
 
 def _forward_gradient_by_callable(

@@ -98,19 +98,8 @@ def logits_stats(
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
     if supports is not None:
         return logits_over_support(rows, args, supports, backend, consume)
-    transform = args.transform
-    logprobs, entropies, *_ = row_statistics(
-        rows,
-        args.targets,
-        args.mask,
-        transform.temperatures,
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
-        backend,
-        consume,
-    )
-    return logprobs, entropies
+    stats = row_statistics(rows, *args, backend, consume)
+    return stats.logprobs, stats.entropy
 
 
 def linear_token_logprobs(
@@ -187,22 +176,6 @@ def _statistics(
     head: Head, args: VocabularyArguments, plan: Plan, slopes: int, num_tokens: int, waits: bool
 ) -> Statistics:
     """All row statistics; those that `linear_stats` returns, the first two, are differentiable."""
-    transform = args.transform
-    statistics: Any = linear_statistics(
-        head.hidden,
-        head.weight,
-        head.bias,
-        args.targets,
-        args.mask,
-        transform.temperatures,
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
-        forced(),
-        num_tokens,
-        waits,
-        plan.name,
-        plan.limits,
-        slopes if plan.name == "frozen-head" else 0,
-    )
+    slopes = slopes if plan.name == "frozen-head" else 0
+    statistics = linear_statistics(head, *args, forced(), num_tokens, waits, plan.name, plan.limits, slopes)
     return Statistics(*statistics[:4])

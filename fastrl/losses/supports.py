@@ -101,21 +101,11 @@ def logits_over_support(
     rows: Tensor, args: VocabularyArguments, supports: Supports, backend: str, consume: bool
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
-    transform = args.transform
-    logprobs, entropies, *_ = support_row_statistics(
-        rows,
-        args.targets,
-        supports.dense,
-        transform.temperatures,
-        *supports.support,
-        list(supports.dense_support or ()),
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
-        backend,
-        consume,
+    targets, _, transform = args
+    stats = support_row_statistics(
+        rows, targets, supports.dense, transform, supports.support, supports.dense_support, backend, consume
     )
-    return logprobs, entropies
+    return stats.logprobs, stats.entropy
 
 
 def _unit_strides(head: Head) -> tuple[Head, int]:
@@ -156,20 +146,16 @@ def linear_over_support(
         copied=copied + copied_here,
     )
     plan = choose(call, budget)
-    transform = args.transform
-    logprobs, entropies, *_ = support_linear_statistics(
-        *head,
+    stats = support_linear_statistics(
+        head,
         args.targets,
         supports.dense,
-        transform.temperatures,
-        *supports.support,
-        list(supports.dense_support or ()),
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
+        args.transform,
+        supports.support,
+        supports.dense_support,
         forced(),
         supports.num_dense,
         plan.name,
         plan.limits,
     )
-    return logprobs, entropies
+    return stats.logprobs, stats.entropy

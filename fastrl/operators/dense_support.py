@@ -16,11 +16,6 @@ class DenseSupport(NamedTuple):
     offsets: Tensor  # (N + 1,) int64
     rows: Tensor  # (n,) int64: the rows that are restricted
 
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> DenseSupport | None:
-        """From the list that operators take: empty, or token ids, offsets and rows."""
-        return cls(*tensors) if tensors else None
-
     def part(self, rows: slice) -> DenseSupport:
         """The support of some of the rows."""
         return self._replace(rows=self.rows[rows])

@@ -6,6 +6,7 @@ the backend is an argument, so that a backward uses the same backend as its forw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,90 +16,80 @@ from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.operators import consumed
-from fastrl.operators.arguments import Arguments
+from fastrl.operators.operator import Operator, operator, saved
 
 
-@torch.library.custom_op("fastrl::row_statistics", mutates_args=())
+@operator()
 def row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperatures: Tensor | None,  # (N,) float32
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
     backend: str,
     consume: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, maxima and log-sums, each (N,) float32.
+) -> Statistics:
+    """The statistics of the rows; log-probabilities and entropies are differentiable.
 
-    The first two are differentiable; with `consume` the backward writes the gradient over the logits.
+    With `consume` the backward writes the gradient over the logits.
     """
     checks.targets_in_range(targets, mask, logits.shape[-1])
     consumed.refuse(logits)
     if targets.numel() == 0:
-        return tuple(logits.new_empty(0, dtype=torch.float32) for _ in range(4))  # type: ignore[return-value]
-    transform = Transform(temperature, temperatures, logit_scale, softcap)
+        return empty_statistics(targets)
     statistics: Statistics = kernels(backend, logits).row_statistics(logits, targets, mask, transform)
     # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
     shared = len({s.untyped_storage().data_ptr() for s in statistics}) < len(statistics)
-    return tuple(s.clone() for s in statistics) if shared else tuple(statistics)  # type: ignore[return-value]
+    return Statistics(*(s.clone() for s in statistics)) if shared else statistics
 
 
-_ARGUMENTS = Arguments("row_statistics")
+def empty_statistics(targets: Tensor) -> Statistics:
+    """Uninitialised statistics of the targets' rows."""
+    return Statistics(*(targets.new_empty(targets.shape, dtype=torch.float32) for _ in range(4)))
 
 
-@row_statistics.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _ARGUMENTS.named(inputs)
-    return tuple(a.logits.new_empty(a.targets.shape[0], dtype=torch.float32) for _ in range(4))
+row_statistics.register_fake(lambda targets, **_: empty_statistics(targets))
 
 
-@torch.library.custom_op("fastrl::row_gradient", mutates_args=())
+@operator()
 def row_gradient(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperatures: Tensor | None,  # (N,) float32
-    statistics: list[Tensor],  # 4 x (N,) float32
+    transform: Transform,
+    statistics: Statistics,
     c: Tensor,  # (N,) float32
     h: Tensor | None,  # (N,) float32
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
     backend: str,
 ) -> Tensor:
     """dL/dlogits (A, B, V), contiguous, from c = dL/dlogp and h = dL/dH."""
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    transform = Transform(temperature, temperatures, logit_scale, softcap)
+    out = like_logits(logits)
     if out.numel():
-        kernels(backend, logits).row_gradient(logits, targets, mask, transform, Statistics(*statistics), c, h, out)
+        kernels(backend, logits).row_gradient(logits, targets, mask, transform, statistics, c, h, out)
     return out
 
 
-@row_gradient.register_fake
-def _(logits: Tensor, *rest: Any) -> Tensor:
+def like_logits(logits: Tensor, **_: Any) -> Tensor:
+    """Uninitialised memory for dL/dlogits (A, B, V), contiguous."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-@torch.library.custom_op("fastrl::row_gradient_", mutates_args=("logits",))
+row_gradient.register_fake(like_logits)
+
+
+@operator(mutates=("logits",))
 def row_gradient_(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
-    temperatures: Tensor | None,
-    statistics: list[Tensor],
+    transform: Transform,
+    statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
     backend: str,
 ) -> None:
     """`row_gradient`, written over the logits."""
-    transform = Transform(temperature, temperatures, logit_scale, softcap)
     if logits.numel():
-        kernels(backend, logits).row_gradient(logits, targets, mask, transform, Statistics(*statistics), c, h, logits)
+        kernels(backend, logits).row_gradient(logits, targets, mask, transform, statistics, c, h, logits)
 
 
 def upstream(gradient: Tensor | None) -> Tensor | None:
@@ -106,38 +97,41 @@ def upstream(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().float().contiguous()
 
 
-def gradient_of_logits(ctx: Any, operator: Any, operator_: Any, arguments: dict[str, Any]) -> Tensor:
-    """dL/dlogits by `operator`, or by `operator_` over logits that the loss may consume."""
-    logits = arguments.pop("logits")
-    if not arguments.pop("consume"):
-        gradient: Tensor = operator(logits, **arguments)
-        return gradient
-    ctx.consumed = True
-    gradient = logits.detach()
-    with consumed.kept(gradient):
-        operator_(gradient, **arguments)
-    consumed.mark(gradient)
-    return gradient
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _ARGUMENTS.save(ctx, inputs, statistics=output)
-    ctx.consumed = False
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-    if ctx.consumed:
-        raise RuntimeError(consumed.SECOND_BACKWARD)
+def coefficients(d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[str, Tensor | None]:
+    """c and h (N,) of a row gradient, from the upstream gradients, of which at least one is not None."""
     c, h = upstream(d_logprobs), upstream(d_entropy)
-    if c is None and h is None:
-        return _ARGUMENTS.gradients(ctx)
-    arguments = _ARGUMENTS.saved(ctx)
-    arguments |= {"c": torch.zeros_like(arguments["statistics"][0]) if c is None else c, "h": h}
-    return _ARGUMENTS.gradients(ctx, logits=gradient_of_logits(ctx, row_gradient, row_gradient_, arguments))
+    return {"c": torch.zeros_like(h) if c is None and h is not None else c, "h": h}
 
 
-row_statistics.register_autograd(_backward, setup_context=_setup_context)
+def logits_backward(
+    gradient: Operator[..., Tensor], gradient_: Operator[..., None]
+) -> Callable[..., dict[str, Tensor | None]]:
+    """The backward of statistics of logits: by `gradient`, or by `gradient_` over logits that the loss may consume."""
+
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[str, Tensor | None]:
+        if ctx.consumed:
+            raise RuntimeError(consumed.SECOND_BACKWARD)
+        if d_logprobs is None and d_entropy is None:
+            return {}
+        arguments = saved(ctx) | coefficients(d_logprobs, d_entropy)
+        if not arguments.pop("consume"):
+            return {"logits": gradient(**arguments)}
+        ctx.consumed = True
+        logits = arguments["logits"] = arguments["logits"].detach()
+        with consumed.kept(logits):
+            gradient_(**arguments)
+        consumed.mark(logits)
+        return {"logits": logits}
+
+    return backward
+
+
+def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    ctx.consumed = False
+    return {**inputs, "statistics": Statistics(*results)}
+
+
+row_statistics.register_autograd(logits_backward(row_gradient, row_gradient_), _save, differentiable=2)
 
 
 def as_rows(logits: Tensor, inplace: bool) -> Tensor:

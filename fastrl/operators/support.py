@@ -7,7 +7,7 @@ Helpers that the operators from hidden states (`linear/supports.py`) share are a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +16,18 @@ from fastrl.backends.choice import kernels
 from fastrl.backends.contract import Statistics, Support, Transform, entry_rows
 from fastrl.base import checks
 from fastrl.operators import consumed
-from fastrl.operators.arguments import Arguments
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.rows import gradient_of_logits, upstream
+from fastrl.operators.operator import operator
+from fastrl.operators.rows import empty_statistics, like_logits, logits_backward
 
 #: Logits of rows with a wide support are copied and restricted in blocks of this many bytes.
 _BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
-def together(dense: Statistics | None, support: Statistics) -> tuple[Tensor, ...]:
+def together(dense: Statistics | None, support: Statistics) -> Statistics:
     """Merges statistics in which each row is 0 in one of the two. Results of an operator may not share memory."""
-    return tuple(b.clone() if dense is None else a + b for a, b in zip(dense or support, support, strict=True))
+    pairs = zip(dense or support, support, strict=True)
+    return Statistics(*(b.clone() if dense is None else a + b for a, b in pairs))
 
 
 def without_target(targets: Tensor, token_ids: Tensor, offsets: Tensor) -> Tensor:
@@ -80,196 +81,145 @@ def _of_rows(transform: Transform, rows: Tensor) -> Transform:
     return transform if t is None else transform._replace(temperatures=t[rows])
 
 
-@torch.library.custom_op("fastrl::support_row_statistics", mutates_args=())
+class SupportStatistics(NamedTuple):
+    """The statistics of the rows, each (N,) float32 as in `Statistics`, and the logits of the support's entries."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+    values: Tensor  # (nnz,) float32
+
+
+def fake_statistics(targets: Tensor, support: Support, **_: Any) -> SupportStatistics:
+    """Uninitialised statistics of the targets' rows and of the support's entries."""
+    values = targets.new_empty(support.token_ids.shape, dtype=torch.float32)
+    return SupportStatistics(*empty_statistics(targets), values)
+
+
+@operator()
 def support_row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
     dense: Tensor | None,  # (N,) bool: valid rows without a support; None: no such rows
-    temperatures: Tensor | None,  # (N,) float32
-    token_ids: Tensor,  # (nnz,) int32
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool: valid rows whose entries are gathered
-    # (nnz',) int32, (N + 1,) int64 and (M,) int64: support of the M rows that take the dense kernels
-    dense_support: list[Tensor],
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
+    support: Support,  # valid: rows whose entries are gathered
+    dense_support: DenseSupport | None,  # of the rows that take the dense kernels
     backend: str,
     consume: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`row_statistics` over the support entries, and their logits (nnz,) float32; the first two are differentiable."""
-    support, transform = Support(token_ids, offsets, valid), Transform(temperature, temperatures, logit_scale, softcap)
-    wide = DenseSupport.of(dense_support)
-    check_targets(targets, dense, support, wide, logits.shape[-1])
+) -> SupportStatistics:
+    """`row_statistics` over the support's entries, and their logits; the first two results are differentiable."""
+    check_targets(targets, dense, support, dense_support, logits.shape[-1])
     consumed.refuse(logits)
     row_kernels: Any = kernels(backend, logits)
     rest = None if dense is None else row_kernels.row_statistics(logits, targets, dense, transform)
     rows = support.rows()
-    values = logits[rows // logits.shape[1], rows % logits.shape[1], token_ids.long()].float()
+    values = logits[rows // logits.shape[1], rows % logits.shape[1], support.token_ids.long()].float()
     stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
-    for chosen, block in _wide_blocks(logits, wide, backend):
+    for chosen, block in _wide_blocks(logits, dense_support, backend):
         block_stats = row_kernels.row_statistics(block[None], targets[chosen], None, _of_rows(transform, chosen))
         for total, part in zip(stats, block_stats, strict=True):
             total[chosen] = part
-    if wide is not None:
-        stats[0].masked_fill_(without_target(targets, dense_support[0], dense_support[1]), torch.nan)
-    return *stats, values  # type: ignore[return-value]
+    if dense_support is not None:
+        lacking = without_target(targets, dense_support.token_ids, dense_support.offsets)
+        stats.logprobs.masked_fill_(lacking, torch.nan)
+    return SupportStatistics(*stats, values)
 
 
-_ARGUMENTS = Arguments("support_row_statistics")
-
-
-@support_row_statistics.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _ARGUMENTS.named(inputs)
-    return tuple(a.logits.new_empty(n, dtype=torch.float32) for n in (*(a.targets.shape[0],) * 4, a.token_ids.shape[0]))
+support_row_statistics.register_fake(fake_statistics)
 
 
 def _write_row_gradient(
     logits: Tensor,
     targets: Tensor,
     dense: Tensor | None,
-    temperatures: Tensor | None,
+    transform: Transform,
     support: Support,
     dense_support: DenseSupport | None,
     values: Tensor,
-    statistics: list[Tensor],
+    statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
-    transform: Transform,
     backend: str,
     out: Tensor,
 ) -> None:
     """Writes dL/dlogits, 0 outside the support, to `out` (A, B, V), which may be the logits themselves."""
     row_kernels: Any = kernels(backend, logits)
-    stats, inner = Statistics(*statistics), out.shape[1]
+    inner = out.shape[1]
     if dense_support is not None:  # then `dense` is None: `dense_support.rows` includes the rows without a support
         gathered = torch.ones(targets.shape, dtype=torch.bool, device=out.device).index_fill_(
             0, dense_support.rows, False
         )
         for rows, block in _wide_blocks(logits, dense_support, backend):
-            part = Statistics(*(s[rows] for s in stats))
+            part = Statistics(*(s[rows] for s in statistics))
+            h_rows = None if h is None else h[rows]
             row_kernels.row_gradient(
-                block[None],
-                targets[rows],
-                None,
-                _of_rows(transform, rows),
-                part,
-                c[rows],
-                None if h is None else h[rows],
-                block[None],
+                block[None], targets[rows], None, _of_rows(transform, rows), part, c[rows], h_rows, block[None]
             )
             out[rows // inner, rows % inner] = block
         out.masked_fill_(gathered.view(out.shape[0], inner, 1), 0.0)
     elif dense is not None:
-        row_kernels.row_gradient(logits, targets, dense, transform, stats, c, h, out)
+        row_kernels.row_gradient(logits, targets, dense, transform, statistics, c, h, out)
     else:
         out.zero_()
     gradient = torch.empty_like(values)
-    row_kernels.support_gradient(values, targets, support, transform, stats, c, h, gradient)
+    row_kernels.support_gradient(values, targets, support, transform, statistics, c, h, gradient)
     rows = support.rows()
     out[rows // inner, rows % inner, support.token_ids.long()] = gradient.to(out.dtype)
 
 
-@torch.library.custom_op("fastrl::support_row_gradient", mutates_args=())
+@operator()
 def support_row_gradient(
     logits: Tensor,
     targets: Tensor,
     dense: Tensor | None,
-    temperatures: Tensor | None,
-    token_ids: Tensor,
-    offsets: Tensor,
-    valid: Tensor,
-    dense_support: list[Tensor],
+    transform: Transform,
+    support: Support,
+    dense_support: DenseSupport | None,
     values: Tensor,
-    statistics: list[Tensor],
+    statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
     backend: str,
 ) -> Tensor:
     """dL/dlogits (A, B, V), contiguous."""
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = like_logits(logits)
     _write_row_gradient(
-        logits,
-        targets,
-        dense,
-        temperatures,
-        Support(token_ids, offsets, valid),
-        DenseSupport.of(dense_support),
-        values,
-        statistics,
-        c,
-        h,
-        Transform(temperature, temperatures, logit_scale, softcap),
-        backend,
-        out,
+        logits, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, out
     )
     return out
 
 
-@support_row_gradient.register_fake
-def _(logits: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+support_row_gradient.register_fake(like_logits)
 
 
-@torch.library.custom_op("fastrl::support_row_gradient_", mutates_args=("logits",))
+@operator(mutates=("logits",))
 def support_row_gradient_(
     logits: Tensor,
     targets: Tensor,
     dense: Tensor | None,
-    temperatures: Tensor | None,
-    token_ids: Tensor,
-    offsets: Tensor,
-    valid: Tensor,
-    dense_support: list[Tensor],
+    transform: Transform,
+    support: Support,
+    dense_support: DenseSupport | None,
     values: Tensor,
-    statistics: list[Tensor],
+    statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
     backend: str,
 ) -> None:
     """`support_row_gradient`, written over the logits."""
     _write_row_gradient(
-        logits,
-        targets,
-        dense,
-        temperatures,
-        Support(token_ids, offsets, valid),
-        DenseSupport.of(dense_support),
-        values,
-        statistics,
-        c,
-        h,
-        Transform(temperature, temperatures, logit_scale, softcap),
-        backend,
-        logits,
+        logits, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, logits
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *statistics, values = output
-    _ARGUMENTS.save(ctx, inputs, statistics=statistics, values=values)
+def save_statistics(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    """What a backward reads: the inputs and the statistics."""
+    *statistics, values = results
     ctx.consumed = False
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
+    return {**inputs, "statistics": Statistics(*statistics), "values": values}
 
 
-def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-    if ctx.consumed:
-        raise RuntimeError(consumed.SECOND_BACKWARD)
-    c, h = upstream(d_logprobs), upstream(d_entropy)
-    if c is None and h is None:
-        return _ARGUMENTS.gradients(ctx)
-    arguments = _ARGUMENTS.saved(ctx)
-    arguments |= {"c": torch.zeros_like(arguments["statistics"][0]) if c is None else c, "h": h}
-    gradient = gradient_of_logits(ctx, support_row_gradient, support_row_gradient_, arguments)
-    return _ARGUMENTS.gradients(ctx, logits=gradient)
-
-
-support_row_statistics.register_autograd(_backward, setup_context=_setup_context)
+support_row_statistics.register_autograd(
+    logits_backward(support_row_gradient, support_row_gradient_), save_statistics, differentiable=2
+)

@@ -29,7 +29,7 @@ from fastrl.backends.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
-from fastrl.planning.tiling import Needs, Sizes, Tile
+from fastrl.planning.tiling import Limits, Needs, Sizes, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
@@ -125,9 +125,9 @@ class Plan:
     mapped: bool = False  # whether the memory of a pass must be returned to the system before the next pass
 
     @property
-    def limits(self) -> list[int]:
-        """The limits as the operators take them."""
-        return [self.room, self.tile_bytes, int(self.mapped)]
+    def limits(self) -> Limits:
+        """The limits of its passes."""
+        return Limits(self.room, self.tile_bytes, self.mapped)
 
 
 @contextmanager

@@ -66,6 +66,14 @@ class Sizes(NamedTuple):
         return self.itemsize < 4
 
 
+class Limits(NamedTuple):
+    """Upper bounds in bytes: on the memory of a pass, and on one of its tiles."""
+
+    room: int
+    tile: int
+    mapped: bool = False  # a pass's memory goes back to the system, because there is no room for that of two passes
+
+
 class Tile(NamedTuple):
     """The size of a tile of logits: rows x vocabulary entries."""
 

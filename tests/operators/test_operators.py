@@ -8,10 +8,15 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.backends.contract import Statistics, Support, Transform
 from fastrl.linear import forward_gradient
 from fastrl.linear import operators as linear
 from fastrl.linear import supports as support_linear
+from fastrl.linear.head import Head
+from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators import rows, support
+from fastrl.operators.dense_support import DenseSupport
+from fastrl.planning.tiling import Limits, Needs
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.
@@ -37,80 +42,80 @@ def tensors(backend_device: str) -> dict[str, torch.Tensor]:
 def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     logits = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
-    options = (0.9, 1.1, 5.0, backend)
-    limits = [1 << 20, 1 << 20]
-    stats = list(rows.row_statistics(logits, y, m, None, *options, False))
-    upstream = (stats[0], stats[1])
-    head = (tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
+    transform, limits = Transform(0.9, None, 1.1, 5.0), Limits(1 << 20, 1 << 20)
+    stats = rows.row_statistics(logits, y, m, transform, backend, False)
+    upstream = (stats.logprobs, stats.entropy)
+    head = Head(tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
+    leaves = Head(*(x.clone().requires_grad_() for x in head if x is not None))
+    frozen = head._replace(hidden=leaves.hidden)
     a = torch.linspace(-1, 1, y.numel(), device=y.device)
-    inputs = (a, a.abs(), stats[0] - 0.1, None, None, None, a.abs(), None)
-    objective = ("clip", [0.2, 0.2, 1e30, 1e30], "none", "none", 0.0, 0.0, 20.0)
+    inputs = RowInputs(a, a.abs(), stats.logprobs - 0.1, entropy_weights=a.abs())
+    objective = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 0.0, 20.0)
+    row = (y, m, transform)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (rows.row_statistics, (logits.clone().requires_grad_(), y, m, None, *options, False)),
-        (rows.row_gradient, (logits, y, m, None, stats, *upstream, *options)),
-        (rows.row_gradient_, (logits.clone(), y, m, None, stats, *upstream, *options)),
-        (
-            linear.linear_statistics,
-            (*(x.clone().requires_grad_() for x in head), y, m, None, *options, -1, True, "recompute", limits, 0),
-        ),
-        (
-            linear.linear_statistics,
-            (head[0].clone().requires_grad_(), *head[1:], y, m, None, *options, -1, True, "frozen-head", limits, 2),
-        ),
+        (rows.row_statistics, (logits.clone().requires_grad_(), *row, backend, False)),
+        (rows.row_gradient, (logits, *row, stats, *upstream, backend)),
+        (rows.row_gradient_, (logits.clone(), *row, stats, *upstream, backend)),
+        (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", limits, 0)),
+        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", limits, 2)),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
         (
             forward_gradient.linear_forward_gradient,
-            (*head, y, m, None, *inputs, *objective, [True, True, True], *options, -1, limits),
+            (head, *row, inputs, objective, Needs(True, True, True), backend, -1, limits),
         ),
         (
             linear.linear_gradient,
-            (*head, y, m, None, stats, *upstream, [True, True, False], *options, -1, True, "two-pass", limits),
+            (head, *row, stats, *upstream, Needs(True, True, False), backend, -1, True, "two-pass", limits),
         ),
-        (linear.combine_slopes, ([head[0], 2 * head[0]], list(upstream))),
+        (linear.combine_slopes, ([head.hidden, 2 * head.hidden], list(upstream))),
     ]
     # The second row has no set, and the third a wide one; the others' entries are gathered.
     ids = [[int(t)] if i not in (1, 2) else [] for i, t in enumerate(y)]
     narrow = fastrl.SamplingMask.from_lists(ids, y.device)
     whole = fastrl.SamplingMask.from_lists([[int(y[2]), 3, 9] if i == 2 else [] for i in range(6)], y.device)
     dense = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool, device=y.device)
-    csr = (narrow.token_ids, narrow.offsets, ~dense)
-    from_logits, wide = [[whole.token_ids, whole.offsets, rows] for rows in (dense.nonzero()[:, 0], torch.arange(6))]
-    wide[2] = wide[2].to(y.device)
-    *found, values = support.support_row_statistics(logits, y, None, None, *csr, from_logits, *options, False)
-    gradient = (*csr, from_logits, values, found, *upstream, *options)
+    entries = Support(narrow.token_ids, narrow.offsets, ~dense)
+    all_rows = torch.arange(6, device=y.device)
+    from_logits, wide = (DenseSupport(whole.token_ids, whole.offsets, r) for r in (dense.nonzero()[:, 0], all_rows))
+    *sparse, values = support.support_row_statistics(logits, y, None, transform, entries, from_logits, backend, False)
+    gradient = (y, None, transform, entries, from_logits, values, Statistics(*sparse), *upstream, backend)
     calls += [
         *(
-            (support.support_row_statistics, (logits.clone().requires_grad_(), y, d, None, *csr, w, *options, False))
-            for d, w in ((None, from_logits), (dense, []))
+            (
+                support.support_row_statistics,
+                (logits.clone().requires_grad_(), y, d, transform, entries, w, backend, False),
+            )
+            for d, w in ((None, from_logits), (dense, None))
         ),
-        (support.support_row_gradient, (logits, y, None, None, *gradient)),
-        (support.support_row_gradient_, (logits.clone(), y, None, None, *gradient)),
+        (support.support_row_gradient, (logits, *gradient)),
+        (support.support_row_gradient_, (logits.clone(), *gradient)),
         (
             support_linear.support_linear_statistics,
-            (*(x.clone().requires_grad_() for x in head), y, dense, None, *csr, wide, *options, 2, "recompute", limits),
+            (leaves, y, dense, transform, entries, wide, backend, 2, "recompute", limits),
         ),
         (
             support_linear.support_linear_gradient,
             (
-                *head,
-                y,
-                dense,
-                None,
-                *csr,
-                wide,
-                values,
-                found,
-                *upstream,
-                [True, False, True],
-                *options,
-                2,
-                "two-pass",
-                limits,
+                *(head, y, dense, transform, entries, wide, values, Statistics(*sparse), *upstream),
+                *(Needs(True, False, True), backend, 2, "two-pass", limits),
             ),
         ),
     ]
     for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments)
+        overload = getattr(torch.ops.fastrl, operator.__name__).default
+        torch.library.opcheck(overload, tuple(operator.unpacked(*arguments)))
+
+
+def test_operators_take_tuples_by_order_or_by_name() -> None:
+    logits, targets = torch.randn(2, 3, 5), torch.randint(5, (6,))
+    by_order = rows.row_statistics(logits, targets, None, Transform(), "torch", False)
+    by_name = rows.row_statistics(logits, targets, mask=None, transform=Transform(), backend="torch", consume=False)
+    assert isinstance(by_name, Statistics) and all(map(torch.equal, by_name, by_order))
+    with pytest.raises(TypeError, match="row_statistics takes 6 arguments, got 3"):
+        rows.row_statistics(logits, targets, None)  # type: ignore[call-arg]
+    arguments = torch.ops.fastrl.row_statistics.default._schema.arguments
+    fields = ["transform_temperature", "transform_temperatures", "transform_logit_scale", "transform_softcap"]
+    assert [x.name for x in arguments] == ["logits", "targets", "mask", *fields, "backend", "consume"]
 
 
 @pytest.mark.parametrize("backend", ["cpp", pytest.param("torch", marks=SLOW), TRITON], indirect=True)

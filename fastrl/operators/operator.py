@@ -1,0 +1,169 @@
+"""torch.library operators whose functions take NamedTuples: each field becomes an argument of the schema.
+
+A schema holds tensors, numbers and strings only. `Transform`, `Statistics`, `Support` and the like are taken apart on
+the way into an operator, and put together on the way to its function, its fake and its backward, here only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Parameter(NamedTuple):
+    """A parameter of an operator's function."""
+
+    name: str
+    fields: tuple[str, ...]  # of the NamedTuple that it is, each an argument of the schema; empty: it is one argument
+    kind: Any  # its type
+
+    @classmethod
+    def of(cls, name: str, hint: Any) -> _Parameter:
+        kind = next((x for x in (hint, *get_args(hint)) if hasattr(x, "_fields")), hint)
+        return cls(name, getattr(kind, "_fields", ()), kind)
+
+    def schema(self, hint: Any) -> Iterator[inspect.Parameter]:
+        """The arguments of the schema; the fields of an optional NamedTuple are optional."""
+        types = get_type_hints(self.kind) if self.fields else {"": hint}
+        for field, field_type in types.items():
+            of_list = Sequence[float] if get_origin(field_type) is tuple else field_type
+            kind = of_list | None if self.fields and NoneType in get_args(hint) else of_list
+            name = f"{self.name}_{field}" if field else self.name
+            yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+
+    def packed(self, values: Iterator[Any]) -> Any:
+        """The parameter, from the values of its arguments. An optional NamedTuple is None if all fields are."""
+        if not self.fields:
+            return next(values)
+        fields = [next(values) for _ in self.fields]
+        if all(x is None for x in fields):
+            return None
+        return self.kind(*(tuple(x) if isinstance(x, list) else x for x in fields))
+
+    def unpacked(self, value: Any) -> Sequence[Any]:
+        """The values of its arguments."""
+        if not self.fields:
+            return (value,)
+        return (None,) * len(self.fields) if value is None else value
+
+
+class _Saved(NamedTuple):
+    """The place of a tensor among those that autograd saved."""
+
+    place: int
+
+
+def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The value with `leaf` applied to everything in it that is neither a tuple nor a list."""
+    if not isinstance(value, tuple | list) or isinstance(value, _Saved):
+        return leaf(value)
+    parts = [_rebuilt(x, leaf) for x in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+class Operator(Generic[P, R]):
+    """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`."""
+
+    def __init__(self, function: Callable[P, R], mutates: Sequence[str]) -> None:
+        hints = get_type_hints(function)
+        results = None if hints["return"] is NoneType else hints["return"]
+        del hints["return"]
+        self.__doc__, self.__name__ = function.__doc__, function.__name__
+        self._result = results if hasattr(results, "_fields") else None
+        self._parameters = tuple(_Parameter.of(name, hint) for name, hint in hints.items())
+
+        def on_arguments(*arguments: Any) -> Any:
+            return cast(Callable[..., Any], function)(**self.packed(arguments))
+
+        schema = [x for parameter in self._parameters for x in parameter.schema(hints[parameter.name])]
+        returns = tuple[tuple(get_type_hints(results).values())] if self._result else results  # type: ignore[misc]
+        signature = inspect.Signature(schema, return_annotation=returns)
+        on_arguments.__signature__ = signature  # type: ignore[attr-defined]
+        self._operator = torch.library.custom_op(
+            f"fastrl::{self.__name__}",
+            on_arguments,
+            mutates_args=mutates,
+            schema=torch.library.infer_schema(on_arguments, mutates_args=mutates),
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the operator; all parameters are needed, in order or by name."""
+        results = self._operator(*self.unpacked(*args, **kwargs))
+        return results if self._result is None else self._result(*results)
+
+    def unpacked(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        """The arguments of the schema for a call."""
+        if len(args) + len(kwargs) != len(self._parameters):
+            raise TypeError(f"{self.__name__} takes {len(self._parameters)} arguments, got {len(args) + len(kwargs)}")
+        unpacked: list[Any] = []
+        for i, parameter in enumerate(self._parameters):
+            unpacked += parameter.unpacked(args[i] if i < len(args) else kwargs[parameter.name])
+        return unpacked
+
+    def packed(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The parameters by name, from the arguments of the schema."""
+        values = iter(arguments)
+        return {parameter.name: parameter.packed(values) for parameter in self._parameters}
+
+    def register_fake(self, fake: Callable[..., Any]) -> None:
+        """Registers the function that gives the results for fake tensors, from the same parameters."""
+        self._operator.register_fake(lambda *arguments: fake(**self.packed(arguments)))
+
+    def register_autograd(
+        self,
+        backward: Callable[..., dict[str, Any]],
+        save: Callable[[Any, dict[str, Any], tuple[Tensor, ...]], dict[str, Any]],
+        differentiable: int,
+    ) -> None:
+        """Registers the backward; only the first results, as many as `differentiable`, have a gradient.
+
+        `save(ctx, inputs, results)` gets the parameters by name and the results. It returns by name what the backward
+        reads, which is then `saved(ctx)`: tensors, numbers, texts, and tuples or lists of them. `backward(ctx,
+        *upstream)` gets the gradients of the differentiable results, or None, and returns its own by parameter; what it
+        leaves out has none.
+        """
+
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            results = output if isinstance(output, tuple) else (output,)
+            tensors: list[Tensor] = []
+
+            def place(leaf: Any) -> Any:
+                if not isinstance(leaf, Tensor):
+                    return leaf
+                tensors.append(leaf)
+                return _Saved(len(tensors) - 1)
+
+            values = save(ctx, self.packed(inputs), results)
+            ctx.values = {name: _rebuilt(value, place) for name, value in values.items()}
+            ctx.save_for_backward(*tensors)
+            ctx.mark_non_differentiable(*results[differentiable:])
+            ctx.set_materialize_grads(False)
+
+        def run(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+            gradients = backward(ctx, *upstream[:differentiable])
+            return tuple(x for parameter in self._parameters for x in parameter.unpacked(gradients.get(parameter.name)))
+
+        self._operator.register_autograd(run, setup_context=setup_context)
+
+
+def saved(ctx: Any) -> dict[str, Any]:
+    """What `Operator.register_autograd` saved, by name; raises RuntimeError if a tensor of it was freed or changed."""
+    tensors = ctx.saved_tensors
+
+    def tensor(leaf: Any) -> Any:
+        return tensors[leaf.place] if isinstance(leaf, _Saved) else leaf
+
+    return {name: _rebuilt(value, tensor) for name, value in ctx.values.items()}
+
+
+def operator(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Returns a decorator that makes a function an operator; `mutates`: the tensors that it writes to."""
+    return lambda function: Operator(function, mutates)
