@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import on_device
+from fastrl.backends.contract import Transform
+from fastrl.kernels.configuration import numbers, on_device
 from fastrl.kernels.device_functions import LOG2E, LOWEST, finish, fold, load_target, scales
 
 ROWS = 32  # per program: 128 bytes of each split
@@ -98,10 +99,7 @@ def combine_splits(
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool; a masked row gives 0
     vocab: int,
-    temperature: float,
-    temperatures: Tensor | None,  # (N,) float32
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
 ) -> Tensor:
     """Logprobs, entropy, maximum and log_sum of the N rows, (4, N) float32; the kernel documents its inputs."""
     _, splits, rows = partials.shape
@@ -112,15 +110,13 @@ def combine_splits(
             target_logits,
             targets,
             None if mask is None else mask.view(torch.uint8),
-            temperatures,
+            transform.temperatures,
             out,
             rows,
             vocab,
             splits,
-            float(temperature),
-            float(logit_scale),
-            float(softcap),
-            SOFTCAP=softcap != 0,
+            *numbers(transform),
+            SOFTCAP=transform.softcap != 0,
             ROWS=ROWS,
             SPLITS=SPLITS,
             **OPTIONS,

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backends.contract import Transform
+
 _MIN_BLOCK = 256
 _BLOCK = 4096  # 8 warps, 16 entries per thread: 2048 is issue-bound, 16384 has too few warps per multiprocessor
 _ENTRIES_A_THREAD = 16
@@ -73,6 +75,18 @@ def is_aligned(tensor: Tensor, vector: int) -> bool:
     """Whether all rows of a tensor (A, B, V) consist of whole 16-byte vectors at 16-byte-aligned addresses."""
     _, stride_a, stride_b = row_strides(tensor)
     return tensor.data_ptr() % 16 == 0 and all(n % vector == 0 for n in (tensor.shape[-1], stride_a, stride_b))
+
+
+def numbers(transform: Transform) -> tuple[float, float, float]:
+    """The transform's scalars as kernels take them: an integer would be specialised on, and compile once more."""
+    return float(transform.temperature), float(transform.logit_scale), float(transform.softcap)
+
+
+def check_unit_strides(**tensors: Tensor | None) -> None:
+    """Raises ValueError, with its name, for a tensor whose last dimension is not contiguous."""
+    for name, x in tensors.items():
+        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name} must have stride 1 over its last dimension, got strides {x.stride()}")
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

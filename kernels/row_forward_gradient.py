@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
+from fastrl.backends.contract import LossTerms, Transform
+from fastrl.kernels.configuration import configuration, is_aligned, launch_options, numbers, on_device, row_strides
 from fastrl.kernels.device_functions import (
     LOG2E,
     LOWEST,
@@ -33,6 +34,7 @@ from fastrl.kernels.device_functions import (
     store_zeros,
     update,
 )
+from fastrl.objectives.rows import RowInputs
 
 
 @triton.jit(
@@ -250,29 +252,20 @@ def row_forward_gradient_kernel(
 
 def row_forward_gradient(
     logits: Tensor,  # (A, B, V)
-    gradient: Tensor | None,  # (A, B, V) contiguous, or None: the logits become the gradient
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperature: float,
-    temperatures: Tensor | None,  # (N,) float32
-    logit_scale: float,
-    softcap: float,
+    transform: Transform,
     objective: Any,  # device function
-    numbers: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
-    advantages: Tensor,  # (N,) float32
-    policy_weights: Tensor,  # (N,) float32
-    old: Tensor | None,  # (N,) float32, like the next four
-    ref: Tensor | None,
-    rollout: Tensor | None,
-    kl_weights: Tensor | None,
-    entropy_weights: Tensor | None,
-    entropy_threshold: Tensor | None,  # () float32
-) -> Tensor:
-    """Logprobs, entropy and the eight terms of the N = A * B rows, (10, N) float32."""
+    parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
+    inputs: RowInputs,
+    gradient: Tensor | None,  # (A, B, V) contiguous, or None: the logits become the gradient
+) -> LossTerms:
+    """See `fastrl.backends.contract`; the objective is in the form of `fastrl.backends.triton.formulas`."""
     rows, vocab = targets.numel(), logits.shape[-1]
     out = torch.empty(10, rows, dtype=torch.float32, device=logits.device)
+    result = LossTerms(out[0], out[1], out[2:])
     if rows == 0:
-        return out
+        return result
     columns_b, stride_a, stride_b = row_strides(logits)
     sizes = configuration(vocab, logits.element_size())
     aligned = is_aligned(logits, sizes.vector) and (gradient is None or is_aligned(gradient, sizes.vector))
@@ -282,31 +275,22 @@ def row_forward_gradient(
             gradient,
             targets,
             None if mask is None else mask.view(torch.uint8),
-            temperatures,
-            advantages,
-            policy_weights,
-            old,
-            ref,
-            rollout,
-            kl_weights,
-            entropy_weights,
-            entropy_threshold,
+            transform.temperatures,
+            *inputs,
             out,
             rows,
             columns_b,
             vocab,
             stride_a,
             stride_b,
-            float(temperature),
-            float(logit_scale),
-            float(softcap),
-            *map(float, numbers),
+            *numbers(transform),
+            *map(float, parameters),
             OBJECTIVE=objective,
-            SOFTCAP=softcap != 0,
+            SOFTCAP=transform.softcap != 0,
             ALIGNED=aligned,
             VEC=sizes.vector,
             BLOCK=sizes.block,
             SEGMENTS=sizes.segments,
-            **launch_options(sizes.forward_gradient_warps, aligned and not softcap),
+            **launch_options(sizes.forward_gradient_warps, aligned and not transform.softcap),
         )
-    return out
+    return result

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import configuration, is_aligned, launch_options, on_device, row_strides
+from fastrl.backends.contract import Statistics, Transform
+from fastrl.kernels.configuration import configuration, is_aligned, launch_options, numbers, on_device, row_strides
 from fastrl.kernels.device_functions import (
     gradient_scalars,
     gradient_step,
@@ -156,16 +157,13 @@ def row_gradient(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperature: float,
-    temperatures: Tensor | None,  # (N,) float32
-    logit_scale: float,
-    softcap: float,
-    statistics: tuple[Tensor, Tensor, Tensor, Tensor],  # each (N,) float32
+    transform: Transform,
+    statistics: Statistics,
     c: Tensor,  # (N,) float32
     h: Tensor | None,  # (N,) float32
     out: Tensor,  # (A, B, V), may be logits
 ) -> None:
-    """Write the gradient into `out`."""
+    """See `fastrl.backends.contract`; `out` may be `logits`."""
     rows, vocab = targets.numel(), logits.shape[-1]
     if rows == 0:
         return
@@ -179,7 +177,7 @@ def row_gradient(
             out,
             targets,
             None if mask is None else mask.view(torch.uint8),
-            temperatures,
+            transform.temperatures,
             *statistics,
             c,
             h,
@@ -189,13 +187,11 @@ def row_gradient(
             stride_b,
             out_stride_a,
             out_stride_b,
-            float(temperature),
-            float(logit_scale),
-            float(softcap),
-            SOFTCAP=softcap != 0,
+            *numbers(transform),
+            SOFTCAP=transform.softcap != 0,
             ALIGNED=aligned,
             VEC=sizes.vector,
             BLOCK=sizes.block,
             BLOCKS=_BLOCKS_A_PROGRAM,
-            **launch_options(sizes.warps, aligned and not softcap),
+            **launch_options(sizes.warps, aligned and not transform.softcap),
         )

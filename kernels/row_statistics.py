@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.backends.contract import Statistics, Transform
 from fastrl.kernels.combine_splits import combine_splits
 from fastrl.kernels.configuration import (
     configuration,
     is_aligned,
     launch_options,
     multiprocessors,
+    numbers,
     on_device,
     row_strides,
 )
@@ -151,15 +153,12 @@ def row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
-    temperature: float,
-    temperatures: Tensor | None,  # (N,) float32
-    logit_scale: float,
-    softcap: float,
-) -> Tensor:
-    """Logprobs, entropy, maximum and log_sum of the N = A * B rows, (4, N) float32."""
+    transform: Transform,
+) -> Statistics:
+    """See `fastrl.backends.contract`."""
     rows, vocab = targets.numel(), logits.shape[-1]
     if rows == 0:
-        return torch.empty(4, 0, dtype=torch.float32, device=logits.device)
+        return Statistics(*torch.empty(4, 0, dtype=torch.float32, device=logits.device))
     columns_b, stride_a, stride_b = row_strides(logits)
     sizes = configuration(vocab, logits.element_size())
     aligned = is_aligned(logits, sizes.vector)
@@ -172,7 +171,7 @@ def row_statistics(
             logits,
             targets,
             None if mask is None else mask.view(torch.uint8),
-            temperatures,
+            transform.temperatures,
             out,
             target_logits,
             rows,
@@ -180,17 +179,15 @@ def row_statistics(
             vocab,
             stride_a,
             stride_b,
-            float(temperature),
-            float(logit_scale),
-            float(softcap),
-            SOFTCAP=softcap != 0,
+            *numbers(transform),
+            SOFTCAP=transform.softcap != 0,
             ALIGNED=aligned,
             VEC=sizes.vector,
             BLOCK=sizes.block,
             SEGMENTS=sizes.segments,
             SPLIT=split,
-            **launch_options(sizes.warps, aligned and not softcap),
+            **launch_options(sizes.warps, aligned and not transform.softcap),
         )
-    if target_logits is None:
-        return out
-    return combine_splits(out, target_logits, targets, mask, vocab, temperature, temperatures, logit_scale, softcap)
+    if target_logits is not None:
+        out = combine_splits(out, target_logits, targets, mask, vocab, transform)
+    return Statistics(*out)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.backends.contract import Support
+from fastrl.kernels.configuration import check_unit_strides
 from fastrl.kernels.support_products import entry_rows
 from fastrl.kernels.support_weight import segment_sums
 
@@ -15,14 +17,11 @@ from fastrl.kernels.support_weight import segment_sums
 def support_hidden(
     gradient: Tensor,  # (nnz,) float32
     weight: Tensor,  # (V, H), unit stride on H
-    token_ids: Tensor,  # (nnz,) int32
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool
+    support: Support,
     out: Tensor,  # (N, H), unit stride on H
 ) -> None:
-    """Write the rows of `out` that take part; leave the others."""
-    nnz, rows = token_ids.numel(), valid.numel()
-    if nnz == 0:
-        return
-    ids = entry_rows(offsets, valid, nnz)
-    segment_sums(gradient, None, token_ids, ids, offsets, rows, weight, out, None, False)
+    """See `fastrl.backends.contract`."""
+    check_unit_strides(weight=weight, out=out)
+    if support.token_ids.numel():
+        ids, rows = entry_rows(support), support.valid.numel()
+        segment_sums(gradient, None, support.token_ids, ids, support.offsets, rows, weight, out, None, False)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import _WARP, on_device
+from fastrl.backends.contract import Support
+from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
 
 ENTRIES = 4  # 8 KB of the head in flight per program in bfloat16, 32 registers of sums per thread
 _THREADS = 128
@@ -51,18 +52,14 @@ def entry_rows_kernel(
         tl.store(out_ptr + first + start + entry, tl.zeros([BLOCK], tl.int32) + value, mask=start + entry < count)
 
 
-def entry_rows(
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool
-    nnz: int,
-) -> Tensor:
+def entry_rows(support: Support) -> Tensor:
     """The row of each entry, (nnz,) int32; N for the entries of rows that take no part."""
-    out = torch.empty(nnz, dtype=torch.int32, device=offsets.device)
-    if nnz == 0:
+    out = torch.empty_like(support.token_ids)
+    if out.numel() == 0:
         return out
-    rows = valid.numel()
-    with on_device(offsets):
-        entry_rows_kernel[(rows,)](offsets, valid.view(torch.uint8), out, rows, BLOCK=ROW_BLOCK, **ROW_OPTIONS)
+    rows, valid = support.valid.numel(), support.valid.view(torch.uint8)
+    with on_device(out):
+        entry_rows_kernel[(rows,)](support.offsets, valid, out, rows, BLOCK=ROW_BLOCK, **ROW_OPTIONS)
     return out
 
 
@@ -132,12 +129,11 @@ def support_products(
     hidden: Tensor,  # (N, H), unit stride on H
     weight: Tensor,  # (V, H), of the same dtype, unit stride on H
     bias: Tensor | None,  # (V,)
-    token_ids: Tensor,  # (nnz,) int32
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool
+    support: Support,
 ) -> Tensor:
-    """The logits of the support entries, (nnz,) float32; 0 in rows that take no part."""
-    nnz, (rows, hidden_size) = token_ids.numel(), hidden.shape
+    """See `fastrl.backends.contract`."""
+    check_unit_strides(hidden=hidden, weight=weight, bias=bias)
+    nnz, (rows, hidden_size) = support.token_ids.numel(), hidden.shape
     values = torch.empty(nnz, dtype=torch.float32, device=hidden.device)
     if nnz == 0:
         return values
@@ -146,8 +142,8 @@ def support_products(
             hidden,
             weight,
             bias,
-            token_ids,
-            entry_rows(offsets, valid, nnz),
+            support.token_ids,
+            entry_rows(support),
             values,
             nnz,
             rows,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import on_device
+from fastrl.backends.contract import Statistics, Support, Transform
+from fastrl.kernels.configuration import numbers, on_device
 from fastrl.kernels.device_functions import (
     LOG2E,
     LOWEST,
@@ -105,37 +106,30 @@ def support_statistics_kernel(
 def support_statistics(
     values: Tensor,  # (nnz,) float32
     targets: Tensor,  # (N,) int64
-    token_ids: Tensor,  # (nnz,) int32
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool
-    temperature: float,
-    temperatures: Tensor | None,  # (N,) float32
-    logit_scale: float,
-    softcap: float,
-) -> Tensor:
-    """Logprobs, entropy, maximum and log_sum of the N rows, (4, N) float32; 0 in rows that take no part."""
+    support: Support,
+    transform: Transform,
+) -> Statistics:
+    """See `fastrl.backends.contract`."""
     rows = targets.numel()
     out = torch.empty(4, rows, dtype=torch.float32, device=targets.device)
     if rows == 0:
-        return out
+        return Statistics(*out)
     with on_device(values):
         support_statistics_kernel[(rows,)](
             values,
             targets,
-            token_ids,
-            offsets,
-            valid.view(torch.uint8),
-            temperatures,
+            support.token_ids,
+            support.offsets,
+            support.valid.view(torch.uint8),
+            transform.temperatures,
             out,
             rows,
-            float(temperature),
-            float(logit_scale),
-            float(softcap),
-            SOFTCAP=softcap != 0,
+            *numbers(transform),
+            SOFTCAP=transform.softcap != 0,
             BLOCK=BLOCK,
             **OPTIONS,
         )
-    return out
+    return Statistics(*out)
 
 
 @triton.jit(
@@ -219,19 +213,14 @@ def support_gradient_kernel(
 def support_gradient(
     values: Tensor,  # (nnz,) float32
     targets: Tensor,  # (N,) int64
-    token_ids: Tensor,  # (nnz,) int32
-    offsets: Tensor,  # (N + 1,) int64
-    valid: Tensor,  # (N,) bool
-    temperature: float,
-    temperatures: Tensor | None,  # (N,) float32
-    logit_scale: float,
-    softcap: float,
-    statistics: tuple[Tensor, Tensor, Tensor, Tensor],  # each (N,) float32
+    support: Support,
+    transform: Transform,
+    statistics: Statistics,
     c: Tensor,  # (N,) float32
     h: Tensor | None,  # (N,) float32
     out: Tensor,  # (nnz,) float32, may be values
 ) -> None:
-    """Write the gradient into `out`."""
+    """See `fastrl.backends.contract`; `out` may be `values`."""
     rows = targets.numel()
     if rows == 0 or values.numel() == 0:
         return
@@ -240,17 +229,15 @@ def support_gradient(
             values,
             out,
             targets,
-            token_ids,
-            offsets,
-            valid.view(torch.uint8),
-            temperatures,
+            support.token_ids,
+            support.offsets,
+            support.valid.view(torch.uint8),
+            transform.temperatures,
             *statistics,
             c,
             h,
-            float(temperature),
-            float(logit_scale),
-            float(softcap),
-            SOFTCAP=softcap != 0,
+            *numbers(transform),
+            SOFTCAP=transform.softcap != 0,
             BLOCK=BLOCK,
             **OPTIONS,
         )

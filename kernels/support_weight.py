@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.configuration import _WARP, on_device
+from fastrl.backends.contract import ByToken
+from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
 from fastrl.kernels.support_products import chunk, launch_options, vector
 
 GROUP = 32  # positions: few enough for small batches to fill a GPU, enough to pay for a program's start
@@ -336,22 +337,20 @@ def segment_sums(
 def support_weight(
     gradient: Tensor,  # (nnz,) float32
     hidden: Tensor,  # (N, H), unit stride on H
-    by_token_ids: Tensor,  # (nnz,) int32, ascending
-    entries: Tensor,  # (nnz,) int64
-    rows: Tensor,  # (nnz,) int32
+    by_token: ByToken,
     out: Tensor | None,  # (V, H), unit stride on H
     out_bias: Tensor | None,  # (V,)
     add: bool,
 ) -> None:
-    """dL/dweight and dL/dbias of the tokens in the support, added to the existing values or written over them."""
-    nnz = by_token_ids.numel()
+    """See `fastrl.backends.contract`."""
+    check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
+    ids, entries, rows = by_token
+    nnz = ids.numel()
     target = out_bias if out is None else out
     if nnz == 0 or target is None:
         return
     vocab = target.shape[0]
     heads = torch.empty(vocab, dtype=torch.int64, device=hidden.device)
     with on_device(hidden):
-        heads_kernel[(triton.cdiv(nnz, HEADS_BLOCK),)](
-            by_token_ids, heads, nnz, vocab, BLOCK=HEADS_BLOCK, **launch_options()
-        )
-    segment_sums(gradient, entries, rows, by_token_ids, heads, vocab, hidden, out, out_bias, add)
+        heads_kernel[(triton.cdiv(nnz, HEADS_BLOCK),)](ids, heads, nnz, vocab, BLOCK=HEADS_BLOCK, **launch_options())
+    segment_sums(gradient, entries, rows, ids, heads, vocab, hidden, out, out_bias, add)
