@@ -17,8 +17,7 @@ from fastrl.backends.contract import Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning import tiling
-from fastrl.planning.tiling import Limits, Tile
+from fastrl.planning.tiling import Limits, Pass, Tile
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,10 @@ class Rows(NamedTuple):
 
 def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int = 1, weight: bool = True) -> Tile:
     """The tile of a pass. The planner has made sure that one fits."""
-    sizes = head.sizes(order.count, weight)
-    tile = tiling.fit(kind, sizes, limits.room, limits.tile, tiling.pass_units(kind, vectors), vectors)
+    one = Pass(kind, head.sizes(order.count, weight), vectors)
+    tile = one.tile(limits.room, limits.tile)
     if tile is None:
-        least = tiling.least_bytes(kind, sizes, limits.tile, vectors)
+        least = one.least_bytes(limits.tile)
         raise RuntimeError(f"the pass {kind!r} takes at least {least} bytes, got {limits.room}")
     return tile
 

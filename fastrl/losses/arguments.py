@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, resolved
 from fastrl.backends.contract import Transform
 from fastrl.base import checks
 from fastrl.linear.head import Head
-from fastrl.planning.plans import Call
-from fastrl.planning.tiling import Needs
 
 
 class VocabularyArguments(NamedTuple):
@@ -110,28 +107,3 @@ def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:
                 copies += 1  # its gradient is contiguous, and autograd copies it into the layout of a leaf
         total += copies * after.numel() * after.element_size()
     return total
-
-
-def counted_rows(args: VocabularyArguments) -> int:
-    """The number of valid tokens if the host may read the mask, else of all tokens."""
-    if args.mask is not None and checks.values_are_checked(args.mask):
-        return int(args.mask.sum())
-    return args.targets.shape[0]
-
-
-def plan_call(head: Head, args: VocabularyArguments, rows: int, **what: Any) -> Call:
-    """The inputs of the planner. `rows` is the number of valid rows; for -1 (unknown), `counted_rows` bounds it."""
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
-    vocab, width = head.weight.shape
-    device = head.weight.device.type
-    return Call(
-        rows=counted_rows(args) if rows < 0 else rows,
-        hidden=width,
-        vocab=vocab,
-        dtype=head.weight.dtype,
-        device=device,
-        needs=needs,
-        all_rows=args.targets.shape[0],
-        backend=resolved(forced(), device),
-        **what,
-    )

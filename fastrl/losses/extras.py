@@ -24,8 +24,9 @@ from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.operators import linear_statistics
 from fastrl.linear.statistics import order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
+from fastrl.losses.call import PlannedCall
 from fastrl.planning.budget import default_budget
-from fastrl.planning.plans import Call, Plan, choose, possible_plans
+from fastrl.planning.plans import Plan, choose, possible_plans
 from fastrl.planning.tiling import Needs
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -60,14 +61,13 @@ def checked_extras(extras: object, sampling_mask: object) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def extras_ahead(
-    extras: tuple[str, ...], head: Head, args: VocabularyArguments, call: Call, chosen: Plan, budget: int | None
-) -> Ahead:
-    """Runs the passes of the requested extras one after another, within the budget of a call with a chosen plan."""
+def extras_ahead(extras: tuple[str, ...], by_plan: PlannedCall) -> Ahead:
+    """Runs the passes of the requested extras one after another, within the budget of the call."""
     if not {"mean_logits", "log_sum_sq_probs"} & set(extras):
         return Ahead(None, None)
-    head = Head(*(None if x is None else x.detach() for x in head))  # type: ignore[arg-type]
-    plan, spare = _plan(call, chosen, budget)
+    args = by_plan.call.args
+    head = Head(*(None if x is None else x.detach() for x in by_plan.call.head))  # type: ignore[arg-type]
+    plan, spare = _plan(by_plan)
     mean, half = None, None
     if "log_sum_sq_probs" in extras:
         half = _log_sum_half(head, args, plan)
@@ -75,22 +75,22 @@ def extras_ahead(
         # torch.compile cannot trace the reuse of tiles between products. As a decorator, disable would import triton.
         mean = torch.compiler.disable(_mean_by_tiles)(head, args, plan, spare)
     elif "mean_logits" in extras:
-        with torch.autocast(call.device, enabled=False):  # the head is already cast, and this pass is float32
+        with torch.autocast(by_plan.inputs.device, enabled=False):  # the head is cast already; this pass is float32
             mean = _mean_by_weight(head, args)
     return Ahead(mean, half)
 
 
-def _plan(call: Call, chosen: Plan, budget: int | None) -> tuple[Plan, int]:
+def _plan(by_plan: PlannedCall) -> tuple[Plan, int]:
     """A plan for statistics within the budget, whatever `use_plan` forces for the call, and the bytes it leaves.
 
     If any plan of the call fits, so does this: each computes statistics too, or holds (N, H) and a piece of a product
     in addition to a tile, which is more. So the smallest budget is that of the call.
     """
-    forward = replace(call, needs=Needs(False, False, False), slopes=1)
+    budget, forward = by_plan.call.budget, replace(by_plan.inputs, needs=Needs(False, False, False), slopes=1)
     if budget is None and torch.compiler.is_compiling():
         return choose(forward, budget), 0
     # The free memory may have shrunk since the call's plan was chosen.
-    size = max(default_budget(call.device), chosen.temporary_bytes) if budget is None else budget
+    size = max(default_budget(forward.device), by_plan.plan.temporary_bytes) if budget is None else budget
     (plan,) = possible_plans(forward, size, named=budget is not None)
     # Other passes follow: their tiles must not be allocated in addition to the memory that these have freed.
     return replace(plan, mapped=True), size - plan.temporary_bytes

@@ -1,4 +1,4 @@
-"""A policy loss from hidden states and the output head, by the plan that `fastrl.planning` chooses."""
+"""A policy loss from hidden states and the output head: the code of each plan."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from fastrl.linear import statistics as forward
 from fastrl.linear.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
 from fastrl.linear.head import Head
 from fastrl.linear.statistics import Order
-from fastrl.losses.arguments import VocabularyArguments, counted_rows, plan_call
-from fastrl.losses.logprobs import linear_stats
+from fastrl.losses.arguments import VocabularyArguments
+from fastrl.losses.call import LinearCall, PlannedCall, planned
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms
-from fastrl.losses.supports import linear_over_support
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN, Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
-from fastrl.planning import plans as memory
-from fastrl.planning.plans import Plan
-from fastrl.planning.tiling import Needs
 
 #: (rows, number) of a chunk -> its tokens as a batch, their weights w, cu_seqlens, and the rows' indices in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
@@ -41,62 +37,34 @@ class _Host(NamedTuple):
     ends: list[int]  # the end of its rows, masked rows included
 
 
-def planned_linear_loss(
-    problem: Problem,
-    head: Head,
-    args: VocabularyArguments,
-    sampling_mask: object,
-    num_tokens: int | None,
-    budget: int | None,
-    copied: int,
-) -> PolicyLoss:
-    """Computes the loss of a checked problem. num_tokens is the caller's, `copied` the bytes copied so far."""
-    count = _known_count(num_tokens, args)
-    if count >= 0 and args.mask is not None:
+def linear_loss(problem: Problem, call: LinearCall) -> PolicyLoss:
+    """Computes the loss of a checked problem by the plan that fits the call's budget."""
+    count = call.num_tokens
+    if count >= 0 and call.args.mask is not None:
         # If the host cannot check the count, a wrong count must not train silently: it makes the loss NaN.
         known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
         problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
-    supports = linear_over_support(head, args, sampling_mask, RESPONSE, budget, copied)
-    if supports is not None:
-        return from_statistics(problem, *supports)
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
     depends = scope(problem.objective, Given.of(problem.batch))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels
-    host = _ask(problem, args, count) if any(needs) and depends in (RESPONSE, BATCH) else None
+    host = None
+    if call.sampling_mask is not None:
+        depends = RESPONSE  # no plan holds a response's support entries until its objective is known
+    elif any(call.needs) and depends in (RESPONSE, BATCH):
+        host = _ask(problem, call)
     rows = count if host is None else sum(host.counts)
-    call = plan_call(
-        head,
-        args,
-        rows,
-        scope=depends,
-        longest=max(host.counts, default=0) if host is not None else max(rows, 0),
-        slopes=slopes(problem.objective),
-        copied=copied,
-    )
-    plan = memory.choose(call, budget)
-    if plan.name == "whole-response":
-        return _whole_response(problem, head, args, needs, plan, host, count)
-    if plan.name == "forward-gradient":
-        return _forward_gradient(problem, head, args, needs, plan, count)
-    return from_statistics(problem, *linear_stats(head, args, plan, call.slopes, rows, waits=count < 0))
+    longest = max(rows, 0) if host is None else max(host.counts, default=0)
+    by_plan = planned(call, depends, slopes(problem.objective), rows, longest)
+    return CODE[by_plan.plan.name](problem, by_plan, host)
 
 
-def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
-    """Returns num_tokens, checked if that needs no synchronisation; -1 for None."""
-    if num_tokens is None:
-        return -1
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-        raise TypeError(f"num_tokens must be an int, got {type(num_tokens).__name__}")
-    count = counted_rows(args) if args.mask is None or checks.values_are_checked(args.mask) else None
-    if num_tokens < 0 or (count is not None and count != num_tokens):
-        raise ValueError(f"num_tokens must be the number of unmasked tokens, {count}, got {num_tokens}")
-    return num_tokens
+def _from_statistics(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
+    return from_statistics(problem, *by_plan.statistics()[:2])
 
 
-def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | None:
+def _ask(problem: Problem, call: LinearCall) -> _Host | None:
     """Reads all that the host needs in one synchronisation; None if it must not synchronise."""
-    if args.targets.is_cuda and count >= 0:
+    if call.args.targets.is_cuda and call.num_tokens >= 0:
         return None
     batch = problem.batch
     active = batch.counts
@@ -113,54 +81,43 @@ def _ask(problem: Problem, args: VocabularyArguments, count: int) -> _Host | Non
     return _Host(on_host[:size], on_host[size : 2 * size], rows)
 
 
-def _forward_gradient(
-    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
-) -> PolicyLoss:
+def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
     """The forward-gradient plan: the forward computes the loss and its gradients."""
-    if not isinstance(problem.objective, Objective):
-        return _forward_gradient_by_callable(problem, head, args, needs, plan, num_tokens)
-    spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-    loss, *terms, _, _, _ = linear_forward_gradient(head, *args, inputs, spec, needs, forced(), num_tokens, plan.limits)
-    return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
-
-
-def _forward_gradient_by_callable(
-    problem: Problem, head: Head, args: VocabularyArguments, needs: Needs, plan: Plan, num_tokens: int
-) -> PolicyLoss:
-    """The same plan; a row-local callable runs in torch between each chunk's statistics and its gradient."""
-    used = forward.order(args.mask, args.targets.shape[0], num_tokens)
-    chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
+    call, limits = by_plan.call, by_plan.plan.limits
+    if isinstance(problem.objective, Objective):
+        spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
+        loss, *terms, _, _, _ = linear_forward_gradient(
+            call.head, *call.args, inputs, spec, call.needs, forced(), call.num_tokens, limits
+        )
+        return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
+    # A row-local callable runs in torch between each chunk's statistics and its gradient.
+    used = forward.order(call.args.mask, call.args.targets.shape[0], call.num_tokens)
+    chunks = forward_gradient_ops.row_chunks(used.count, used.count, by_plan.plan.tiles["forward-gradient"].rows)
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
         return problem.batch.rows(where), problem.weights[where], None, slice(None)
 
-    return _forward_gradient_in_torch(problem, head, args, needs, used, chunks, part, None)
+    return _forward_gradient_in_torch(problem, call, used, chunks, part, None)
 
 
-def _whole_response(
-    problem: Problem,
-    head: Head,
-    args: VocabularyArguments,
-    needs: Needs,
-    plan: Plan,
-    host: _Host | None,
-    num_tokens: int,
-) -> PolicyLoss:
+def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
     """The whole-response plan: a chunk holds the logits of whole responses until their objective is known."""
-    batch, total = problem.batch, args.targets.shape[0]
+    call, batch = by_plan.call, problem.batch
+    targets, mask, _ = call.args
+    total = targets.shape[0]
     if host is None:  # one chunk of all rows
-        used = forward.order(args.mask, total, num_tokens)
+        used = forward.order(mask, total, call.num_tokens)
         chunks, spans = [Chunk(0, used.count, used.count)], [(0, batch.responses.count)]
         ends = [total]
     else:
-        spans = _spans(host.counts, plan.tiles["forward-gradient"].rows)
+        spans = _spans(host.counts, by_plan.plan.tiles["forward-gradient"].rows)
         chunks, start = [], 0
         for first, last in spans:
             stop = start + sum(host.counts[first:last])
             chunks.append(Chunk(start, stop, sum(host.active[first:last])))
             start = stop
-        used, ends = _order_of_responses(problem, args, host, spans), host.ends
-    dropped = torch.zeros(total, device=args.targets.device) if _drops(problem) else None
+        used, ends = _order_of_responses(problem, call.args, host, spans), host.ends
+    dropped = torch.zeros(total, device=targets.device) if _drops(problem) else None
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
         first, last = spans[number]
@@ -169,7 +126,7 @@ def _whole_response(
         chunk_batch, offsets = batch.part(first, last, rows, problem.cu_seqlens)
         return chunk_batch, problem.weights[rows], offsets, places
 
-    return _forward_gradient_in_torch(problem, head, args, needs, used, chunks, part, dropped)
+    return _forward_gradient_in_torch(problem, call, used, chunks, part, dropped)
 
 
 def _drops(problem: Problem) -> bool:
@@ -202,26 +159,20 @@ def _order_of_responses(
 
 
 def _forward_gradient_in_torch(
-    problem: Problem,
-    head: Head,
-    args: VocabularyArguments,
-    needs: Needs,
-    used: Order,
-    chunks: list[Chunk],
-    part: _Part,
-    dropped: Tensor | None,
+    problem: Problem, call: LinearCall, used: Order, chunks: list[Chunk], part: _Part, dropped: Tensor | None
 ) -> PolicyLoss:
     """Forward-gradient; the objective runs in torch, between a chunk's statistics and its gradient."""
-    checks.targets_in_range(args.targets, args.mask, head.weight.shape[0])
-    backend = forced()
+    head, (targets, mask, transform) = call.head, call.args
+    checks.targets_in_range(targets, mask, head.weight.shape[0])
+    backend, needs = forced(), call.needs
     forward_terms: list[LossTerms] = []
     chunk_gradient = _gradient_by_torch(problem, backend, part, dropped)
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         result, gradients = forward_gradient_ops.forward_gradient(
             Head(*inputs),  # type: ignore[arg-type]
-            args.targets,
-            args.transform,
+            targets,
+            transform,
             used,
             chunks,
             chunk_gradient,
@@ -233,9 +184,9 @@ def _forward_gradient_in_torch(
 
     batch = problem.batch
     reads = (
-        args.targets,
-        args.mask,
-        args.transform.temperatures,
+        targets,
+        mask,
+        transform.temperatures,
         problem.weights,
         batch.advantages,
         batch.old,
@@ -286,3 +237,15 @@ def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Ten
 def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:
     """Per-row values (n,) scattered to `places` in a batch's tokens, 0 elsewhere; differentiable."""
     return x if isinstance(places, slice) else x.new_zeros(batch.mask.shape).index_copy(0, places, x)
+
+
+#: What follows each plan: the checked problem and the planned call -> the loss.
+CODE: dict[str, Callable[[Problem, PlannedCall, _Host | None], PolicyLoss]] = {
+    "forward": _from_statistics,
+    "forward-gradient": _forward_gradient,
+    "whole-response": _whole_response,
+    "frozen-head": _from_statistics,
+    "recompute": _from_statistics,
+    "two-pass": _from_statistics,
+    "sparse": _from_statistics,
+}

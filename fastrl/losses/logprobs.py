@@ -7,24 +7,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastrl.backends.choice import forced
-from fastrl.backends.contract import Statistics
-from fastrl.base import checks
-from fastrl.linear.head import Head
-from fastrl.linear.operators import linear_statistics
-from fastrl.losses.arguments import (
-    VocabularyArguments,
-    checked_head,
-    checked_logits,
-    consumes,
-    plan_call,
-    vocabulary_arguments,
-)
+from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
+from fastrl.losses.call import linear_call, planned
 from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
-from fastrl.losses.supports import Supports, linear_over_support, logits_over_support, split_support
+from fastrl.losses.supports import Supports, logits_over_support, split_support
 from fastrl.objectives.dependence import ANY
 from fastrl.operators.rows import as_rows, row_statistics
-from fastrl.planning.budget import parse_budget
-from fastrl.planning.plans import Plan, choose
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -145,37 +133,24 @@ def linear_token_logprobs(
     Returns, raises: as `token_logprobs`. Also ValueError for a budget too small for any plan (the message names the
     smallest that works) and for an unknown extra, and NotImplementedError for extras with a sampling_mask.
     """
-    head, targets, copied = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(tp_group=tp_group)
     extras = checked_extras(extras, sampling_mask)
-    budget = parse_budget(memory_budget)
-    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    over_support = linear_over_support(head, args, sampling_mask, ANY, budget, copied)
-    if over_support is not None:
-        return TokenStats(over_support[0].view(targets.shape), over_support[1].view(targets.shape) if entropy else None)
-    call = plan_call(head, args, -1, scope=ANY, slopes=1 + entropy, copied=copied)
-    plan = choose(call, budget)
-    ahead = extras_ahead(extras, head, args, call, plan, budget)
-    stats = _statistics(head, args, plan, call.slopes, -1, waits=True)
-    more = extras_of(extras, ahead, stats, args.mask, targets.shape)
-    return TokenStats(stats[0].view(targets.shape), stats[1].view(targets.shape) if entropy else None, **more)
-
-
-def linear_stats(
-    head: Head, args: VocabularyArguments, plan: Plan, slopes: int, num_tokens: int, waits: bool
-) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probabilities and entropies (N,) by a plan.
-
-    num_tokens is -1 if unknown. `waits`: whether the backward may synchronise to learn which rows are idle.
-    """
-    logprobs, entropies, *_ = _statistics(head, args, plan, slopes, num_tokens, waits)
-    return logprobs, entropies
-
-
-def _statistics(
-    head: Head, args: VocabularyArguments, plan: Plan, slopes: int, num_tokens: int, waits: bool
-) -> Statistics:
-    """All row statistics; those that `linear_stats` returns, the first two, are differentiable."""
-    slopes = slopes if plan.name == "frozen-head" else 0
-    statistics = linear_statistics(head, *args, forced(), num_tokens, waits, plan.name, plan.limits, slopes)
-    return Statistics(*statistics[:4])
+    call = linear_call(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        temperature=temperature,
+        sampling_mask=sampling_mask,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        memory_budget=memory_budget,
+        tp_group=tp_group,
+    )
+    by_plan = planned(call, ANY, slopes=1 + entropy)
+    ahead = extras_ahead(extras, by_plan)
+    stats = by_plan.statistics()
+    more = extras_of(extras, ahead, stats, call.args.mask, targets.shape)
+    return TokenStats(
+        stats.logprobs.view(targets.shape), stats.entropy.view(targets.shape) if entropy else None, **more
+    )

@@ -1,4 +1,17 @@
-"""The policy losses: from log-probabilities, from logits, and from hidden states and the output head."""
+"""The policy losses: from log-probabilities, from logits, and from hidden states and the output head.
+
+From `linear_policy_loss(hidden, weight, ...)` down to a kernel:
+
+    losses/call           the checked arguments (LinearCall), and these with a plan (PlannedCall)
+    losses/problem        the objective, the batch and the aggregation's weights (Problem)
+    losses/linear         what follows each plan: the table CODE
+    linear/               the plan's torch.library operator, its passes over tiles of logits, their matrix products
+    planning/             the cheapest plan within the budget (plans), and the tile of each of its passes (tiling)
+    backends/choice       the backend that runs the row functions of backends/contract
+    kernels/ or csrc/     a row function: its launcher, and its kernel
+
+Gradients come back by the operator's backward, or from the forward by `operators/attach.hand_over`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +23,9 @@ from torch import Tensor
 from fastrl.backends.choice import forced, kernels
 from fastrl.backends.contract import LossTerms
 from fastrl.base import checks
-from fastrl.losses.arguments import (
-    VocabularyArguments,
-    checked_head,
-    checked_logits,
-    consumes,
-    forms_gradient,
-    vocabulary_arguments,
-)
-from fastrl.losses.linear import planned_linear_loss
+from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
+from fastrl.losses.call import linear_call
+from fastrl.losses.linear import linear_loss
 from fastrl.losses.logprobs import logits_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
 from fastrl.losses.supports import split_support
@@ -28,7 +35,6 @@ from fastrl.objectives.objective import Objective
 from fastrl.operators import consumed
 from fastrl.operators import rows as row_ops
 from fastrl.operators.attach import attach_gradients
-from fastrl.planning.budget import parse_budget
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -246,10 +252,20 @@ def linear_policy_loss(
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
-    head, targets, copied = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(tp_group=tp_group)
-    budget = parse_budget(memory_budget)
-    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+    call = linear_call(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        temperature=temperature,
+        sampling_mask=sampling_mask,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        memory_budget=memory_budget,
+        tp_group=tp_group,
+        num_tokens=num_tokens,
+    )
     problem = make_problem(
         objective,
         targets,
@@ -267,4 +283,4 @@ def linear_policy_loss(
         entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )
-    return planned_linear_loss(problem, head, args, sampling_mask, num_tokens, budget, copied)
+    return linear_loss(problem, call)

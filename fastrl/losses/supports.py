@@ -1,4 +1,4 @@
-"""Calls with a sampling mask: which rows gather their support's entries, which use the dense kernels, and the plan."""
+"""Calls with a sampling mask: which rows gather their support's entries, and which use the dense kernels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced
 from fastrl.backends.contract import Support, entry_rows
 from fastrl.base import checks
 from fastrl.linear.head import Head
-from fastrl.linear.supports import support_linear_statistics
-from fastrl.losses.arguments import VocabularyArguments, plan_call
+from fastrl.losses.arguments import VocabularyArguments
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.support import support_row_statistics
-from fastrl.planning.plans import choose
-from fastrl.planning.tiling import gathers, widest_support
 from fastrl.sampling_mask.csr import offsets_of
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -48,7 +44,7 @@ def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -
     return sampling_mask if sampling_mask.token_ids.shape[0] else None
 
 
-def _split(
+def split(
     mask: SamplingMask, args: VocabularyArguments, widest: int, asks: bool, gathers_wide: Callable[[int, int], bool]
 ) -> Supports:
     """Splits the rows. A support of more than `widest` ids is wide, and dense unless `gathers_wide(rows, ids)`.
@@ -90,7 +86,7 @@ def split_support(sampling_mask: object, args: VocabularyArguments, vocab: int) 
     mask = checked_mask(sampling_mask, args, vocab)
     if mask is None:
         return None
-    supports = _split(mask, args, max(int(vocab * _WIDEST_FROM_LOGITS), 64), False, lambda rows, ids: False)
+    supports = split(mask, args, max(int(vocab * _WIDEST_FROM_LOGITS), 64), False, lambda rows, ids: False)
     if supports.dense_support is None or supports.dense is None:
         return supports
     rows = supports.dense.nonzero()[:, 0]
@@ -108,7 +104,7 @@ def logits_over_support(
     return stats.logprobs, stats.entropy
 
 
-def _unit_strides(head: Head) -> tuple[Head, int]:
+def unit_strides(head: Head) -> tuple[Head, int]:
     """The head with rows of unit stride, which the kernels for support entries need, and the bytes of the copies."""
     tensors, total = [], 0
     for x in head:
@@ -116,46 +112,3 @@ def _unit_strides(head: Head) -> tuple[Head, int]:
         tensors.append(x.contiguous() if strided and x is not None else x)
         total += 2 * x.numel() * x.element_size() if strided and x is not None else 0  # the copy and its gradient's
     return Head(*tensors), total  # type: ignore[arg-type]
-
-
-def linear_over_support(
-    head: Head, args: VocabularyArguments, sampling_mask: object, scope: str, budget: int | None, copied: int
-) -> tuple[Tensor, Tensor] | None:
-    """The same from hidden states and the output head, by a plan within the budget; None if nothing is recorded.
-
-    `scope` says whether an objective follows: its tensors are within the budget too.
-    """
-    vocab, device = head.weight.shape[0], head.weight.device.type
-    mask = checked_mask(sampling_mask, args, vocab)
-    if mask is None:
-        return None
-    head, copied_here = _unit_strides(head)
-    supports = _split(
-        mask,
-        args,
-        widest_support(vocab, device, head.weight.element_size()),
-        True,
-        lambda rows, ids: gathers(rows, ids, head.sizes(rows)),
-    )
-    call = plan_call(
-        head,
-        args,
-        supports.num_dense,
-        scope=scope,
-        support_entries=mask.token_ids.shape[0],
-        copied=copied + copied_here,
-    )
-    plan = choose(call, budget)
-    stats = support_linear_statistics(
-        head,
-        args.targets,
-        supports.dense,
-        args.transform,
-        supports.support,
-        supports.dense_support,
-        forced(),
-        supports.num_dense,
-        plan.name,
-        plan.limits,
-    )
-    return stats.logprobs, stats.entropy

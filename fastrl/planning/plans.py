@@ -29,7 +29,7 @@ from fastrl.backends.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
-from fastrl.planning.tiling import Limits, Needs, Sizes, Tile
+from fastrl.planning.tiling import Limits, Needs, Pass, Sizes, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
@@ -197,7 +197,7 @@ def applicable(call: Call) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _passes(call: Call, name: str) -> tuple[str, ...]:
+def _kinds(call: Call, name: str) -> tuple[str, ...]:
     """The passes of the plan that hold tiles of logits."""
     if name == "sparse":
         return ()
@@ -226,10 +226,15 @@ def _tile_bytes(call: Call, name: str) -> int:
     return max(cap, _least_rows(call, name) * call.vocab * call.dtype.itemsize)
 
 
+def _passes(call: Call, name: str) -> list[Pass]:
+    rows = _least_rows(call, name)
+    return [Pass(kind, call.sizes, call.slopes, rows) for kind in _kinds(call, name)]
+
+
 def least_budget(call: Call, name: str) -> int:
     """The smallest budget in bytes that the plan fits."""
-    cap, rows = _tile_bytes(call, name), _least_rows(call, name)
-    sizes = (tiling.least_bytes(kind, call.sizes, cap, call.slopes, rows) for kind in _passes(call, name))
+    cap = _tile_bytes(call, name)
+    sizes = [one.least_bytes(cap) for one in _passes(call, name)]
     return max([0, *sizes]) + call.held(name)  # torch.compile cannot trace the default of max
 
 
@@ -243,23 +248,23 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     """The plan within the budget; None if it does not fit."""
     fixed = call.held(name)
     room = budget - fixed
-    cap, sizes = _tile_bytes(call, name), call.sizes
+    cap = _tile_bytes(call, name)
     if not named and cap > _tile_bytes(call, ""):
         return None  # such large tiles only within a budget that the caller gave
     if room < 0:
         return None
     tiles: dict[str, Tile] = {}
-    units, cost = 0, tiling.support_cost(sizes, call.support_entries, sum(call.needs[:2]))
-    for kind in _passes(call, name):
-        needed_units = tiling.pass_units(kind, call.slopes, call.needs.hidden, call.needs.weight)
-        all_units = tiling.pass_units(kind, call.slopes)
-        tile = tiling.fit(kind, sizes, room, cap, all_units, call.slopes, _least_rows(call, name))
+    pass_sizes = []
+    units, cost = 0, tiling.support_cost(call.sizes, call.support_entries, sum(call.needs[:2]))
+    for one in _passes(call, name):
+        tile = one.tile(room, cap)
         if tile is None:
             return None
-        tiles[kind] = tile
+        tiles[one.kind] = tile
+        pass_sizes.append(one.bytes(tile))
+        needed_units = one.units(call.needs.hidden, call.needs.weight)
         units += needed_units
-        cost += tiling.pass_cost(kind, sizes, tile, needed_units)
-    pass_sizes = [tiling.pass_bytes(kind, sizes, tile, call.slopes) for kind, tile in tiles.items()]
+        cost += one.cost(tile, needed_units)
     largest = max([0, *pass_sizes])
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
     mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > room

@@ -81,60 +81,121 @@ class Tile(NamedTuple):
     columns: int
 
 
-def pass_bytes(kind: str, sizes: Sizes, tile: Tile, vectors: int = 1) -> int:
-    """Temporary bytes of a pass, without per-row values; `vectors`: the number that "frozen" forms per row."""
-    n, v = tile
-    rows, width, vocab, itemsize, _, half, _ = sizes
-    # The tile, and a contiguous copy of its rows' hidden states.
-    total = n * (v + width) * itemsize
-    whole = v == vocab
-    if kind == "statistics":
-        return total + (0 if whole else n * _COMBINED_BYTES)
-    if kind == "frozen":
-        return total + (vectors - 1) * n * v * itemsize + n * width * itemsize
-    if sizes.narrow:
-        total += (2 if half else 1) * PIECE_BYTES
-    if kind in ("forward-gradient", "hidden", "both"):
-        if whole:
-            total += n * width * itemsize
-        elif kind == "both" and sizes.narrow:
-            total += rows * width * 4
+class Pass(NamedTuple):
+    """A pass over the logits of a linear loss: what its tile, its memory and its cost are."""
+
+    kind: str
+    sizes: Sizes
+    vectors: int = 1  # that "frozen" forms per row
+    least_rows: int = 0  # that a tile must hold together; 0: as few as are useful
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a tile spans the vocabulary."""
+        return self.kind in ("forward-gradient", "frozen")
+
+    def bytes(self, tile: Tile) -> int:
+        """Temporary bytes, without per-row values."""
+        n, v = tile
+        rows, width, vocab, itemsize, _, half, _ = self.sizes
+        # The tile, and a contiguous copy of its rows' hidden states.
+        total = n * (v + width) * itemsize
+        whole, narrow = v == vocab, self.sizes.narrow
+        if self.kind == "statistics":
+            return total + (0 if whole else n * _COMBINED_BYTES)
+        if self.kind == "frozen":
+            return total + (self.vectors - 1) * n * v * itemsize + n * width * itemsize
+        if narrow:
+            total += (2 if half else 1) * PIECE_BYTES
+        if self.kind in ("forward-gradient", "hidden", "both"):
+            if whole:
+                total += n * width * itemsize
+            elif self.kind == "both" and narrow:
+                total += rows * width * 4
+            else:
+                total += n * width * 4
+        if self.kind == "forward-gradient" and narrow and self.sizes.weight:
+            total += vocab * width * 4
+        if self.kind in ("weight", "both") and narrow and (n < rows or half):
+            total += v * width * 4
+        return total
+
+    def units(self, needs_hidden: bool = True, needs_weight: bool = True) -> int:
+        """The number of matrix products over N x H x V."""
+        if self.kind == "statistics":
+            return 1
+        if self.kind == "frozen":
+            return 1 + self.vectors
+        return 1 + (self.kind != "weight" and needs_hidden) + (self.kind != "hidden" and needs_weight)
+
+    def cost(self, tile: Tile, units: int) -> float:
+        """Its floating-point operations, plus memory traffic and calls expressed in operations."""
+        rows, width, vocab, itemsize, device, *_ = self.sizes
+        chunks, slices = -(-rows // tile.rows), -(-vocab // tile.columns)
+        # Each product reads W once per chunk and the hidden states once per slice.
+        moved = units * (chunks * vocab + slices * rows) * width * itemsize
+        # Sums over several tiles are read and written again.
+        if self.kind in ("forward-gradient", "weight", "both") and chunks > 1 and self.sizes.weight:
+            moved += 8 * chunks * vocab * width
+        if self.kind in ("hidden", "both") and slices > 1:
+            moved += 8 * slices * rows * width
+        if device == "cpu":
+            moved += _FRESH * tile.rows * tile.columns * itemsize
+        flops = 2.0 * units * rows * width * vocab
+        if self.kind == "statistics" and slices > 1:
+            # Combining slices takes a dozen small calls; and whole rows share their code with the other plans.
+            flops *= 1.05
+        return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
+
+    def tile(self, room: int, cap: int) -> Tile | None:
+        """The cheapest tile of at most about `cap` bytes whose pass takes at most `room` bytes; None: there is none."""
+        return _fit(self, room, cap)
+
+    def least_bytes(self, cap: int) -> int:
+        """The smallest room in bytes that has a tile."""
+        return min(self.bytes(tile) for tile in self._tiles(cap))
+
+    def _tiles(self, cap: int) -> Iterator[Tile]:
+        """Tiles to try, of at most `cap` bytes except for the smallest ones.
+
+        They do not depend on the room, so that the cheapest tile that fits never costs more in a larger room.
+        """
+        vocab, itemsize = self.sizes.vocab, self.sizes.itemsize
+        least_rows = self.least_rows or (1 if self.whole_rows else _LEAST_ROWS)
+        if self.kind == "frozen":
+            cap //= self.vectors  # it holds this many tiles
+        elif not self.whole_rows and self.kind != "statistics":
+            cap = min(cap, SLICED_BYTES.get(self.sizes.device, cap))
+        for n in _parts(max(self.sizes.rows, 1), least_rows):
+            for width in (vocab,) if self.whole_rows else _parts(vocab, _LEAST_COLUMNS):
+                # Slices are whole cache lines and vectors.
+                columns = width if width == vocab else min(-(-width // 64) * 64, vocab - 1)
+                smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
+                if smallest or n * columns * itemsize <= cap:
+                    yield Tile(n, columns)
+
+
+@lru_cache(maxsize=1024)
+def _fit(one: Pass, room: int, cap: int) -> Tile | None:
+    best, best_cost = None, 0.0
+    for tile in one._tiles(cap):
+        if one.bytes(tile) <= room:
+            cost = one.cost(tile, one.units())
+            if best is None or cost < best_cost:  # torch.compile cannot trace min with a key
+                best, best_cost = tile, cost
+    return best
+
+
+def _parts(total: int, least: int) -> Iterator[int]:
+    """Lengths to try, in falling order: the total, then ever smaller equal parts, down to `least`."""
+    parts = 1
+    while (length := -(-total // parts)) > least:
+        yield length
+        if torch.compiler.is_compiling():  # which traces every length; the operators search again when they run
+            parts *= 2
         else:
-            total += n * width * 4
-    if kind == "forward-gradient" and sizes.narrow and sizes.weight:
-        total += vocab * width * 4
-    if kind in ("weight", "both") and sizes.narrow and (n < rows or half):
-        total += v * width * 4
-    return total
-
-
-def pass_units(kind: str, vectors: int = 1, needs_hidden: bool = True, needs_weight: bool = True) -> int:
-    """The number of matrix products over N x H x V in a pass."""
-    if kind == "statistics":
-        return 1
-    if kind == "frozen":
-        return 1 + vectors
-    return 1 + (kind != "weight" and needs_hidden) + (kind != "hidden" and needs_weight)
-
-
-def pass_cost(kind: str, sizes: Sizes, tile: Tile, units: int) -> float:
-    """The cost of the pass: its floating-point operations, plus memory traffic and calls expressed in operations."""
-    rows, width, vocab, itemsize, device, *_ = sizes
-    chunks, slices = -(-rows // tile.rows), -(-vocab // tile.columns)
-    # Each product reads W once per chunk and the hidden states once per slice.
-    moved = units * (chunks * vocab + slices * rows) * width * itemsize
-    # Sums over several tiles are read and written again.
-    if kind in ("forward-gradient", "weight", "both") and chunks > 1 and sizes.weight:
-        moved += 8 * chunks * vocab * width
-    if kind in ("hidden", "both") and slices > 1:
-        moved += 8 * slices * rows * width
-    if device == "cpu":
-        moved += _FRESH * tile.rows * tile.columns * itemsize
-    flops = 2.0 * units * rows * width * vocab
-    if kind == "statistics" and slices > 1:
-        # Combining slices takes a dozen small calls; and whole rows share their code with the other plans.
-        flops *= 1.05
-    return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
+            parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the previous one
+    yield min(total, least)
 
 
 #: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes per element. Measured on two
@@ -160,58 +221,3 @@ def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
 def support_cost(sizes: Sizes, entries: int, gradients: int) -> float:
     """The cost of products with support entries: each reads a row of the weight, or of the hidden states."""
     return _A_BYTE.get(sizes.device, 20.0) * entries * sizes.hidden * sizes.itemsize * (1 + gradients)
-
-
-def _parts(total: int, least: int) -> Iterator[int]:
-    """Lengths to try, in falling order: the total, then ever smaller equal parts, down to `least`."""
-    parts = 1
-    while (length := -(-total // parts)) > least:
-        yield length
-        if torch.compiler.is_compiling():  # which traces every length; the operators search again when they run
-            parts *= 2
-        else:
-            parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the previous one
-    yield min(total, least)
-
-
-def _candidates(kind: str, sizes: Sizes, cap: int, vectors: int, least_rows: int) -> Iterator[Tile]:
-    """Tiles to try, of at most `cap` bytes except for the smallest ones.
-
-    They do not depend on the room, so that the cheapest tile that fits never costs more in a larger room.
-    """
-    vocab = sizes.vocab
-    whole_rows = kind in ("forward-gradient", "frozen")
-    least_rows = least_rows or (1 if whole_rows else _LEAST_ROWS)
-    if kind == "frozen":
-        cap //= vectors  # it holds this many tiles
-    elif not whole_rows and kind != "statistics":
-        cap = min(cap, SLICED_BYTES.get(sizes.device, cap))
-    for n in _parts(max(sizes.rows, 1), least_rows):
-        for width in (vocab,) if whole_rows else _parts(vocab, _LEAST_COLUMNS):
-            # Slices are whole cache lines and vectors.
-            columns = width if width == vocab else min(-(-width // 64) * 64, vocab - 1)
-            smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
-            if smallest or n * columns * sizes.itemsize <= cap:
-                yield Tile(n, columns)
-
-
-@lru_cache(maxsize=1024)
-def fit(kind: str, sizes: Sizes, room: int, cap: int, units: int, vectors: int = 1, least_rows: int = 0) -> Tile | None:
-    """The cheapest tile of at most about `cap` bytes whose pass takes at most `room` bytes; None if there is none.
-
-    `units` is the number of matrix products, `vectors` the number that "frozen" forms per row; a tile has at least
-    `least_rows` rows.
-    """
-    best, best_cost = None, 0.0
-    for tile in _candidates(kind, sizes, cap, vectors, least_rows):
-        if pass_bytes(kind, sizes, tile, vectors) <= room:
-            cost = pass_cost(kind, sizes, tile, units)
-            if best is None or cost < best_cost:  # torch.compile cannot trace min with a key
-                best, best_cost = tile, cost
-    return best
-
-
-def least_bytes(kind: str, sizes: Sizes, cap: int, vectors: int = 1, least_rows: int = 0) -> int:
-    """The smallest room in bytes in which `fit` finds a tile."""
-    tiles = _candidates(kind, sizes, cap, vectors, least_rows)
-    return min(pass_bytes(kind, sizes, tile, vectors) for tile in tiles)

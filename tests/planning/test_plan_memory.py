@@ -14,10 +14,9 @@ from fastrl.cli import main
 from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN
 from fastrl.planning import budget as budgets
 from fastrl.planning import plans as memory
-from fastrl.planning import tiling
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Call, use_plan
-from fastrl.planning.tiling import Needs
+from fastrl.planning.tiling import Needs, Pass
 
 MIB = 2**20
 calls = st.builds(
@@ -58,10 +57,9 @@ def test_fewer_rows_fit_where_more_did(call: Call, fewer: int) -> None:
     size = 2 * max(memory.least_budget(call, name) for name in memory.applicable(call))
     for plan in memory.possible_plans(call, size):
         for kind in plan.tiles:
-            sizes = call.sizes._replace(rows=min(fewer, call.rows))
-            units = tiling.pass_units(kind, call.slopes)
-            tile = tiling.fit(kind, sizes, plan.room, plan.tile_bytes, units, call.slopes)
-            assert tile is not None and tiling.pass_bytes(kind, sizes, tile, call.slopes) <= plan.room
+            one = Pass(kind, call.sizes._replace(rows=min(fewer, call.rows)), call.slopes)
+            tile = one.tile(plan.room, plan.tile_bytes)
+            assert tile is not None and one.bytes(tile) <= plan.room
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 
 import fastrl
 from fastrl.bench.measure import Run, peak_temporary_bytes
-from fastrl.losses import logprobs, supports
 from fastrl.planning import plans as memory
 
 RESPONSES = 8
@@ -154,8 +153,6 @@ def main() -> None:
         return chosen[-1]
 
     memory.choose = spy
-    for module in (logprobs, supports):  # which have a name of their own for what they call
-        module.choose = spy
     results = []
     with fastrl.use_backend(backend):
         for given in json.load(sys.stdin):
