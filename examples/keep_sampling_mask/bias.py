@@ -1,6 +1,6 @@
-"""What it costs to train on truncated samples without the sampler's sets, on a policy that can be enumerated.
+"""What it costs to train on truncated samples without the sampler's supports, on a policy that can be enumerated.
 
-The page docs/keep_sampling_mask.md says what is measured and why. This prints its numbers and draws its figure:
+docs/keep_sampling_mask.md explains what is measured and why. This script prints its numbers and draws its figure:
 
     python examples/keep_sampling_mask/bias.py
 """
@@ -35,17 +35,17 @@ class Batch:
 
     tokens: Tensor  # (N, STEPS) int64
     contexts: Tensor  # (N, STEPS) int64: the row of the policy's table that each token was drawn with
-    old_logprobs: Tensor  # (N, STEPS) float32, the sampler's: normalised over the entries that top-p kept
+    old_logprobs: Tensor  # (N, STEPS) float32, the sampler's: normalised over the support
     advantages: Tensor  # (N,) float32
 
 
 class Sampler:
-    """A bigram policy, as a table of logits, that is sampled at top-p; the reward of a sequence adds up its tokens'."""
+    """A bigram policy, as a table of logits, sampled at top-p; a sequence's reward is the sum of its tokens' values."""
 
     def __init__(self, table: Tensor, values: Tensor, top_p: float) -> None:
         self.table, self.values = table, values  # (VOCAB + 1, VOCAB), the last row for the first token; (VOCAB,)
         self.kept = nucleus(table, top_p)
-        # What a rollout engine would record, here once a row of the table and not once a token.
+        # What a rollout engine would record, here once per row of the table instead of once per token.
         self.sets = fastrl.SamplingMask.from_dense(self.kept)
         self.logprobs = table.masked_fill(~self.kept, -torch.inf).log_softmax(-1)
         tokens = torch.cartesian_prod(*[torch.arange(VOCAB)] * STEPS)
@@ -58,7 +58,7 @@ class Sampler:
         self.std = float(self.probability @ (rewards - self.mean) ** 2) ** 0.5
 
     def batch(self, tokens: Tensor) -> Batch:
-        """What a trainer gets of sequences (N, STEPS)."""
+        """What a trainer gets for sequences (N, STEPS)."""
         contexts = contexts_of(tokens)
         advantages = (self.values[tokens].sum(1) - self.mean) / self.std
         return Batch(tokens, contexts, self.logprobs[contexts, tokens], advantages)
@@ -72,7 +72,7 @@ class Sampler:
         return self.batch(torch.stack(steps, 1))
 
     def true_gradient(self) -> Tensor:
-        """Of the objective, E over the sampler's sequences of their advantage, by enumeration and autograd: float64."""
+        """The gradient of the mean advantage over the sampler's sequences, by enumeration and autograd: float64."""
         table = self.table.double().requires_grad_()
         logprobs = table.masked_fill(~self.kept, -torch.inf).log_softmax(-1)
         probability = logprobs[contexts_of(self.tokens), self.tokens].sum(1).exp()
@@ -105,7 +105,7 @@ class Sampler:
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Which entries (..., V) top-p keeps: the likeliest ones, until they have at least this probability together."""
+    """The supports (..., V) of top-p: the likeliest entries, until they have at least this probability together."""
     probability, order = logits.softmax(-1).sort(-1, descending=True)
     before = probability.cumsum(-1) - probability
     kept = (before < top_p) | (top_p == 1)
@@ -185,16 +185,16 @@ def draw_up_to(sampler: Sampler, sizes: list[int], generator: torch.Generator) -
 
 
 def distance(found: Tensor, true: Tensor) -> float:
-    """Relative to the true gradient's length."""
+    """The length of the difference, relative to the true gradient's."""
     return float((found - true).norm() / true.norm())
 
 
 def cosine(found: Tensor, true: Tensor) -> float:
-    """Of the angle between two gradients."""
+    """The cosine of the angle between two gradients."""
     return float((found * true).sum() / found.norm() / true.norm())
 
 
-# --- what is shown of them --------------------------------------------------------------------------------------------
+# --- tables and figure ------------------------------------------------------------------------------------------------
 
 
 def report(results: dict[float, dict[str, Any]]) -> None:

@@ -2,8 +2,8 @@
 
     python examples/plain_loop/loop.py
 
-Here the model is tiny and random and the reward counts a token, so that it runs anywhere in seconds. In yours, load a
-model and a tokenizer, and let the reward read text.
+The model is tiny and random and the reward counts a token, so that the example runs anywhere in seconds. In your loop,
+load a model and a tokenizer, and let the reward read text.
 """
 
 import torch
@@ -28,7 +28,7 @@ def train(steps: int = 30) -> list[float]:
         completions = sampled[:, prompts.shape[1] :]  # (B, T)
         rewards = (completions == WANTED).float().mean(1)
         groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
-        hidden = model.get_decoder()(sampled).last_hidden_state[:, prompts.shape[1] - 1 : -1]  # what predicts them
+        hidden = model.get_decoder()(sampled).last_hidden_state[:, prompts.shape[1] - 1 : -1]  # predict completions
         out = fastrl.linear_policy_loss(
             hidden,
             model.lm_head.weight,

@@ -2,7 +2,7 @@
 
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **_: object) -> list[float]:
-    """The fraction of positions that hold the right digit, and as much again for an exact answer: from 0 to 2.
+    """The fraction of positions that hold the right digit, plus 1 for an exact answer: from 0 to 2.
 
     The fraction is what makes learning from scratch possible: a random answer is exact once in a few thousand tries.
     """

@@ -1,7 +1,7 @@
 """Writes this directory's datasets, which are committed: run it again only to change them.
 
-The numbers are those of ../reverse_digits/train.jsonl: the first 200 for fine-tuning, the next 400 for preferences and
-all from there on for ranks. Held-out rows are of ../reverse_digits/eval.jsonl.
+The numbers are those of ../reverse_digits/train.jsonl: the first 200 for fine-tuning, the next 400 for preferences,
+and the 500 after the first 200, which include those, for ranks. Held-out rows are from ../reverse_digits/eval.jsonl.
 """
 
 import json
@@ -45,7 +45,7 @@ def ranked(row: dict[str, str]) -> dict[str, object]:
 
 
 def spoilt(answer: str, count: int) -> str:
-    """The answer with other digits at this many places."""
+    """The answer with wrong digits at `count` places."""
     digits = list(answer)
     for place in RANDOM.sample(range(len(digits)), count):
         digits[place] = RANDOM.choice([digit for digit in "0123456789" if digit != digits[place]])
