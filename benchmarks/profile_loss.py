@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import profile
 
-from fastrl.bench import heads, machine
+from fastrl.bench import machine
+from fastrl.bench.candidates import ours
 from fastrl.bench.clock import synchronize
 from fastrl.bench.measure import default_device
-from fastrl.bench.plans_workloads import Way
 from fastrl.bench.problems import linear_problem
 
 _CALLS = 3
@@ -135,7 +135,8 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     device, (n, width, vocab) = default_device(), map(int, options.shape.split("x"))
     problem = linear_problem(n, width, vocab, getattr(torch, options.dtype), device, clipped=0.0)
-    run = heads.contender(problem, heads.ours(options.budget)).prepare()
+    contender = ours("fastrl", budget=options.budget).on(problem)
+    run = contender.prepare()
     calls = [profiled(run.call, device) for _ in range(2 + _CALLS)][2:]  # two calls warm up kernels and profiler
     facts = {
         **machine.describe([]),
@@ -143,7 +144,7 @@ def main(argv: Sequence[str]) -> None:
         "shape": {"N": n, "H": width, "V": vocab},
         "dtype": options.dtype,
         "budget": options.budget,
-        "plan": Way("", budget=options.budget).taken(problem),
+        "plan": contender.plan(),
         "calls": _CALLS,
         **summary(calls, width),
     }

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 import torch
 
-from fastrl.bench import heads
-from fastrl.bench.linear_workloads import products, workloads
+from fastrl.bench.candidates import ours
+from fastrl.bench.ceilings import products
 from fastrl.bench.measure import default_device
-from fastrl.bench.memory_workloads import BUDGETS
-from fastrl.bench.problems import LinearProblem, linear_problem
+from fastrl.bench.problems import Problem, linear_problem
+from fastrl.bench.workloads import BUDGETS, LINEAR
 
 DEVICE = default_device()
 SIZES = {
@@ -20,7 +20,6 @@ SIZES = {
     # a 7B-shaped and a 1.5B-shaped head with a Qwen vocabulary
     "cuda": [(8192, 4096, 151936, torch.bfloat16), (8192, 2048, 151936, torch.bfloat16)],
 }[DEVICE]
-WORKLOADS = ["loss and gradients", "cross-entropy", "statistics"]
 
 sizes = pytest.mark.parametrize(
     ("n", "width", "vocab", "dtype"), SIZES, ids=lambda value: str(value).removeprefix("torch.")
@@ -28,26 +27,26 @@ sizes = pytest.mark.parametrize(
 
 
 @cache
-def problem(n: int, width: int, vocab: int, dtype: torch.dtype) -> LinearProblem:
+def problem(n: int, width: int, vocab: int, dtype: torch.dtype) -> Problem:
     return linear_problem(n, width, vocab, dtype, DEVICE)
 
 
 @sizes
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("definition", LINEAR, ids=lambda definition: definition.name)
 @pytest.mark.parametrize("contender", ["fastrl", "products"])
-def test_linear(n, width, vocab, dtype, workload, contender, time_run) -> None:
-    inputs = problem(n, width, vocab, dtype)
+def test_linear(n, width, vocab, dtype, definition, contender, time_run) -> None:
+    given = problem(n, width, vocab, dtype)
     if contender == "products":
-        run = products(inputs.hidden, inputs.weight, backward=workload != "statistics").prepare()
+        run = products(*given.inputs.values(), range(1 + len(definition.gradients)))
     else:
-        chosen = next(w for w in workloads(inputs) if w.name == workload)
-        run = next(s for s in chosen.contenders if s.name == contender).prepare()
-    time_run(f"linear, {workload}, {n} x {width} x {vocab} {dtype}", run)
+        chosen = next(c for c in definition.candidates if c.name == contender)
+        run = chosen.on(given, definition.gradients).prepare()
+    time_run(f"linear, {definition.name}, {n} x {width} x {vocab} {dtype}", run)
 
 
 @sizes
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_budget(n, width, vocab, dtype, budget, time_run) -> None:
     """The plan for each budget; a budget too small for any plan is skipped, with the smallest that is enough."""
-    contender = heads.contender(problem(n, width, vocab, dtype), heads.ours(budget))
+    contender = ours("fastrl", budget=budget).on(problem(n, width, vocab, dtype))
     time_run(f"budgets, {n} x {width} x {vocab} {dtype}", contender.prepare())

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from fastrl.bench.logits_workloads import workloads
 from fastrl.bench.measure import default_device
-from fastrl.bench.problems import LogitsProblem, logits_problem
+from fastrl.bench.problems import Problem, logits_problem
+from fastrl.bench.workloads import LOGITS
 
 DEVICE = default_device()
 SIZES = {
@@ -26,7 +26,7 @@ WORKLOADS = {
 
 
 @cache
-def problem(n: int, vocab: int, dtype: torch.dtype) -> LogitsProblem:
+def problem(n: int, vocab: int, dtype: torch.dtype) -> Problem:
     return logits_problem(n, vocab, dtype, DEVICE)
 
 
@@ -35,6 +35,6 @@ def problem(n: int, vocab: int, dtype: torch.dtype) -> LogitsProblem:
     ("workload", "contender"), [(workload, contender) for workload in WORKLOADS for contender in WORKLOADS[workload]]
 )
 def test_logits(n, vocab, dtype, workload, contender, time_run) -> None:
-    definition = next(w for w in workloads(problem(n, vocab, dtype)) if w.name == workload)
+    definition = next(w for w in LOGITS if w.name == workload).on(problem(n, vocab, dtype))
     run = next(s for s in definition.contenders if s.name == contender)
     time_run(f"logits, {workload}, {n} x {vocab} {dtype}", run.prepare())

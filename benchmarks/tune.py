@@ -29,7 +29,7 @@ from fastrl.backends.contract import Transform
 from fastrl.backends.triton import backend as triton_backend
 from fastrl.bench import machine
 from fastrl.bench.clock import time_runs
-from fastrl.bench.contenders import Outcome, Run
+from fastrl.bench.contenders import without_results
 from fastrl.bench.measure import default_device
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
@@ -104,13 +104,8 @@ def row_call(kernel: str, n: int, vocab: int, dtype: torch.dtype, device: str) -
 
 def timed(call: Callable[[], Any], device: str) -> float:
     """The median milliseconds, with a cold cache."""
-
-    def once() -> Outcome:
-        call()
-        return Outcome(None, None, None, {})
-
-    once()  # compiles
-    return 1e3 * statistics.median(time_runs(Run(once), device, _REPEATS, _SECONDS))
+    call()  # compiles
+    return 1e3 * statistics.median(time_runs(without_results(call), device, _REPEATS, _SECONDS))
 
 
 def sweep(choices: list[Choice], call: Callable[[Choice], Any], device: str) -> list[Choice]:

@@ -11,9 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from fastrl.bench.measure import Row
 from fastrl.bench.report import shape_text, shared_limit, skipped_text
-from fastrl.bench.workloads import Section
+from fastrl.bench.results import Row, Section
 
 _OURS, _OTHERS, _BODY, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#ffffff", "#c1272d", "#222222"
 #: Line styles: fastrl's in the order of the contenders, each lighter and thinner, so that all show if they coincide;

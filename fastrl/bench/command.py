@@ -13,9 +13,9 @@ import torch
 
 from fastrl.base import dependencies
 from fastrl.bench import machine
-from fastrl.bench.measure import Row, default_device
-from fastrl.bench.suites import SUITES, Setting, Shape, Suite
-from fastrl.bench.workloads import Section
+from fastrl.bench.measure import Setting, default_device
+from fastrl.bench.results import Row, Section
+from fastrl.bench.suites import SUITES, Shape, Suite, bench
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         suite = SUITES[name]
         for shape in shapes[name] if options.shape else suite.defaults[device]:
             log = partial(_log, f"{name} {'x'.join(map(str, shape))} {dtype}")
-            sections.append(suite.run(shape, Setting(getattr(torch, dtype), device, repeats, log, seconds)))
+            setting = Setting(getattr(torch, dtype), device, repeats, log, seconds)
+            sections.append(suite.run(bench(name, shape, setting)))
             if options.out is not None:  # after every shape, so that an interrupted run leaves its results
                 _write(options.out, options.name, header, sections)
     print(as_markdown(header, sections))

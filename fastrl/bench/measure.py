@@ -8,9 +8,8 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,55 +17,29 @@ from torch import Tensor
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
 from fastrl.bench.problems import Expected
+from fastrl.bench.results import Row
 from fastrl.planning.budget import free_bytes
 
 #: (run, device, most repeats, seconds after which no repeat begins) -> the seconds of each repeat
 Clock = Callable[[Run, str, int, float], list[float]]
 
 
-class Limit(NamedTuple):
-    """The least time of a workload, measured in the same run, and its source, such as "a copy of as many bytes"."""
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of a suite are measured with."""
 
-    seconds: float
-    of: str
-
-
-@dataclass
-class Row:
-    """One line of a table: a contender's results, or the reason why it has none."""
-
-    suite: str
-    shape: dict[str, int]
-    dtype: str
-    workload: str
-    contender: str
-    skipped: str | None = None
-    failed: bool = False  # skipped because of an error in fastrl
-    ours: bool = False
-    is_limit: bool = False  # the bare workload that the others are compared with
-    plan: str | None = None  # which memory plan fastrl took
-    milliseconds_median: float | None = None
-    milliseconds_min: float | None = None
-    milliseconds_hot: float | None = None  # the median with what the previous call left in a GPU's L2 cache
-    repeats: int | None = None
-    tokens_per_second: float | None = None
-    workload_bytes: int | None = None  # the least that the workload has to move
-    bytes_per_second: float | None = None
-    workload_flops: int | None = None  # the least that its matrix products cost
-    flops_per_second: float | None = None
-    limit: str | None = None  # what the row is compared with
-    milliseconds_limit: float | None = None
-    fraction_of_limit: float | None = None
-    peak_temporary_bytes: int | None = None
-    speedup_over_eager: float | None = None
-    speedup_over_compile: float | None = None
-    share_of_step: float | None = None  # the head's and the loss's share of a whole training step's time
-    errors: dict[str, float | None] = field(default_factory=dict)  # None = not finite
+    dtype: torch.dtype
+    device: str
+    repeats: int
+    log: Callable[[str], None] = lambda text: None
+    seconds: float = math.inf  # after these no further repeat of a contender begins
+    clock: Clock = time_runs
+    hot: bool = False  # whether contenders are also timed with a hot cache
 
     @property
-    def tokens(self) -> int:
-        """The number of tokens per call: N, or B responses of T."""
-        return self.shape["N"] if "N" in self.shape else self.shape["B"] * self.shape["T"]
+    def dtype_name(self) -> str:
+        """The dtype's name without the module: "float32"."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 def default_device() -> str:
@@ -131,8 +104,9 @@ def errors(outcome: Outcome, expected: Expected) -> dict[str, float | None]:
             largest[name] = _largest(actual.reshape(-1).double() - exact.reshape(-1))
     for name, gradient in outcome.gradients.items():
         rows, exact = expected.gradients[name]
-        if gradient.dim() == 3:  # (B, T, V), possibly not contiguous, so that reshape would copy
-            actual = gradient[rows // gradient.shape[1], rows % gradient.shape[1]]
+        if gradient.dim() == 3:  # (B, T, V) or, with a position that is ignored, (B, T + 1, V)
+            length = expected.logprobs.shape[0] // gradient.shape[0]
+            actual = gradient[rows // length, rows % length]
         else:
             actual = gradient[rows]
         largest[f"d_{name}"] = _largest(actual.double() - exact) / max(_largest(exact), 1e-300)
@@ -143,20 +117,12 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max())  # propagates NaN
 
 
-def measure(
-    contender: Contender,
-    row: Row,
-    expected: Expected | None,
-    device: str,
-    repeats: int,
-    seconds: float = math.inf,
-    clock: Clock = time_runs,
-    hot: bool = False,
-) -> None:
+def measure(contender: Contender, row: Row, expected: Expected | None, setting: Setting) -> None:
     """Fill the row: error in a first run, memory in a second, then timed runs, and if `hot` also ones with a hot cache.
 
     An exception of another package becomes the row's reason; one of fastrl is raised, with its first line in the row.
     """
+    device = setting.device
     row.ours = contender.ours
     free = free_bytes(device)
     needed = contender.bytes_needed + (FLUSHED_BYTES if device == "cuda" else 0)
@@ -171,8 +137,10 @@ def measure(
             row.errors = errors(outcome, expected)
         del outcome
         row.peak_temporary_bytes = peak_temporary_bytes(run, device)
-        times = clock(run, device, repeats, seconds)
-        hot_times = time_runs(run, device, repeats, seconds, hot=True) if hot else None
+        times = setting.clock(run, device, setting.repeats, setting.seconds)
+        if setting.hot:
+            hot_times = time_runs(run, device, setting.repeats, setting.seconds, hot=True)
+            row.milliseconds_hot = 1e3 * statistics.median(hot_times)
     except Unavailable as reason:
         row.skipped = str(reason)
     except torch.OutOfMemoryError as error:
@@ -186,7 +154,6 @@ def measure(
         row.repeats = len(times)
         row.milliseconds_median = 1e3 * statistics.median(times)
         row.milliseconds_min = 1e3 * min(times)
-        row.milliseconds_hot = None if hot_times is None else 1e3 * statistics.median(hot_times)
     finally:
         run = None  # type: ignore[assignment]  # free its tensors before the next contender is measured
         gc.collect()
@@ -201,21 +168,3 @@ def _first_line(error: Exception) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def finish(rows: list[Row], limit: Limit | None, eager: str, compiled: str) -> None:
-    """Fill derived fields of a workload's rows: rates, fraction of the limit, speed-ups over two of the contenders."""
-    medians: dict[str, Any] = {row.contender: row.milliseconds_median for row in rows}
-    for row in rows:
-        if row.milliseconds_median is None:
-            continue
-        seconds = row.milliseconds_median / 1e3
-        row.tokens_per_second = row.tokens / seconds
-        row.bytes_per_second = None if row.workload_bytes is None else row.workload_bytes / seconds
-        row.flops_per_second = None if row.workload_flops is None else row.workload_flops / seconds
-        if limit is not None:
-            row.limit, row.milliseconds_limit = limit.of, 1e3 * limit.seconds
-            row.fraction_of_limit = limit.seconds / seconds
-        for name, attribute in ((eager, "speedup_over_eager"), (compiled, "speedup_over_compile")):
-            if medians.get(name) is not None:
-                setattr(row, attribute, medians[name] / row.milliseconds_median)

@@ -5,6 +5,9 @@ In float64 the same functions compute the results expected of every contender.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,26 +18,32 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
 
-def _statistics(log_p: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+def _logprobs(log_p: Tensor, targets: Tensor) -> Tensor:
+    return log_p.gather(-1, targets[..., None])[..., 0]
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of targets (...) and entropies (...) of logits (..., V), both differentiable."""
-    return _statistics(_log_softmax(logits), targets)
+    log_p = _log_softmax(logits)
+    return _logprobs(log_p, targets), _entropy(log_p)
+
+
+def _clipped_gain(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
 
 
 def clipped_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, denominator: int) -> Tensor:
     """PPO's clipped surrogate over tokens (N,), summed and divided by the denominator."""
-    ratio = torch.exp(logprobs - old)
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    return -gain.sum() / denominator
+    return -_clipped_gain(torch.exp(logprobs - old), advantages).sum() / denominator
 
 
 def sequence_clipped_loss(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """GSPO's loss, clipped on the geometric mean of each response's ratios; log-ratios (B, T), advantages (B,)."""
-    ratio = log_ratio.mean(-1).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+    return -_clipped_gain(log_ratio.mean(-1).exp(), advantages).mean()
 
 
 def policy_loss(
@@ -42,25 +51,21 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, log-probabilities and, only for the trainer's log, entropies."""
     log_p = _log_softmax(logits)
-    logprobs = log_p.gather(-1, targets[..., None])[..., 0]
+    logprobs = _logprobs(log_p, targets)
     with torch.no_grad():
-        entropy = -(log_p.exp() * log_p).sum(-1)
+        entropy = _entropy(log_p)
     return clipped_loss(logprobs, old, advantages, denominator), logprobs, entropy
 
 
-def linear_statistics(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`statistics` of the logits hidden (N, H) weight^T (H, V)."""
-    return statistics(torch.nn.functional.linear(hidden, weight), targets)
-
-
-def linear_policy_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, old: Tensor, advantages: Tensor, denominator: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`policy_loss` of the logits hidden (N, H) weight^T (H, V)."""
-    return policy_loss(torch.nn.functional.linear(hidden, weight), targets, old, advantages, denominator)
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of the logits hidden (N, H) weight^T (H, V), in float32 as trainers compute it."""
-    logits = torch.nn.functional.linear(hidden, weight)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy, in float32 as trainers compute it."""
     return torch.nn.functional.cross_entropy(logits.float(), targets)
+
+
+def linear(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of the logits hidden (N, H) weight^T (H, V), instead of logits."""
+
+    def from_hidden(hidden: Tensor, weight: Tensor, *arguments: Any) -> Any:
+        return function(torch.nn.functional.linear(hidden, weight), *arguments)
+
+    return from_hidden

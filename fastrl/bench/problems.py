@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+import fastrl
 from fastrl.bench import plain
 
 #: Standard deviation of the logits: rows are neither flat nor nearly one-hot.
@@ -29,6 +30,35 @@ class Expected(NamedTuple):
     gradients: dict[str, tuple[Tensor, Tensor]]
 
 
+class Size(NamedTuple):
+    """A problem's size, and numbers of bytes that follow from it."""
+
+    tokens: int
+    hidden: int  # 0 if the problem starts from logits
+    vocab: int
+    element_size: int
+
+    @property
+    def once(self) -> int:
+        """One tensor of the logits' shape in the problem's dtype."""
+        return self.tokens * self.vocab * self.element_size
+
+    @property
+    def wide(self) -> int:
+        """One tensor of the logits' shape in float32."""
+        return self.tokens * self.vocab * 4
+
+    @property
+    def gradients(self) -> int:
+        """The gradients of hidden states and weight, in float32."""
+        return 4 * self.hidden * (self.tokens + self.vocab)
+
+    @property
+    def product_flops(self) -> int:
+        """The floating-point operations of one of the head's matrix products."""
+        return 2 * self.tokens * self.hidden * self.vocab
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What the losses read besides logits: B responses of T tokens, flattened to N = B T."""
@@ -39,139 +69,152 @@ class Tokens:
     advantages: Tensor  # (N,) float32, per_response repeated per token
     old: Tensor  # (N,) float32, off-policy log-probabilities
     upstream: tuple[Tensor, Tensor]  # 2 x (N,) float32: arbitrary gradients of log-probabilities and entropies
+    sets: fastrl.SamplingMask | None = None  # the recorded support of each token; None: the whole vocabulary
 
     @property
     def count(self) -> int:
         """The number of tokens, N."""
         return self.targets.shape[0]
 
-    @property
-    def length(self) -> int:
-        """The length of a response, T."""
-        return self.count // self.responses
-
     def padded(self, tensor: Tensor) -> Tensor:
         """A view of (N, ...) as (B, T, ...)."""
-        return tensor.view(self.responses, self.length, *tensor.shape[1:])
+        return tensor.view(self.responses, -1, *tensor.shape[1:])
 
     def sampled(self) -> Tensor:
         """Indices of the rows whose gradients are checked, evenly spaced from first to last."""
-        return torch.linspace(
-            0, self.count - 1, min(self.count, _SAMPLED_ROWS), device=self.targets.device, dtype=torch.float64
-        ).long()
+        return _spaced(self.count, min(self.count, _SAMPLED_ROWS), self.targets.device)
+
+    def checked_entries(self, vocab: int) -> Tensor:
+        """Vocabulary entries whose rows of the head's gradient are checked: 16 targets and 16 evenly spaced entries."""
+        return torch.cat([self.targets[self.sampled()[:16]], _spaced(vocab, 16, self.targets.device)])
+
+
+def _spaced(count: int, chosen: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, count - 1, chosen, device=device, dtype=torch.float64).long()
 
 
 @dataclass(frozen=True)
-class LogitsProblem:
-    """Logits (N, V) and their tokens."""
+class Problem:
+    """Logits, or hidden states and an output head, with their tokens; expected results from all of them."""
 
-    logits: Tensor
+    inputs: dict[str, Tensor]  # "logits" (N, V), or "hidden" (N, H) and "weight" (V, H)
     tokens: Tokens
-    logprobs: Tensor  # (N,) float64
-    entropy: Tensor  # (N,) float64
+    logprobs: Tensor  # (N,) float64, like entropy over the sets if there are any
+    entropy: Tensor
 
-    def expected_statistics(self) -> Expected:
-        """The expected log-probabilities and entropies, and the gradient for the tokens' upstream."""
-        rows = self.tokens.sampled()
-        c, h = (u[rows].double() for u in self.tokens.upstream)
-        x = self.logits[rows].double().requires_grad_()
-        logprobs, entropy = plain.statistics(x, self.tokens.targets[rows])
-        (gradient,) = torch.autograd.grad((c * logprobs + h * entropy).sum(), x)
-        return Expected(None, self.logprobs, self.entropy, {"logits": (rows, gradient)})
+    @property
+    def size(self) -> Size:
+        """The problem's size."""
+        (first, *weight), count = self.inputs.values(), self.tokens.count
+        hidden, vocab = (first.shape[1], weight[0].shape[0]) if weight else (0, first.shape[1])
+        return Size(count, hidden, vocab, first.element_size())
 
-    def expected_loss(self) -> Expected:
-        """The expected results of the clipped loss."""
-        rows = self.tokens.sampled()
-        x = self.logits[rows].double().requires_grad_()
-        loss, *_ = plain.policy_loss(x, *_loss_inputs(self.tokens, rows))
-        (gradient,) = torch.autograd.grad(loss, x)
-        return Expected(_loss(self.tokens, self.logprobs), self.logprobs, self.entropy, {"logits": (rows, gradient)})
-
-
-@dataclass(frozen=True)
-class LinearProblem:
-    """Hidden states (N, H), an output head (V, H) and their tokens."""
-
-    hidden: Tensor
-    weight: Tensor
-    tokens: Tokens
-    logprobs: Tensor  # (N,) float64
-    entropy: Tensor  # (N,) float64
-
-    def expected_statistics(self) -> Expected:
-        """The expected log-probabilities and entropies, forward only."""
+    def expected_forward(self) -> Expected:
+        """The expected log-probabilities and entropies alone."""
         return Expected(None, self.logprobs, self.entropy, {})
 
+    def expected_statistics(self) -> Expected:
+        """The expected log-probabilities and entropies, and the gradient of the logits for the tokens' upstream."""
+        rows = self.tokens.sampled()
+        gradient = self.row_gradients(rows, *(u.double() for u in self.tokens.upstream))
+        return self.expected_forward()._replace(gradients={"logits": (rows, gradient)})
+
     def expected_loss(self) -> Expected:
         """The expected results of the clipped loss."""
-        return self._expected_loss(_loss)
+        return self._expected(self.loss)
+
+    def loss(self, logprobs: Tensor) -> Tensor:
+        """The clipped loss of log-probabilities (N,) in float64."""
+        tokens = self.tokens
+        return plain.clipped_loss(logprobs, tokens.old.double(), tokens.advantages.double(), tokens.count)
 
     def expected_sequence_loss(self) -> Expected:
         """The expected results of the clipped loss of sequence ratios."""
-        return self._expected_loss(_sequence_loss)
-
-    def _expected_loss(self, loss_of: Callable[[Tokens, Tensor], Tensor]) -> Expected:
-        logp = self.logprobs.clone().requires_grad_()
-        loss = loss_of(self.tokens, logp)
-        (c,) = torch.autograd.grad(loss, logp)
-        return Expected(loss.detach(), self.logprobs, self.entropy, self._gradients(c))
+        old, advantages = self.tokens.old.double(), self.tokens.per_response.double()
+        return self._expected(lambda logp: plain.sequence_clipped_loss(self.tokens.padded(logp - old), advantages))
 
     def expected_cross_entropy(self) -> Expected:
         """The expected results of the mean cross-entropy of the targets."""
-        c = torch.full_like(self.logprobs, -1 / self.tokens.count)
-        return Expected(-self.logprobs.mean(), self.logprobs, self.entropy, self._gradients(c))
+        return self._expected(lambda logp: -logp.mean())
 
-    def _gradients(self, c: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The gradients of sum_t c_t logp_t for sampled rows of the hidden states and of the weight."""
-        tokens, weight = self.tokens, self.weight.double()
-        rows = tokens.sampled()
-        x = self.hidden[rows].double().requires_grad_()
-        logprobs, _ = plain.linear_statistics(x, weight, tokens.targets[rows])
-        (d_hidden,) = torch.autograd.grad((c[rows] * logprobs).sum(), x)
+    def _expected(self, loss_of: Callable[[Tensor], Tensor]) -> Expected:
+        loss, c = self.coefficients(loss_of)
+        rows = self.tokens.sampled()
+        gradients = {next(iter(self.inputs)): (rows, self.row_gradients(rows, c))}
+        if "weight" in self.inputs:
+            gradients["weight"] = self.weight_gradients(c)
+        return Expected(loss, self.logprobs, self.entropy, gradients)
 
-        # d loss / d z_v = c (1[v = y] - p_v) for all tokens, but only for a few entries v, targets and others
-        entries = checked_entries(tokens, weight.shape[0])
-        hidden = self.hidden.double()
+    def coefficients(self, loss_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss, and its gradient for each token's log-probability."""
+        logp = self.logprobs.clone().requires_grad_()
+        loss = loss_of(logp)
+        return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+    def row_gradients(self, rows: Tensor, c: Tensor, h: Tensor | None = None) -> Tensor:
+        """The gradients of sum_t c_t logp_t + h_t H_t for some rows of the logits or of the hidden states."""
+        first, *weight = (x if name == "weight" else x[rows] for name, x in self.inputs.items())
+        x = first.double().requires_grad_()
+        logprobs, entropy = _statistics([x, *(w.double() for w in weight)], rows, self.tokens.targets, self.tokens.sets)
+        total = (c[rows] * logprobs).sum() + (0 if h is None else (h[rows] * entropy).sum())
+        return torch.autograd.grad(total, x)[0]
+
+    def weight_gradients(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of sum_t c_t logp_t for the checked entries of the weight, from all tokens.
+
+        d loss / d z_v = c (1[v = y] - p_v), where p_v is 0 outside a token's set.
+        """
+        tokens, weight = self.tokens, self.inputs["weight"].double()
+        entries, hidden = tokens.checked_entries(len(weight)), self.inputs["hidden"].double()
         target_logit = (hidden * weight[tokens.targets]).sum(-1)
-        log_p = hidden @ weight[entries].t() - (target_logit - self.logprobs)[:, None]
+        p = (hidden @ weight[entries].t() - (target_logit - self.logprobs)[:, None]).exp()
+        if tokens.sets is not None:
+            parts = _chunks(tokens.count, len(weight), p.device)
+            p *= torch.cat([tokens.sets.index(rows).to_dense(len(weight))[:, entries] for rows in parts])
         is_target = (tokens.targets[:, None] == entries).double()
-        d_weight = (c[:, None] * (is_target - log_p.exp())).t() @ hidden
-        return {"hidden": (rows, d_hidden), "weight": (entries, d_weight)}
+        return entries, (c[:, None] * (is_target - p)).t() @ hidden
 
 
-def checked_entries(tokens: Tokens, vocab: int) -> Tensor:
-    """Vocabulary entries whose rows of the head's gradient are checked: 16 targets and 16 evenly spaced entries."""
-    spaced = torch.linspace(0, vocab - 1, 16, device=tokens.targets.device, dtype=torch.float64).long()
-    return torch.cat([tokens.targets[tokens.sampled()[:16]], spaced])
+def _chunks(count: int, vocab: int, device: torch.device) -> Sequence[Tensor]:
+    """The indices of `count` rows, split so that the float64 logits of each part fit a chunk."""
+    return torch.arange(count, device=device).split(max(1, _CHUNK_BYTES // (8 * vocab)))
 
 
-def _loss_inputs(tokens: Tokens, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    return tokens.targets[rows], tokens.old[rows].double(), tokens.advantages[rows].double(), tokens.count
+def _statistics(
+    inputs: Sequence[Tensor], rows: Tensor, targets: Tensor, sets: fastrl.SamplingMask | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of some rows, given those rows of the first input, in float64."""
+    logits = inputs[0] if len(inputs) == 1 else torch.nn.functional.linear(*inputs)
+    if sets is not None:
+        # Finite, because -inf times a probability of 0 is not a number.
+        logits = logits.masked_fill(~sets.index(rows).to_dense(logits.shape[1]), -1e30)
+    return plain.statistics(logits, targets[rows])
 
 
-def _loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
-    return plain.clipped_loss(logprobs, tokens.old.double(), tokens.advantages.double(), tokens.count)
+def chunked(problem: Problem, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The function's results for parts of the rows, concatenated; the float64 logits of each part fit a chunk."""
+    parts = _chunks(problem.tokens.count, problem.size.vocab, problem.tokens.targets.device)
+    return torch.cat([function(rows) for rows in parts])
 
 
-def _sequence_loss(tokens: Tokens, logprobs: Tensor) -> Tensor:
-    log_ratio = tokens.padded(logprobs - tokens.old.double())
-    return plain.sequence_clipped_loss(log_ratio, tokens.per_response.double())
-
-
-def chunks(count: int, vocab: int) -> Iterator[slice]:
-    """Slices that cover `count` rows; the float64 logits of each fit a chunk."""
-    size = max(1, _CHUNK_BYTES // (8 * vocab))
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def make_tokens(
-    targets: Tensor, logprobs: Tensor, generator: torch.Generator, responses: int | None = None, clipped: float = 0.05
-) -> Tokens:
+def make_problem(
+    inputs: dict[str, Tensor],
+    targets: Tensor,
+    generator: torch.Generator,
+    responses: int | None = None,
+    clipped: float = 0.05,
+    sets: fastrl.SamplingMask | None = None,
+) -> Problem:
     """Off-policy tokens, of which a share (one in twenty by default) is far enough off to be clipped on one side.
 
     Log-ratios keep away from the clip's bounds, where rounding would decide whether a token has a gradient.
     """
-    n, device = targets.shape[0], targets.device
+    n, device = len(targets), targets.device
+    first, *weight = inputs.values()
+    wide = [w.double() for w in weight]
+    vocab = len(wide[0]) if wide else first.shape[1]
+    parts = [_statistics([first[rows].double(), *wide], rows, targets, sets) for rows in _chunks(n, vocab, device)]
+    logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
 
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(n, device=device).uniform_(low, high, generator=generator)
@@ -179,40 +222,43 @@ def make_tokens(
     size = uniform(0.05, 0.15).where(uniform(0, 1) > clipped, uniform(0.35, 0.45))
     log_ratio = size * uniform(-1, 1).sign()
     responses = responses or math.gcd(n, 8)
-    advantages = torch.randn(responses, device=device, generator=generator)
-    return Tokens(
+    advantages, *upstream = (torch.randn(k, device=device, generator=generator) for k in (responses, n, n))
+    tokens = Tokens(
         responses=responses,
         targets=targets,
         per_response=advantages,
         advantages=advantages.repeat_interleave(n // responses),
         old=(logprobs - log_ratio).float(),
-        upstream=(
-            torch.randn(n, device=device, generator=generator),
-            torch.randn(n, device=device, generator=generator),
-        ),
+        upstream=(upstream[0], upstream[1]),
+        sets=sets,
     )
+    return Problem(inputs, tokens, logprobs, entropy)
 
 
-def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> LogitsProblem:
+def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> Problem:
     """Normal logits, uniform targets; deterministic for given arguments."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(n, vocab, device=device, dtype=dtype, generator=generator).mul_(_SPREAD)
     targets = torch.randint(vocab, (n,), device=device, generator=generator)
-    parts = [plain.statistics(logits[rows].double(), targets[rows]) for rows in chunks(n, vocab)]
-    logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return LogitsProblem(logits, make_tokens(targets, logprobs, generator), logprobs, entropy)
+    return make_problem({"logits": logits}, targets, generator)
 
 
 def linear_problem(
-    n: int, width: int, vocab: int, dtype: torch.dtype, device: str, clipped: float = 0.05
-) -> LinearProblem:
-    """Normal hidden states and head, uniform targets; deterministic for given arguments."""
+    n: int, width: int, vocab: int, dtype: torch.dtype, device: str, clipped: float = 0.05, mean_set: int | None = None
+) -> Problem:
+    """Normal hidden states and head, uniform targets; deterministic for given arguments.
+
+    Given `mean_set`, each token has a set of 1 to 2 `mean_set` - 1 random ids that include the target.
+    """
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n, width, device=device, dtype=dtype, generator=generator)
     weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(_SPREAD / width**0.5)
     targets = torch.randint(vocab, (n,), device=device, generator=generator)
-    wide = weight.double()
-    parts = [plain.linear_statistics(hidden[rows].double(), wide, targets[rows]) for rows in chunks(n, vocab)]
-    logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    tokens = make_tokens(targets, logprobs, generator, clipped=clipped)
-    return LinearProblem(hidden, weight, tokens, logprobs, entropy)
+    sets = None
+    if mean_set is not None:
+        sizes = torch.randint(1, 2 * mean_set, (n,), device=device, generator=generator)
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        ids = torch.randint(vocab, (int(offsets[-1]),), device=device, generator=generator)
+        ids[offsets[:-1]] = targets
+        sets = fastrl.SamplingMask(ids, offsets)
+    return make_problem({"hidden": hidden, "weight": weight}, targets, generator, None, clipped, sets)

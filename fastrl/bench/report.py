@@ -8,8 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fastrl.bench.measure import Row
-from fastrl.bench.workloads import Section
+from fastrl.bench.results import Row, Section
 
 _NOTE = """\
 ms: median and fastest of the repeats, on a GPU by events with a cold L2 cache; hot L2: the median with what the call

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
-import torch
+from fastrl.bench.contenders import Contender, Workload
+from fastrl.bench.measure import Setting, measure
+from fastrl.bench.results import Limit, Row, Section, finish
 
-from fastrl.bench.clock import time_runs
-from fastrl.bench.contenders import Contender
-from fastrl.bench.measure import Clock, Row, measure
-from fastrl.bench.workloads import Section, Workload
-
-Shape = tuple[int, ...]
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The settings that all suites of one call share."""
-
-    dtype: torch.dtype
-    device: str
-    repeats: int
-    log: Log
-    seconds: float = math.inf  # after these no further repeat of a contender begins
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype's name without the module: "float32"."""
-        return str(self.dtype).removeprefix("torch.")
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -41,8 +21,34 @@ class Bench:
     suite: str
     shape: dict[str, int]
     setting: Setting
-    clock: Clock = time_runs
-    hot: bool = False  # whether contenders are also timed with a hot cache
+    tells_plans: bool = False  # whether rows name the memory plan that fastrl took
+
+    def problem(self, make: Callable[..., P], what: str = "inputs and float64 answers", **more: float) -> P:
+        """The problem of this shape."""
+        self.setting.log(what)
+        return make(*self.shape.values(), self.setting.dtype, self.setting.device, **more)
+
+    def run(
+        self,
+        workloads: Iterable[Workload],
+        limit: Callable[[Workload], Limit | None] = lambda workload: None,
+        limits: dict[str, float | None] | None = None,
+    ) -> Section:
+        """The results of the workloads, each compared with its limit."""
+        section = self.section(limits or {})
+        for workload in workloads:
+            self.add(section, workload, self.measure_workload(workload), limit(workload))
+        return section
+
+    def section(self, limits: dict[str, float | None]) -> Section:
+        """A section without results."""
+        return Section(self.suite, self.shape, limits, {}, [])
+
+    def add(self, section: Section, workload: Workload, rows: list[Row], limit: Limit | None = None) -> None:
+        """Add a workload's finished rows to the section."""
+        finish(rows, limit)
+        section.workloads[workload.name] = workload.description
+        section.rows.extend(rows)
 
     def measure_workload(self, workload: Workload) -> list[Row]:
         """The rows of all contenders of the workload."""
@@ -53,42 +59,22 @@ class Bench:
         self.setting.log(f"{workload.name}: {contender.name}")
         row = self._row(workload.name, contender.name)
         row.workload_bytes, row.workload_flops = workload.workload_bytes, workload.workload_flops
-        expected = workload.expected if with_expected else None
-        setting = self.setting
         try:
-            measure(
-                contender,
-                row,
-                expected,
-                setting.device,
-                setting.repeats,
-                setting.seconds,
-                clock=self.clock,
-                hot=self.hot,
-            )
+            measure(contender, row, workload.expected if with_expected else None, self.setting)
         except Exception:
             if not row.failed:
                 raise
             self.setting.log(traceback.format_exc())
+        if self.tells_plans and contender.plan is not None and row.skipped is None:
+            row.plan = contender.plan()
         return row
 
     def seconds_of(self, contender: Contender) -> float | None:
         """The median of a contender that belongs to no workload; None if it cannot run."""
         self.setting.log(contender.name)
         row = self._row(contender.name, contender.name)
-        measure(contender, row, None, self.setting.device, self.setting.repeats, self.setting.seconds)
-        return seconds(row)
-
-    def section(self, limits: dict[str, float | None], workloads: list[Workload], rows: list[Row]) -> Section:
-        """The results as a section."""
-        return Section(
-            self.suite, self.shape, limits, {workload.name: workload.description for workload in workloads}, rows
-        )
+        measure(contender, row, None, self.setting)
+        return row.seconds
 
     def _row(self, workload: str, contender: str) -> Row:
         return Row(self.suite, self.shape, self.setting.dtype_name, workload, contender)
-
-
-def seconds(row: Row) -> float | None:
-    """The row's median in seconds."""
-    return None if row.milliseconds_median is None else row.milliseconds_median / 1e3

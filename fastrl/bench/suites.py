@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from fastrl.bench import (
-    ceilings,
-    linear_workloads,
-    logits_workloads,
-    masks_workloads,
-    memory_workloads,
-    overhead_workload,
-    plans_workloads,
-    sets_workloads,
-    step_workloads,
-)
+from fastrl.bench import ceilings, step, workloads
 from fastrl.bench.clock import time_issue
-from fastrl.bench.measure import Limit, Row, finish
-from fastrl.bench.problems import linear_problem, logits_problem
-from fastrl.bench.running import Bench, Setting, Shape, seconds
-from fastrl.bench.step_problem import step_problem
-from fastrl.bench.workloads import COMPILED, EAGER, Section, Workload
+from fastrl.bench.contenders import Contender, Workload
+from fastrl.bench.floors import floor, floors
+from fastrl.bench.measure import Setting
+from fastrl.bench.problems import Problem, linear_problem, logits_problem
+from fastrl.bench.results import Limit, Row, Section
+from fastrl.bench.running import Bench
 
+Shape = tuple[int, ...]
 _COPY, _READ = "a copy of as many bytes", "a read of as many bytes"
 _PRODUCTS = "the bare matrix products"
+#: With fewer tokens, fixed costs hide what grows with the number of tokens.
+_FEWEST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -35,155 +30,139 @@ class Suite:
 
     axes: str
     defaults: dict[str, tuple[Shape, ...]]
-    run: Callable[[Shape, Setting], Section]
+    run: Callable[[Bench], Section]
     description: str
     needs: tuple[str, ...] = ()  # packages that only this suite needs
 
 
-def run_logits(shape: Shape, setting: Setting) -> Section:
+def run_logits(bench: Bench) -> Section:
     """The logits suite at N, V; its limit is the memory's speed: a copy, and on a GPU also a read."""
-    setting.log("inputs and float64 answers")
-    n, vocab = shape
-    on_gpu = setting.device == "cuda"
-    bench = replace(_bench("logits", shape, setting), hot=on_gpu)
-    problem = logits_problem(n, vocab, setting.dtype, setting.device)
-    source = ceilings.stream(problem.logits)
+    problem = bench.problem(logits_problem)
+    on_gpu = bench.setting.device == "cuda"
+    source = ceilings.stream(problem.inputs["logits"])
     speeds = {"copy_bytes_per_second": ceilings.copy_speed(bench, source)}
     if on_gpu:
         speeds["read_bytes_per_second"] = ceilings.read_speed(bench, source)
     del source
-    workloads = logits_workloads.workloads(problem)
-    rows: list[Row] = []
-    for workload in workloads:
-        assert workload.workload_bytes is not None
-        reads = on_gpu and workload.name == logits_workloads.FORWARD
+
+    def limit(workload: Workload) -> Limit | None:
+        reads = on_gpu and not workload.gradients  # it writes no output of the logits' size
         speed = speeds["read_bytes_per_second" if reads else "copy_bytes_per_second"]
-        measured = bench.measure_workload(workload)
-        limit = None if speed is None else Limit(workload.workload_bytes / speed, _READ if reads else _COPY)
-        finish(measured, limit, EAGER, COMPILED)
-        rows += measured
-    return bench.section(speeds, workloads, rows)
+        assert workload.workload_bytes is not None
+        return None if speed is None else Limit(workload.workload_bytes / speed, _READ if reads else _COPY)
+
+    bench = replace(bench, setting=replace(bench.setting, hot=on_gpu))
+    return bench.run([definition.on(problem) for definition in workloads.LOGITS], limit, speeds)
 
 
-def run_overhead(shape: Shape, setting: Setting) -> Section:
+def run_overhead(bench: Bench) -> Section:
     """The overhead suite at N, V: the host's time for a loss and its backward; no limit."""
-    n, vocab = shape
-    problem = logits_problem(n, vocab, setting.dtype, setting.device)
-    bench = replace(_bench("overhead", shape, setting), clock=time_issue)
-    return _without_limit(bench, [overhead_workload.workload(problem)])
+    bench = replace(bench, setting=replace(bench.setting, clock=time_issue))
+    return bench.run([workloads.OVERHEAD.on(bench.problem(logits_problem))])
 
 
-def run_linear(shape: Shape, setting: Setting) -> Section:
+def run_linear(bench: Bench) -> Section:
     """The linear suite at N, H, V; its limit is the matrix products alone; a copy measures the memory's speed."""
-    setting.log("inputs and float64 answers")
-    bench = _bench("linear", shape, setting)
-    n, width, vocab = shape
-    problem = linear_problem(n, width, vocab, setting.dtype, setting.device)
-    copied = min(n * vocab, ceilings.STREAM_BYTES // setting.dtype.itemsize)
-    speed = ceilings.copy_speed(bench, torch.rand(copied, dtype=setting.dtype, device=setting.device))
-    limits: dict[str, float | None] = {"copy_bytes_per_second": speed}
-    floors: dict[int | None, Row] = {}
-    workloads = linear_workloads.workloads(problem)
-    rows: list[Row] = []
-    for workload in workloads:
-        if workload.workload_flops not in floors:  # workloads with the same number of products share a measurement
-            backward = workload.workload_flops != linear_workloads.product_flops(problem)
-            floor = linear_workloads.products(problem.hidden, problem.weight, backward)
-            floors[workload.workload_flops] = bench.measure_contender(floor, workload, with_expected=False)
-        bare = replace(floors[workload.workload_flops], workload=workload.name, is_limit=True)
-        measured = [bare, *bench.measure_workload(workload)]
-        finish(measured, _limit(_PRODUCTS, bare), EAGER, COMPILED)
-        limits[f"flops_per_second: {bare.contender}"] = bare.flops_per_second
-        rows += measured
-    return bench.section(limits, workloads, rows)
+    problem, dtype = bench.problem(linear_problem), bench.setting.dtype
+    copied = min(problem.size.once, ceilings.STREAM_BYTES) // dtype.itemsize
+    speed = ceilings.copy_speed(bench, torch.rand(copied, dtype=dtype, device=bench.setting.device))
+    section = bench.section({"copy_bytes_per_second": speed})
+    floors: dict[int, Row] = {}
+    for definition in workloads.LINEAR:
+        workload = definition.on(problem)
+        count = 1 + len(workload.gradients)
+        if count not in floors:  # workloads with the same number of products share a measurement
+            name = "the matrix product alone" if count == 1 else "the three matrix products alone"
+            floors[count] = bench.measure_contender(_products(problem, name, range(count)), workload, False)
+        bare = replace(floors[count], workload=workload.name, is_limit=True)
+        bench.add(section, workload, [bare, *bench.measure_workload(workload)], _limit(_PRODUCTS, bare))
+        section.limits[f"flops_per_second: {bare.contender}"] = bare.flops_per_second
+    return section
 
 
-def run_plans(shape: Shape, setting: Setting) -> Section:
+def run_plans(bench: Bench) -> Section:
     """The plans suite at N, H, V; each row's limit is the bare products that its plan computes."""
-    setting.log("inputs and float64 answers")
-    bench = _bench("plans", shape, setting)
-    n, width, vocab = shape
-    problem = linear_problem(n, width, vocab, setting.dtype, setting.device, clipped=0.0)
-    bare = plans_workloads.products(problem)
+    problem = bench.problem(linear_problem, clipped=0.0)
+    bare = Workload(
+        "bare products",
+        "each matrix product alone, into a buffer that is there already: what the floors are put together of",
+        [_products(problem, name, [place]) for place, name in enumerate(ceilings.PRODUCTS)],
+        None,
+        workload_flops=problem.size.product_flops,
+    )
     rows = [replace(row, is_limit=True) for row in bench.measure_workload(bare)]
-    times = [seconds(row) for row in rows]
-    finish(rows, None, EAGER, COMPILED)
-    workloads = [bare]
-    for workload, ways in plans_workloads.workloads(problem):
-        for contender, way in zip(workload.contenders, ways, strict=True):
+    times = [row.seconds for row in rows]
+    section = bench.section(floors(times))
+    bench.add(section, bare, rows)
+    for definition in workloads.plans(bench.shape["N"]):
+        workload = definition.on(problem)
+        for contender in workload.contenders:
             row = bench.measure_contender(contender, workload)
-            if row.skipped is None:
-                row.plan = way.taken(problem)
-                finish([row], plans_workloads.floor(row.plan, way, times), EAGER, COMPILED)
-            rows.append(row)
-        workloads.append(workload)
-    return bench.section(plans_workloads.limits(times), workloads, rows)
+            limit = None if row.plan is None else floor(row.plan, workload.gradients, times)
+            bench.add(section, workload, [row], limit)
+    return section
 
 
-def run_memory(shape: Shape, setting: Setting) -> Section:
+def run_memory(bench: Bench) -> Section:
     """The memory suite: token counts up to N, at H, V; no limit, because it measures memory."""
-    most, width, vocab = shape
-    rows: list[Row] = []
-    workloads: list[Workload] = []
-    for n in memory_workloads.token_counts(most):
-        setting.log(f"{n} tokens: inputs and float64 answers")
-        problem = linear_problem(n, width, vocab, setting.dtype, setting.device)
-        workload = memory_workloads.workload(problem)
-        measured = _bench("memory", (n, width, vocab), setting).measure_workload(workload)
-        finish(measured, None, EAGER, COMPILED)
-        memory_workloads.add_plans(measured, problem)
-        rows += measured
-        workloads.append(replace(workload, contenders=[]))  # contenders would keep the problem alive
-    return _bench("memory", shape, setting).section({}, workloads, rows)
+    whole = bench.section({})
+    for n in token_counts(bench.shape["N"]):
+        part = replace(bench, shape={**bench.shape, "N": n})
+        problem = part.problem(linear_problem, f"{n} tokens: inputs and float64 answers")
+        section = part.run([replace(workloads.MEMORY, name=f"{n} tokens").on(problem)])
+        del problem  # before the next one is made
+        whole.workloads.update(section.workloads)
+        whole.rows.extend(section.rows)
+    return whole
 
 
-def run_masks(shape: Shape, setting: Setting) -> Section:
+def token_counts(most: int) -> list[int]:
+    """An eighth, a quarter, a half and all of `most` tokens, ascending; none below 256 except `most` itself."""
+    fewest = min(most, _FEWEST_TOKENS)
+    return sorted({max(most // part, fewest) for part in (8, 4, 2, 1)})
+
+
+def run_masks(bench: Bench) -> Section:
     """The masks suite at N, H, V and a mean of K ids per token; no limit, the whole vocabulary is the comparison."""
-    setting.log("inputs and float64 answers")
-    n, width, vocab, mean = shape
-    problem = masks_workloads.masked_problem(n, width, vocab, mean, setting.dtype, setting.device)
-    dense = linear_problem(n, width, vocab, setting.dtype, setting.device)
-    return _without_limit(_bench("masks", shape, setting), masks_workloads.workloads(problem, dense))
+    n, width, vocab, mean = bench.shape.values()
+    make = partial(linear_problem, n, width, vocab, bench.setting.dtype, bench.setting.device)
+    bench.setting.log("inputs and float64 answers")
+    return bench.run([workloads.OVER_SETS.on(make(mean_set=mean)), workloads.WITHOUT_SETS.on(make())])
 
 
-def run_sets(shape: Shape, setting: Setting) -> Section:
+def run_sets(bench: Bench) -> Section:
     """The sets suite at N, V; no limit: every peer needs a sort."""
-    n, vocab = shape
-    logits = logits_problem(n, vocab, setting.dtype, setting.device).logits
-    return _without_limit(_bench("sets", shape, setting), sets_workloads.workloads(logits))
+    return bench.run(workloads.sampler_sets(bench.problem(logits_problem).inputs["logits"]))
 
 
-def _without_limit(bench: Bench, workloads: list[Workload]) -> Section:
-    rows: list[Row] = []
-    for workload in workloads:
-        measured = bench.measure_workload(workload)
-        finish(measured, None, EAGER, COMPILED)
-        rows += measured
-    return bench.section({}, workloads, rows)
-
-
-def run_step(shape: Shape, setting: Setting) -> Section:
+def run_step(bench: Bench) -> Section:
     """The step suite at B, T, L, H, V; its limit is the body's step and the head's bare matrix products."""
-    setting.log("model, inputs and float64 answers")
-    bench = _bench("step", shape, setting)
-    responses, length, layers, width, vocab = shape
-    problem = step_problem(responses, length, layers, width, vocab, setting.dtype, setting.device)
-    workload = step_workloads.workload(problem)
+    problem = bench.problem(step.step_problem, "model, inputs and float64 answers")
+    workload = step.workload(problem)
     body, bare = (
         bench.measure_contender(floor, workload, with_expected=False)
-        for floor in (step_workloads.body(problem), step_workloads.head_products(problem))
+        for floor in (step.body(problem), step.head_products(problem))
     )
     rows = bench.measure_workload(workload)
     limit = _limit("the body's step and the head's bare products", body, bare)
-    finish([body], None, EAGER, COMPILED)  # not a way to compute the workload: no speed-ups
-    finish(rows, limit, EAGER, COMPILED)
-    step_workloads.add_shares(rows, body)
-    limits: dict[str, float | None] = {
-        "milliseconds: the body's step and the head's three matrix products": None
-        if limit is None
-        else 1e3 * limit.seconds
-    }
-    return bench.section(limits, [workload], [body, *rows])
+    milliseconds = None if limit is None else 1e3 * limit.seconds
+    section = bench.section({"milliseconds: the body's step and the head's three matrix products": milliseconds})
+    bench.add(section, workload, [body])  # not a way to compute the workload: no speed-ups
+    bench.add(section, workload, rows, limit)
+    step.add_shares(rows, body)
+    return section
+
+
+def _products(problem: Problem, name: str, chosen: Sequence[int]) -> Contender:
+    size, inputs = problem.size, problem.inputs
+    make = partial(ceilings.products, inputs["hidden"], inputs["weight"], chosen)
+    return Contender(name, make, size.once + size.gradients)
+
+
+def _limit(of: str, *rows: Row) -> Limit | None:
+    """The sum of the rows' times as a limit; None if a row has no time."""
+    times = [time for row in rows if (time := row.seconds) is not None]
+    return Limit(sum(times), of) if len(times) == len(rows) else None
 
 
 SUITES = {
@@ -260,12 +239,7 @@ SUITES = {
 }
 
 
-def _bench(suite: str, shape: Shape, setting: Setting) -> Bench:
-    return Bench(suite, dict(zip(SUITES[suite].axes, shape, strict=True)), setting)
-
-
-def _limit(of: str, *rows: Row) -> Limit | None:
-    """The sum of the rows' times as a limit; None if a row has no time."""
-    times = [seconds(row) for row in rows]
-    measured = [time for time in times if time is not None]
-    return Limit(sum(measured), of) if len(measured) == len(times) else None
+def bench(suite: str, shape: Shape, setting: Setting) -> Bench:
+    """The named suite at a shape."""
+    axes = SUITES[suite].axes
+    return Bench(suite, dict(zip(axes, shape, strict=True)), setting, tells_plans=suite in ("plans", "memory"))

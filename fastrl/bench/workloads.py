@@ -1,58 +1,224 @@
-"""A workload, a section of results, the names of the common contenders, and the interface of a head."""
+"""What each suite computes: the workloads as tables of their candidates, expected results and least costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 
-import torch
 from torch import Tensor
 
-from fastrl.bench.contenders import Contender
-from fastrl.bench.measure import Row
-from fastrl.bench.problems import Expected
+import fastrl
+from fastrl.bench import candidates, plain
+from fastrl.bench.candidates import BOTH, Candidate, ours
+from fastrl.bench.contenders import Contender, Run, Workload, without_results
+from fastrl.bench.problems import Expected, Problem
 
-EAGER = "eager torch"
-COMPILED = "torch.compile"
+_LOGITS = ("logits",)
+_LOSS = "PPO's clipped loss (off-policy)"
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One thing to compute, the contenders that compute it, and its least cost."""
+class Definition:
+    """A workload without its inputs."""
 
     name: str
     description: str
-    contenders: list[Contender]
-    expected: Expected | None
-    workload_bytes: int | None = None
-    workload_flops: int | None = None
+    candidates: list[Candidate]
+    expected: Callable[[Problem], Expected]
+    gradients: tuple[str, ...]  # the inputs for which they are formed
+    of_statistics: bool = False  # whether they are those of log-probabilities and entropies, for arbitrary upstream
+    passes: int | None = None  # over the logits, reading or writing, at the least
+    products: bool = False  # whether the least cost are the matrix products: of the logits and of each gradient
+
+    def on(self, problem: Problem) -> Workload:
+        """The workload on a problem's inputs."""
+        upstream = problem.tokens.upstream if self.of_statistics else None
+        return Workload(
+            self.name,
+            self.description,
+            [candidate.on(problem, self.gradients, upstream) for candidate in self.candidates],
+            self.expected(problem),
+            self.gradients,
+            workload_bytes=None if self.passes is None else self.passes * problem.size.once,
+            workload_flops=(1 + len(self.gradients)) * problem.size.product_flops if self.products else None,
+        )
 
 
-@dataclass(frozen=True)
-class Section:
-    """The results of a suite at one shape."""
+LOGITS = [
+    Definition(
+        "statistics and gradients",
+        "log-probabilities and entropies, and the gradient of both (arbitrary upstream) in a fresh buffer",
+        candidates.STATISTICS,
+        Problem.expected_statistics,
+        _LOGITS,
+        of_statistics=True,
+        passes=3,
+    ),
+    Definition(
+        "loss and gradient", f"{_LOSS} and its gradient", candidates.LOSS, Problem.expected_loss, _LOGITS, passes=2
+    ),
+    Definition(
+        "statistics",
+        "log-probabilities and entropies, forward only",
+        candidates.STATISTICS,
+        Problem.expected_forward,
+        (),
+        passes=1,
+    ),
+]
+#: At a size where the work itself is negligible.
+OVERHEAD = Definition(
+    "issue loss and gradient",
+    f"the host's time to issue {_LOSS} and its backward, without waiting for a GPU",
+    candidates.LOSS,
+    Problem.expected_loss,
+    _LOGITS,
+)
+LINEAR = [
+    Definition(
+        "loss and gradients",
+        f"{_LOSS} and its gradients for the hidden states and the weight",
+        [*candidates.POLICY, candidates.APPLE_POLICY],
+        Problem.expected_loss,
+        BOTH,
+        products=True,
+    ),
+    Definition(
+        "cross-entropy",
+        "the mean cross-entropy of the targets and its gradients for the hidden states and the weight",
+        candidates.CROSS_ENTROPY,
+        Problem.expected_cross_entropy,
+        BOTH,
+        products=True,
+    ),
+    Definition(
+        "statistics",
+        "log-probabilities and entropies, forward only",
+        candidates.LINEAR_STATISTICS,
+        Problem.expected_forward,
+        (),
+        products=True,
+    ),
+]
+BUDGETS = ("64MiB", "256MiB", "1GiB")
+#: The linear suite's loss and gradients, without a budget and within each one; its name is the number of tokens.
+MEMORY = replace(
+    LINEAR[0],
+    candidates=[
+        ours("fastrl, no budget"),
+        *(ours(f"fastrl, {budget}", budget=budget) for budget in BUDGETS),
+        *candidates.POLICY[1:],
+    ],
+)
+OVER_SETS = Definition(
+    "loss over recorded sets",
+    f"{_LOSS} over recorded sets and its gradients for hidden states and weight",
+    candidates.SETS_POLICY,
+    Problem.expected_loss,
+    BOTH,
+)
+WITHOUT_SETS = replace(
+    OVER_SETS,
+    name="loss over the whole vocabulary",
+    description="the same without sets: what the sets save",
+    candidates=candidates.POLICY[:1],
+)
 
-    suite: str
-    shape: dict[str, int]
-    limits: dict[str, float | None]  # measured, by name; the name begins with the unit
-    workloads: dict[str, str]  # what each workload computes, by name
-    rows: list[Row]
+_UNLIMITED, _LARGEST = ours("fastrl, no budget"), ours("fastrl, budget 1GiB", budget="1GiB")
+_PLANNED = Definition(
+    "loss and gradients",
+    "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and weight",
+    [_UNLIMITED, _LARGEST],
+    Problem.expected_loss,
+    BOTH,
+    products=True,
+)
+_PLANS = [
+    replace(
+        _PLANNED,
+        candidates=[
+            _UNLIMITED,
+            ours("fastrl, recompute", forced="recompute"),
+            ours("fastrl, two-pass", forced="two-pass"),
+            ours("fastrl, budget 512MiB", budget="512MiB"),
+            _LARGEST,
+        ],
+    ),
+    replace(
+        _PLANNED,
+        name="loss of sequence ratios and gradients",
+        description="GSPO's clipped loss and the same gradients",
+        candidates=[
+            # a response's gradient needs the log-probabilities of the whole response first
+            ours("fastrl, whole-response", forced="whole-response", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
+        ],
+        expected=Problem.expected_sequence_loss,
+    ),
+    replace(
+        _PLANNED,
+        name="loss, frozen head",
+        description="PPO's clipped loss and its gradient for the hidden states alone",
+        candidates=[
+            ours("fastrl, frozen head, no budget"),
+            ours("fastrl, frozen head, frozen-head", forced="frozen-head"),
+        ],
+        gradients=("hidden",),
+    ),
+    replace(
+        _PLANNED,
+        name="forward only",
+        description="PPO's clipped loss without gradients, and log-probabilities and entropies alone",
+        candidates=[
+            ours("fastrl, loss under no_grad"),
+            ours("fastrl, linear_token_logprobs with entropy", objective=None),
+        ],
+        gradients=(),
+    ),
+]
+
+#: From this number of tokens on a call takes a second: measure only the choices without and with the largest budget.
+_MANY_TOKENS = 65536
 
 
-class HeadLoss(NamedTuple):
-    """A head's results: the loss with its graph; log-probabilities and entropies (N,), detached, if it has them."""
-
-    loss: Tensor
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
+def plans(tokens: int) -> list[Definition]:
+    """The plans suite's workloads for so many tokens."""
+    return [_PLANNED] if tokens >= _MANY_TOKENS else _PLANS
 
 
-#: From hidden states (N, H) and weight (V, H) to a loss; made once for a problem's tokens, then called repeatedly.
-Head = Callable[[Tensor, Tensor], HeadLoss]
+TOP_P, TOP_K = 0.95, 50
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch.compile, specialized to the shapes of its inputs."""
-    torch.compiler.reset()  # earlier shapes would count towards the recompilation limit
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def sampler_sets(logits: Tensor) -> list[Workload]:
+    """The support that a truncating sampler keeps of logits (N, V): top-p alone, and top-k with top-p."""
+    size, rows = logits.numel(), logits.shape[0]
+    return [
+        Workload(
+            name,
+            f"which entries of {rows} rows a sampler keeps",
+            [
+                Contender("fastrl SamplingMask.from_logits", partial(_sets, logits, top_k), 4 * size, ours=True),
+                Contender("transformers' warpers", partial(_warpers, logits, top_k), 40 * size),
+            ],
+            None,
+        )
+        for name, top_k in ((f"top-p {TOP_P}", 0), (f"top-k {TOP_K}, top-p {TOP_P}", TOP_K))
+    ]
+
+
+def _sets(logits: Tensor, top_k: int) -> Run:
+    return without_results(partial(fastrl.SamplingMask.from_logits, logits, top_p=TOP_P, top_k=top_k))
+
+
+def _warpers(logits: Tensor, top_k: int) -> Run:
+    transformers = import_module("transformers")
+    warpers = [*([transformers.TopKLogitsWarper(top_k)] if top_k else []), transformers.TopPLogitsWarper(TOP_P)]
+    wide = logits.float()  # like the scores in transformers' generate
+
+    def warp() -> None:
+        scores = wide
+        for warper in warpers:
+            scores = warper(None, scores)
+
+    return without_results(warp)

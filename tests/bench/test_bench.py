@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,17 +19,30 @@ from typing import Any
 
 import pytest
 import torch
+from bench_rows import measure_alone, new_row, setting
 from places import ROOT
 
 import fastrl
-from fastrl.bench import command, heads, machine, main, memory_workloads, step_workloads, suites
-from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
-from fastrl.bench.measure import Row, default_device, measure, peak_temporary_bytes
+from fastrl.bench import candidates, command, machine, main, step, suites, workloads
+from fastrl.bench.candidates import ours
+from fastrl.bench.contenders import EAGER, Contender, Outcome, Run, Unavailable, Workload, without_results
+from fastrl.bench.measure import default_device, peak_temporary_bytes
 from fastrl.bench.problems import Expected, linear_problem
-from fastrl.bench.workloads import EAGER, Section
+from fastrl.bench.results import Section
+from fastrl.bench.running import Bench
 
 DEVICE = default_device()
-SHAPES = ["40x77", "40x8x77", "40x8x77x3", "2x20x1x16x77"]
+#: N = 40 is not a multiple of a sampled row count, V = 77 not of a vector.
+SHAPES = [
+    ("logits", {"N": 40, "V": 77}),
+    ("overhead", {"N": 40, "V": 77}),
+    ("linear", {"N": 40, "H": 8, "V": 77}),
+    ("plans", {"N": 40, "H": 8, "V": 77}),
+    ("memory", {"N": 40, "H": 8, "V": 77}),
+    ("masks", {"N": 40, "H": 8, "V": 77, "K": 3}),
+    ("sets", {"N": 40, "V": 77}),
+    ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
+]
 PEERS = ("trl.trainer.utils", "trl.kernels", "liger_kernel.chunked_loss", "liger_kernel.transformers")
 #: What each workload's contenders are at least: ours and plain torch are measured wherever the tests run.
 MEASURED = {
@@ -43,19 +57,17 @@ MEASURED = {
     "loss over the whole vocabulary": {"fastrl"},
     "top-p 0.95": {"fastrl SamplingMask.from_logits"},
     "top-k 50, top-p 0.95": {"fastrl SamplingMask.from_logits"},
-    "step": {
-        "fastrl, linear_policy_loss",
-        "fastrl, logits in place",
-        "eager torch",
-        "torch.compile",
-        step_workloads.BODY,
-    },
+    "step": {"fastrl, linear_policy_loss", "fastrl, logits in place", "eager torch", "torch.compile", step.BODY},
 }
+
+
+def text_of(shape: dict[str, int]) -> str:
+    return "x".join(map(str, shape.values()))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run of all suites; N = 40 is not a multiple of a sampled row count, V = 77 not of a vector.
+    """One run of all suites.
 
     What torch.compile makes is traced and run, and not translated to C++, which takes minutes. Garbage is collected
     hundreds of times, so what the contenders import is put out of its way first.
@@ -66,29 +78,28 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gc.collect()
     gc.freeze()
     out = tmp_path_factory.mktemp("bench") / "new" / "folder"
-    shapes = [argument for shape in SHAPES for argument in ("--shape", shape)]
+    texts = dict.fromkeys(text_of(shape) for _, shape in SHAPES)
+    shapes = [argument for text in texts for argument in ("--shape", text)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         assert main([*shapes, "--dtype", "float32", "--repeats", "1", "--out", str(out)]) == 0
     return out
 
 
-def _sections(results: Path) -> dict[str, dict[str, Any]]:
-    return {section["suite"]: section for section in json.loads((results / "results.json").read_text())["sections"]}
+@pytest.fixture(scope="module")
+def found(results: Path) -> dict[str, Any]:
+    """The results' JSON."""
+    return json.loads((results / "results.json").read_text())
 
 
-def test_every_contender_is_measured_or_skipped_with_a_reason(results: Path) -> None:
-    found = json.loads((results / "results.json").read_text())
-    assert [(s["suite"], s["shape"]) for s in found["sections"]] == [
-        ("logits", {"N": 40, "V": 77}),
-        ("overhead", {"N": 40, "V": 77}),
-        ("linear", {"N": 40, "H": 8, "V": 77}),
-        ("plans", {"N": 40, "H": 8, "V": 77}),
-        ("memory", {"N": 40, "H": 8, "V": 77}),
-        ("masks", {"N": 40, "H": 8, "V": 77, "K": 3}),
-        ("sets", {"N": 40, "V": 77}),
-        ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
-    ]
+@pytest.fixture(scope="module")
+def sections(found: dict[str, Any]) -> dict[str, Any]:
+    """The results of each suite."""
+    return {section["suite"]: section for section in found["sections"]}
+
+
+def test_every_contender_is_measured_or_skipped_with_a_reason(found: dict[str, Any]) -> None:
+    assert [(s["suite"], s["shape"]) for s in found["sections"]] == SHAPES
     rows = [row for section in found["sections"] for row in section["rows"]]
     assert len({(row["suite"], row["workload"], row["contender"]) for row in rows}) == len(rows)
     measured: dict[str, set[str]] = {}
@@ -100,24 +111,22 @@ def test_every_contender_is_measured_or_skipped_with_a_reason(results: Path) -> 
         measured.setdefault(row["workload"], set()).add(row["contender"])
         assert row["milliseconds_median"] >= row["milliseconds_min"] > 0
         assert row["tokens_per_second"] == pytest.approx(40e3 / row["milliseconds_median"])
-        limited = (
-            row["suite"] not in ("memory", "masks", "sets", "overhead") and row["contender"] != step_workloads.BODY
-        )
-        if limited and row["workload"] != "bare products":
+        body = row["contender"] == step.BODY
+        if body or row["suite"] in ("memory", "masks", "sets", "overhead") or row["workload"] == "bare products":
+            assert row["limit"] is row["milliseconds_limit"] is row["fraction_of_limit"] is None
+        else:
             limit = row["milliseconds_limit"]
             assert row["limit"] and row["fraction_of_limit"] == pytest.approx(limit / row["milliseconds_median"])
-        else:
-            assert row["limit"] is row["milliseconds_limit"] is row["fraction_of_limit"] is None
-        if not row["is_limit"] and row["contender"] != step_workloads.BODY and row["suite"] != "sets":
+        if not row["is_limit"] and not body and row["suite"] != "sets":
             assert row["errors"], row
             assert all(error is not None and error <= 1e-5 for error in row["errors"].values()), row
     for workload, expected in MEASURED.items():
         assert expected <= measured[workload], workload
 
 
-def test_peers_that_need_no_gpu_are_measured(results: Path) -> None:
+def test_peers_that_need_no_gpu_are_measured(found: dict[str, Any]) -> None:
     # Their packages may be missing; where they are installed, nothing else is a reason here.
-    rows = [row for section in _sections(results).values() for row in section["rows"]]
+    rows = [row for section in found["sections"] for row in section["rows"]]
     for contender in ("Liger LigerFusedLinearGRPOLoss", "TRL chunked head", "Apple torch_compile"):
         reasons = {row["skipped"] for row in rows if row["contender"] == contender}
         assert all(r is None or r.startswith("ModuleNotFoundError: ") or "on a GPU" in r for r in reasons), reasons
@@ -126,8 +135,8 @@ def test_peers_that_need_no_gpu_are_measured(results: Path) -> None:
         assert set(torch_peer["errors"]) == {"loss", "d_hidden", "d_weight"}
 
 
-def test_linear_reports_both_ceilings(results: Path) -> None:
-    section = _sections(results)["linear"]
+def test_linear_reports_both_ceilings(sections: dict[str, Any]) -> None:
+    section = sections["linear"]
     assert set(section["limits"]) == {
         "copy_bytes_per_second",
         "flops_per_second: the three matrix products alone",
@@ -140,9 +149,9 @@ def test_linear_reports_both_ceilings(results: Path) -> None:
     assert section["limits"]["flops_per_second: the three matrix products alone"] == pytest.approx(flops)
 
 
-def test_a_steps_share_is_what_the_body_does_not_take(results: Path) -> None:
-    rows = {row["contender"]: row for row in _sections(results)["step"]["rows"]}
-    body = rows.pop(step_workloads.BODY)
+def test_a_steps_share_is_what_the_body_does_not_take(sections: dict[str, Any]) -> None:
+    rows = {row["contender"]: row for row in sections["step"]["rows"]}
+    body = rows.pop(step.BODY)
     assert body["share_of_step"] is None and not body["errors"] and body["speedup_over_eager"] is None
     measured = [row for row in rows.values() if not row["skipped"]]  # a peer may not be installed
     assert len(measured) >= 4
@@ -154,16 +163,7 @@ def test_a_steps_share_is_what_the_body_does_not_take(results: Path) -> None:
 
 def test_a_chart_is_drawn_for_every_section(results: Path) -> None:
     charts_by_name = {path.name: path.read_bytes() for path in results.glob("*.png")}
-    assert set(charts_by_name) == {
-        "logits-40x77-float32.png",
-        "overhead-40x77-float32.png",
-        "linear-40x8x77-float32.png",
-        "plans-40x8x77-float32.png",
-        "memory-40x8x77-float32.png",
-        "masks-40x8x77x3-float32.png",
-        "sets-40x77-float32.png",
-        "step-2x20x1x16x77-float32.png",
-    }
+    assert set(charts_by_name) == {f"{suite}-{text_of(shape)}-float32.png" for suite, shape in SHAPES}
     for name, data in charts_by_name.items():
         assert data.startswith(b"\x89PNG\r\n\x1a\n"), name
         width, height = struct.unpack(">II", data[16:24])
@@ -171,17 +171,14 @@ def test_a_chart_is_drawn_for_every_section(results: Path) -> None:
         assert 10_000 < len(data) < 1_000_000, (name, len(data))
 
 
-def test_speedups_are_ratios_of_medians(results: Path) -> None:
-    rows = {
-        row["contender"]: row for row in _sections(results)["logits"]["rows"] if row["workload"] == "loss and gradient"
-    }
+def test_speedups_are_ratios_of_medians(sections: dict[str, Any]) -> None:
+    rows = {row["contender"]: row for row in sections["logits"]["rows"] if row["workload"] == "loss and gradient"}
     assert rows["eager torch"]["speedup_over_eager"] == 1
     expected = rows["eager torch"]["milliseconds_median"] / rows["fastrl, in place"]["milliseconds_median"]
     assert rows["fastrl, in place"]["speedup_over_eager"] == pytest.approx(expected)
 
 
-def test_results_name_machine_versions_and_command(results: Path) -> None:
-    found = json.loads((results / "results.json").read_text())
+def test_results_name_machine_versions_and_command(results: Path, found: dict[str, Any]) -> None:
     assert found["command"].startswith("fastrl bench --shape 40x77 ")
     assert found["machine"]["cpu_cores"] >= 1
     assert found["versions"]["torch"] == torch.__version__
@@ -226,19 +223,9 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: p
 
 
 def test_a_shape_goes_to_every_chosen_suite_that_takes_it() -> None:
-    parser = command._parser()
-    given = [(8, 9), (8, 9, 10)]
+    parser, given = command._parser(), [(8, 9), (8, 9, 10)]
     found = command._shapes(parser, list(suites.SUITES), given)
-    assert found == {
-        "logits": [(8, 9)],
-        "overhead": [(8, 9)],
-        "linear": [(8, 9, 10)],
-        "plans": [(8, 9, 10)],
-        "memory": [(8, 9, 10)],
-        "masks": [],
-        "sets": [(8, 9)],
-        "step": [],
-    }
+    assert found == {suite: [shape for shape in given if len(shape) == len(axes)] for suite, axes in SHAPES}
     assert command._shapes(parser, ["memory"], given[1:]) == {"memory": [(8, 9, 10)]}
 
 
@@ -273,13 +260,23 @@ def test_the_command_imports_no_extra_before_it_needs_it() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(shape: suites.Shape, setting: suites.Setting) -> Section:
-        if shape == (9, 9):
-            raise KeyboardInterrupt
-        return Section("logits", {"N": 8, "V": 8}, {}, {"a workload": "something"}, [replace(_row(), skipped="so")])
+@pytest.fixture
+def logits_suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Section]], None]:
+    """Lets the logits suite run something else."""
 
-    monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=interrupted))
+    def replaced(run: Callable[[Bench], Section]) -> None:
+        monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=run))
+
+    return replaced
+
+
+def test_every_section_is_written_when_it_is_done(tmp_path: Path, logits_suite: Any) -> None:
+    def interrupted(bench: Bench) -> Section:
+        if bench.shape["N"] == 9:
+            raise KeyboardInterrupt
+        return Section("logits", bench.shape, {}, {"a workload": "something"}, [new_row(skipped="so")])
+
+    logits_suite(interrupted)
     arguments = ["--suite", "logits", "--shape", "8x8", "--shape", "9x9", "--out", str(tmp_path), "--name", "some"]
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
@@ -288,51 +285,39 @@ def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, logits_suite: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(*args: Any) -> Any:
-        pytest.fail("something was measured")
-
-    monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=measured))
+    logits_suite(lambda bench: pytest.fail("something was measured"))
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit):
         main(["--suite", "logits", "--shape", "8x8", "--out", str(tmp_path / "file")])
     assert "argument --out: cannot write to " in capsys.readouterr().err
 
 
-def _row() -> Row:
-    return Row("logits", {"N": 1, "V": 1}, "float32", "a workload", "a contender")
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> Any:
+        raise error
+
+    return fail
 
 
 def test_a_peer_that_fails_is_skipped_and_ours_is_not() -> None:
-    def broken() -> Run:
-        raise RuntimeError("no such kernel\nand a long traceback")
-
-    def absent() -> Run:
-        raise Unavailable("it needs a GPU")
-
-    row = _row()
-    measure(Contender("peer", broken, 0), row, None, DEVICE, 1)
-    assert row.skipped == "RuntimeError: no such kernel"
-    row = _row()
-    measure(Contender("peer", absent, 0), row, None, DEVICE, 1)
-    assert row.skipped == "it needs a GPU"
-    assert not row.failed
-    row = _row()
+    broken = failing(RuntimeError("no such kernel\nand a long traceback"))
+    assert measure_alone(Contender("peer", broken, 0)).skipped == "RuntimeError: no such kernel"
+    absent = measure_alone(Contender("peer", failing(Unavailable("it needs a GPU")), 0))
+    assert absent.skipped == "it needs a GPU" and not absent.failed
+    found = new_row()
     with pytest.raises(RuntimeError, match="no such kernel"):
-        measure(Contender("ours", broken, 0, ours=True), row, None, DEVICE, 1)
-    assert row.failed and row.skipped == "RuntimeError: no such kernel"
+        measure_alone(Contender("ours", broken, 0, ours=True), into=found)
+    assert found.failed and found.skipped == "RuntimeError: no such kernel"
 
 
 def test_a_failure_of_ours_is_told_and_the_others_are_still_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eager = next(c for c in heads.policy_candidates() if c.name == EAGER)
-
-    def broken(tokens: object) -> heads.Head:
-        raise RuntimeError("an illegal instruction")
-
-    monkeypatch.setattr(heads, "policy_candidates", lambda: [replace(heads.ours(), make=broken), eager])
+    broken = replace(ours("fastrl, no budget"), make=failing(RuntimeError("an illegal instruction")))
+    chosen = [broken, candidates.POLICY[1]]
+    monkeypatch.setattr(workloads, "MEMORY", replace(workloads.MEMORY, candidates=chosen))
     arguments = ["--suite", "memory", "--shape", "16x4x8", "--repeats", "1", "--out", str(tmp_path)]
     assert main(arguments) == 1
     text = (tmp_path / "results.md").read_text()
@@ -344,69 +329,71 @@ def test_a_failure_of_ours_is_told_and_the_others_are_still_measured(
 
 
 def test_a_budget_that_no_plan_fits_is_a_reason_and_another_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = heads.contender(linear_problem(16, 4, 8, torch.float32, DEVICE), heads.ours("64MiB"))
+    contender = ours("fastrl", budget="64MiB").on(linear_problem(16, 4, 8, torch.float32, DEVICE))
     message = "memory_budget is too small, the smallest possible is 7"
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise ValueError(message)
-
-    monkeypatch.setattr(fastrl, "linear_policy_loss", refuse)
-    row = _row()
-    measure(contender, row, None, DEVICE, 1)
-    assert row.skipped == message and not row.failed
-    message = "hidden must be on the device of weight"
+    monkeypatch.setattr(fastrl, "linear_policy_loss", failing(ValueError(message)))
+    found = measure_alone(contender)
+    assert found.skipped == message and not found.failed
+    monkeypatch.setattr(fastrl, "linear_policy_loss", failing(ValueError("hidden must be on the device of weight")))
     with pytest.raises(ValueError, match="hidden must be"):
-        measure(contender, _row(), None, DEVICE, 1)
+        measure_alone(contender)
 
 
-def test_the_plan_is_the_one_of_the_rows_own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_workloads, "BUDGETS", ("4MiB", "1KiB"))
+def test_the_plan_is_the_one_of_the_rows_own_budget() -> None:
     problem = linear_problem(512, 256, 8192, torch.bfloat16, DEVICE)
-    rows = [replace(_row(), contender=f"fastrl, {budget}") for budget in ("no budget", "4MiB", "1KiB")]
-    rows[2].skipped = "too small"  # or there would be no plan to name
-    memory_workloads.add_plans(rows, problem)
-    for row, budget in zip(rows[:2], (None, "4MiB"), strict=True):
+    plans = []
+    for budget in (None, "4MiB"):
         expected = fastrl.plan_memory(512, 256, 8192, torch.bfloat16, budget, objective=fastrl.PPO(), device=DEVICE)
-        assert row.plan == expected.chosen.name
-    assert rows[0].plan != rows[1].plan  # 4 MiB do not hold the weight's gradient in float32
-    assert rows[2].plan is None
+        plan = ours("fastrl", budget=budget).on(problem).plan
+        assert plan is not None
+        plans.append(plan())
+        assert plans[-1] == expected.chosen.name
+    assert plans[0] != plans[1]  # 4 MiB do not hold the weight's gradient in float32
+
+
+def test_a_row_without_results_or_of_another_suite_names_no_plan() -> None:
+    contenders = [
+        Contender(name, lambda: without_results(list), size, plan=lambda: "two-pass")
+        for name, size in (("a", 0), ("b", 1 << 60))
+    ]
+    for suite, plan in (("memory", "two-pass"), ("linear", None)):
+        bench = suites.bench(suite, (1, 1, 1), setting())
+        rows = bench.measure_workload(Workload("a workload", "this", contenders, None))
+        assert [found.plan for found in rows] == [plan, None]
 
 
 def test_token_counts_are_halves_and_not_few() -> None:
-    assert memory_workloads.token_counts(4096) == [512, 1024, 2048, 4096]
-    assert memory_workloads.token_counts(1000) == [256, 500, 1000]
-    assert memory_workloads.token_counts(40) == [40]
+    assert suites.token_counts(4096) == [512, 1024, 2048, 4096]
+    assert suites.token_counts(1000) == [256, 500, 1000]
+    assert suites.token_counts(40) == [40]
 
 
 def test_memory_is_measured_at_every_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [c for c in heads.policy_candidates() if c.name in ("fastrl", EAGER)]
-    monkeypatch.setattr(heads, "policy_candidates", lambda: plain)
-    monkeypatch.setattr(memory_workloads, "BUDGETS", ("64MiB",))
-    section = suites.run_memory((512, 4, 8192), suites.Setting(torch.float32, DEVICE, 1, lambda text: None))
+    chosen = [c for c in workloads.MEMORY.candidates if c.name in ("fastrl, no budget", "fastrl, 64MiB", EAGER)]
+    monkeypatch.setattr(workloads, "MEMORY", replace(workloads.MEMORY, candidates=chosen))
+    section = suites.run_memory(suites.bench("memory", (512, 4, 8192), setting()))
     assert list(section.workloads) == ["256 tokens", "512 tokens"]
-    memory = {(row.tokens, row.contender): row.peak_temporary_bytes for row in section.rows}
+    memory = {(found.tokens, found.contender): found.peak_temporary_bytes for found in section.rows}
     assert len(memory) == 2 * 3
     if None in memory.values():
         pytest.skip("this system does not tell a process' peak memory")
-    assert {row.plan for row in section.rows if row.ours} == {"forward-gradient"}
-    assert {row.plan for row in section.rows if not row.ours} == {None}
+    assert {found.plan for found in section.rows if found.ours} == {"forward-gradient"}
+    assert {found.plan for found in section.rows if not found.ours} == {None}
     for tokens in (256, 512):  # the plain way holds several tensors of this size
         assert 2 < (memory[tokens, EAGER] or 0) / (4 * tokens * 8192) < 8
 
 
 def test_what_does_not_fit_in_memory_is_never_started() -> None:
-    row = _row()
-    measure(Contender("peer", lambda: pytest.fail("was started"), 1 << 60), row, None, DEVICE, 1)
-    assert row.skipped is not None
-    assert re.match(r"needs about 107374182[45]\.0 GiB", row.skipped)  # on a GPU with what empties its cache
+    found = measure_alone(Contender("peer", lambda: pytest.fail("was started"), 1 << 60))
+    assert found.skipped is not None
+    assert re.match(r"needs about 107374182[45]\.0 GiB", found.skipped)  # on a GPU with what empties its cache
 
 
 def test_a_wrong_contender_shows_its_error() -> None:
     expected = Expected(torch.tensor(1.0).double(), torch.zeros(2).double(), torch.zeros(2).double(), {})
-    row = _row()
     wrong = Outcome(torch.tensor(1.5), torch.tensor([0.0, torch.nan]), None, {})
-    measure(Contender("peer", lambda: Run(lambda: wrong), 0), row, expected, DEVICE, 1)
-    assert row.errors == {"loss": 0.5, "logprobs": None}
+    found = measure_alone(Contender("peer", lambda: Run(lambda: wrong), 0), expected)
+    assert found.errors == {"loss": 0.5, "logprobs": None}
 
 
 def test_peak_temporary_memory_leaves_out_what_is_returned() -> None:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_rows import new_row
 
 from fastrl.bench import charts
-from fastrl.bench.measure import Limit, Row, finish
+from fastrl.bench.contenders import EAGER
 from fastrl.bench.report import as_markdown
-from fastrl.bench.workloads import EAGER, Section
+from fastrl.bench.results import Limit, Section, finish
 
+SHAPE = dict.fromkeys("NHV", 1)
 HEADER = {
     "command": "fastrl bench",
     "date": "2026-01-01",
     "commit": None,
     "machine": {"cpu": "a processor", "cpu_cores": 2, "torch_threads": 2, "memory_gib": 4.0},
-    "versions": {"fastrl": "0", "torch": "0"},
+    "versions": {"fastrl": "0", "torch": "0", "cuda": None},
     "backends": {},
 }
-
-
-def _row() -> Row:
-    return Row("linear", {"N": 1, "H": 1, "V": 1}, "float32", "a workload", "a contender")
-
-
-def _measured(contender: str, milliseconds: float, **fields: Any) -> Row:
-    given = {
-        "suite": "linear",
-        "shape": {"N": 1, "H": 1, "V": 1},
-        "dtype": "float32",
-        "workload": "a workload",
-    } | fields
-    return Row(**given, contender=contender, milliseconds_median=milliseconds)
 
 
 def _texts(section: Section) -> str:
@@ -47,14 +33,14 @@ def _texts(section: Section) -> str:
 
 def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
     rows = [
-        _measured("the bare products", 50.0, is_limit=True),
-        _measured("fastrl", 60.0, ours=True),
-        _measured(EAGER, 240.0),
-        replace(_row(), workload="a workload", contender="a peer", skipped="its Triton kernels need a GPU"),
-        replace(_row(), workload="another workload", contender="a peer", skipped="its Triton kernels need a GPU"),
+        new_row("the bare products", 50.0, is_limit=True),
+        new_row("fastrl", 60.0, ours=True),
+        new_row(EAGER, 240.0),
+        new_row("a peer", skipped="its Triton kernels need a GPU"),
+        new_row("a peer", workload="another workload", skipped="its Triton kernels need a GPU"),
     ]
-    finish(rows[:3], Limit(0.05, "the bare matrix products"), EAGER, "torch.compile")
-    section = Section("linear", {"N": 1, "H": 1, "V": 1}, {}, {"a workload": "this", "another workload": "that"}, rows)
+    finish(rows[:3], Limit(0.05, "the bare matrix products"))
+    section = Section("linear", SHAPE, {}, {"a workload": "this", "another workload": "that"}, rows)
     found = charts.figure(HEADER, section)
     (panel,) = found.axes  # nobody did the other workload
     assert [bar.get_width() for bar in panel.patches] == [60.0, 240.0]
@@ -74,20 +60,18 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
 
 def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
     rows = [
-        _measured("fastrl, no budget", 60.0, ours=True, plan="forward-gradient", peak_temporary_bytes=5 << 20),
-        _measured("fastrl, recompute", 90.0, ours=True, plan="recompute"),
+        new_row("fastrl, no budget", 60.0, ours=True, plan="forward-gradient", peak_temporary_bytes=5 << 20),
+        new_row("fastrl, recompute", 90.0, ours=True, plan="recompute"),
     ]
-    for row, seconds, of in zip(rows, (0.045, 0.06), ("3U", "4U"), strict=True):
-        finish([row], Limit(seconds, of), EAGER, "torch.compile")
-    section = Section(
-        "plans", {"N": 1, "H": 1, "V": 1}, {"milliseconds: 3U, whole-response": 45.0}, {"a workload": "this"}, rows
-    )
+    for found, seconds, of in zip(rows, (0.045, 0.06), ("3U", "4U"), strict=True):
+        finish([found], Limit(seconds, of))
+    section = Section("plans", SHAPE, {"milliseconds: 3U, whole-response": 45.0}, {"a workload": "this"}, rows)
     (panel,) = charts.figure(HEADER, section).axes
     assert [list(line.get_xdata()) for line in panel.lines] == [[45.0] * 2, [60.0] * 2]
     text = _texts(section)
     assert "60 ms  forward-gradient, 75 % of 3U, 5 MiB" in text
     assert "90 ms  67 % of 4U" in text  # its plan is in its name
-    table = as_markdown({**HEADER, "versions": {**HEADER["versions"], "cuda": None}}, [section])  # type: ignore[dict-item]
+    table = as_markdown(HEADER, [section])
     assert "Limit: 3U, whole-response, 45 ms" in table
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     assert lines[0][-5:] == ["tokens/s", "limit", "of", "temporary", "plan"]
@@ -98,11 +82,11 @@ def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
 
 
 def test_what_all_rows_of_a_table_are_held_against_is_said_once() -> None:
-    rows = [_measured("fastrl", 2.0, ours=True, milliseconds_hot=1.5), _measured("a peer", 4.0)]
-    finish(rows, Limit(0.001, "a read of as many bytes"), EAGER, "torch.compile")
+    rows = [new_row("fastrl", 2.0, ours=True, milliseconds_hot=1.5), new_row("a peer", 4.0)]
+    finish(rows, Limit(0.001, "a read of as many bytes"))
     limits = {"copy_bytes_per_second": 4.2e12, "read_bytes_per_second": 4.5e12}
     section = Section("logits", {"N": 1, "V": 1}, limits, {"a workload": "this"}, rows)
-    text = as_markdown({**HEADER, "versions": {**HEADER["versions"], "cuda": None}}, [section])  # type: ignore[dict-item]
+    text = as_markdown(HEADER, [section])
     assert "this. Limit: a read of as many bytes.\n" in text and "Limit: read, 4500.0 GB/s\n" in text
     header, _, first, second = (line for line in text.splitlines() if line.startswith("|"))
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, first, second)]
@@ -115,10 +99,10 @@ def test_lines_show_memory_and_time_against_tokens() -> None:
     for tokens in (256, 512):
         shape = {"N": tokens, "H": 1, "V": 1}
         same = {"suite": "memory", "shape": shape, "workload": f"{tokens} tokens"}
-        rows.append(_measured("fastrl, no budget", 1.0, ours=True, peak_temporary_bytes=0, **same))
-        rows.append(_measured(EAGER, 2.0, peak_temporary_bytes=tokens << 20, **same))
-        rows.append(replace(_measured("a peer", 0.0, **same), milliseconds_median=None, skipped=f"{tokens} are many"))
-    workloads = {row.workload: "this" for row in rows}
+        rows.append(new_row("fastrl, no budget", 1.0, ours=True, peak_temporary_bytes=0, **same))
+        rows.append(new_row(EAGER, 2.0, peak_temporary_bytes=tokens << 20, **same))
+        rows.append(new_row("a peer", skipped=f"{tokens} are many", **same))
+    workloads = {found.workload: "this" for found in rows}
     section = Section("memory", {"N": 512, "H": 1, "V": 1}, {}, workloads, rows)
     found = charts.figure(HEADER, section)
     memory, time = found.axes
@@ -133,8 +117,6 @@ def test_lines_show_memory_and_time_against_tokens() -> None:
 
 def test_a_section_without_numbers_is_still_drawn_and_written(tmp_path: Path) -> None:
     for suite in ("linear", "memory"):
-        row = replace(_row(), suite=suite, skipped="nobody could")
-        section = Section(suite, row.shape, {}, {"a workload": "this"}, [row])
+        section = Section(suite, SHAPE, {}, {"a workload": "this"}, [new_row(suite=suite, skipped="nobody could")])
         assert charts.draw(HEADER, section, tmp_path).stat().st_size > 1000
-        header = {**HEADER, "versions": {**HEADER["versions"], "cuda": None}}  # type: ignore[dict-item]
-        assert "- a contender: skipped, nobody could" in as_markdown(header, [section])
+        assert "- a contender: skipped, nobody could" in as_markdown(HEADER, [section])

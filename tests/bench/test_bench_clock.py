@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench_rows import measure_alone
 
 from fastrl.bench import clock
 from fastrl.bench.clock import time_issue, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run
-from fastrl.bench.measure import Row, default_device, measure
+from fastrl.bench.measure import default_device
 
 DEVICE = default_device()
 NOTHING = Outcome(None, None, None, {})
@@ -106,9 +107,7 @@ def test_on_a_gpu_calls_are_issued_without_waiting(gpu: Recorder) -> None:
 def test_a_row_has_the_hot_median_where_it_is_asked_for() -> None:
     contender = Contender("a contender", lambda: Run(lambda: NOTHING), 0)
     for hot in (False, True):
-        row = Row("logits", {"N": 1, "V": 1}, "float32", "a workload", "a contender")
-        measure(contender, row, None, DEVICE, 3, hot=hot)
-        assert (row.milliseconds_hot is not None) == hot
+        assert (measure_alone(contender, repeats=3, hot=hot).milliseconds_hot is not None) == hot
 
 
 @pytest.mark.gpu

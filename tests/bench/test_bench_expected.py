@@ -1,20 +1,17 @@
-"""The answers that benchmarks hold every contender against are autograd's, through whole logits in float64."""
+"""The results that every contender of a benchmark is compared with are autograd's, through whole logits in float64."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastrl.bench import step_problem as step_problem_module
-from fastrl.bench import step_workloads
-from fastrl.bench.masks_workloads import masked_problem
+from fastrl.bench import step
 from fastrl.bench.measure import default_device
-from fastrl.bench.problems import Expected, Tokens, linear_problem, logits_problem
-from fastrl.bench.step_problem import Architecture, StepProblem, hidden_states, step_problem
+from fastrl.bench.problems import Expected, Problem, Tokens, linear_problem, logits_problem
+from fastrl.bench.step import Architecture, hidden_states, step_problem
 
 DEVICE = default_device()
 
@@ -36,47 +33,80 @@ def check_expected(expected: Expected, loss: Tensor, hidden: Tensor, weight: Ten
         torch.testing.assert_close(exact, gradient[rows], rtol=1e-7, atol=1e-10)
 
 
-def test_the_cross_entropys_expected_value_is_autograds() -> None:
+def wide_inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and weight in float64, and the logits of them."""
+    hidden, weight = (x.double().requires_grad_() for x in problem.inputs.values())
+    return hidden, weight, hidden @ weight.t()
+
+
+def of_targets(log_p: Tensor, tokens: Tokens) -> Tensor:
+    return log_p.gather(-1, tokens.targets[:, None])[:, 0]
+
+
+def test_the_expected_results_of_token_losses_are_autograds() -> None:
     problem = linear_problem(24, 5, 31, torch.float32, DEVICE)
-    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
-    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), problem.tokens.targets)
+    hidden, weight, logits = wide_inputs(problem)
+    loss = torch.nn.functional.cross_entropy(logits, problem.tokens.targets)
     check_expected(problem.expected_cross_entropy(), loss, hidden, weight)
+    hidden, weight, logits = wide_inputs(problem)
+    loss = clipped_loss(of_targets(torch.log_softmax(logits, -1), problem.tokens), problem.tokens)
+    check_expected(problem.expected_loss(), loss, hidden, weight)
 
 
-def test_a_steps_expected_value_is_autograds_through_the_whole_model() -> None:
-    problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
-    check_step(problem, problem.architecture.model().double())
+def test_the_expected_results_of_sequence_ratios_are_autograds() -> None:
+    problem = linear_problem(24, 5, 31, torch.float32, DEVICE, clipped=0.0)
+    tokens = problem.tokens
+    hidden, weight, logits = wide_inputs(problem)
+    logp = of_targets(torch.log_softmax(logits, -1), tokens)
+    losses = []
+    for first, advantage in zip(range(0, 24, 3), tokens.per_response.double(), strict=True):
+        ratio = (logp[first : first + 3] - tokens.old[first : first + 3].double()).mean().exp()
+        losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    check_expected(problem.expected_sequence_loss(), torch.stack(losses).mean(), hidden, weight)
+    assert ((problem.logprobs - tokens.old).abs() < 0.18).all()  # within the clip of 0.2 on either side
 
 
-def test_the_expected_value_of_a_head_of_its_own_has_no_embedding_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_problem_module, "_UNTIED_WIDTH", 16)
+def test_the_expected_results_over_sets_are_autograds() -> None:
+    problem = linear_problem(24, 5, 31, torch.float32, DEVICE, mean_set=3)
+    tokens = problem.tokens
+    hidden, weight, logits = wide_inputs(problem)
+    assert tokens.sets is not None
+    log_p = torch.log_softmax(logits.masked_fill(~tokens.sets.to_dense(31), -torch.inf), -1)
+    logp = of_targets(log_p, tokens)
+    torch.testing.assert_close(problem.logprobs, logp.detach(), rtol=1e-9, atol=1e-12)
+    entropy = -(log_p.exp() * log_p.where(log_p > -torch.inf, 0.0)).sum(-1)
+    torch.testing.assert_close(problem.entropy, entropy.detach(), rtol=1e-9, atol=1e-12)
+    check_expected(problem.expected_loss(), clipped_loss(logp, tokens), hidden, weight)
+    assert 2.0 < tokens.sets.lengths.double().mean() < 4.0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_steps_expected_results_are_autograds_through_the_whole_model(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tied:  # the expected gradient of a head of its own has no embedding in it
+        monkeypatch.setattr(step, "_UNTIED_WIDTH", 16)
     problem = step_problem(2, 12, 2, 16, 61, torch.float32, DEVICE)
     model = problem.architecture.model().double()
-    check_step(problem, model)
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
-
-
-def check_step(problem: StepProblem, model: Any) -> None:
     tokens = problem.tokens
     hidden = hidden_states(model, problem.inputs).reshape(-1, 16)
-    logp = torch.log_softmax(hidden @ model.lm_head.weight.t(), -1).gather(-1, tokens.targets[:, None])[:, 0]
-    loss = clipped_loss(logp, tokens)
+    loss = clipped_loss(of_targets(torch.log_softmax(hidden @ model.lm_head.weight.t(), -1), tokens), tokens)
     loss.backward()
     assert problem.expected.loss is not None
     torch.testing.assert_close(problem.expected.loss, loss.detach(), rtol=1e-5, atol=1e-6)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == problem.architecture.tied
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == problem.architecture.tied == tied
     for name, gradient in (("norm", model.model.norm.weight.grad), ("weight", model.lm_head.weight.grad)):
         rows, expected = problem.expected.gradients[name]
-        assert float(expected.abs().max()) > 0
-        # the body ran in float32 for the one, in float64 for the other
         scale = float(expected.abs().max())
+        assert scale > 0
+        # the body ran in float32 for the one, in float64 for the other
         torch.testing.assert_close(expected / scale, gradient[rows] / scale, rtol=0, atol=1e-4)
 
 
 def test_every_step_starts_from_the_same_weights_and_trains_them() -> None:
     problem = step_problem(2, 12, 1, 16, 61, torch.float32, DEVICE)
     before = dict(problem.architecture.model().named_parameters())
-    contenders = {s.name: s for s in step_workloads.workload(problem).contenders}
+    contenders = {s.name: s for s in step.workload(problem).contenders}
     run = contenders["fastrl, linear_policy_loss"].prepare()
     first, second = run.call(), run.call()
     assert first.loss is not None and second.loss is not None
@@ -113,44 +143,9 @@ def test_what_a_step_needs_is_told_before_it_is_made() -> None:
     assert not problem.architecture.checkpointed and checkpointed.model().model.layers[0].gradient_checkpointing
 
 
-def test_the_expected_value_of_sequence_ratios_is_autograds() -> None:
-    problem = linear_problem(24, 5, 31, torch.float32, DEVICE, clipped=0.0)
-    tokens = problem.tokens
-    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
-    logp = torch.log_softmax(hidden @ weight.t(), -1).gather(-1, tokens.targets[:, None])[:, 0]
-    losses = []
-    for first, advantage in zip(range(0, 24, 3), tokens.per_response.double(), strict=True):
-        ratio = (logp[first : first + 3] - tokens.old[first : first + 3].double()).mean().exp()
-        losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-    check_expected(problem.expected_sequence_loss(), torch.stack(losses).mean(), hidden, weight)
-    assert ((problem.logprobs - tokens.old).abs() < 0.18).all()  # within the clip of 0.2 on either side
-
-
-def test_the_expected_value_gradients_are_autograds() -> None:
-    problem = linear_problem(24, 5, 31, torch.float32, DEVICE)
-    tokens = problem.tokens
-    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
-    logits = hidden @ weight.t()
-    logp = torch.log_softmax(logits, -1).gather(-1, tokens.targets[:, None])[:, 0]
-    check_expected(problem.expected_loss(), clipped_loss(logp, tokens), hidden, weight)
-
-
-def test_the_masked_expected_value_gradients_are_autograds() -> None:
-    problem = masked_problem(24, 5, 31, 3, torch.float32, DEVICE)
-    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
-    logits = (hidden @ weight.t()).masked_fill(~problem.sets.to_dense(31), -torch.inf)
-    log_p = torch.log_softmax(logits, -1)
-    logp = log_p.gather(-1, problem.tokens.targets[:, None])[:, 0]
-    torch.testing.assert_close(problem.logprobs, logp.detach(), rtol=1e-9, atol=1e-12)
-    entropy = -(log_p.exp() * log_p.where(log_p > -torch.inf, 0.0)).sum(-1)
-    torch.testing.assert_close(problem.entropy, entropy.detach(), rtol=1e-9, atol=1e-12)
-    check_expected(problem.expected_loss(), clipped_loss(logp, problem.tokens), hidden, weight)
-    assert 2.0 < problem.sets.lengths.double().mean() < 4.0
-
-
 def test_inputs_are_the_same_in_every_run_and_clear_of_the_clip() -> None:
     first, second = (logits_problem(400, 64, torch.float32, DEVICE) for _ in range(2))
-    assert torch.equal(first.logits, second.logits)
+    assert torch.equal(first.inputs["logits"], second.inputs["logits"])
     ratio = (first.logprobs - first.tokens.old).exp()
     for edge in (0.8, 1.2):
         assert (ratio - edge).abs().min() > 0.01

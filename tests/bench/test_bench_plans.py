@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench_rows import measure_alone, setting
 
 import fastrl
-from fastrl.bench import plans_workloads, suites
-from fastrl.bench.measure import Row, default_device, measure
-from fastrl.bench.plans_workloads import Way, floor, ways
+from fastrl.bench import suites
+from fastrl.bench.candidates import ours
+from fastrl.bench.floors import floor, floors
+from fastrl.bench.measure import default_device
 from fastrl.bench.problems import linear_problem
+from fastrl.bench.workloads import plans
 from fastrl.objectives import dependence
 from fastrl.planning import plans as memory
 
@@ -46,7 +49,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[memory.Plan]:
 def test_a_floor_is_the_sum_of_the_plans_products(
     plan: str, gradients: tuple[str, ...], units: str, seconds: float
 ) -> None:
-    found = floor(plan, Way("", gradients), TIMES)
+    found = floor(plan, gradients, TIMES)
     assert found == (seconds, units)
     # As many as the planner counts.
     call = memory.Call(
@@ -65,34 +68,31 @@ def test_a_floor_is_the_sum_of_the_plans_products(
 
 def test_a_floor_needs_the_products_that_it_is_made_of_alone() -> None:
     times = [1.0, None, 100.0]
-    assert floor("forward", Way("", ()), times) == (1.0, "1U")
-    assert floor("frozen-head", Way("", ("hidden",)), times) is None
-    assert plans_workloads.limits(times)["milliseconds: 3U, forward-gradient and whole-response"] is None
+    assert floor("forward", (), times) == (1.0, "1U")
+    assert floor("frozen-head", ("hidden",), times) is None
+    assert floors(times)["milliseconds: 3U, forward-gradient and whole-response"] is None
 
 
-def test_every_way_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) -> None:
+def test_every_call_takes_the_plan_that_its_row_names(chosen: list[memory.Plan]) -> None:
     problem = linear_problem(64, 8, 512, torch.float32, DEVICE, clipped=0.0)
-    assert [name for found in ways(64).values() for way in found if (name := way.forced)] == [
-        "recompute",
-        "two-pass",
-        "whole-response",
-        "frozen-head",
-    ]
-    for workload, found in plans_workloads.workloads(problem):
-        for contender, way in zip(workload.contenders, found, strict=True):
-            if way.objective is None:
-                continue  # calls a name of its own, and there is one plan
+    forced = [c.make.forced for definition in plans(64) for c in definition.candidates]
+    assert [plan for plan in forced if plan] == ["recompute", "two-pass", "whole-response", "frozen-head"]
+    for definition in plans(64):
+        for contender in definition.on(problem).contenders:
             run = contender.prepare()
             chosen.clear()
             outcome = run.call()
-            (plan,) = chosen
-            assert plan.name == way.taken(problem), way.name
-            assert set(outcome.gradients) == set(way.gradients)
-    assert Way("", (), objective=None).taken(problem) == "forward"
+            assert set(outcome.gradients) == set(definition.gradients)
+            assert contender.plan is not None
+            named = contender.plan()
+            if outcome.loss is None:  # calls a name of its own, and there is one plan
+                assert named == "forward"
+            else:
+                assert [plan.name for plan in chosen] == [named], contender.name
 
 
 def test_the_whole_suite_at_a_small_shape() -> None:
-    section = suites.run_plans((96, 16, 600), suites.Setting(torch.float32, DEVICE, 1, lambda text: None))
+    section = suites.run_plans(suites.bench("plans", (96, 16, 600), setting()))
     rows = {row.contender: row for row in section.rows}
     bare = [row for row in section.rows if row.is_limit]
     assert [row.workload for row in bare] == ["bare products"] * 3
@@ -116,19 +116,16 @@ def test_the_whole_suite_at_a_small_shape() -> None:
 
 
 def test_of_many_tokens_only_the_choices_are_measured() -> None:
-    assert {name: [way.name for way in found] for name, found in ways(131072).items()} == {
-        "loss and gradients": ["fastrl, no budget", "fastrl, budget 1GiB"]
-    }
+    (definition,) = plans(131072)
+    assert definition.name == "loss and gradients"
+    assert [c.name for c in definition.candidates] == ["fastrl, no budget", "fastrl, budget 1GiB"]
     within = fastrl.plan_memory(131072, 4096, 151936, torch.bfloat16, "1GiB", objective=fastrl.PPO(), device="cuda")
     assert within.chosen.name == "two-pass"
-    floors = floor("two-pass", ways(131072)["loss and gradients"][1], TIMES)
-    assert floors is not None and floors.of == "5U"
+    found = floor("two-pass", definition.gradients, TIMES)
+    assert found is not None and found.of == "5U"
 
 
 def test_a_plan_that_cannot_be_followed_is_a_reason_and_no_failure() -> None:
     problem = linear_problem(64, 8, 512, torch.float16, DEVICE, clipped=0.0)
-    workload, found = plans_workloads.workloads(problem)[1]
-    assert found[0].forced == "whole-response"  # which float16 has not
-    row = Row("plans", {"N": 64, "H": 8, "V": 512}, "float16", workload.name, "fastrl, whole-response")
-    measure(workload.contenders[0], row, None, DEVICE, 1)
+    row = measure_alone(ours("fastrl, whole-response", forced="whole-response").on(problem))  # which float16 has not
     assert not row.failed and row.skipped is not None and "cannot be followed" in row.skipped

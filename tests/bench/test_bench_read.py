@@ -71,7 +71,7 @@ def test_it_reads_every_word(count: int, programs: int, device: str) -> None:
 
 
 def test_the_fastest_read_is_the_ceiling(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = running.Bench("logits", {"N": 4, "V": 8192}, running.Setting(torch.bfloat16, device, 1, lambda text: None))
+    bench = running.Bench("logits", {"N": 4, "V": 8192}, running.Setting(torch.bfloat16, device, 1))
     source = torch.randn(4, 8192).to(torch.bfloat16).to(device)
     if device == "cpu":  # where the interpreter takes a tenth of a second a program
         monkeypatch.setattr(ceilings, "_PROGRAMS", (1, 2, 3))
