@@ -2,17 +2,17 @@
 
 - command: parses the arguments, runs the suites, writes the files
 - suites: the shapes of each suite, and the limits that its workloads are compared with
-- running: measures the contenders of one suite at one shape into rows
-- workloads, contenders: the definitions of a workload, a section of results, and a contender
-- *_workloads, *_workload: what each suite computes, with fastrl, with plain torch and with peers
-- heads: from hidden states and the output head to a loss, for all suites that need it
+- workloads, step: what each suite computes
+- candidates: the functions for each kind of workload: fastrl's, plain torch's and the peers'
 - peers: other packages, each in a function that raises Unavailable or ImportError if it cannot run
 - plain: the losses as a trainer writes them in torch
-- problems, step_problem: inputs, and expected results in float64
-- measure, clock: time, peak temporary memory and error of one contender
-- ceilings, read_ceiling: the highest memory throughput
+- problems: inputs, and expected results in float64
+- contenders: the definitions of a workload, a contender and its results, and how a function is differentiated
+- measure, clock: time, peak temporary memory and error of one contender, and of a suite's
+- ceilings, read_ceiling: the highest memory throughput, and the bare matrix products
 - machine: machine, versions, commit
-- report, charts: rows as Markdown and JSON, and as PNG
+- results, report, charts: rows, as Markdown and JSON, and as PNG
+- plot_gates: the figure of the gates
 """
 
 from fastrl.bench.command import main

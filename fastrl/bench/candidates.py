@@ -84,17 +84,11 @@ class Candidate:
 # --- fastrl ---------------------------------------------------------------------------------------------------------
 
 
-def _token_logprobs(tokens: Tokens) -> Function:
-    def function(logits: Tensor) -> Result:
-        result = fastrl.token_logprobs(logits, tokens.targets, entropy=True)
-        return Result(None, result.logprobs, result.entropy)
+def _logprobs(logprobs_of: Callable[..., fastrl.TokenStats], tokens: Tokens) -> Function:
+    """fastrl's function of logits or of hidden states and weight, with entropies."""
 
-    return function
-
-
-def _linear_token_logprobs(tokens: Tokens) -> Function:
-    def function(hidden: Tensor, weight: Tensor) -> Result:
-        result = fastrl.linear_token_logprobs(hidden, weight, tokens.targets, entropy=True)
+    def function(*inputs: Tensor) -> Result:
+        result = logprobs_of(*inputs, tokens.targets, entropy=True)
         return Result(None, result.logprobs, result.entropy)
 
     return function
@@ -135,7 +129,7 @@ class PolicyHead:
         """The function; it raises Unavailable if no plan fits the budget, or the forced one does not fit or apply."""
         objective = self.objective
         if objective is None:
-            return _linear_token_logprobs(tokens)
+            return _logprobs(fastrl.linear_token_logprobs, tokens)
         targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
         reasons = ["too small", "cannot be followed"] if self.forced else ["memory_budget"] if self.budget else []
 
@@ -187,28 +181,30 @@ def ours(name: str, **head: Any) -> Candidate:
 # --- plain torch ----------------------------------------------------------------------------------------------------
 
 
-def _maybe_compiled(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
-    """The function, or the function under torch.compile, specialized to the shapes of its inputs."""
-    if not compile:
-        return function
-    torch.compiler.reset()  # earlier shapes would count towards the recompilation limit
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def _plain(
+    function: Callable[..., Any],
+    result: Callable[[Any], Result],
+    arguments: tuple[str, ...],
+    compile: bool,
+    tokens: Tokens,
+) -> Function:
+    if compile:
+        torch.compiler.reset()  # earlier shapes would count towards the recompilation limit
+        function = torch.compile(function, fullgraph=True, dynamic=False)
+    given = [getattr(tokens, name) for name in arguments]
+    return lambda *inputs: result(function(*inputs, *given))
 
 
-def _plain_statistics(function: Callable[..., Any], compile: bool, tokens: Tokens) -> Function:
-    function = _maybe_compiled(function, compile)
-    return lambda *inputs: Result(None, *function(*inputs, tokens.targets))
+def _both(
+    function: Callable[..., Any], result: Callable[[Any], Result], eager: Needed, compiled: Needed, *arguments: str
+) -> list[Candidate]:
+    """Eager torch, and torch.compile specialized to the shapes: a function of inputs, targets and other arguments."""
+    make = partial(_plain, function, result, ("targets", *arguments))
+    return [Candidate(EAGER, partial(make, False), eager), Candidate(COMPILED, partial(make, True), compiled)]
 
 
-def _plain_loss(function: Callable[..., Any], compile: bool, tokens: Tokens) -> Function:
-    function = _maybe_compiled(function, compile)
-    arguments = (tokens.targets, tokens.old, tokens.advantages, tokens.count)
-    return lambda *inputs: Result(*function(*inputs, *arguments))
-
-
-def _plain_cross_entropy(function: Callable[..., Any], compile: bool, tokens: Tokens) -> Function:
-    function = _maybe_compiled(function, compile)
-    return lambda *inputs: Result(function(*inputs, tokens.targets))
+def _statistics(found: tuple[Tensor, Tensor]) -> Result:
+    return Result(None, *found)
 
 
 def _plain_loss_over_sets(tokens: Tokens) -> Function:
@@ -224,20 +220,12 @@ def _plain_loss_over_sets(tokens: Tokens) -> Function:
     return function
 
 
-def _both(
-    make: Callable[..., Function], function: Callable[..., Any], eager: Needed, compiled: Needed
-) -> list[Candidate]:
-    return [
-        Candidate(EAGER, partial(make, function, False), eager),
-        Candidate(COMPILED, partial(make, function, True), compiled),
-    ]
-
-
 # --- the tables -----------------------------------------------------------------------------------------------------
 
+_LOSS_ARGUMENTS = ("old", "advantages", "count")
 STATISTICS = [
-    Candidate("fastrl", _token_logprobs, lambda s: s.once, ours=True),
-    *_both(_plain_statistics, plain.statistics, lambda s: 5 * s.wide, lambda s: 3 * s.wide),
+    Candidate("fastrl", partial(_logprobs, fastrl.token_logprobs), lambda s: s.once, ours=True),
+    *_both(plain.statistics, _statistics, lambda s: 5 * s.wide, lambda s: 3 * s.wide),
     Candidate("TRL kernel", partial(peers.trl_statistics, True), lambda s: s.once, layout=_padded),
     Candidate("TRL torch", partial(peers.trl_statistics, False), lambda s: 5 * s.wide, layout=_padded),
 ]
@@ -245,25 +233,26 @@ STATISTICS = [
 LOSS = [
     Candidate("fastrl, in place", partial(_logits_policy_loss, True), lambda s: s.once, ours=True, layout=_consumed),
     Candidate("fastrl", partial(_logits_policy_loss, False), lambda s: s.once, ours=True, layout=_padded),
-    *_both(_plain_loss, plain.policy_loss, lambda s: 5 * s.wide, lambda s: 3 * s.wide),
+    *_both(plain.policy_loss, Result._make, lambda s: 5 * s.wide, lambda s: 3 * s.wide, *_LOSS_ARGUMENTS),
     Candidate(  # it requires T + 1 positions and ignores the last one
         "Liger triton_grpo_loss", peers.liger_logits_loss, lambda s: s.once, layout=partial(_consumed, ignored=1)
     ),
     *(replace(c, make=partial(peers.clipped, c.make)) for c in STATISTICS if c.name.startswith("TRL")),
 ]
 LINEAR_STATISTICS = [
-    Candidate("fastrl", _linear_token_logprobs, lambda s: 2 * _GIB, ours=True),
-    *_both(_plain_statistics, plain.linear(plain.statistics), lambda s: s.once + 3 * s.wide, lambda s: s.once + s.wide),
+    Candidate("fastrl", partial(_logprobs, fastrl.linear_token_logprobs), lambda s: 2 * _GIB, ours=True),
+    *_both(plain.linear(plain.statistics), _statistics, lambda s: s.once + 3 * s.wide, lambda s: s.once + s.wide),
     Candidate("TRL chunked head", peers.trl_head, lambda s: _GIB),
     Candidate("Apple cut-cross-entropy", peers.apple_head, lambda s: _GIB),
 ]
 POLICY = [
     ours("fastrl"),
     *_both(
-        _plain_loss,
         plain.linear(plain.policy_loss),
+        Result._make,
         lambda s: s.once + 5 * s.wide + s.gradients,
         lambda s: s.once + 3 * s.wide + s.gradients,
+        *_LOSS_ARGUMENTS,
     ),
     Candidate("Liger LigerFusedLinearGRPOLoss", peers.liger_policy_head, lambda s: 2 * s.gradients + _GIB),
     Candidate("TRL chunked head", partial(peers.clipped, peers.trl_head), lambda s: 2 * s.gradients + _GIB),
@@ -282,13 +271,15 @@ SETS_POLICY = [
 CROSS_ENTROPY = [
     Candidate("fastrl", _linear_cross_entropy, lambda s: 2 * s.gradients + 2 * _GIB, ours=True),
     *_both(
-        _plain_cross_entropy,
         plain.linear(plain.cross_entropy),
+        Result,
         lambda s: s.once + 4 * s.wide + s.gradients,
         lambda s: s.once + 3 * s.wide + s.gradients,
     ),
     Candidate("torch linear_cross_entropy", peers.torch_cross_entropy, lambda s: 2 * s.gradients + 2 * _GIB),
     Candidate("Liger LigerFusedLinearCrossEntropyLoss", peers.liger_cross_entropy, lambda s: 2 * s.gradients + _GIB),
-    Candidate("Apple cut-cross-entropy", peers.apple_cross_entropy, lambda s: 2 * s.gradients),
-    Candidate("Apple torch_compile", peers.apple_compiled_cross_entropy, lambda s: s.once + 3 * s.wide + s.gradients),
+    Candidate("Apple cut-cross-entropy", partial(peers.apple_cross_entropy, True), lambda s: 2 * s.gradients),
+    Candidate(
+        "Apple torch_compile", partial(peers.apple_cross_entropy, False), lambda s: s.once + 3 * s.wide + s.gradients
+    ),
 ]

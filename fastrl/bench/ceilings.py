@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.bench.contenders import Contender, Run, without_results
-from fastrl.bench.running import Bench
+from fastrl.bench.measure import Bench
 
 #: Bytes of the buffer whose copy measures the memory's speed if the suite's own tensors are too small for it.
 STREAM_BYTES = 1 << 30

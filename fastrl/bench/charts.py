@@ -19,6 +19,7 @@ _OURS, _OTHERS, _BODY, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#ffffff", "#c1272d"
 #: the others'.
 _OUR_LINES = (("#08306b", 5.4), ("#0868ac", 4.0), ("#4eb3d3", 2.8), ("#35978f", 1.6))
 _OTHER_LINES = ("#737373", "#b35806", "#7b3294", "#c51b7d", "#a6761d")
+_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10, "fontweight": "bold", "color": _INK}
 _MARKERS = "os^vDPX*<>"
 _WIDTH = 10.0  # inches
 _LINE = 0.17  # inches per line of small text
@@ -42,17 +43,15 @@ def figure(header: dict[str, Any], section: Section) -> Figure:
 
 def _time_figure(header: dict[str, Any], section: Section) -> Figure:
     """A panel of horizontal bars for each workload with results."""
-    workloads = {
-        workload: [row for row in section.rows if row.workload == workload and not row.is_limit]
-        for workload in section.workloads
-    }
-    bars = {workload: [row for row in rows if row.skipped is None] for workload, rows in workloads.items()}
-    bars = {workload: rows for workload, rows in bars.items() if rows}
+    bars: dict[str, list[Row]] = {}
+    for row in section.rows:
+        if row.skipped is None and not row.is_limit:
+            bars.setdefault(row.workload, []).append(row)
     heights = [0.9 + 0.3 * len(rows) for rows in bars.values()]
     figure, panels = _figure(header, section, sum(heights), (len(bars), 1), heights)
     for panel, (workload, rows) in zip(panels, bars.items(), strict=True):
         _bars(panel, rows)
-        panel.set_title(f"{workload}\n", loc="left", fontsize=10, fontweight="bold", color=_INK, pad=4)
+        panel.set_title(f"{workload}\n", **_TITLE, pad=4)
         text = textwrap.shorten(section.workloads[workload], 120, placeholder=" ...")
         panel.text(0, 1.0, text, transform=panel.transAxes, fontsize=8, color=_INK, va="bottom")
         _limit_line(panel, rows)
@@ -149,7 +148,7 @@ def _memory_figure(header: dict[str, Any], section: Section) -> Figure:
     tokens = sorted({row.tokens for row in section.rows})
     for panel, title, unit in zip(panels, ("peak temporary memory", "time"), ("MiB", "ms, median"), strict=True):
         _log_axes(panel, tokens)
-        panel.set_title(title, loc="left", fontsize=10, fontweight="bold", color=_INK)
+        panel.set_title(title, **_TITLE)
         panel.set_ylabel(unit, fontsize=9)
     panels[0].yaxis.set_major_locator(LogLocator(2, numticks=14))
     handles, labels = panels[0].get_legend_handles_labels()
@@ -203,17 +202,16 @@ def _machine(header: dict[str, Any]) -> str:
 
 def _notes(section: Section) -> list[str]:
     """Contenders that did not run, and why: each once per reason, in the memory suite once with its token counts."""
-    reasons: dict[str, list[str]] = {}
+    skipped: dict[str, list[Row]] = {}
     for row in section.rows:
         if row.skipped is not None:
-            reasons.setdefault(skipped_text(row), []).append(row.contender)
-    if section.suite == "memory":
-        skipped = [row for row in section.rows if row.skipped is not None]
-        reasons = {}
-        for contender in dict.fromkeys(row.contender for row in skipped):
-            rows = [row for row in skipped if row.contender == contender]
-            counts = ", ".join(f"{row.tokens:,}" for row in rows)
-            # The reasons may differ in their numbers: show the last one, for the most tokens.
-            reasons.setdefault(skipped_text(rows[-1]), []).append(f"{contender} at {counts} tokens")
+            skipped.setdefault(row.contender if section.suite == "memory" else skipped_text(row), []).append(row)
+    reasons: dict[str, list[str]] = {}
+    for rows in skipped.values():
+        names = [row.contender for row in rows]
+        if section.suite == "memory":
+            names = [f"{names[0]} at {', '.join(f'{row.tokens:,}' for row in rows)} tokens"]
+        # The reasons may differ in their numbers: show the last one, for the most tokens.
+        reasons.setdefault(skipped_text(rows[-1]), []).extend(names)
     texts = (f"{'; '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items())
     return [line for text in texts for line in textwrap.wrap(text, 155)]

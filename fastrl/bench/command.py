@@ -13,7 +13,7 @@ import torch
 
 from fastrl.base import dependencies
 from fastrl.bench import machine
-from fastrl.bench.measure import Setting, default_device
+from fastrl.bench.measure import default_device
 from fastrl.bench.results import Row, Section
 from fastrl.bench.suites import SUITES, Shape, Suite, bench
 
@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         suite = SUITES[name]
         for shape in shapes[name] if options.shape else suite.defaults[device]:
             log = partial(_log, f"{name} {'x'.join(map(str, shape))} {dtype}")
-            setting = Setting(getattr(torch, dtype), device, repeats, log, seconds)
-            sections.append(suite.run(bench(name, shape, setting)))
+            sections.append(suite.run(bench(name, shape, getattr(torch, dtype), device, repeats, log, seconds)))
             if options.out is not None:  # after every shape, so that an interrupted run leaves its results
                 _write(options.out, options.name, header, sections)
     print(as_markdown(header, sections))

@@ -49,10 +49,10 @@ def installed_version(package: str) -> str | None:
 
 
 def _machine() -> dict[str, Any]:
-    memory = _field("/proc/meminfo", "MemTotal")
+    memory = field("/proc/meminfo", "MemTotal")
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": None if memory is None else round(int(memory.split()[0]) / 2**20, 1),
@@ -64,7 +64,7 @@ def _machine() -> dict[str, Any]:
     return facts
 
 
-def _field(path: str, name: str) -> str | None:
+def field(path: str, name: str) -> str | None:
     """The first value of a `name : value` line of a Linux information file."""
     try:
         lines = Path(path).read_text().splitlines()

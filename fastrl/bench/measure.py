@@ -1,4 +1,4 @@
-"""Time, peak temporary memory and error of one contender."""
+"""Time, peak temporary memory and error of one contender, and of all contenders of a suite at one shape."""
 
 from __future__ import annotations
 
@@ -7,39 +7,27 @@ import gc
 import math
 import statistics
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
-from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable
+from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable, Workload
+from fastrl.bench.machine import field
 from fastrl.bench.problems import Expected
-from fastrl.bench.results import Row
+from fastrl.bench.results import Limit, Row, Section, finish
 from fastrl.planning.budget import free_bytes
 
 #: (run, device, most repeats, seconds after which no repeat begins) -> the seconds of each repeat
 Clock = Callable[[Run, str, int, float], list[float]]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all contenders of a suite are measured with."""
-
-    dtype: torch.dtype
-    device: str
-    repeats: int
-    log: Callable[[str], None] = lambda text: None
-    seconds: float = math.inf  # after these no further repeat of a contender begins
-    clock: Clock = time_runs
-    hot: bool = False  # whether contenders are also timed with a hot cache
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype's name without the module: "float32"."""
-        return str(self.dtype).removeprefix("torch.")
+P = TypeVar("P")
+#: The suites whose rows name the memory plan that fastrl took.
+_SUITES_OF_PLANS = ("plans", "memory")
 
 
 def default_device() -> str:
@@ -47,13 +35,10 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _kilobytes(path: Path, name: str) -> int | None:
-    """The value of a field in a Linux status file."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+def _kilobytes(name: str) -> int | None:
+    """The value of a field of this process's status file on Linux."""
+    value = field("/proc/self/status", name)
+    return None if value is None else int(value.split()[0])
 
 
 def peak_temporary_bytes(run: Run, device: str) -> int | None:
@@ -80,9 +65,9 @@ def peak_temporary_bytes(run: Run, device: str) -> int | None:
     except OSError:
         return None
     outcome = run.call()
-    highest = _kilobytes(Path("/proc/self/status"), "VmHWM")
+    highest = _kilobytes("VmHWM")
     release_free_memory()
-    held = _kilobytes(Path("/proc/self/status"), "VmRSS")
+    held = _kilobytes("VmRSS")
     del outcome
     return None if highest is None or held is None else max(highest - held, 0) << 10
 
@@ -117,12 +102,12 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max())  # propagates NaN
 
 
-def measure(contender: Contender, row: Row, expected: Expected | None, setting: Setting) -> None:
+def measure(contender: Contender, row: Row, expected: Expected | None, bench: Bench) -> None:
     """Fill the row: error in a first run, memory in a second, then timed runs, and if `hot` also ones with a hot cache.
 
     An exception of another package becomes the row's reason; one of fastrl is raised, with its first line in the row.
     """
-    device = setting.device
+    device = bench.device
     row.ours = contender.ours
     free = free_bytes(device)
     needed = contender.bytes_needed + (FLUSHED_BYTES if device == "cuda" else 0)
@@ -137,9 +122,9 @@ def measure(contender: Contender, row: Row, expected: Expected | None, setting: 
             row.errors = errors(outcome, expected)
         del outcome
         row.peak_temporary_bytes = peak_temporary_bytes(run, device)
-        times = setting.clock(run, device, setting.repeats, setting.seconds)
-        if setting.hot:
-            hot_times = time_runs(run, device, setting.repeats, setting.seconds, hot=True)
+        times = bench.clock(run, device, bench.repeats, bench.seconds)
+        if bench.hot:
+            hot_times = time_runs(run, device, bench.repeats, bench.seconds, hot=True)
             row.milliseconds_hot = 1e3 * statistics.median(hot_times)
     except Unavailable as reason:
         row.skipped = str(reason)
@@ -168,3 +153,74 @@ def _first_line(error: Exception) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A suite at a shape, whose axes have names, and what its contenders are measured with."""
+
+    suite: str
+    shape: dict[str, int]
+    dtype: torch.dtype
+    device: str
+    repeats: int
+    log: Callable[[str], None] = lambda text: None
+    seconds: float = math.inf  # after these no further repeat of a contender begins
+    clock: Clock = time_runs
+    hot: bool = False  # whether contenders are also timed with a hot cache
+
+    def problem(self, make: Callable[..., P], what: str = "inputs and float64 answers", **more: float) -> P:
+        """The problem of this shape."""
+        self.log(what)
+        return make(*self.shape.values(), self.dtype, self.device, **more)
+
+    def run(
+        self,
+        workloads: Iterable[Workload],
+        limit: Callable[[Workload], Limit | None] = lambda workload: None,
+        limits: dict[str, float | None] | None = None,
+    ) -> Section:
+        """The results of the workloads, each compared with its limit."""
+        section = self.section(limits or {})
+        for workload in workloads:
+            self.add(section, workload, self.measure_workload(workload), limit(workload))
+        return section
+
+    def section(self, limits: dict[str, float | None]) -> Section:
+        """A section without results."""
+        return Section(self.suite, self.shape, limits, {}, [])
+
+    def add(self, section: Section, workload: Workload, rows: list[Row], limit: Limit | None = None) -> None:
+        """Add a workload's finished rows to the section."""
+        finish(rows, limit)
+        section.workloads[workload.name] = workload.description
+        section.rows.extend(rows)
+
+    def measure_workload(self, workload: Workload) -> list[Row]:
+        """The rows of all contenders of the workload."""
+        return [self.measure_contender(contender, workload) for contender in workload.contenders]
+
+    def measure_contender(self, contender: Contender, workload: Workload, with_expected: bool = True) -> Row:
+        """The contender's row. An error in fastrl is logged and marks the row; other contenders are still measured."""
+        self.log(f"{workload.name}: {contender.name}")
+        row = self._row(workload.name, contender.name)
+        row.workload_bytes, row.workload_flops = workload.workload_bytes, workload.workload_flops
+        try:
+            measure(contender, row, workload.expected if with_expected else None, self)
+        except Exception:
+            if not row.failed:
+                raise
+            self.log(traceback.format_exc())
+        if self.suite in _SUITES_OF_PLANS and contender.plan is not None and row.skipped is None:
+            row.plan = contender.plan()
+        return row
+
+    def seconds_of(self, contender: Contender) -> float | None:
+        """The median of a contender that belongs to no workload; None if it cannot run."""
+        self.log(contender.name)
+        row = self._row(contender.name, contender.name)
+        measure(contender, row, None, self)
+        return row.seconds
+
+    def _row(self, workload: str, contender: str) -> Row:
+        return Row(self.suite, self.shape, str(self.dtype).removeprefix("torch."), workload, contender)

@@ -127,21 +127,17 @@ def apple_head(tokens: Tokens) -> Function:
     return lambda hidden, weight: Result(None, -linear_cross_entropy(hidden, weight, tokens.targets, reduction="none"))
 
 
-def apple_cross_entropy(tokens: Tokens) -> Function:
-    """Apple's cut cross-entropy, with its default gradient filter."""
-    _needs_gpu(tokens)
+def apple_cross_entropy(kernels: bool, tokens: Tokens) -> Function:
+    """Apple's cut cross-entropy, with its default gradient filter; for machines without its kernels torch.compile's."""
+    if kernels:
+        _needs_gpu(tokens)
+    else:
+        _needs_cpu(tokens, "on a GPU its kernels are measured")
+        torch.compiler.reset()
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, weight: Result(linear_cross_entropy(hidden, weight, tokens.targets))
-
-
-def apple_compiled_cross_entropy(tokens: Tokens) -> Function:
-    """Apple's implementation for machines without its kernels: torch.compile of plain torch."""
-    _needs_cpu(tokens, "on a GPU its kernels are measured")
-    from cut_cross_entropy import linear_cross_entropy
-
-    torch.compiler.reset()
-    return lambda hidden, weight: Result(linear_cross_entropy(hidden, weight, tokens.targets, impl="torch_compile"))
+    options = {} if kernels else {"impl": "torch_compile"}
+    return lambda hidden, weight: Result(linear_cross_entropy(hidden, weight, tokens.targets, **options))
 
 
 def torch_cross_entropy(tokens: Tokens) -> Function:

@@ -17,7 +17,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
@@ -117,7 +116,8 @@ def figure(names: Iterable[str]) -> Figure:
             panel.remove()
     chart.supxlabel("ratio r of new to old probability, at the objective's own level", fontsize=10, color=INK)
     chart.supylabel("weight on ∇ log π, relative to on-policy", fontsize=10, color=INK)
-    chart.legend(handles=_key(), loc="outside upper center", ncols=2 if columns < 3 else 4, frameon=False, fontsize=9)
+    curves = panels[0, 0].lines  # each panel has the same four
+    chart.legend(handles=curves, loc="outside upper center", ncols=2 if columns < 3 else 4, frameon=False, fontsize=9)
     return chart
 
 
@@ -126,13 +126,12 @@ def _draw(panel: Axes, members: dict[str, Objective]) -> None:
     ratios = torch.logspace(math.log10(LOWEST), math.log10(HIGHEST), POINTS, dtype=torch.float64)
     panel.set_xscale("log")
     panel.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.39)  # 0.9 / ln 10: no kink where the scales meet
-    panel.plot(ratios, ratios, color=GUIDE, linewidth=1.0, zorder=1)
-    panel.axhline(1.0, color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1)
     # The second is thinner and dashed, so that both are visible where they coincide.
-    panel.plot(ratios, weights(objective, ratios, 1.0), color=POSITIVE, linewidth=3.2, zorder=2)
-    panel.plot(
-        ratios, weights(objective, ratios, -1.0), color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), zorder=3
-    )
+    positive, negative = (weights(objective, ratios, advantage) for advantage in (1.0, -1.0))
+    panel.plot(ratios, positive, color=POSITIVE, linewidth=3.2, zorder=2, label="A > 0")
+    panel.plot(ratios, negative, color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), zorder=3, label="A < 0")
+    panel.plot(ratios, ratios, color=GUIDE, linewidth=1.0, zorder=1, label="r, importance sampling")
+    panel.axhline(1.0, color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1, label="1, on-policy")
     panel.set(xlim=(LOWEST, HIGHEST), ylim=(-0.015, 12))
     panel.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10])
     panel.set_yticks(TICKS)
@@ -161,12 +160,3 @@ def _name(panel: Axes, gate: Gate, members: dict[str, Objective]) -> None:
         fontweight="bold",
         color=INK,
     )
-
-
-def _key() -> list[Any]:
-    return [
-        Line2D([], [], color=POSITIVE, linewidth=3.2, label="A > 0"),
-        Line2D([], [], color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), label="A < 0"),
-        Line2D([], [], color=GUIDE, linewidth=1.0, label="r, importance sampling"),
-        Line2D([], [], color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), label="1, on-policy"),
-    ]

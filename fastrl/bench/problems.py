@@ -169,13 +169,13 @@ class Problem:
         target_logit = (hidden * weight[tokens.targets]).sum(-1)
         p = (hidden @ weight[entries].t() - (target_logit - self.logprobs)[:, None]).exp()
         if tokens.sets is not None:
-            parts = _chunks(tokens.count, len(weight), p.device)
+            parts = chunks(tokens.count, len(weight), p.device)
             p *= torch.cat([tokens.sets.index(rows).to_dense(len(weight))[:, entries] for rows in parts])
         is_target = (tokens.targets[:, None] == entries).double()
         return entries, (c[:, None] * (is_target - p)).t() @ hidden
 
 
-def _chunks(count: int, vocab: int, device: torch.device) -> Sequence[Tensor]:
+def chunks(count: int, vocab: int, device: torch.device) -> Sequence[Tensor]:
     """The indices of `count` rows, split so that the float64 logits of each part fit a chunk."""
     return torch.arange(count, device=device).split(max(1, _CHUNK_BYTES // (8 * vocab)))
 
@@ -189,12 +189,6 @@ def _statistics(
         # Finite, because -inf times a probability of 0 is not a number.
         logits = logits.masked_fill(~sets.index(rows).to_dense(logits.shape[1]), -1e30)
     return plain.statistics(logits, targets[rows])
-
-
-def chunked(problem: Problem, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """The function's results for parts of the rows, concatenated; the float64 logits of each part fit a chunk."""
-    parts = _chunks(problem.tokens.count, problem.size.vocab, problem.tokens.targets.device)
-    return torch.cat([function(rows) for rows in parts])
 
 
 def make_problem(
@@ -213,7 +207,7 @@ def make_problem(
     first, *weight = inputs.values()
     wide = [w.double() for w in weight]
     vocab = len(wide[0]) if wide else first.shape[1]
-    parts = [_statistics([first[rows].double(), *wide], rows, targets, sets) for rows in _chunks(n, vocab, device)]
+    parts = [_statistics([first[rows].double(), *wide], rows, targets, sets) for rows in chunks(n, vocab, device)]
     logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
 
     def uniform(low: float, high: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from tabulate import tabulate
@@ -18,21 +18,21 @@ optimizer's state). Head and loss: the share of a step's time beyond a step of t
 × compile: how many times faster than eager torch and torch.compile. Error: the largest against float64, absolute for
 the loss, log-probabilities and entropies, relative to the largest entry for gradients."""
 
-_HEADERS = (
-    "",
-    "ms",
-    "fastest",
-    "hot L2",
-    "tokens/s",
-    "limit",
-    "of",
-    "temporary",
-    "plan",
-    "head and loss",
-    "× eager",
-    "× compile",
-    "error",
-)
+#: Header -> the row's field, how it is written, and what it is multiplied by.
+_COLUMNS = {
+    "": ("contender", "{}", 1),
+    "ms": ("milliseconds_median", "{:.4g}", 1),
+    "fastest": ("milliseconds_min", "{:.4g}", 1),
+    "hot L2": ("milliseconds_hot", "{:.4g}", 1),
+    "tokens/s": ("tokens_per_second", "{:,.0f}", 1),
+    "limit": ("fraction_of_limit", "{:.0f} %", 100),
+    "of": ("limit", "{}", 1),
+    "temporary": ("peak_temporary_bytes", "{:,.0f} MiB", 2**-20),
+    "plan": ("plan", "{}", 1),
+    "head and loss": ("share_of_step", "{:.0f} %", 100),
+    "× eager": ("speedup_over_eager", "{:.2f}", 1),
+    "× compile": ("speedup_over_compile", "{:.2f}", 1),
+}
 
 
 def as_json(header: dict[str, Any], sections: list[Section]) -> str:
@@ -48,7 +48,9 @@ def as_markdown(header: dict[str, Any], sections: list[Section]) -> str:
         parts += [f"Limit: {_limit(name, value)}" for name, value in section.limits.items() if value is not None]
         for workload in dict.fromkeys(row.workload for row in section.rows):
             rows = [row for row in section.rows if row.workload == workload]
-            parts += [f"### {workload}", f"{section.workloads[workload]}.{_held_against(rows)}", _table(rows)]
+            shared = shared_limit(rows)
+            limit = "" if shared is None else f" Limit: {shared}."
+            parts += [f"### {workload}", f"{section.workloads[workload]}.{limit}", _table(rows, shared)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -92,52 +94,28 @@ def shared_limit(rows: list[Row]) -> str | None:
     return limits.pop() if len(limits) == 1 else None
 
 
-def _held_against(rows: list[Row]) -> str:
-    limit = shared_limit(rows)
-    return "" if limit is None else f" Limit: {limit}."
-
-
 def skipped_text(row: Row) -> str:
     """Why the row has no results; an error in fastrl is called a failure."""
     return f"{'FAILED' if row.failed else 'skipped'}, {row.skipped}"
 
 
-def _table(rows: list[Row]) -> str:
-    shared = shared_limit(rows)
-    lines = [_line(row, shared) for row in rows if row.skipped is None]
+def _table(rows: list[Row], shared: str | None) -> str:
+    lines = [_line(row if shared is None else replace(row, limit=None)) for row in rows if row.skipped is None]
     skipped = "\n".join(f"- {row.contender}: {skipped_text(row)}" for row in rows if row.skipped is not None)
     if not lines:
         return skipped
-    used = [i for i in range(len(_HEADERS)) if any(line[i] for line in lines)]  # columns that are not empty
-    cells = [[line[i] for i in used] for line in lines]
-    align = ("left",) + ("right",) * (len(used) - 1)
-    table = tabulate(cells, [_HEADERS[i] for i in used], tablefmt="github", disable_numparse=True, colalign=align)
+    used = {header: "right" for header in lines[0] if any(line[header] for line in lines)}  # columns that are not empty
+    cells = [[line[header] for header in used] for line in lines]
+    align = ("left", *used.values())[: len(used)]
+    table = tabulate(cells, [*used], tablefmt="github", disable_numparse=True, colalign=align)
     return "\n\n".join(part for part in (table, skipped) if part)
 
 
-def _line(row: Row, shared: str | None) -> tuple[str, ...]:
-    def number(value: float | None, form: str, unit: str = "") -> str:
-        return "" if value is None else f"{value:{form}}{unit}"
-
-    fraction, temporary, share = row.fraction_of_limit, row.peak_temporary_bytes, row.share_of_step
-    if not row.errors:
-        error = ""
-    elif None in row.errors.values():
-        error = "not finite"
-    else:
-        error = f"{max(e for e in row.errors.values() if e is not None):.1e}"
-    return (
-        row.contender,
-        number(row.milliseconds_median, ".4g"),
-        number(row.milliseconds_min, ".4g"),
-        number(row.milliseconds_hot, ".4g"),
-        number(row.tokens_per_second, ",.0f"),
-        number(None if fraction is None else 100 * fraction, ".0f", " %"),
-        (row.limit or "") if shared is None else "",
-        number(None if temporary is None else temporary / 2**20, ",.0f", " MiB"),
-        row.plan or "",
-        number(None if share is None else 100 * share, ".0f", " %"),
-        number(row.speedup_over_eager, ".2f"),
-        number(row.speedup_over_compile, ".2f"),
-        error,
-    )
+def _line(row: Row) -> dict[str, str]:
+    line = {}
+    for header, (field, form, factor) in _COLUMNS.items():
+        value = getattr(row, field)
+        line[header] = "" if value is None else form.format(factor * value)
+    errors = [error for error in row.errors.values() if error is not None]
+    finite = len(errors) == len(row.errors)
+    return line | {"error": "not finite" if not finite else f"{max(errors):.1e}" if errors else ""}

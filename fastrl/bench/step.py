@@ -15,7 +15,7 @@ from fastrl.bench import candidates
 from fastrl.bench.candidates import Candidate
 from fastrl.bench.ceilings import products
 from fastrl.bench.contenders import Contender, Function, Outcome, Result, Run, Workload
-from fastrl.bench.problems import Expected, Problem, Size, Tokens, chunked, make_problem
+from fastrl.bench.problems import Expected, Problem, Size, Tokens, chunks, make_problem
 from fastrl.bench.results import Row
 from fastrl.planning.budget import free_bytes
 
@@ -151,7 +151,8 @@ def _expected(model: Any, hidden: Tensor, head: Problem) -> Expected:
     The last norm's gradient sums over all tokens' d_hidden; a tied weight's is the head's plus the embedding's.
     """
     loss, c = head.coefficients(head.loss)
-    d_hidden = chunked(head, lambda rows: head.row_gradients(rows, c))
+    parts = chunks(head.tokens.count, head.size.vocab, c.device)
+    d_hidden = torch.cat([head.row_gradients(rows, c) for rows in parts])
     hidden.backward(d_hidden.view_as(hidden).to(hidden.dtype))
     norm, embedding = model.model.norm.weight.grad.double(), model.lm_head.weight.grad
     entries, d_weight = head.weight_gradients(c)

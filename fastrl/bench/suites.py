@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from fastrl.bench import ceilings, step, workloads
+from fastrl.bench.candidates import BOTH
 from fastrl.bench.clock import time_issue
 from fastrl.bench.contenders import Contender, Workload
-from fastrl.bench.floors import floor, floors
-from fastrl.bench.measure import Setting
+from fastrl.bench.measure import Bench
 from fastrl.bench.problems import Problem, linear_problem, logits_problem
 from fastrl.bench.results import Limit, Row, Section
-from fastrl.bench.running import Bench
 
 Shape = tuple[int, ...]
 _COPY, _READ = "a copy of as many bytes", "a read of as many bytes"
 _PRODUCTS = "the bare matrix products"
+#: The number of times that a plan computes the logits, if more than once.
+_FORWARDS = {"recompute": 2, "two-pass": 3}
 #: With fewer tokens, fixed costs hide what grows with the number of tokens.
 _FEWEST_TOKENS = 256
 
@@ -38,7 +40,7 @@ class Suite:
 def run_logits(bench: Bench) -> Section:
     """The logits suite at N, V; its limit is the memory's speed: a copy, and on a GPU also a read."""
     problem = bench.problem(logits_problem)
-    on_gpu = bench.setting.device == "cuda"
+    on_gpu = bench.device == "cuda"
     source = ceilings.stream(problem.inputs["logits"])
     speeds = {"copy_bytes_per_second": ceilings.copy_speed(bench, source)}
     if on_gpu:
@@ -51,37 +53,39 @@ def run_logits(bench: Bench) -> Section:
         assert workload.workload_bytes is not None
         return None if speed is None else Limit(workload.workload_bytes / speed, _READ if reads else _COPY)
 
-    bench = replace(bench, setting=replace(bench.setting, hot=on_gpu))
-    return bench.run([definition.on(problem) for definition in workloads.LOGITS], limit, speeds)
+    return replace(bench, hot=on_gpu).run([definition.on(problem) for definition in workloads.LOGITS], limit, speeds)
 
 
 def run_overhead(bench: Bench) -> Section:
     """The overhead suite at N, V: the host's time for a loss and its backward; no limit."""
-    bench = replace(bench, setting=replace(bench.setting, clock=time_issue))
-    return bench.run([workloads.OVERHEAD.on(bench.problem(logits_problem))])
+    return replace(bench, clock=time_issue).run([workloads.OVERHEAD.on(bench.problem(logits_problem))])
 
 
 def run_linear(bench: Bench) -> Section:
     """The linear suite at N, H, V; its limit is the matrix products alone; a copy measures the memory's speed."""
-    problem, dtype = bench.problem(linear_problem), bench.setting.dtype
+    problem, dtype = bench.problem(linear_problem), bench.dtype
     copied = min(problem.size.once, ceilings.STREAM_BYTES) // dtype.itemsize
-    speed = ceilings.copy_speed(bench, torch.rand(copied, dtype=dtype, device=bench.setting.device))
+    speed = ceilings.copy_speed(bench, torch.rand(copied, dtype=dtype, device=bench.device))
     section = bench.section({"copy_bytes_per_second": speed})
-    floors: dict[int, Row] = {}
+    bare_rows: dict[int, Row] = {}
     for definition in workloads.LINEAR:
         workload = definition.on(problem)
         count = 1 + len(workload.gradients)
-        if count not in floors:  # workloads with the same number of products share a measurement
+        if count not in bare_rows:  # workloads with the same number of products share a measurement
             name = "the matrix product alone" if count == 1 else "the three matrix products alone"
-            floors[count] = bench.measure_contender(_products(problem, name, range(count)), workload, False)
-        bare = replace(floors[count], workload=workload.name, is_limit=True)
+            bare_rows[count] = bench.measure_contender(_products(problem, name, range(count)), workload, False)
+        bare = replace(bare_rows[count], workload=workload.name, is_limit=True)
         bench.add(section, workload, [bare, *bench.measure_workload(workload)], _limit(_PRODUCTS, bare))
         section.limits[f"flops_per_second: {bare.contender}"] = bare.flops_per_second
     return section
 
 
 def run_plans(bench: Bench) -> Section:
-    """The plans suite at N, H, V; each row's limit is the bare products that its plan computes."""
+    """The plans suite at N, H, V; each row's limit is the bare products that its plan computes.
+
+    U is one product of N x V x H: the logits (once; twice in recompute, three times in two-pass), and the gradients
+    that are needed. Each is measured alone in the same run.
+    """
     problem = bench.problem(linear_problem, clipped=0.0)
     bare = Workload(
         "bare products",
@@ -101,6 +105,30 @@ def run_plans(bench: Bench) -> Section:
             limit = None if row.plan is None else floor(row.plan, workload.gradients, times)
             bench.add(section, workload, [row], limit)
     return section
+
+
+def floor(plan: str, gradients: Sequence[str], times: Sequence[float | None]) -> Limit | None:
+    """The seconds of the products that a call with the plan computes, given each one's; None if one is missing."""
+    counts = (_FORWARDS.get(plan, 1), "hidden" in gradients, "weight" in gradients)
+    total = 0.0
+    for count, seconds in zip(counts, times, strict=True):
+        if count and seconds is None:
+            return None
+        total += count * (seconds or 0.0)
+    return Limit(total, f"{sum(counts)}U")
+
+
+def floors(times: Sequence[float | None]) -> dict[str, float | None]:
+    """The floors in milliseconds, 1U to 5U, by the plans that compute as many products."""
+    named = {
+        "1U, forward": ("forward", ()),
+        "2U, frozen head": ("frozen-head", ("hidden",)),
+        "3U, forward-gradient and whole-response": ("whole-response", BOTH),
+        "4U, recompute": ("recompute", BOTH),
+        "5U, two-pass": ("two-pass", BOTH),
+    }
+    limits = {name: floor(plan, gradients, times) for name, (plan, gradients) in named.items()}
+    return {f"milliseconds: {name}": limit and 1e3 * limit.seconds for name, limit in limits.items()}
 
 
 def run_memory(bench: Bench) -> Section:
@@ -125,8 +153,8 @@ def token_counts(most: int) -> list[int]:
 def run_masks(bench: Bench) -> Section:
     """The masks suite at N, H, V and a mean of K ids per token; no limit, the whole vocabulary is the comparison."""
     n, width, vocab, mean = bench.shape.values()
-    make = partial(linear_problem, n, width, vocab, bench.setting.dtype, bench.setting.device)
-    bench.setting.log("inputs and float64 answers")
+    make = partial(linear_problem, n, width, vocab, bench.dtype, bench.device)
+    bench.log("inputs and float64 answers")
     return bench.run([workloads.OVER_SETS.on(make(mean_set=mean)), workloads.WITHOUT_SETS.on(make())])
 
 
@@ -140,8 +168,8 @@ def run_step(bench: Bench) -> Section:
     problem = bench.problem(step.step_problem, "model, inputs and float64 answers")
     workload = step.workload(problem)
     body, bare = (
-        bench.measure_contender(floor, workload, with_expected=False)
-        for floor in (step.body(problem), step.head_products(problem))
+        bench.measure_contender(part, workload, with_expected=False)
+        for part in (step.body(problem), step.head_products(problem))
     )
     rows = bench.measure_workload(workload)
     limit = _limit("the body's step and the head's bare products", body, bare)
@@ -239,7 +267,6 @@ SUITES = {
 }
 
 
-def bench(suite: str, shape: Shape, setting: Setting) -> Bench:
-    """The named suite at a shape."""
-    axes = SUITES[suite].axes
-    return Bench(suite, dict(zip(axes, shape, strict=True)), setting, tells_plans=suite in ("plans", "memory"))
+def bench(suite: str, shape: Shape, *given: Any, **more: Any) -> Bench:
+    """The named suite at a shape, with further fields of a `Bench`."""
+    return Bench(suite, dict(zip(SUITES[suite].axes, shape, strict=True)), *given, **more)

@@ -17,6 +17,7 @@ from fastrl.bench.problems import Expected, Problem
 
 _LOGITS = ("logits",)
 _LOSS = "PPO's clipped loss (off-policy)"
+_MANY_TOKENS = 65536
 
 
 @dataclass(frozen=True)
@@ -126,65 +127,46 @@ WITHOUT_SETS = replace(
     candidates=candidates.POLICY[:1],
 )
 
-_UNLIMITED, _LARGEST = ours("fastrl, no budget"), ours("fastrl, budget 1GiB", budget="1GiB")
-_PLANNED = Definition(
-    "loss and gradients",
-    "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and weight",
-    [_UNLIMITED, _LARGEST],
-    Problem.expected_loss,
-    BOTH,
-    products=True,
-)
-_PLANS = [
-    replace(
-        _PLANNED,
-        candidates=[
-            _UNLIMITED,
+
+def plans(tokens: int) -> list[Definition]:
+    """The loss by each plan; of many tokens, whose calls take a second, without and with the largest budget only."""
+
+    def definition(name: str, description: str, *chosen: Candidate, gradients: tuple[str, ...] = BOTH) -> Definition:
+        return Definition(name, description, [*chosen], Problem.expected_loss, gradients, products=True)
+
+    both_gradients = "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and weight"
+    unlimited, largest = ours("fastrl, no budget"), ours("fastrl, budget 1GiB", budget="1GiB")
+    if tokens >= _MANY_TOKENS:
+        return [definition("loss and gradients", both_gradients, unlimited, largest)]
+    # A response's gradient needs the log-probabilities of the whole response first.
+    gspo = ours("fastrl, whole-response", forced="whole-response", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
+    ratios = definition("loss of sequence ratios and gradients", "GSPO's clipped loss and the same gradients", gspo)
+    return [
+        definition(
+            "loss and gradients",
+            both_gradients,
+            unlimited,
             ours("fastrl, recompute", forced="recompute"),
             ours("fastrl, two-pass", forced="two-pass"),
             ours("fastrl, budget 512MiB", budget="512MiB"),
-            _LARGEST,
-        ],
-    ),
-    replace(
-        _PLANNED,
-        name="loss of sequence ratios and gradients",
-        description="GSPO's clipped loss and the same gradients",
-        candidates=[
-            # a response's gradient needs the log-probabilities of the whole response first
-            ours("fastrl, whole-response", forced="whole-response", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))
-        ],
-        expected=Problem.expected_sequence_loss,
-    ),
-    replace(
-        _PLANNED,
-        name="loss, frozen head",
-        description="PPO's clipped loss and its gradient for the hidden states alone",
-        candidates=[
+            largest,
+        ),
+        replace(ratios, expected=Problem.expected_sequence_loss),
+        definition(
+            "loss, frozen head",
+            "PPO's clipped loss and its gradient for the hidden states alone",
             ours("fastrl, frozen head, no budget"),
             ours("fastrl, frozen head, frozen-head", forced="frozen-head"),
-        ],
-        gradients=("hidden",),
-    ),
-    replace(
-        _PLANNED,
-        name="forward only",
-        description="PPO's clipped loss without gradients, and log-probabilities and entropies alone",
-        candidates=[
+            gradients=("hidden",),
+        ),
+        definition(
+            "forward only",
+            "PPO's clipped loss without gradients, and log-probabilities and entropies alone",
             ours("fastrl, loss under no_grad"),
             ours("fastrl, linear_token_logprobs with entropy", objective=None),
-        ],
-        gradients=(),
-    ),
-]
-
-#: From this number of tokens on a call takes a second: measure only the choices without and with the largest budget.
-_MANY_TOKENS = 65536
-
-
-def plans(tokens: int) -> list[Definition]:
-    """The plans suite's workloads for so many tokens."""
-    return [_PLANNED] if tokens >= _MANY_TOKENS else _PLANS
+            gradients=(),
+        ),
+    ]
 
 
 TOP_P, TOP_K = 0.95, 50

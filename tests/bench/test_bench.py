@@ -19,17 +19,16 @@ from typing import Any
 
 import pytest
 import torch
-from bench_rows import measure_alone, new_row, setting
+from bench_rows import bench, measure_alone, new_row
 from places import ROOT
 
 import fastrl
 from fastrl.bench import candidates, command, machine, main, step, suites, workloads
 from fastrl.bench.candidates import ours
 from fastrl.bench.contenders import EAGER, Contender, Outcome, Run, Unavailable, Workload, without_results
-from fastrl.bench.measure import default_device, peak_temporary_bytes
+from fastrl.bench.measure import Bench, default_device, peak_temporary_bytes
 from fastrl.bench.problems import Expected, linear_problem
 from fastrl.bench.results import Section
-from fastrl.bench.running import Bench
 
 DEVICE = default_device()
 #: N = 40 is not a multiple of a sampled row count, V = 77 not of a vector.
@@ -256,7 +255,9 @@ def test_the_command_imports_no_extra_before_it_needs_it() -> None:
         "import sys, fastrl.bench\n"
         "print(sorted({'transformers', 'trl', 'liger_kernel', 'matplotlib', 'tabulate'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -357,8 +358,7 @@ def test_a_row_without_results_or_of_another_suite_names_no_plan() -> None:
         for name, size in (("a", 0), ("b", 1 << 60))
     ]
     for suite, plan in (("memory", "two-pass"), ("linear", None)):
-        bench = suites.bench(suite, (1, 1, 1), setting())
-        rows = bench.measure_workload(Workload("a workload", "this", contenders, None))
+        rows = bench(suite, 1, 1, 1).measure_workload(Workload("a workload", "this", contenders, None))
         assert [found.plan for found in rows] == [plan, None]
 
 
@@ -371,7 +371,7 @@ def test_token_counts_are_halves_and_not_few() -> None:
 def test_memory_is_measured_at_every_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [c for c in workloads.MEMORY.candidates if c.name in ("fastrl, no budget", "fastrl, 64MiB", EAGER)]
     monkeypatch.setattr(workloads, "MEMORY", replace(workloads.MEMORY, candidates=chosen))
-    section = suites.run_memory(suites.bench("memory", (512, 4, 8192), setting()))
+    section = suites.run_memory(bench("memory", 512, 4, 8192))
     assert list(section.workloads) == ["256 tokens", "512 tokens"]
     memory = {(found.tokens, found.contender): found.peak_temporary_bytes for found in section.rows}
     assert len(memory) == 2 * 3
@@ -424,9 +424,8 @@ def test_the_gpu_script_goes_on_after_a_failure_and_says_so(tmp_path: Path) -> N
     stub.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     out = tmp_path / "out"
-    done = subprocess.run(
-        [str(ROOT / "benchmarks/gpu.sh"), str(out)], capture_output=True, text=True, env=environment, check=False
-    )
+    script = [str(ROOT / "benchmarks/gpu.sh"), str(out)]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode == 1
     assert "== linear: FAILED (exit status 3) after " in done.stdout
     assert "== not completed: linear\n" in done.stdout

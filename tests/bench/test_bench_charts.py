@@ -10,7 +10,7 @@ from bench_rows import new_row
 from fastrl.bench import charts
 from fastrl.bench.contenders import EAGER
 from fastrl.bench.report import as_markdown
-from fastrl.bench.results import Limit, Section, finish
+from fastrl.bench.results import Limit, Row, Section, finish
 
 SHAPE = dict.fromkeys("NHV", 1)
 HEADER = {
@@ -21,6 +21,10 @@ HEADER = {
     "versions": {"fastrl": "0", "torch": "0", "cuda": None},
     "backends": {},
 }
+
+
+def section_of(rows: list[Row], suite: str = "linear", **limits: float | None) -> Section:
+    return Section(suite, SHAPE, {**limits}, {row.workload: "this" for row in rows}, rows)
 
 
 def _texts(section: Section) -> str:
@@ -40,7 +44,7 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
         new_row("a peer", workload="another workload", skipped="its Triton kernels need a GPU"),
     ]
     finish(rows[:3], Limit(0.05, "the bare matrix products"))
-    section = Section("linear", SHAPE, {}, {"a workload": "this", "another workload": "that"}, rows)
+    section = section_of(rows)
     found = charts.figure(HEADER, section)
     (panel,) = found.axes  # nobody did the other workload
     assert [bar.get_width() for bar in panel.patches] == [60.0, 240.0]
@@ -48,13 +52,8 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
     (limit,) = panel.lines
     assert list(limit.get_xdata()) == pytest.approx([50.0, 50.0])
     text = _texts(section)
-    for expected in (
-        "60 ms  (4 × eager)",
-        "240 ms",
-        "limit: the bare matrix products, 50 ms",
-        "a processor, 2 threads",
-    ):
-        assert expected in text
+    bars = ("60 ms  (4 × eager)", "240 ms", "limit: the bare matrix products, 50 ms")
+    assert all(expected in text for expected in (*bars, "a processor, 2 threads")), text
     assert text.count("a peer: skipped, its Triton kernels need a GPU") == 1
 
 
@@ -65,7 +64,7 @@ def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
     ]
     for found, seconds, of in zip(rows, (0.045, 0.06), ("3U", "4U"), strict=True):
         finish([found], Limit(seconds, of))
-    section = Section("plans", SHAPE, {"milliseconds: 3U, whole-response": 45.0}, {"a workload": "this"}, rows)
+    section = section_of(rows, "plans", **{"milliseconds: 3U, whole-response": 45.0})
     (panel,) = charts.figure(HEADER, section).axes
     assert [list(line.get_xdata()) for line in panel.lines] == [[45.0] * 2, [60.0] * 2]
     text = _texts(section)
@@ -84,8 +83,7 @@ def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:
 def test_what_all_rows_of_a_table_are_held_against_is_said_once() -> None:
     rows = [new_row("fastrl", 2.0, ours=True, milliseconds_hot=1.5), new_row("a peer", 4.0)]
     finish(rows, Limit(0.001, "a read of as many bytes"))
-    limits = {"copy_bytes_per_second": 4.2e12, "read_bytes_per_second": 4.5e12}
-    section = Section("logits", {"N": 1, "V": 1}, limits, {"a workload": "this"}, rows)
+    section = section_of(rows, "logits", copy_bytes_per_second=4.2e12, read_bytes_per_second=4.5e12)
     text = as_markdown(HEADER, [section])
     assert "this. Limit: a read of as many bytes.\n" in text and "Limit: read, 4500.0 GB/s\n" in text
     header, _, first, second = (line for line in text.splitlines() if line.startswith("|"))
@@ -97,13 +95,11 @@ def test_what_all_rows_of_a_table_are_held_against_is_said_once() -> None:
 def test_lines_show_memory_and_time_against_tokens() -> None:
     rows = []
     for tokens in (256, 512):
-        shape = {"N": tokens, "H": 1, "V": 1}
-        same = {"suite": "memory", "shape": shape, "workload": f"{tokens} tokens"}
+        same = {"suite": "memory", "shape": SHAPE | {"N": tokens}, "workload": f"{tokens} tokens"}
         rows.append(new_row("fastrl, no budget", 1.0, ours=True, peak_temporary_bytes=0, **same))
         rows.append(new_row(EAGER, 2.0, peak_temporary_bytes=tokens << 20, **same))
         rows.append(new_row("a peer", skipped=f"{tokens} are many", **same))
-    workloads = {found.workload: "this" for found in rows}
-    section = Section("memory", {"N": 512, "H": 1, "V": 1}, {}, workloads, rows)
+    section = section_of(rows, "memory")
     found = charts.figure(HEADER, section)
     memory, time = found.axes
     assert [(panel.get_xscale(), panel.get_yscale()) for panel in found.axes] == [("log", "log")] * 2
@@ -117,6 +113,6 @@ def test_lines_show_memory_and_time_against_tokens() -> None:
 
 def test_a_section_without_numbers_is_still_drawn_and_written(tmp_path: Path) -> None:
     for suite in ("linear", "memory"):
-        section = Section(suite, SHAPE, {}, {"a workload": "this"}, [new_row(suite=suite, skipped="nobody could")])
+        section = section_of([new_row(suite=suite, skipped="nobody could")], suite)
         assert charts.draw(HEADER, section, tmp_path).stat().st_size > 1000
         assert "- a contender: skipped, nobody could" in as_markdown(HEADER, [section])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastrl.bench import step
-from fastrl.bench.measure import default_device
+from fastrl.bench import candidates, plain, step
+from fastrl.bench.contenders import Function, Result
+from fastrl.bench.measure import default_device, errors
 from fastrl.bench.problems import Expected, Problem, Tokens, linear_problem, logits_problem
 from fastrl.bench.step import Architecture, hidden_states, step_problem
 
@@ -152,3 +154,24 @@ def test_inputs_are_the_same_in_every_run_and_clear_of_the_clip() -> None:
     clipped = (ratio - 1).abs() > 0.25
     assert 0 < clipped.float().mean() < 0.15
     assert math.isclose(first.tokens.advantages[0].item(), first.tokens.per_response[0].item())
+
+
+def test_a_function_that_overwrites_its_logits_gets_them_anew() -> None:
+    problem, given = logits_problem(24, 31, torch.float32, DEVICE), []
+
+    def make(tokens: Tokens) -> Function:
+        def function(logits: Tensor) -> Result:
+            given.append(logits.detach())
+            inputs = (logits[:, :-1].flatten(0, 1), tokens.targets, tokens.old, tokens.advantages, tokens.count)
+            return Result(*plain.policy_loss(*inputs))
+
+        return function
+
+    liger = next(c for c in candidates.LOSS if c.name.startswith("Liger"))  # with a position that it ignores
+    run = replace(liger, make=make).on(problem, ("logits",)).prepare()
+    for _ in range(2):
+        run.restore()
+        found = errors(run.call(), problem.expected_loss())
+        assert set(found) == {"loss", "logprobs", "entropy", "d_logits"}
+        assert all(error is not None and error < 1e-5 for error in found.values()), found
+        given[-1].zero_()

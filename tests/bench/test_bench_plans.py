@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_rows import measure_alone, setting
+from bench_rows import bench, measure_alone
 
 import fastrl
 from fastrl.bench import suites
 from fastrl.bench.candidates import ours
-from fastrl.bench.floors import floor, floors
 from fastrl.bench.measure import default_device
 from fastrl.bench.problems import linear_problem
+from fastrl.bench.suites import floor, floors
 from fastrl.bench.workloads import plans
 from fastrl.objectives import dependence
 from fastrl.planning import plans as memory
@@ -92,7 +92,7 @@ def test_every_call_takes_the_plan_that_its_row_names(chosen: list[memory.Plan])
 
 
 def test_the_whole_suite_at_a_small_shape() -> None:
-    section = suites.run_plans(suites.bench("plans", (96, 16, 600), setting()))
+    section = suites.run_plans(bench("plans", 96, 16, 600))
     rows = {row.contender: row for row in section.rows}
     bare = [row for row in section.rows if row.is_limit]
     assert [row.workload for row in bare] == ["bare products"] * 3

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from places import BENCHMARKS
 
+sys.path.insert(0, str(BENCHMARKS))
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    path = BENCHMARKS / "profile_loss.py"
-    spec = importlib.util.spec_from_file_location("profile_loss", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+import profile_loss
 
 
-def test_a_profile_is_printed_and_written(
-    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    program.main(["96x16x512", "--dtype", "float32", "--out", str(tmp_path)])
+def test_a_profile_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile_loss.main(["96x16x512", "--dtype", "float32", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "profile-96x16x512-float32.json").read_text())
     assert found["plan"] == "forward-gradient" and found["shape"] == {"N": 96, "H": 16, "V": 512}
     groups = {row["group"]: row for row in found["groups"]}
@@ -45,30 +34,18 @@ def test_a_profile_is_printed_and_written(
 def _trace(width: int) -> list[dict[str, Any]]:
     """Two tiles of 40 x 500 logits: of the second only 30 rows are active. Times in microseconds."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
+    d_weight = [[500, width], [500, 30], [30, width], []]
     launches = [  # operator, shapes of its inputs, kernel, category, begins, takes
         ("aten::mm", [[40, width], [width, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 0, 100),
         ("fastrl::linear_forward_gradient", [[80, width]], "row_forward_gradient_kernel", "kernel", 100, 30),
         ("aten::mm", [[40, 500], [500, width], [40, width]], "nvjet_tst_64x8", "kernel", 140, 90),
         ("aten::addmm", [[500, width], [500, 40], [40, width], []], "sm90_xmma_gemm", "kernel", 230, 80),
         ("aten::mm", [[40, width], [width, 500], [40, 500]], "nvjet_tst_128x256", "kernel", 320, 100),
-        (
-            "fastrl::linear_forward_gradient",
-            [[80, width]],
-            "row_forward_gradient_kernel",
-            "kernel",
-            410,
-            30,
-        ),  # begins before the other ends
+        # begins before the other ends
+        ("fastrl::linear_forward_gradient", [[80, width]], "row_forward_gradient_kernel", "kernel", 410, 30),
         ("aten::mm", [[30, 500], [500, width], [30, width]], "nvjet_tst_64x8", "kernel", 440, 70),
-        ("aten::addmm", [[500, width], [500, 30], [30, width], []], "sm90_xmma_gemm", "kernel", 510, 60),
-        (
-            "aten::addmm",
-            [[500, width], [500, 30], [30, width], []],
-            "cublasLt::splitKreduce_kernel<32>",
-            "kernel",
-            570,
-            10,
-        ),
+        ("aten::addmm", d_weight, "sm90_xmma_gemm", "kernel", 510, 60),
+        ("aten::addmm", d_weight, "cublasLt::splitKreduce_kernel<32>", "kernel", 570, 10),
         ("aten::copy_", [[500, width]], "void at::native::elementwise_kernel<4>", "kernel", 600, 40),
         ("aten::zero_", [[500, width]], "Memset (Device)", "gpu_memset", 640, 5),
     ]
@@ -80,10 +57,10 @@ def _trace(width: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("width", [8, 40])  # 40: as many as a tile has rows
-def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: ModuleType, width: int) -> None:
-    pieces = program.kernels_of(_trace(width))
-    assert program.span(pieces) == (pytest.approx(0.65), pytest.approx(0.61))
-    found = program.summary([(pieces, *program.span(pieces))] * 2, width=width)
+def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(width: int) -> None:
+    pieces = profile_loss.kernels_of(_trace(width))
+    assert profile_loss.span(pieces) == (pytest.approx(0.65), pytest.approx(0.61))
+    found = profile_loss.summary([(pieces, *profile_loss.span(pieces))] * 2, width=width)
     groups = {row["group"]: (row["count"], round(row["milliseconds"], 6)) for row in found["groups"]}
     assert groups == {
         "products: logits": (2, 0.2),
@@ -98,5 +75,4 @@ def test_a_gpus_kernels_are_told_by_the_operators_that_launched_them(program: Mo
 
 
 def test_it_hides_no_module_of_pythons() -> None:
-    folder = BENCHMARKS
-    assert not {path.stem for path in folder.glob("*.py")} & set(sys.stdlib_module_names)
+    assert not {path.stem for path in BENCHMARKS.glob("*.py")} & set(sys.stdlib_module_names)

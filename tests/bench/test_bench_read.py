@@ -18,8 +18,9 @@ import machine_code
 import pytest
 import torch
 
-from fastrl.bench import ceilings, running
+from fastrl.bench import ceilings
 from fastrl.bench.contenders import Contender
+from fastrl.bench.measure import Bench
 
 
 def compiled() -> dict[str, object]:
@@ -71,24 +72,24 @@ def test_it_reads_every_word(count: int, programs: int, device: str) -> None:
 
 
 def test_the_fastest_read_is_the_ceiling(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = running.Bench("logits", {"N": 4, "V": 8192}, running.Setting(torch.bfloat16, device, 1))
+    bench = Bench("logits", {"N": 4, "V": 8192}, torch.bfloat16, device, 1)
     source = torch.randn(4, 8192).to(torch.bfloat16).to(device)
     if device == "cpu":  # where the interpreter takes a tenth of a second a program
         monkeypatch.setattr(ceilings, "_PROGRAMS", (1, 2, 3))
         found = SimpleNamespace(multi_processor_count=1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     taken = []
-    seconds_of = running.Bench.seconds_of
+    seconds_of = Bench.seconds_of
 
-    def spy(self: running.Bench, contender: Contender) -> float | None:
+    def spy(self: Bench, contender: Contender) -> float | None:
         taken.append(seconds_of(self, contender))
         return taken[-1]
 
-    monkeypatch.setattr(running.Bench, "seconds_of", spy)
+    monkeypatch.setattr(Bench, "seconds_of", spy)
     speed = ceilings.read_speed(bench, source)
     assert len(taken) == 3 and None not in taken
     assert speed == pytest.approx(2 * 4 * 8192 / min(taken))
-    monkeypatch.setattr(running.Bench, "seconds_of", lambda *_: None)
+    monkeypatch.setattr(Bench, "seconds_of", lambda *_: None)
     assert ceilings.read_speed(bench, source) is None
 
 
