@@ -199,8 +199,8 @@ def head_products(problem: StepProblem) -> Contender:
 def add_shares(rows: list[Row], body: Row) -> None:
     """Fill the share of head and loss in each step's time: all but the body's."""
     for row in rows:
-        if body.milliseconds_median is not None and row.milliseconds_median is not None:
-            row.share_of_step = max(0.0, 1 - body.milliseconds_median / row.milliseconds_median)
+        if body.seconds is not None and row.seconds is not None:
+            row.share_of_step = max(0.0, 1 - body.seconds / row.seconds)
 
 
 def _contender(problem: StepProblem, candidate: Candidate) -> Contender:

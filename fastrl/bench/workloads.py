@@ -31,7 +31,7 @@ class Definition:
     gradients: tuple[str, ...]  # the inputs for which they are formed
     of_statistics: bool = False  # whether they are those of log-probabilities and entropies, for arbitrary upstream
     passes: int | None = None  # over the logits, reading or writing, at the least
-    products: bool = False  # whether the least cost are the matrix products: of the logits and of each gradient
+    products: bool = False  # whether its least cost is the matrix products, of the logits and of each gradient
 
     def on(self, problem: Problem) -> Workload:
         """The workload on a problem's inputs."""

@@ -261,23 +261,13 @@ def test_the_command_imports_no_extra_before_it_needs_it() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.fixture
-def logits_suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Section]], None]:
-    """Lets the logits suite run something else."""
-
-    def replaced(run: Callable[[Bench], Section]) -> None:
-        monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=run))
-
-    return replaced
-
-
-def test_every_section_is_written_when_it_is_done(tmp_path: Path, logits_suite: Any) -> None:
+def test_every_section_is_written_when_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(bench: Bench) -> Section:
         if bench.shape["N"] == 9:
             raise KeyboardInterrupt
         return Section("logits", bench.shape, {}, {"a workload": "something"}, [new_row(skipped="so")])
 
-    logits_suite(interrupted)
+    monkeypatch.setitem(suites.SUITES, "logits", replace(suites.SUITES["logits"], run=interrupted))
     arguments = ["--suite", "logits", "--shape", "8x8", "--shape", "9x9", "--out", str(tmp_path), "--name", "some"]
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
@@ -286,9 +276,10 @@ def test_every_section_is_written_when_it_is_done(tmp_path: Path, logits_suite: 
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, logits_suite: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logits_suite(lambda bench: pytest.fail("something was measured"))
+    measured = replace(suites.SUITES["logits"], run=lambda bench: pytest.fail("something was measured"))
+    monkeypatch.setitem(suites.SUITES, "logits", measured)
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit):
         main(["--suite", "logits", "--shape", "8x8", "--out", str(tmp_path / "file")])
