@@ -9,26 +9,14 @@ import pytest
 import torch
 from datasets import Dataset
 from places import EXAMPLES
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from tiny_models import tiny_model
+from transformers import Trainer, TrainingArguments
 
 import fastrl.models.lm_head as module
 from fastrl.bench.measure import Outcome, Run, peak_temporary_bytes
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head, remove_fused_lm_head
 
 VOCAB = 50
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "head_dim": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 # What differs between their heads is the first thing that an adapter gets wrong.
 MODELS = {
     "llama": {"tie_word_embeddings": False},
@@ -53,7 +41,7 @@ def make(kind, **values):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | MODELS[kind] | values))).eval()
+        model = tiny_model(kind, vocab_size=VOCAB, head_dim=8, **(MODELS[kind] | values))
     with torch.no_grad():
         for parameter in model.parameters():  # biases start at 0, and small weights hide a missing softcap
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -93,6 +81,8 @@ def test_loss_and_gradients_are_the_models_own(batch, kind):
     out = model(**batch, return_token_stats=True)
     assert out.logits is None
     torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
+    assert (getattr(own, "aux_loss", None) is not None) == ("output_router_logits" in MODELS[kind])
+    torch.testing.assert_close(getattr(out, "aux_loss", None), getattr(own, "aux_loss", None))
     agree(gradients(model, out.loss), expected)
 
 
@@ -158,6 +148,8 @@ def test_a_head_that_computes_something_else_is_refused(monkeypatch):
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(TypeError, match="must have a linear output head, got Sequential"):
         fused_lm_head(model)
+    with pytest.raises(ValueError, match="load balancing"):
+        compute_loss_func(fused_lm_head(make("mixtral")))
     with pytest.raises(ValueError, match="needs labels"):
         fused_lm_head(make("qwen2"))(torch.ones(1, 2, dtype=torch.long), return_token_stats=True)
 
@@ -252,15 +244,6 @@ def test_a_model_in_training_mode_is_no_other_model_and_wrong_options_are_named(
     for options, words in (({"temperature": 0.0}, "temperature"), ({"memory_budget": "much"}, "memory_budget")):
         with pytest.raises(ValueError, match=words):
             fused_lm_head(model, **options)
-
-
-def test_a_mixture_keeps_its_balance_or_says_so(batch):
-    model = fused_lm_head(make("mixtral"))
-    own = model(**batch)
-    out = model(**batch, return_token_stats=True)
-    torch.testing.assert_close(out.aux_loss, own.aux_loss)
-    with pytest.raises(ValueError, match="load balancing"):
-        compute_loss_func(model)
 
 
 def test_the_plain_loop_learns():

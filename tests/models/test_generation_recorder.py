@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tiny_models import Wrapper, tiny_model
 from torch import Tensor
 
 import fastrl
@@ -31,64 +31,74 @@ SAMPLERS = {
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        initializer_range=1.0,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return tiny_model("llama", vocab_size=VOCAB, initializer_range=1.0, eos_token_id=EOS)
 
 
-def generate(model: Any, **options: Any) -> Any:
+def generate(model: Any, prompts: Tensor = PROMPTS, **options: Any) -> Any:
     """Completions and scores; top_k is 0 unless named, for generate's own default is 50."""
     settings = {
         "do_sample": True,
         "top_k": 0,
         "max_new_tokens": STEPS,
         "pad_token_id": EOS,
-        "eos_token_id": EOS,
+        "eos_token_id": None,
         "output_scores": True,
+        "return_dict_in_generate": True,
     }
     torch.manual_seed(1)
-    return model.generate(
-        PROMPTS, attention_mask=torch.ones_like(PROMPTS), return_dict_in_generate=True, **(settings | options)
-    )
+    return model.generate(prompts, attention_mask=torch.ones_like(prompts), **(settings | options))
 
 
-def counted(completions: Tensor) -> Tensor:
-    is_eos = completions == EOS
-    return is_eos.cumsum(1) - is_eos.long() == 0
+def recorded(
+    model: Any, *, logprobs: bool = False, sets: bool = True, **options: Any
+) -> tuple[SamplingMaskRecorder, Any, Tensor]:
+    """The recorder of a generation, what `generate` returned, and the completions (B, T)."""
+    with record_sampling(model, logprobs=logprobs, sets=sets) as recorder:
+        out = generate(model, **options)
+    return recorder, out, completions(out)
 
 
-@pytest.mark.parametrize("options", SAMPLERS.values(), ids=SAMPLERS.keys())
-def test_it_is_what_the_scores_say(model: Any, options: dict[str, Any]) -> None:
-    with record_sampling(model) as recorder:
-        out = generate(model, eos_token_id=None, **options)
-    mask, expected = recorder.sampling_mask(), SamplingMask.from_scores(out.scores)
-    assert mask == expected and len(mask) == len(PROMPTS) * STEPS
-    assert mask.token_ids.dtype == torch.int32 and mask.longest < VOCAB
-    # The sampled token is always a member.
-    tokens = out.sequences[:, PROMPTS.shape[1] :].reshape(-1, 1)
-    assert mask.to_dense(VOCAB).gather(1, tokens).all()
+def completions(out: Any) -> Tensor:
+    return out.sequences[:, PROMPTS.shape[1] :]
 
 
-def test_logprobs_under_it_are_the_samplers(model: Any) -> None:
-    with record_sampling(model) as recorder:
-        out = generate(model, top_p=0.8, temperature=0.7, output_logits=True)
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
-    counts = counted(tokens)
-    expected = torch.stack(out.scores, 1).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    found = fastrl.token_logprobs(
-        torch.stack(out.logits, 1), tokens, mask=counts, temperature=0.7, sampling_mask=recorder.sampling_mask(counts)
-    )
-    torch.testing.assert_close(found.logprobs, expected.where(counts, 0.0), rtol=0, atol=2e-6)
+def samplers_logprobs(out: Any) -> Tensor:
+    """What generate's own scores say of its tokens, in float64."""
+    return logprobs_of(torch.stack(out.scores), completions(out))
+
+
+def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Of tokens (B, T), in float64, from the scores of each step (T, B, V)."""
+    return scores.detach().double().log_softmax(-1).transpose(0, 1).gather(-1, tokens[..., None])[..., 0]
+
+
+def assert_logprobs(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == torch.float32 and not found.requires_grad and found.isfinite().all()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("logprobs", "sets"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.7}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, *SAMPLERS.values()],
+    ids=["temperature", "top-p 0.8", "penalty", *SAMPLERS],
+)
+def test_it_is_what_the_scores_say(model: Any, options: dict[str, Any], logprobs: bool, sets: bool) -> None:
+    recorder, out, tokens = recorded(model, logprobs=logprobs, sets=sets, **options)
+    assert tokens.shape == (4, STEPS)
+    if logprobs:
+        expected = samplers_logprobs(out)
+        assert expected.std() > 0.1
+        assert_logprobs(recorder.logprobs(tokens), expected)
+    if sets:
+        mask = recorder.sampling_mask()
+        assert mask == SamplingMask.from_scores(out.scores) and len(mask) == tokens.numel()
+        if options.keys() & {"top_p", "top_k", "min_p"}:
+            assert mask.token_ids.dtype == torch.int32 and mask.longest < VOCAB
+            # The sampled token is always a member.
+            assert mask.to_dense(VOCAB).gather(1, tokens.reshape(-1, 1)).all()
+        else:  # a row that keeps everything stores no ids
+            assert mask.token_ids.shape == (0,) and mask.unrecorded == len(mask)
 
 
 class EndEarly(transformers.LogitsProcessor):
@@ -100,16 +110,24 @@ class EndEarly(transformers.LogitsProcessor):
         return scores + torch.where(is_eos, torch.where(ends[:, None], 891.0, -torch.inf), 0.0)
 
 
-def end_early() -> transformers.LogitsProcessorList:
-    return transformers.LogitsProcessorList([EndEarly()])
+@pytest.fixture
+def ended(model: Any) -> Callable[..., tuple[SamplingMaskRecorder, Any, Tensor, Tensor]]:
+    """`recorded`, with which tokens count besides, where two sequences end early."""
+
+    def record(**options: Any) -> tuple[SamplingMaskRecorder, Any, Tensor, Tensor]:
+        processors = transformers.LogitsProcessorList([EndEarly()])
+        recorder, out, tokens = recorded(model, eos_token_id=EOS, logits_processor=processors, **options)
+        is_eos = tokens == EOS
+        counts = is_eos.cumsum(1) - is_eos.long() == 0
+        assert counts.sum(1).tolist() == [3, 6, 4, 6]
+        return recorder, out, tokens, counts
+
+    return record
 
 
-def test_finished_sequences_are_not_recorded(model: Any) -> None:
+def test_finished_sequences_are_not_recorded(ended: Any) -> None:
     """Two sequences end early; their rows after EOS, which generate scores too, mean the whole vocabulary."""
-    with record_sampling(model) as recorder:
-        out = generate(model, top_p=0.7, logits_processor=end_early())
-    counts = counted(out.sequences[:, PROMPTS.shape[1] :])
-    assert counts.sum(1).tolist() == [3, 6, 4, 6]
+    recorder, out, _, counts = ended(top_p=0.7)
     every, mask = recorder.sampling_mask(), recorder.sampling_mask(counts)
     assert every == SamplingMask.from_scores(out.scores)
     rows = counts.view(-1)
@@ -122,56 +140,26 @@ def test_finished_sequences_are_not_recorded(model: Any) -> None:
     assert wide.index(columns[:, :6]) == every and wide.index(columns[:, 6:]).unrecorded == 8
 
 
-def samplers_logprobs(out: Any) -> Tensor:
-    """What generate's own scores say of its tokens, in float64."""
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
-    return torch.stack(out.scores, 1).double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-
-
-def assert_logprobs(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == torch.float32 and not found.requires_grad and found.isfinite().all()
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("sets", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [{"temperature": 0.7}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, *SAMPLERS.values()],
-    ids=["temperature", "top-p 0.8", "penalty", *SAMPLERS],
-)
-def test_logprobs_are_what_the_scores_say(model: Any, options: dict[str, Any], sets: bool) -> None:
-    with record_sampling(model, logprobs=True, sets=sets) as recorder:
-        out = generate(model, eos_token_id=None, **options)
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
-    expected = samplers_logprobs(out)
-    assert tokens.shape == (4, STEPS) and expected.std() > 0.1
-    assert_logprobs(recorder.logprobs(tokens), expected)
-    if sets:
-        assert recorder.sampling_mask() == SamplingMask.from_scores(out.scores)
-
-
-def test_recorded_logprobs_are_those_of_training(model: Any) -> None:
-    with record_sampling(model, logprobs=True) as recorder:
-        out = generate(model, top_p=0.8, temperature=0.7, logits_processor=end_early())
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
-    counts = counted(tokens)
+def test_recorded_logprobs_are_those_of_training(model: Any, ended: Any) -> None:
+    recorder, out, tokens, counts = ended(logprobs=True, top_p=0.8, temperature=0.7, output_logits=True)
+    # That EOS was forced or banned is known from the sets alone.
+    options = {"mask": counts, "temperature": 0.7, "sampling_mask": recorder.sampling_mask(counts)}
+    by_logits = fastrl.token_logprobs(torch.stack(out.logits, 1), tokens, **options)
+    torch.testing.assert_close(
+        by_logits.logprobs.double(), samplers_logprobs(out).where(counts, 0.0), rtol=0, atol=2e-6
+    )
     with torch.no_grad():
         hidden = model.model(out.sequences).last_hidden_state[:, PROMPTS.shape[1] - 1 : -1]
-    # That EOS was forced or banned is known from the sets alone.
-    train = fastrl.linear_token_logprobs(
-        hidden, model.lm_head.weight, tokens, mask=counts, temperature=0.7, sampling_mask=recorder.sampling_mask(counts)
-    )
-    assert counts.sum(1).tolist() == [3, 6, 4, 6] and train.logprobs.std() > 0.1
+    train = fastrl.linear_token_logprobs(hidden, model.lm_head.weight, tokens, **options)
+    assert train.logprobs.std() > 0.1
     torch.testing.assert_close(recorder.logprobs(tokens, counts), train.logprobs.detach(), rtol=0, atol=1e-5)
 
 
-def test_padding_has_logprob_zero(model: Any) -> None:
+def test_padding_has_logprob_zero(ended: Any) -> None:
     """Padding is drawn by nobody, and its own score is -inf: nothing of that comes out where it does not count."""
-    with record_sampling(model, logprobs=True) as recorder:
-        out = generate(model, temperature=0.7, logits_processor=end_early())
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
-    counts, expected = counted(tokens), samplers_logprobs(out)
-    assert counts.sum(1).tolist() == [3, 6, 4, 6] and (expected[~counts] == -torch.inf).all()
+    recorder, out, tokens, counts = ended(logprobs=True, temperature=0.7)
+    expected = samplers_logprobs(out)
+    assert (expected[~counts] == -torch.inf).all()
     expected = expected.where(counts, 0.0)
     assert_logprobs(recorder.logprobs(tokens, counts), expected)
     assert_logprobs(recorder.logprobs(tokens.where(counts, -100), counts), expected)
@@ -184,7 +172,7 @@ def test_padding_has_logprob_zero(model: Any) -> None:
     assert_logprobs(recorder.logprobs(tokens[:, :2]), expected[:, :2])
 
 
-def test_padding_that_the_head_has_no_output_for(model: Any) -> None:
+def test_padding_that_the_head_has_no_output_for() -> None:
     """A model may embed more tokens than it has scores for."""
     recorder = SamplingMaskRecorder(logprobs=True)
     scores = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
@@ -192,31 +180,30 @@ def test_padding_that_the_head_has_no_output_for(model: Any) -> None:
     for step in range(3):
         recorder(tokens[:, :step], scores[step])
     counts = tokens < 9
-    expected = scores.double().log_softmax(-1).transpose(0, 1).gather(-1, tokens.where(counts, 0)[..., None])[..., 0]
-    assert_logprobs(recorder.logprobs(tokens, counts), expected.where(counts, 0.0))
+    expected = logprobs_of(scores, tokens.where(counts, 0)).where(counts, 0.0)
+    assert_logprobs(recorder.logprobs(tokens, counts), expected)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_logprobs_of_few_steps_and_several_sequences(model: Any, steps: int) -> None:
     with record_sampling(model, logprobs=True) as recorder:
-        out = generate(model, top_k=3, num_return_sequences=2, max_new_tokens=steps, eos_token_id=None)
-        again = recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :])
-        assert_logprobs(again, samplers_logprobs(out))
-        out = generate(model, eos_token_id=None)  # a new recording
-    assert_logprobs(recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :]), samplers_logprobs(out))
+        for options in ({"top_k": 3, "num_return_sequences": 2, "max_new_tokens": steps}, {}):  # a new recording
+            out = generate(model, **options)
+            assert_logprobs(recorder.logprobs(completions(out)), samplers_logprobs(out))
+            assert recorder.sampling_mask() == SamplingMask.from_scores(out.scores)
 
 
 def test_logprobs_in_inference_mode(model: Any) -> None:
-    with record_sampling(model, logprobs=True) as recorder, torch.inference_mode():
-        out = generate(model, eos_token_id=None)
-    assert_logprobs(recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :].clone()), samplers_logprobs(out))
+    with torch.inference_mode():
+        recorder, out, tokens = recorded(model, logprobs=True)
+    assert_logprobs(recorder.logprobs(tokens.clone()), samplers_logprobs(out))
 
 
 def test_what_is_done_to_the_scores_afterwards_changes_nothing() -> None:
     recorder = SamplingMaskRecorder(logprobs=True)
     scores = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tokens = torch.tensor([[4, 1], [0, 0], [2, 3]])
-    expected = scores.detach().double().log_softmax(-1).transpose(0, 1).gather(-1, tokens[..., None])[..., 0]
+    expected = logprobs_of(scores, tokens)
     for step in range(2):
         mine = scores[step]
         assert recorder(tokens[:, :step], mine) is mine
@@ -251,25 +238,11 @@ def test_only_the_last_steps_scores_are_alive(
         return result
 
     monkeypatch.setattr(SamplingMaskRecorder, "__call__", watch)
-    with record_sampling(model, logprobs=logprobs) as recorder:
-        generate(model, eos_token_id=None, top_k=2, output_scores=False)
+    recorder = recorded(model, logprobs=logprobs, top_k=2, output_scores=False)[0]
     assert large == [alive] * STEPS and len(seen) == STEPS
     assert all(ref() is None for ref in seen) and sum(ref() is not None for ref in kept) == alive
     recorder.reset()
     assert not held(recorder) and all(ref() is None for ref in kept)
-
-
-def test_a_row_that_keeps_everything_stores_no_ids(model: Any) -> None:
-    with record_sampling(model) as recorder:
-        generate(model)
-    mask = recorder.sampling_mask()
-    assert mask.token_ids.shape == (0,) and mask.unrecorded == len(mask) > 0
-
-
-def test_several_sequences_a_prompt(model: Any) -> None:
-    with record_sampling(model) as recorder:
-        out = generate(model, top_k=3, num_return_sequences=2)
-    assert recorder.sampling_mask() == SamplingMask.from_scores(out.scores)
 
 
 def test_each_generate_begins_anew_and_blocks_nest(model: Any) -> None:
@@ -298,80 +271,56 @@ def test_the_model_is_left_as_it_was(model: Any) -> None:
 
 
 def test_a_wrapper_that_passes_generate_on(model: Any) -> None:
-    class Wrapper:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(model, name)
-
-    with record_sampling(Wrapper()) as recorder:
-        out = generate(Wrapper(), top_k=3)
+    recorder, out, _ = recorded(Wrapper(model), top_k=3)
     assert recorder.sampling_mask() == SamplingMask.from_scores(out.scores)
 
 
 @pytest.mark.parametrize(
-    ("options", "mode"),
+    ("options", "words"),
     [
-        ({"num_beams": 2}, "beam_sample"),
-        ({"num_beams": 2, "do_sample": False}, "beam_search"),
-        ({"do_sample": False}, "greedy_search"),
-        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"num_beams": 2}, "only sampling can be recorded .*got beam_sample"),
+        ({"num_beams": 2, "do_sample": False}, "only sampling can be recorded .*got beam_search"),
+        ({"do_sample": False}, "only sampling can be recorded .*got greedy_search"),
+        ({"prompt_lookup_num_tokens": 2}, "only sampling can be recorded .*got assisted_generation"),
+        ({"assistant_model": ..., "prompts": PROMPTS[:1]}, "without an assistant"),
     ],
 )
-def test_only_sampling_is_recorded(model: Any, options: dict[str, Any], mode: str) -> None:
-    with record_sampling(model), pytest.raises(ValueError, match=rf"only sampling can be recorded .*got {mode}"):
-        generate(model, **options)
+def test_only_sampling_is_recorded(model: Any, options: dict[str, Any], words: str) -> None:
+    options = {name: model if value is ... else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=words):
+        recorded(model, **options)
 
 
-def test_an_assistant_is_refused(model: Any) -> None:
-    with record_sampling(model), pytest.raises(ValueError, match="without an assistant"):
-        model.generate(
-            PROMPTS[:1],
-            attention_mask=torch.ones(1, 3, dtype=torch.long),
-            assistant_model=model,
-            do_sample=True,
-            max_new_tokens=STEPS,
-            pad_token_id=EOS,
-        )
-
-
-def test_bad_counts(model: Any) -> None:
-    with record_sampling(model) as recorder:
-        generate(model, top_k=3)
-    with pytest.raises(ValueError, match=re.escape("counts must have shape (4, T), got (3, 6)")):
-        recorder.sampling_mask(torch.ones(3, 6, dtype=torch.bool))
-    with pytest.raises(TypeError, match=re.escape("counts must be one of torch.bool")):
-        recorder.sampling_mask(torch.ones(4, 6))
-
-
-def test_bad_completions(model: Any) -> None:
-    with record_sampling(model, logprobs=True) as recorder:
-        out = generate(model, top_k=3, eos_token_id=None)
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
-    counts = torch.ones_like(tokens, dtype=torch.bool)
-    for bad in (tokens[:3], tokens[0]):
-        shape = re.escape(f"completions must have shape (4, T), got {tuple(bad.shape)}")
-        with pytest.raises(ValueError, match=shape):
-            recorder.logprobs(bad)
-    with pytest.raises(TypeError, match=re.escape("completions must be one of torch.int64, got torch.float32")):
-        recorder.logprobs(tokens.float())
-    with pytest.raises(TypeError, match="completions must be a tensor, got list"):
-        recorder.logprobs(tokens.tolist())
-    with pytest.raises(TypeError, match=r"completions must be a dense tensor .* got a meta tensor"):
-        recorder.logprobs(tokens.to("meta"))
-    with pytest.raises(ValueError, match=re.escape("counts must have shape (4, 6) (the shape of completions), got (4")):
-        recorder.logprobs(tokens, counts[:, :5])
-    with pytest.raises(TypeError, match=re.escape("counts must be one of torch.bool, got torch.int64")):
-        recorder.logprobs(tokens, counts.long())
-    with pytest.raises(TypeError, match=r"counts must be a dense tensor .* got a meta tensor"):
-        recorder.logprobs(tokens, counts.to("meta"))
-    tokens[2, -1] = VOCAB
-    with pytest.raises(IndexError, match=re.escape(f"targets[2] is {VOCAB}, outside [0, {VOCAB})")):
-        recorder.logprobs(tokens, counts)
+def test_bad_counts_and_completions(model: Any) -> None:
+    recorder, _, tokens = recorded(model, logprobs=True, top_k=3)
+    counts, outside = torch.ones_like(tokens, dtype=torch.bool), tokens.clone()
+    outside[2, -1] = VOCAB
+    cases: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]]] = [
+        (ValueError, "counts must have shape (4, T), got (3, 6)", recorder.sampling_mask, (counts[:3],)),
+        (TypeError, "counts must be one of torch.bool", recorder.sampling_mask, (counts.float(),)),
+        (ValueError, "completions must have shape (4, T), got (3, 6)", recorder.logprobs, (tokens[:3],)),
+        (ValueError, "completions must have shape (4, T), got (6,)", recorder.logprobs, (tokens[0],)),
+        (TypeError, "completions must be one of torch.int64, got torch.float32", recorder.logprobs, (tokens.float(),)),
+        (TypeError, "completions must be a tensor, got list", recorder.logprobs, (tokens.tolist(),)),
+        (TypeError, "completions must be a dense tensor", recorder.logprobs, (tokens.to("meta"),)),
+        (
+            ValueError,
+            "counts must have shape (4, 6) (the shape of completions), got (4",
+            recorder.logprobs,
+            (tokens, counts[:, :5]),
+        ),
+        (TypeError, "counts must be one of torch.bool, got torch.int64", recorder.logprobs, (tokens, counts.long())),
+        (TypeError, "counts must be a dense tensor", recorder.logprobs, (tokens, counts.to("meta"))),
+        (IndexError, f"targets[2] is {VOCAB}, outside [0, {VOCAB})", recorder.logprobs, (outside, counts)),
+    ]
+    for error, words, function, given in cases:
+        with pytest.raises(error, match=re.escape(words)) as found:
+            function(*given)
+        assert "dense" not in words or "got a meta tensor" in str(found.value)
 
 
 def test_what_was_not_asked_for_is_not_recorded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with record_sampling(model) as recorder:
-        out = generate(model, top_k=3, eos_token_id=None)
-    tokens = out.sequences[:, PROMPTS.shape[1] :]
+    recorder, _, tokens = recorded(model, top_k=3)
     with pytest.raises(ValueError, match=re.escape("log-probabilities are not recorded: ask for them by record_sampl")):
         recorder.logprobs(tokens)
     # Without sets nothing asks the device how many entries are kept.
@@ -379,16 +328,13 @@ def test_what_was_not_asked_for_is_not_recorded(model: Any, monkeypatch: pytest.
     with record_sampling(model, logprobs=True, sets=False) as recorder:
         with pytest.raises(ValueError, match="nothing was recorded"):
             recorder.logprobs(tokens)
-        out = generate(model, top_k=3, eos_token_id=None)
+        out = generate(model, top_k=3)
     with pytest.raises(ValueError, match=r"sets are not recorded: .*sets=False"):
         recorder.sampling_mask()
-    assert_logprobs(recorder.logprobs(out.sequences[:, PROMPTS.shape[1] :]), samplers_logprobs(out))
+    assert_logprobs(recorder.logprobs(completions(out)), samplers_logprobs(out))
     before = dict(vars(model))
-    with (
-        pytest.raises(ValueError, match="both False: nothing would be recorded"),
-        record_sampling(model, logprobs=False, sets=False),
-    ):
-        pass
+    with pytest.raises(ValueError, match="both False: nothing would be recorded"):
+        recorded(model, logprobs=False, sets=False)
     assert vars(model) == before
 
 
@@ -404,14 +350,5 @@ def test_a_recorder_of_ones_own_is_told_where_a_run_ends() -> None:
 
 
 def test_a_model_that_cannot_generate_so_is_named() -> None:
-    with (
-        pytest.raises(TypeError, match="_get_logits_processor, got Linear with transformers"),
-        record_sampling(torch.nn.Linear(1, 1)),
-    ):
-        pass
-
-
-def test_without_transformers_the_package_is_named() -> None:
-    code = "import sys; sys.modules['transformers'] = None; import fastrl.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "pip install 'transformers>=5.17'" in done.stderr
+    with pytest.raises(TypeError, match="_get_logits_processor, got Linear with transformers"):
+        recorded(torch.nn.Linear(1, 1))

@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from routing_cases import EXPERTS, MODELS, TOP_K, inputs, perturbed_rollout, routers, seeded
+from routing_cases import (
+    EXPERTS,
+    MODELS,
+    TOP_K,
+    assert_packs,
+    assert_refused,
+    inputs,
+    perturbed_rollout,
+    replayed,
+    routers,
+    seeded,
+)
 from torch import Tensor
 
 from fastrl.integrations.routing import record_routing, replay_routing
@@ -60,11 +71,6 @@ def batch_of(model: Any) -> tuple[dict[str, Tensor], Tensor, list[np.ndarray], T
     return batch, expected, arrays, routing
 
 
-@pytest.fixture
-def dense_between() -> Any:
-    return seeded(MODELS["qwen with dense layers"])
-
-
 def test_what_vllm_recorded_is_replayed(model: Any) -> None:
     """Log-probabilities with vLLM's arrays are those with the experts that were taken, and not the model's own."""
     batch, expected, arrays, taken = batch_of(model)
@@ -74,13 +80,9 @@ def test_what_vllm_recorded_is_replayed(model: Any) -> None:
     seen[:, :-1] &= seen[:, 1:]  # the last token's own experts are not recorded
     seen[:, -1] = False
     with torch.no_grad():
-        own = model(**batch).logits
-        with replay_routing(model, taken):
-            sampled = model(**batch).logits
-        with replay_routing(model, routing):
-            replayed = model(**batch).logits
-    torch.testing.assert_close(replayed[seen], sampled[seen], rtol=0, atol=1e-6)
-    assert (own - replayed)[seen].abs().max() > 1e-2
+        own, sampled, found = model(**batch).logits, replayed(model, taken, batch), replayed(model, routing, batch)
+    torch.testing.assert_close(found[seen], sampled[seen], rtol=0, atol=1e-6)
+    assert (own - found)[seen].abs().max() > 1e-2
 
 
 def test_the_models_own_routing_comes_back_from_such_an_array(model: Any) -> None:
@@ -90,9 +92,8 @@ def test_the_models_own_routing_comes_back_from_such_an_array(model: Any) -> Non
         model.generate(**batch, max_new_tokens=1)
     recorded = recorder.routing(mask.shape[1])
     arrays = [row[counts][:-1].numpy() for row, counts in zip(recorded, mask, strict=True)]
-    plain = model(**batch).logits
-    with replay_routing(model, routing_from_vllm(model, arrays, mask)):
-        assert torch.equal(model(**batch).logits[mask], plain[mask])
+    found = replayed(model, routing_from_vllm(model, arrays, mask), batch)
+    assert torch.equal(found[mask], model(**batch).logits[mask])
 
 
 def test_every_form_that_vllm_sends(one_model: Any) -> None:
@@ -130,8 +131,9 @@ def test_every_form_that_vllm_sends(one_model: Any) -> None:
     assert torch.equal(routing_from_vllm(one_model, rows, mask[:1].repeat(2, 1))[1], expected[0])
 
 
-def test_dense_layers_are_left_out(dense_between: Any) -> None:
+def test_dense_layers_are_left_out() -> None:
     """vLLM's buffer has a slot for each decoder layer, and the dense ones stay zero."""
+    dense_between = seeded(MODELS["qwen with dense layers"])
     batch, expected, arrays, _ = batch_of(dense_between)
     whole = []
     for array in arrays:
@@ -146,19 +148,8 @@ def test_dense_layers_are_left_out(dense_between: Any) -> None:
 
 
 def test_a_packed_batch(one_model: Any) -> None:
-    batch, expected, arrays, _ = batch_of(one_model)
-    mask = batch["attention_mask"].bool()
-    routing = routing_from_vllm(one_model, arrays, mask)[mask][None]
-    with torch.no_grad():
-        with replay_routing(one_model, expected):
-            padded = one_model(**batch).logits[mask]
-        with replay_routing(one_model, routing):
-            packed = one_model(
-                input_ids=batch["input_ids"][mask][None],
-                position_ids=batch["position_ids"][mask][None],
-                use_cache=False,
-            ).logits[0]
-    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
+    batch, _, arrays, _ = batch_of(one_model)
+    assert_packs(one_model, routing_from_vllm(one_model, arrays, batch["attention_mask"]), batch)
 
 
 def test_no_tokens_and_cached_prompts(one_model: Any) -> None:
@@ -221,13 +212,6 @@ def test_what_is_no_record_is_named(one_model: Any) -> None:
     with pytest.raises(TypeError, match="attention_mask must be a tensor, got list"):
         routing_from_vllm(one_model, good, [[1]])  # type: ignore[arg-type]
     zeros = routing_from_vllm(one_model, [good * 0, good], mask)  # a layer that was never written
-    with (
-        pytest.raises(ValueError, match=re.escape("or -1 alone, got [0, 0] at [0, 0, 0]")),
-        replay_routing(one_model, zeros),
-    ):
-        pytest.fail("the block ran")
-    with (
-        pytest.raises(ValueError, match=r"got ndarray \(for vLLM's: fastrl\.integrations\.vllm\.routing_from_vllm\)"),
-        replay_routing(one_model, good),  # type: ignore[arg-type]
-    ):
-        pytest.fail("the block ran")
+    assert_refused(ValueError, re.escape("or -1 alone, got [0, 0] at [0, 0, 0]"), replay_routing(one_model, zeros))
+    words = r"got ndarray \(for vLLM's: fastrl\.integrations\.vllm\.routing_from_vllm\)"
+    assert_refused(ValueError, words, replay_routing(one_model, good))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from routing_cases import PAD, STEPS, TOP_K, generate, inputs, prompts, qwen, routers
-from torch import Tensor, nn
+from tiny_models import Wrapper
 
 from fastrl.integrations.routing import RoutingRecorder, has_routers, record_routing, replay_routing
 from fastrl.integrations.transformers import record_sampling
@@ -48,8 +48,7 @@ def test_what_is_recorded_is_what_the_routers_chose(model: Any) -> None:
 def test_ways_to_generate(one_model: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> None:
     with record_routing(one_model) as recorder:
         sequences = generate(one_model, lengths, **options).sequences
-    rows = tuple(length for length in lengths for _ in range(options.get("num_return_sequences", 1)))
-    batch = inputs(sequences, lengths=rows) if rows == lengths else expanded(sequences, lengths)
+    batch = inputs(sequences, lengths)
     with record_routing(one_model) as whole:
         one_model.generate(**batch, max_new_tokens=1)
     mask = batch["attention_mask"].bool()
@@ -57,13 +56,6 @@ def test_ways_to_generate(one_model: Any, lengths: tuple[int, ...], options: dic
     length = sequences.shape[1]
     assert torch.equal(recorder.routing(length)[mask], whole.routing(length)[mask])
     assert (recorder.routing(length)[:, -1] == -1).all()
-
-
-def expanded(sequences: Tensor, lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    copies = len(sequences) // len(lengths)
-    mask = nn.functional.pad(prompts(*lengths)[1], (0, sequences.shape[1] - max(lengths)), value=True)
-    mask = mask.repeat_interleave(copies, 0)
-    return {"input_ids": sequences, "attention_mask": mask.long(), "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
 def test_embeddings_for_a_prompt(one_model: Any) -> None:
@@ -116,20 +108,13 @@ def test_the_model_is_left_as_it_was(one_model: Any) -> None:
 
 
 def test_a_wrapper_that_passes_attributes_on(one_model: Any) -> None:
-    class Wrapper:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(one_model, name)
-
-    assert has_routers(Wrapper())
-    with (
-        record_routing(Wrapper()) as recorder,
-        record_sampling(Wrapper()) as sampling,
-        record_routing(Wrapper()) as inner,
-    ):
-        out = generate(Wrapper(), (3,), top_k=4)
+    wrapper = Wrapper(one_model)
+    assert has_routers(wrapper)
+    with record_routing(wrapper) as recorder, record_sampling(wrapper) as sampling, record_routing(wrapper) as inner:
+        out = generate(wrapper, (3,), top_k=4)
     assert torch.equal(inner.routing(3 + STEPS), recorder.routing(3 + STEPS))
     assert len(sampling.sampling_mask()) == STEPS
-    with replay_routing(Wrapper(), recorder.routing(3 + STEPS)):
+    with replay_routing(wrapper, recorder.routing(3 + STEPS)):
         one_model(out.sequences)
         with pytest.raises(ValueError, match="must have a row"):
             one_model(out.sequences[:, :-1])
@@ -142,18 +127,14 @@ def test_a_wrapper_that_passes_attributes_on(one_model: Any) -> None:
         ({"num_beams": 2}, "got beam_sample"),
         ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
         ({"guidance_scale": 1.5}, "guidance can be recorded"),
+        ({"assistant_model": lambda model: model}, "without an assistant"),
+        ({"assistant_model": lambda model: qwen().eval()}, "without an assistant"),
     ],
 )
 def test_only_sampling_is_recorded(one_model: Any, options: dict[str, Any], reason: str) -> None:
+    options = {name: value(one_model) if callable(value) else value for name, value in options.items()}
     with record_routing(one_model), pytest.raises(ValueError, match=reason):
         generate(one_model, (3,), **options)
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_an_assistant_is_refused(one_model: Any, own: bool) -> None:
-    assistant = one_model if own else qwen().eval()
-    with record_routing(one_model), pytest.raises(ValueError, match="without an assistant"):
-        generate(one_model, (3,), assistant_model=assistant)
 
 
 @pytest.mark.parametrize("tokens", [2, STEPS])  # two: a single forward, of prompt and draft
@@ -175,13 +156,9 @@ def test_a_cache_with_tokens_is_refused(one_model: Any) -> None:
 def test_nothing_recorded_and_bad_lengths(one_model: Any) -> None:
     with record_routing(one_model) as recorder:
         one_model(prompts(4)[0])
-    with pytest.raises(ValueError, match="nothing was recorded"):
-        recorder.routing(4)
+    for empty in (recorder, RoutingRecorder(1, torch.int16)):
+        with pytest.raises(ValueError, match="nothing was recorded"):
+            empty.routing(4)
     for length in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match=f"length must be a positive integer, got {length}"):
             recorder.routing(length)  # type: ignore[arg-type]
-
-
-def test_a_recorder_is_nothing_before_a_generate() -> None:
-    with pytest.raises(ValueError, match="nothing was recorded"):
-        RoutingRecorder(1, torch.int16).routing(1)

@@ -13,11 +13,14 @@ from routing_cases import (
     TOP_K,
     another_choice,
     assert_equal,
+    assert_packs,
+    assert_refused,
     generate,
     gradients,
     inputs,
     logprobs,
     perturbed_rollout,
+    replayed,
     routers,
     seeded,
 )
@@ -28,13 +31,13 @@ from fastrl.integrations.routing import record_routing, replay_routing
 
 def test_ratios_of_an_unchanged_model_are_one(model: Any) -> None:
     out, routing = perturbed_rollout(model)
-    sampled = logprobs(torch.stack([out.logits[0]] * 5 + list(out.logits[1:]) + [out.logits[-1]], 1), out.sequences)
+    batch = inputs(out.sequences)
+    seen = torch.stack([out.logits[0]] * 5 + list(out.logits[1:]) + [out.logits[-1]], 1)
     with torch.no_grad():
-        own = logprobs(model(**inputs(out.sequences)).logits, out.sequences)
-        with replay_routing(model, routing):
-            replayed = logprobs(model(**inputs(out.sequences)).logits, out.sequences)
+        logits = (seen, model(**batch).logits, replayed(model, routing, batch))
+    sampled, own, found = (logprobs(x, out.sequences) for x in logits)
     assert routing.shape == (4, 5 + STEPS, len(routers(model)), TOP_K) and routing.dtype == torch.int16
-    assert ((replayed - sampled).exp() - 1).abs().max() < 1e-5
+    assert ((found - sampled).exp() - 1).abs().max() < 1e-5
     assert ((own - sampled).exp() - 1).abs().max() > 1e-3
 
 
@@ -97,16 +100,7 @@ def test_checkpointing_routes_alike_in_the_backward(name: str, kwargs: dict[str,
 
 def test_a_packed_batch_is_routed_as_a_padded_one(model: Any) -> None:
     out, routing = perturbed_rollout(model)
-    padded = inputs(out.sequences)
-    mask = padded["attention_mask"].bool()
-    with torch.no_grad():
-        with replay_routing(model, routing):
-            expected = model(**padded).logits[mask]
-        with replay_routing(model, routing[mask][None]):
-            found = model(
-                input_ids=out.sequences[mask][None], position_ids=padded["position_ids"][mask][None], use_cache=False
-            ).logits[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert_packs(model, routing, inputs(out.sequences))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
@@ -114,14 +108,10 @@ def test_rows_of_minus_one_are_the_models_own(one_model: Any, dtype: torch.dtype
     out, routing = perturbed_rollout(one_model)
     routing, batch = routing.to(dtype), inputs(out.sequences)
     plain = one_model(**batch).logits
-    with replay_routing(one_model, torch.full_like(routing, -1)):
-        assert torch.equal(one_model(**batch).logits, plain)
+    assert torch.equal(replayed(one_model, torch.full_like(routing, -1), batch), plain)
     mixed = routing.clone()
     mixed[:2] = -1
-    with replay_routing(one_model, routing):
-        imposed = one_model(**batch).logits
-    with replay_routing(one_model, mixed):
-        found = one_model(**batch).logits
+    imposed, found = (replayed(one_model, experts, batch) for experts in (routing, mixed))
     torch.testing.assert_close(found[:2], plain[:2], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[2:], imposed[2:], rtol=0, atol=1e-5)
     assert (imposed - plain)[:2].abs().max() > 1e-2 < (imposed - plain)[2:].abs().max()
@@ -131,12 +121,10 @@ def test_an_inner_replay_overrules_and_a_recording_sees_it(one_model: Any) -> No
     out, routing = perturbed_rollout(one_model)
     batch, other = inputs(out.sequences), routing.roll(1, 0)
     routing[:, -1], other[:, -1] = torch.tensor([0, 1]), torch.tensor([1, 2])
-    with replay_routing(one_model, other):
-        expected = one_model(**batch).logits
+    expected = replayed(one_model, other, batch)
     with replay_routing(one_model, routing):
         outer = one_model(**batch).logits
-        with replay_routing(one_model, other):
-            assert torch.equal(one_model(**batch).logits, expected)
+        assert torch.equal(replayed(one_model, other, batch), expected)
         assert torch.equal(one_model(**batch).logits, outer) and not torch.equal(outer, expected)
     with record_routing(one_model) as recorder, replay_routing(one_model, other):
         one_model.generate(**batch, max_new_tokens=1)
@@ -163,7 +151,6 @@ def test_a_bad_routing_is_named_before_any_forward(one_model: Any) -> None:
         "different experts from 0 to 5, or -1 alone, got [4, 4] at [1, 2, 1]": changed([4, 4]),
     }
     for message, routing in cases.items():
-        with pytest.raises(ValueError, match="^routing .*" + re.escape(message)), replay_routing(one_model, routing):
-            pytest.fail("the block ran")
+        assert_refused(ValueError, "^routing .*" + re.escape(message), replay_routing(one_model, routing))
     with replay_routing(one_model, changed([-1, -1])), pytest.raises(ValueError, match="forward's 6 tokens, got 8"):
         one_model(torch.ones(2, 3, dtype=torch.long))

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import pytest
+import tiny_models
 import torch
 import transformers
 from torch import Tensor, nn
 
-from fastrl.integrations.routing import record_routing
+from fastrl.integrations.routing import record_routing, replay_routing
 
 VOCAB, PAD, STEPS, EXPERTS, TOP_K = 29, 0, 7, 6, 2
-SIZES = {
+SIZES = tiny_models.SIZES | {
     "vocab_size": VOCAB,
-    "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
     "num_experts_per_tok": TOP_K,
     "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
     "pad_token_id": PAD,
 }
 QWEN = SIZES | {"num_experts": EXPERTS, "moe_intermediate_size": 12, "head_dim": 8}
@@ -69,8 +65,9 @@ def generate(model: Any, lengths: tuple[int, ...] = (5, 3, 1, 4), **options: Any
 
 
 def inputs(sequences: Tensor, lengths: tuple[int, ...] = (5, 3, 1, 4)) -> dict[str, Tensor]:
-    """What the training forward gets for generated sequences (B, S)."""
+    """What the training forward gets for generated sequences (B, S), of which each prompt may have several."""
     mask = nn.functional.pad(prompts(*lengths)[1], (0, sequences.shape[1] - max(lengths)), value=True)
+    mask = mask.repeat_interleave(len(sequences) // len(lengths), 0)
     return {"input_ids": sequences, "attention_mask": mask.long(), "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
@@ -123,6 +120,29 @@ def perturbed_rollout(model: Any) -> tuple[Any, Tensor]:
     with another_choice(model, swapping()), record_routing(model) as recorder:
         out = generate(model)
     return out, recorder.routing(out.sequences.shape[1])
+
+
+def replayed(model: Any, routing: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The logits with a replayed routing, (B, S, V)."""
+    with replay_routing(model, routing):
+        return model(**batch).logits
+
+
+def assert_packs(model: Any, routing: Tensor, batch: dict[str, Tensor]) -> None:
+    """A packed batch is routed as the padded one."""
+    mask = batch["attention_mask"].bool()
+    names = ("input_ids", "position_ids")
+    with torch.no_grad():
+        expected = replayed(model, routing, batch)[mask]
+        with replay_routing(model, routing[mask][None]):
+            found = model(**{name: batch[name][mask][None] for name in names}, use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def assert_refused(error: type[Exception], words: str, block: AbstractContextManager[Any]) -> None:
+    """The block is not entered."""
+    with pytest.raises(error, match=words), block:
+        pytest.fail("the block ran")
 
 
 def gradients(model: Any, sequences: Tensor, **more: Any) -> dict[str, Tensor]:
