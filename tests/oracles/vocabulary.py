@@ -37,18 +37,13 @@ def token_stats(
     log_p = torch.log_softmax(z / t, -1)
     valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
     logp = log_p.gather(-1, targets.where(valid, 0)[..., None])[..., 0]
-    entropy = _entropy(log_p)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
     logp, entropy = logp.where(valid, 0.0), entropy.where(valid, 0.0)
     gradient = None
     if upstream is not None:
         a, b = (u.to(dtype).where(valid, 0.0) for u in upstream)
         (gradient,) = torch.autograd.grad((a * logp + b * entropy).sum(), x)
     return Truth(logp.detach(), entropy.detach(), gradient)
-
-
-def _entropy(log_p: Tensor) -> Tensor:
-    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    return -(log_p.exp() * finite).sum(-1)
 
 
 def assert_as_good_as_torch(actual: Tensor, truth: Tensor, same_dtype: Tensor, margin: float, what: str) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout's fastrl, wherever it is started
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "oracles"))
 
 import torch
 from calls import CALLS, check

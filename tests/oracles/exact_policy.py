@@ -1,4 +1,4 @@
-"""The policy losses once more, in float64, a response at a time: what a random call's loss, metrics, c and h must be.
+"""The policy losses once more, in float64, a response at a time: what a loss, its metrics, c and h must be.
 
 Written from the published formulas, not from the code under test: ratio levels, token weights and aggregations here,
 gates and KL estimators in `exact_gates.py`. Wherever a formula decides something (clamped or not, above a threshold or
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from exact_gates import INFINITY, Gated, border, gated_terms, kl_slope, kl_term, with_slope
+from exact_gates import INFINITY, Gated, border, gated_terms, kl_term, with_slope
 from torch import Tensor
 
 import fastrl
@@ -32,6 +32,13 @@ class Batch:
     entropy_weights: Tensor | None = None
     threshold: float | None = None
     denominator: float | None = None
+
+    @classmethod
+    def padded(cls, mask: Tensor, *, denominator: float | None = None, **fields: Tensor) -> Batch:
+        """Of fields (B, T), or one number per response (B, 1)."""
+        rows = torch.arange(mask.numel()).view(mask.shape).tolist()
+        flat = {name: value.expand(mask.shape).flatten().double() for name, value in fields.items()}
+        return cls(rows, mask.flatten().bool(), denominator=denominator, **flat)
 
     @property
     def tokens(self) -> int:
@@ -58,6 +65,18 @@ def exact_policy(objective: Any, batch: Batch, logp: Tensor, entropy: Tensor | N
     return _Evaluation(objective, batch, logp, entropy).result()
 
 
+def exact_loss(objective: Any, batch: Batch, logp: Tensor, entropy: Tensor | None = None) -> Tensor:
+    """The loss alone, with the graph of float64 log-probabilities and entropies, which may have any shape."""
+    return _Evaluation(objective, batch, logp.flatten(), None if entropy is None else entropy.flatten()).loss
+
+
+def token_losses(objective: Any, batch: Batch, logp: Tensor) -> Tensor:
+    """What the aggregation weighs, each token's loss: with logp's graph and shape, 0 where the mask is."""
+    evaluation = _Evaluation(objective, batch, logp.flatten(), None)
+    each = sum(evaluation.parts.values()) / torch.where(batch.mask, evaluation.weights, 1.0)
+    return each.view(logp.shape)
+
+
 class _Evaluation:
     """Sums over responses."""
 
@@ -71,10 +90,11 @@ class _Evaluation:
         self.objective, self.batch, self.logp, self.entropy = objective, batch, logp, entropy
         self.old = logp.detach() if batch.old is None else batch.old
         self.borders: list[Tensor] = []
-        zero = torch.zeros((), dtype=torch.float64)
-        self.policy, self.kl, self.bonus = zero, zero, zero
-        self.magnitude = {"policy_loss": zero, "kl": zero, "entropy_term": zero}
-        self.c_magnitude = torch.zeros_like(logp)
+        terms = ("policy_loss", "kl", "entropy_term")
+        # Of each token, with its weight.
+        self.parts: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in terms}
+        self.magnitude = {name: torch.zeros((), dtype=torch.float64) for name in terms}
+        self.weights, self.c_magnitude = torch.zeros_like(logp), torch.zeros_like(logp)
         names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy")
         self.token: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in names}
         self.top = self._top_entropy()
@@ -83,6 +103,15 @@ class _Evaluation:
             rows = [t for t in response if batch.mask[t]]
             if rows:
                 self._add(rows)
+
+    @property
+    def loss(self) -> Tensor:
+        return sum(self.parts.values(), torch.zeros_like(self.logp)).sum()
+
+    def _part(self, name: str, rows: list[int], terms: Tensor, magnitude: Tensor) -> None:
+        """Terms of the loss, one per row, and what their rounding errors are relative to."""
+        self.parts[name] = self.parts[name].index_add(0, torch.tensor(rows), terms)
+        self.magnitude[name] = self.magnitude[name] + magnitude.detach().abs().sum()
 
     def _top_entropy(self) -> Tensor:
         """1 for the tokens that an entropy threshold or fraction leaves in."""
@@ -102,18 +131,10 @@ class _Evaluation:
 
     def _custom_losses(self) -> Tensor:
         rows = self.batch.mask.nonzero()[:, 0]
-        pick = lambda t: None if t is None else t[rows]  # noqa: E731
-        logp, old = self.logp[rows], self.old[rows]
-        context = fastrl.LossContext(
-            logp,
-            pick(self.entropy),
-            old,
-            pick(self.batch.ref),
-            pick(self.batch.rollout),
-            torch.ones(len(rows), dtype=torch.bool),
-            None,
-        )
-        losses = self.custom(logp - old, self.batch.advantages[rows], context)
+        optional = (self.entropy, self.old, self.batch.ref, self.batch.rollout)
+        logp, *others = [None if t is None else t[rows] for t in (self.logp, *optional)]
+        context = fastrl.LossContext(logp, *others, torch.ones(len(rows), dtype=torch.bool), None)
+        losses = self.custom(logp - self.old[rows], self.batch.advantages[rows], context)
         return torch.zeros_like(self.logp).index_add(0, rows, losses)
 
     def _weight(self, tokens: int) -> float:
@@ -200,17 +221,14 @@ class _Evaluation:
                 objective.gate, log, self.logp[rows], advantage, self.token["side"][rows], held, self.borders
             )
             self.token["side"][rows] = gated.side
-        omega = self._token_weights(rows, advantage) * w
-        terms = omega * gated.value
-        self.policy = self.policy + terms.sum()
-        self._note_magnitudes(rows, omega, terms, gated, advantage, share)
+        self.weights[rows] = w
+        self._add_policy(rows, self._token_weights(rows, advantage) * w, gated, advantage, share)
         token_log = self.logp[rows] - self.old[rows]
         self._add_kl(rows, w, log, token_log)
         if self.entropy is not None:
             weights = w if batch.entropy_weights is None else batch.entropy_weights[rows]
             term = float(objective.entropy_coef) * weights * self.entropy[rows]
-            self.bonus = self.bonus - term.sum()
-            self.magnitude["entropy_term"] = self.magnitude["entropy_term"] + term.detach().abs().sum()
+            self._part("entropy_term", rows, -term, term)
             self.token["entropy"][rows] = self.entropy[rows].detach()
         if self.losses is None:
             token_log = self._clamp(token_log.detach(), rows)
@@ -218,13 +236,13 @@ class _Evaluation:
         self.token["gate"][rows] = gated.weight.detach()
         self.token["approx_kl"][rows] = torch.expm1(token_log) - token_log
 
-    def _note_magnitudes(
-        self, rows: list[int], omega: Tensor, terms: Tensor, gated: Gated, advantage: Tensor, share: float | Tensor
+    def _add_policy(
+        self, rows: list[int], omega: Tensor, gated: Gated, advantage: Tensor, share: float | Tensor
     ) -> None:
+        terms = omega * gated.value
         weight = gated.weight if self.losses is None else (self.logp[rows] - self.old[rows]).exp() + 1
         slope = (omega * weight * advantage).detach().abs()
-        size = terms.detach().abs() if self.losses is None else terms.detach().abs() + slope
-        self.magnitude["policy_loss"] = self.magnitude["policy_loss"] + size.sum()
+        self._part("policy_loss", rows, terms, terms if self.losses is None else terms.abs() + slope)
         shared = self.objective.ratio in ("sequence", "sequence-product")
         self.c_magnitude[rows] += (slope.sum() if shared else slope) * share + slope
 
@@ -241,7 +259,7 @@ class _Evaluation:
             ratio = log.exp()
         else:
             ratio = token_log.exp()
-        value, magnitude = kl_term(kl.kind, d, token_log, ratio)
+        value, slope, magnitude = kl_term(kl.kind, d, token_log, ratio)
         if kl.kind == "k3-unbiased" and (kl.ratio != "objective" or self.objective.ratio == "token"):
             # Through the token's own ratio and through d: r (logp - ref), where neither is clamped.
             free_d = (self.batch.ref[rows] - self.logp[rows]).abs() <= limit
@@ -249,23 +267,20 @@ class _Evaluation:
             apart = torch.where(free, value, 0.0) - torch.where(free_d, ratio * torch.expm1(d), 0.0)
             value = with_slope(value, torch.where(free & free_d, -ratio * d, apart), self.logp[rows])
         coef = float(kl.coef)
-        self.kl = self.kl + (coef * w * value).sum()
-        self.magnitude["kl"] = self.magnitude["kl"] + (abs(coef) * w * magnitude).detach().sum()
+        self._part("kl", rows, coef * w * value, coef * w * magnitude)
         self.token["kl"][rows] = value.detach()
-        slope = kl_slope(kl.kind, d, token_log, ratio)
         if kl.kind == "k3-unbiased" and kl.ratio == "objective" and self.objective.ratio != "token":
             # The response's ratio has a share in every token's logp: two parts that do not make one.
             slope = ratio * torch.expm1(d).abs() + magnitude.mean()
         self.c_magnitude[rows] += abs(coef) * w * slope.detach()
 
     def result(self) -> Exact:
-        loss = self.policy + self.kl + self.bonus
+        loss = self.loss
         leaves = [self.logp] if self.entropy is None else [self.logp, self.entropy]
-        slopes: list[Tensor | None] = [None, None]
+        c, h = torch.zeros(2, len(self.logp), dtype=torch.float64)
         if loss.requires_grad:
-            slopes = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-        c = torch.zeros_like(self.logp) if slopes[0] is None else slopes[0]
-        h = torch.zeros_like(self.logp) if len(leaves) == 1 or slopes[1] is None else slopes[1]
+            c, *entropys = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            h = entropys[0] if entropys else h
         total = sum(self.magnitude.values(), torch.zeros((), dtype=torch.float64))
         metrics, magnitudes = self._metrics()
         magnitudes |= {"loss": total, "policy_loss": self.magnitude["policy_loss"]}
@@ -278,7 +293,7 @@ class _Evaluation:
         mean = {name: values.sum() / n for name, values in token.items()}
         absolute = {name: values.abs().sum() / n for name, values in token.items()}
         metrics = {
-            "policy_loss": self.policy.detach(),
+            "policy_loss": self.parts["policy_loss"].detach().sum(),
             "kl": mean["kl"],
             "entropy": mean["entropy"],
             "ratio_mean": mean["ratio"],
