@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import exact_advantages as exact
 import torch
 from comparing import Comparison, NearBorder
-from drawing import Draw, Layout, draw_layout, draw_mask, garbage, give, lay
+from drawing import Draw, draw_layout, draw_mask, garbage, give, lay
 from exact_vocabulary import EPS, UNIT
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
 
 import fastrl
 
 SLACK = 64 * EPS
+
+
+def _tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _rewards(draw: Draw, n: int) -> Tensor:
@@ -65,10 +72,6 @@ def group_call(draw: Draw, compare: Comparison) -> None:
     )
 
 
-def _tensor(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def process_call(draw: Draw, compare: Comparison) -> None:
     n, steps = draw.randint(1, 6), draw.randint(1, 4)
     lengths = [draw.randint(1, 7) for _ in range(n)]
@@ -80,20 +83,14 @@ def process_call(draw: Draw, compare: Comparison) -> None:
     packed = {}
     if draw.often(0.5):
         packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).int()
-        value_tensor, size_tensor = _tensor(sum(value, [])), _tensor(sum(size, []))  # noqa: RUF017
+        join = torch.cat
     else:
-        longest = max(lengths)
-        value_tensor, size_tensor = (
-            _tensor([row + [0.0] * (longest - len(row)) for row in rows]) for rows in (value, size)
-        )
+        join = partial(pad_sequence, batch_first=True)
+    exactly, size = (join([_tensor(row) for row in rows]) for rows in (value, size))
     found = fastrl.process_advantages(
         rewards.float(), torch.tensor(ends), argument, torch.tensor(lengths), **options, **packed
     )
-    compare.close("process_advantages", found, value_tensor, SLACK * size_tensor)
-
-
-def _packed(layout: Layout) -> dict[str, Tensor]:
-    return {} if layout.cu_seqlens is None else {"cu_seqlens": layout.cu_seqlens}
+    compare.close("process_advantages", found, exactly, SLACK * size)
 
 
 def gae_call(draw: Draw, compare: Comparison) -> None:
@@ -106,13 +103,10 @@ def gae_call(draw: Draw, compare: Comparison) -> None:
     expected = torch.zeros(2, layout.tokens, dtype=torch.float64)
     size = torch.zeros(layout.tokens, dtype=torch.float64)
     for i, response in enumerate(layout.responses):
-        if response:
-            end = 0.0 if bootstrap is None else float(bootstrap[i])
-            one = (mask[response].tolist(), gamma, lam)
-            found = exact.gae(rewards[response].tolist(), values[response].tolist(), *one, end)
-            expected[:, response] = _tensor([list(found[0]), list(found[1])])
-            reach = rewards[response].abs().sum() + 2 * values[response].abs().sum() + abs(end)
-            size[response] = reach
+        end = 0.0 if bootstrap is None else float(bootstrap[i])
+        numbers = [t[response].tolist() for t in (rewards, values, mask)]
+        expected[:, response] = _tensor(exact.gae(*numbers, gamma, lam, end))
+        size[response] = rewards[response].abs().sum() + 2 * values[response].abs().sum() + abs(end)
     given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (rewards, values)]
     advantages, returns = fastrl.gae(
         *given,
@@ -120,7 +114,7 @@ def gae_call(draw: Draw, compare: Comparison) -> None:
         gamma=gamma,
         lam=lam,
         bootstrap=None if bootstrap is None else bootstrap.float(),
-        **_packed(layout),
+        **layout.options,
     )
     for name, found, value in (("advantages", advantages, expected[0]), ("returns", returns, expected[1])):
         compare.close(name, found, value.view(layout.shape), SLACK * size.view(layout.shape))
@@ -155,7 +149,7 @@ def value_call(draw: Draw, compare: Comparison) -> None:
     if clip is not None:
         options |= {"clip": clip, "old_values": garbage(draw, old.view(layout.shape).float(), mask)}
     others = garbage(draw, returns.view(layout.shape).float(), mask)
-    found = fastrl.value_loss(given.argument, others, mask.view(layout.shape), **options, **_packed(layout))
+    found = fastrl.value_loss(given.argument, others, mask.view(layout.shape), **options, **layout.options)
     compare.close("value_loss", found, loss, SLACK * loss.detach().abs() + 1e-37)
     found.backward()
     slope = leaf.grad
@@ -183,16 +177,13 @@ def penalty_call(draw: Draw, compare: Comparison) -> None:
     scores, beta = draw.normal(len(layout.responses)), float(torch.tensor(draw.choice((0.05, 1.0))))
     kind = draw.choice(("k1", "k2", "k3"))
     draw.tell(kind=kind, beta=beta, shape=layout.shape)
-    value, size = torch.zeros(2, layout.tokens, dtype=torch.float64)
+    value, size = expected = torch.zeros(2, layout.tokens, dtype=torch.float64)
     for score, response in zip(scores.tolist(), layout.responses, strict=True):
-        if response:
-            one = (logp[response].tolist(), ref[response].tolist(), mask[response].tolist())
-            found = exact.penalised(score, *one, beta, kind)
-            value[response], size[response] = _tensor(found[0]), _tensor(found[1])
+        expected[:, response] = exact.penalised(score, logp[response], ref[response], mask[response], beta, kind)
     given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (logp, ref)]
     argument = mask.view(layout.shape) if argument is None else argument
     weight = torch.tensor(beta) if draw.often(0.3) else beta
-    rewards = fastrl.kl_penalized_rewards(scores.float(), *given, argument, beta=weight, kind=kind, **_packed(layout))
+    rewards = fastrl.kl_penalized_rewards(scores.float(), *given, argument, beta=weight, kind=kind, **layout.options)
     compare.close("kl_penalized_rewards", rewards, value.view(layout.shape), SLACK * size.view(layout.shape))
 
 
@@ -205,35 +196,28 @@ def preference_call(draw: Draw, compare: Comparison) -> None:
         sums = [(draw.normal(n) * 10 - 30) for _ in range(4)]
         beta = draw.choice((0.1, 1.0))
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in sums[:2]]
-        margins = beta * ((sums[0] - sums[2]) - (sums[1] - sums[3]))
-        value = [-exact.log_sigmoid(m) for m in margins.tolist()]
-        slope = beta * _tensor([exact.sigmoid(-m) for m in margins.tolist()]) / max(n, 1)
+        wide = [t.clone().requires_grad_() for t in sums[:2]]
+        value = -logsigmoid(beta * ((wide[0] - sums[2]) - (wide[1] - sums[3]))).sum() / max(n, 1)
+        value.backward()
         loss = fastrl.dpo_loss(*leaves, sums[2].to(dtype), sums[3].to(dtype), beta=beta)
         doubt = unit * (1 + beta * sum(t.abs() for t in sums))
-        compare.close("dpo_loss", loss, math.fsum(value) / max(n, 1), doubt.sum() / max(n, 1) + 1e-37)
+        compare.close("dpo_loss", loss, value, doubt.sum() / max(n, 1) + 1e-37)
         loss.backward()
-        for name, leaf, sign in (("chosen", leaves[0], -1), ("rejected", leaves[1], 1)):
-            compare.close(f"{name}.grad", leaf.grad, sign * slope, doubt * slope + 1e-37)
+        for name, leaf, exactly in zip(("chosen", "rejected"), leaves, wide, strict=True):
+            compare.close(f"{name}.grad", leaf.grad, exactly.grad, doubt * exactly.grad.abs() + 1e-37)
         return
     scores, ranks, prompts = draw.normal(n) * 3, draw.integers(3, n), draw.integers(max(1, n // 3), n)
-    leaf = scores.to(dtype, copy=True).requires_grad_()
-    means, slope, every = [], torch.zeros(n, dtype=torch.float64), set(prompts.tolist())
-    paired = {
-        p: [(i, j) for i in range(n) for j in range(n) if prompts[i] == prompts[j] == p and ranks[i] < ranks[j]]
-        for p in every
-    }
-    paired = {p: pairs for p, pairs in paired.items() if pairs}
-    for pairs in paired.values():
-        gaps = [float(scores[i] - scores[j]) for i, j in pairs]
-        means.append(exact.mean([-exact.log_sigmoid(gap) for gap in gaps]))
-        for (i, j), gap in zip(pairs, gaps, strict=True):
-            part = exact.sigmoid(-gap) / len(pairs) / len(paired)
-            slope[i] -= part
-            slope[j] += part
+    leaf, wide_scores = scores.to(dtype, copy=True).requires_grad_(), scores.clone().requires_grad_()
+    better = ranks[:, None] < ranks
+    pairs = [better & (prompts[:, None] == p) & (prompts == p) for p in prompts.unique()]
+    losses = -logsigmoid(wide_scores[:, None] - wide_scores)
+    means = [losses[of_prompt].mean() for of_prompt in pairs if of_prompt.any()]
+    value = sum(means, 0.0 * wide_scores.sum()) / max(len(means), 1)
+    value.backward()
     loss = fastrl.reward_model_loss(leaf, ranks.to(draw.choice((torch.int64, torch.float32))), prompts)
-    compare.close("reward_model_loss", loss, exact.mean(means) if means else 0.0, unit * 8)
+    compare.close("reward_model_loss", loss, value, unit * 8)
     loss.backward()
-    compare.close("scores.grad", leaf.grad, slope, unit * 8)
+    compare.close("scores.grad", leaf.grad, wide_scores.grad, unit * 8)
 
 
 def sampling_mask_call(draw: Draw, compare: Comparison) -> None:

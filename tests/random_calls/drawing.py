@@ -60,6 +60,11 @@ class Layout:
     def tokens(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What tells a function how the responses lie."""
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
+
 
 def draw_layout(draw: Draw, most: int, count: int | None = None) -> Layout:
     """Padded, packed (empty responses too) or one response of at most `most` tokens; count: so many responses."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from comparing import Comparison, NearBorder
 from drawing import Draw, draw_layout
-from exact_advantages import log_sigmoid, sigmoid
 from exact_vocabulary import EPS
 from policy_calls import backward, made
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from vocabulary_draw import Vocabulary, draw_backend
 
 import fastrl
@@ -65,10 +65,11 @@ def _compare_extras(compare: Comparison, work: Vocabulary, out: Any, extras: tup
     rows, mask, shape = work.rows, work.mask, work.shape
     p = rows.log_p.exp()
     if "mean_logits" in extras:
-        mean = rows.z.mean(1) if work.vocab else rows.z.sum(1)
         size = torch.where(p > 0, rows.z, 0.0).abs().mean(1)
         allowed = rows.z_error.mean(1) + 16 * EPS * size + 1e-37
-        compare.close("mean_logits", out.mean_logits, torch.where(mask, mean, 0.0).view(shape), allowed.view(shape))
+        compare.close(
+            "mean_logits", out.mean_logits, torch.where(mask, rows.z.mean(1), 0.0).view(shape), allowed.view(shape)
+        )
     if "log_sum_sq_probs" in extras:
         value = torch.logsumexp(2 * rows.log_p, 1)
         allowed = 2 * rows.logp_error.clamp(min=0) + 2 * (p**2 * rows.z_error).sum(1) / (p**2).sum(1)
@@ -126,30 +127,25 @@ def dpo_call(draw: Draw, compare: Comparison) -> None:
     layout = draw_layout(draw, draw.choice((6, 24)), count=2 * pairs)
     work = Vocabulary(draw, layout.shape, linear=True)
     work.options.setdefault("mask", work.mask.view(layout.shape))
-    if layout.cu_seqlens is not None:
-        work.options["cu_seqlens"] = layout.cu_seqlens
+    work.options |= layout.options
     rows, beta = work.rows, draw.choice((0.1, 0.5, 2.0))
-    summed = torch.stack([rows.logp[r].sum() for r in layout.responses] + [torch.zeros(()).double()])[:-1]
-    error = torch.stack([rows.logp_error[r].sum() for r in layout.responses] + [torch.zeros(()).double()])[:-1]
+    summed, error = torch.zeros(2, 2 * pairs, dtype=torch.float64)
+    for i, response in enumerate(layout.responses):
+        summed[i], error[i] = rows.logp[response].sum(), rows.logp_error[response].sum()
     ref = (summed + draw.normal(2 * pairs) * draw.choice((0.1, 3.0))).float().double()
     error = error + 8 * EPS * (summed.abs() + ref.abs() + 1)
     rewards = beta * (summed - ref)
     reward_error = beta * error
     margins, margin_error = rewards[:pairs] - rewards[pairs:], reward_error[:pairs] + reward_error[pairs:]
     draw.tell(beta=beta, pairs=pairs)
-    losses = torch.tensor([-log_sigmoid(float(m)) for m in margins], dtype=torch.float64)
-    slopes = torch.tensor([sigmoid(-float(m)) for m in margins], dtype=torch.float64)
-    c, c_error = torch.zeros(work.tokens).double(), torch.zeros(work.tokens).double()
-    for i in range(pairs):
-        for response, sign in ((layout.responses[i], -1.0), (layout.responses[pairs + i], 1.0)):
-            c[response] = sign * beta * slopes[i] / pairs
-            doubt = math.expm1(float(margin_error[i])) + 16 * EPS
-            c_error[response] = beta * slopes[i] * doubt / pairs
+    losses, slopes = -logsigmoid(margins), torch.sigmoid(-margins)
+    c, c_error = torch.zeros(2, work.tokens, dtype=torch.float64)
+    for i, response in enumerate(layout.responses):
+        slope = beta * slopes[i % pairs] / pairs
+        c[response] = -slope if i < pairs else slope
+        c_error[response] = slope * (margin_error[i % pairs].expm1() + 16 * EPS)
     with draw_backend(draw):
-        options = dict(work.options)
-        mask = options.pop("mask")
-        work.arguments = [*work.arguments, mask, ref.float()]
-        work.options = options
+        work.arguments += [work.options.pop("mask"), ref.float()]
         out = made(draw, fastrl.linear_dpo_loss, work, beta=beta)
         mean_error = (slopes * margin_error + 8 * EPS * losses).sum() / max(pairs, 1) + 4 * EPS
         compare.close("loss", out.loss, losses.sum() / max(pairs, 1), mean_error)

@@ -204,7 +204,7 @@ def draw_batch(
     n, shape = layout.tokens, layout.shape
     policy = objective if isinstance(objective, fastrl.Objective) else fastrl.Objective()
     kept = torch.float64 if dtype == torch.float64 else torch.float32
-    options: dict[str, Any] = {} if layout.cu_seqlens is None else {"cu_seqlens": layout.cu_seqlens}
+    options = layout.options
 
     def per_token(name: str, value: Tensor) -> Tensor:
         value = value.to(kept)
@@ -259,17 +259,16 @@ def draw_advantages(draw: Draw, layout: Layout, objective: Any, options: dict[st
     responses, n = len(layout.responses), layout.tokens
     size = draw.choice((0.01, 1.0, 1.0, 5.0))
     sparse = draw.often(0.3) and not isinstance(getattr(objective, "gate", None), fastrl.GeometricMean)
-    if draw.often(0.6) or responses == n:
-        value = draw.normal(responses) * size
-        if sparse:
-            value[draw.floats(responses) < 0.4] = 0.0
-        options["advantages"] = lay(draw, value.to(dtype))
-        each = torch.zeros(n, dtype=torch.float64)
-        for advantage, response in zip(value.to(dtype).double(), layout.responses, strict=True):
-            each[response] = advantage
-        return each
-    value = draw.normal(n) * size
+    per_response = draw.often(0.6) or responses == n
+    count = responses if per_response else n
+    value = draw.normal(count) * size
     if sparse:
-        value[draw.floats(n) < 0.4] = 0.0
-    options["advantages"] = lay(draw, value.to(dtype).view(layout.shape))
-    return value.to(dtype).double()
+        value[draw.floats(count) < 0.4] = 0.0
+    value = value.to(dtype)
+    options["advantages"] = lay(draw, value if per_response else value.view(layout.shape))
+    if not per_response:
+        return value.double()
+    each = torch.zeros(n, dtype=torch.float64)
+    for advantage, response in zip(value, layout.responses, strict=True):
+        each[response] = advantage.double()
+    return each

@@ -41,7 +41,6 @@ class Vocabulary:
         self.settings = settings
         error = error.expand_as(x)
         self.rows = statistics(x, error, targets, self.mask, settings)
-        self.logits = torch.where(self.mask[:, None], x, 0.0)
         self.times = 2
         draw.tell(dtype=self.dtype, vocab=self.vocab, shape=shape, gradients=[n for n in self.given if self.needs(n)])
 
@@ -94,6 +93,13 @@ class Vocabulary:
             draw.tell(infinite=True)
         return x
 
+    def _filled(self, rows: Tensor) -> Tensor:
+        """Rows in the call's shape, now and then with garbage where the mask is 0."""
+        filled = rows.view(*self.shape, rows.shape[1])
+        if "mask" in self.options and self.draw.often(0.3):
+            filled = garbage(self.draw, filled, self.mask[:, None].expand(rows.shape))
+        return filled
+
     def _logits(self) -> Tensor:
         draw, shape = self.draw, (*self.shape, self.vocab)
         x = self._numbers(self.tokens, self.vocab).to(self.dtype).double()
@@ -103,10 +109,7 @@ class Vocabulary:
             value, given = expanded(draw, x.view(shape), self.dtype, needed)
             x = value.reshape(self.tokens, self.vocab)
         else:
-            filled = x.view(shape)
-            if "mask" in self.options and draw.often(0.3):
-                filled = garbage(draw, filled, self.mask[:, None].expand(-1, self.vocab))
-            given = give(draw, filled, self.dtype, needed, inplace=self.inplace)
+            given = give(draw, self._filled(x), self.dtype, needed, inplace=self.inplace)
             if self.inplace and (draw.often(0.5) or given.argument.is_leaf is False):
                 given = Given(given.leaf, given.argument * 1, given.make)
         self.given["logits"] = given
@@ -138,10 +141,7 @@ class Vocabulary:
             draw.tell(infinite=True)
         draw.tell(width=width, exact=exact, bias=use_bias)
         self.head = Head(hidden, weight, bias if use_bias else None, self.dtype, exact)
-        filled = hidden.view(*self.shape, width)
-        if "mask" in self.options and draw.often(0.3):
-            filled = garbage(draw, filled, self.mask[:, None].expand(-1, width))
-        self.given["hidden"] = give(draw, filled, self.dtype, draw.often(0.8))
+        self.given["hidden"] = give(draw, self._filled(hidden), self.dtype, draw.often(0.8))
         self.given["weight"] = give(draw, weight, self.dtype, draw.often(0.7))
         if use_bias:
             self.given["bias"] = give(draw, bias, self.dtype, draw.often(0.7))
