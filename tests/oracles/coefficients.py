@@ -7,6 +7,7 @@ cancels there costs fewer than eight of float64's sixteen digits.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,9 @@ def sweep(size: int, unit: float, seed: int = 0) -> Sweep:
 
 def of_policy(objective: Objective, s: Sweep) -> Tensor:
     """c of the policy's term, the response being one token."""
-    gate, bound, past = objective.gate, objective.max_log_ratio, torch.zeros_like(s.a)
+    # Backends take a gate's parameters in float32.
+    parameters = {k: float(torch.tensor(v)) for k, v in vars(objective.gate).items() if isinstance(v, float)}
+    gate, bound, past = replace(objective.gate, **parameters), objective.max_log_ratio, torch.zeros_like(s.a)
     if isinstance(gate, GeometricMean):
         past = (((s.a > 0) & (s.x > gate.clip)) | ((s.a < 0) & (s.x < -gate.clip))).double()
     # A response's own ratio, of GSPO-token, is a constant, clamped or not.
