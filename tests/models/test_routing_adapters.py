@@ -11,14 +11,27 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from routing_cases import EXPERTS, SIZES, TOP_K, assert_refused, generate, inputs, mixtral, qwen, routers
+from routing_cases import (
+    EXPERTS,
+    SIZES,
+    TOP_K,
+    assert_refused,
+    generate,
+    inputs,
+    mixtral,
+    own_routing,
+    qwen,
+    replayed,
+    routers,
+)
+from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from fastrl.integrations.routing import ADAPTERS, RouterAdapter, all_gates, has_routers, record_routing, replay_routing
 
 
 def test_a_model_without_known_routers_is_named() -> None:
-    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    dense = tiny_model("llama", **SIZES)
     routing = torch.zeros(1, 1, 1, 2, dtype=torch.long)
     assert not has_routers(dense) and not has_routers(object())
     words = r"MixtralTopKRouter.*Qwen3MoeTopKRouter.*LlamaForCausalLM.*adapters=\{"
@@ -51,13 +64,10 @@ def test_an_adapter_of_ones_own(one_model: Any) -> None:
     assert not has_routers(one_model) and has_routers(one_model, adapters)
     sequences = generate(one_model, (3, 2)).sequences
     batch = inputs(sequences, (3, 2))
-    with record_routing(one_model, adapters) as recorder:
-        one_model.generate(**batch, max_new_tokens=1)
-    routing = recorder.routing(10)
+    routing = own_routing(one_model, batch, adapters)
     plain = one_model(**batch).logits
-    for replayed in (routing, routing.roll(1, 0)):
-        with replay_routing(one_model, replayed, adapters):
-            assert torch.equal(one_model(**batch).logits, plain) == (replayed is routing)
+    assert torch.equal(replayed(one_model, routing, batch, adapters), plain)
+    assert not torch.equal(replayed(one_model, routing.roll(1, 0), batch, adapters), plain)
 
 
 def router_class(name: str) -> Any:
@@ -118,7 +128,7 @@ def test_many_experts_need_int32() -> None:
     class Router(nn.Module):
         top_k, weight = 2, torch.empty(40_000, 1)
 
-    model = qwen().eval()
+    model = qwen()
     model.model.extra = Router()
     with record_routing(model, {"Router": RouterAdapter(all_gates)}) as recorder:
         generate(model, (2,))

@@ -15,21 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from routing_cases import (
-    EXPERTS,
-    MODELS,
-    TOP_K,
-    assert_packs,
-    assert_refused,
-    inputs,
-    perturbed_rollout,
-    replayed,
-    routers,
-    seeded,
-)
+from routing_cases import EXPERTS, MODELS, TOP_K, assert_refused, inputs, perturbed_rollout, replayed, routers, seeded
 from torch import Tensor
 
-from fastrl.integrations.routing import record_routing, replay_routing
+from fastrl.integrations.routing import replay_routing
 from fastrl.integrations.vllm import routing_from_vllm
 
 LENGTHS = (5, 3, 1, 4)  # of the prompts
@@ -85,17 +74,6 @@ def test_what_vllm_recorded_is_replayed(model: Any) -> None:
     assert (own - found)[seen].abs().max() > 1e-2
 
 
-def test_the_models_own_routing_comes_back_from_such_an_array(model: Any) -> None:
-    batch = batch_of(model)[0]
-    mask = batch["attention_mask"].bool()
-    with record_routing(model) as recorder:
-        model.generate(**batch, max_new_tokens=1)
-    recorded = recorder.routing(mask.shape[1])
-    arrays = [row[counts][:-1].numpy() for row, counts in zip(recorded, mask, strict=True)]
-    found = replayed(model, routing_from_vllm(model, arrays, mask), batch)
-    assert torch.equal(found[mask], model(**batch).logits[mask])
-
-
 def test_every_form_that_vllm_sends(one_model: Any) -> None:
     batch, expected, arrays, _ = batch_of(one_model)
     mask = batch["attention_mask"]
@@ -145,11 +123,6 @@ def test_dense_layers_are_left_out() -> None:
     wrong = "routed_experts[0] must have 2 layers, one a router, or 4, one a decoder layer, got 3"
     with pytest.raises(ValueError, match=re.escape(wrong)):
         routing_from_vllm(dense_between, [slots[:, :3] for slots in whole], batch["attention_mask"])
-
-
-def test_a_packed_batch(one_model: Any) -> None:
-    batch, _, arrays, _ = batch_of(one_model)
-    assert_packs(one_model, routing_from_vllm(one_model, arrays, batch["attention_mask"]), batch)
 
 
 def test_no_tokens_and_cached_prompts(one_model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recorded routing: every expert of every forward of generate, in whatever way it generates; what it refuses."""
+"""Recorded routing: every expert of every forward of generate, however it generates; what both recorders refuse."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from routing_cases import PAD, STEPS, TOP_K, generate, inputs, prompts, qwen, routers
-from tiny_models import Wrapper
+from routing_cases import PAD, STEPS, TOP_K, generate, inputs, own_routing, prompts, qwen, routers
 
+from fastrl import SamplingMask
 from fastrl.integrations.routing import RoutingRecorder, has_routers, record_routing, replay_routing
 from fastrl.integrations.transformers import record_sampling
 
@@ -49,12 +49,10 @@ def test_ways_to_generate(one_model: Any, lengths: tuple[int, ...], options: dic
     with record_routing(one_model) as recorder:
         sequences = generate(one_model, lengths, **options).sequences
     batch = inputs(sequences, lengths)
-    with record_routing(one_model) as whole:
-        one_model.generate(**batch, max_new_tokens=1)
     mask = batch["attention_mask"].bool()
     mask[:, -1] = False
     length = sequences.shape[1]
-    assert torch.equal(recorder.routing(length)[mask], whole.routing(length)[mask])
+    assert torch.equal(recorder.routing(length)[mask], own_routing(one_model, batch)[mask])
     assert (recorder.routing(length)[:, -1] == -1).all()
 
 
@@ -108,11 +106,16 @@ def test_the_model_is_left_as_it_was(one_model: Any) -> None:
 
 
 def test_a_wrapper_that_passes_attributes_on(one_model: Any) -> None:
-    wrapper = Wrapper(one_model)
+    class Wrapper:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(one_model, name)
+
+    wrapper = Wrapper()
     assert has_routers(wrapper)
     with record_routing(wrapper) as recorder, record_sampling(wrapper) as sampling, record_routing(wrapper) as inner:
-        out = generate(wrapper, (3,), top_k=4)
+        out = generate(wrapper, (3,), top_k=4, output_scores=True)
     assert torch.equal(inner.routing(3 + STEPS), recorder.routing(3 + STEPS))
+    assert sampling.sampling_mask() == SamplingMask.from_scores(out.scores)
     assert len(sampling.sampling_mask()) == STEPS
     with replay_routing(wrapper, recorder.routing(3 + STEPS)):
         one_model(out.sequences)
@@ -120,27 +123,34 @@ def test_a_wrapper_that_passes_attributes_on(one_model: Any) -> None:
             one_model(out.sequences[:, :-1])
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2, "do_sample": False}, "got beam_search"),
+    ({"num_beams": 2}, "got beam_sample"),
+    ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
+    ({"assistant_model": lambda model: model}, "without an assistant"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("record", "options", "reason"),
     [
-        ({"num_beams": 2, "do_sample": False}, "got beam_search"),
-        ({"num_beams": 2}, "got beam_sample"),
-        ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
-        ({"guidance_scale": 1.5}, "guidance can be recorded"),
-        ({"assistant_model": lambda model: model}, "without an assistant"),
-        ({"assistant_model": lambda model: qwen().eval()}, "without an assistant"),
+        *((record, *case) for record in (record_routing, record_sampling) for case in REFUSED),
+        (record_routing, {"guidance_scale": 1.5}, "beams, assistant and guidance"),
+        (record_routing, {"assistant_model": lambda model: qwen()}, "without an assistant"),
+        (record_sampling, {"do_sample": False}, "got greedy_search"),
     ],
 )
-def test_only_sampling_is_recorded(one_model: Any, options: dict[str, Any], reason: str) -> None:
+def test_only_sampling_is_recorded(one_model: Any, record: Any, options: dict[str, Any], reason: str) -> None:
     options = {name: value(one_model) if callable(value) else value for name, value in options.items()}
-    with record_routing(one_model), pytest.raises(ValueError, match=reason):
+    with record(one_model), pytest.raises(ValueError, match=rf"only sampling .*{reason}") as error:
         generate(one_model, (3,), **options)
+    assert "can be recorded" in str(error.value)
 
 
 @pytest.mark.parametrize("tokens", [2, STEPS])  # two: a single forward, of prompt and draft
 def test_forwards_of_several_new_tokens_are_refused(one_model: Any, tokens: int) -> None:
     """Where an assistant comes unseen: by its position."""
-    ids, assistant = prompts(3)[0], qwen().eval()
+    ids, assistant = prompts(3)[0], qwen()
     config = transformers.GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD)
     with record_routing(one_model), pytest.raises(ValueError, match=r"a token a step, .* got \d tokens a sequence"):
         one_model.generate(ids, config, None, None, None, None, assistant)

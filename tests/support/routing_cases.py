@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-import transformers
+from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from fastrl.integrations.routing import record_routing, replay_routing
 
 VOCAB, PAD, STEPS, EXPERTS, TOP_K = 29, 0, 7, 6, 2
-SIZES = tiny_models.SIZES | {
+SIZES = {
     "vocab_size": VOCAB,
     "intermediate_size": 24,
     "num_hidden_layers": 3,
@@ -27,12 +26,11 @@ QWEN = SIZES | {"num_experts": EXPERTS, "moe_intermediate_size": 12, "head_dim":
 
 
 def mixtral() -> Any:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS, sliding_window=None)
-    return transformers.MixtralForCausalLM(config)
+    return tiny_model("mixtral", **SIZES, num_local_experts=EXPERTS, sliding_window=None)
 
 
 def qwen(**options: Any) -> Any:
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(QWEN | options)))
+    return tiny_model("qwen3_moe", **(QWEN | options))
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -46,7 +44,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def seeded(make: Callable[[], Any]) -> Any:
     """A model of MODELS, the same at each call."""
     torch.manual_seed(0)
-    return make().eval()
+    return make()
 
 
 def prompts(*lengths: int) -> tuple[Tensor, Tensor]:
@@ -122,21 +120,17 @@ def perturbed_rollout(model: Any) -> tuple[Any, Tensor]:
     return out, recorder.routing(out.sequences.shape[1])
 
 
-def replayed(model: Any, routing: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def own_routing(model: Any, batch: dict[str, Tensor], adapters: Any = None) -> Tensor:
+    """The experts that the model takes in a forward of the whole sequences, (B, S, L, K)."""
+    with record_routing(model, adapters) as recorder:
+        model.generate(**batch, max_new_tokens=1)
+    return recorder.routing(batch["input_ids"].shape[1])
+
+
+def replayed(model: Any, routing: Tensor, batch: dict[str, Any], adapters: Any = None) -> Tensor:
     """The logits with a replayed routing, (B, S, V)."""
-    with replay_routing(model, routing):
+    with replay_routing(model, routing, adapters):
         return model(**batch).logits
-
-
-def assert_packs(model: Any, routing: Tensor, batch: dict[str, Tensor]) -> None:
-    """A packed batch is routed as the padded one."""
-    mask = batch["attention_mask"].bool()
-    names = ("input_ids", "position_ids")
-    with torch.no_grad():
-        expected = replayed(model, routing, batch)[mask]
-        with replay_routing(model, routing[mask][None]):
-            found = model(**{name: batch[name][mask][None] for name in names}, use_cache=False).logits[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def assert_refused(error: type[Exception], words: str, block: AbstractContextManager[Any]) -> None:

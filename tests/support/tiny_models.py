@@ -22,13 +22,3 @@ SIZES = {
 def tiny_model(kind: str, **values: Any) -> Any:
     """A model of this type in evaluation mode, with these values in its configuration, and random weights."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | values))).eval()
-
-
-class Wrapper:
-    """A model whose attributes are another's."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
