@@ -1,10 +1,11 @@
 """The functions for slime and NeMo-RL against their formulas in float64; neither package is on an index."""
 
-import sys
 import types
 
 import pytest
 import torch
+from exact_policy import Batch, exact_loss
+from peer_cases import stand_in
 
 import fastrl
 from fastrl import RolloutCorrection
@@ -14,8 +15,13 @@ V = 13
 CLOSE = {"rtol": 2e-5, "atol": 5e-6}
 
 
-def clipped(r, a, low=0.2, high=0.2):
-    return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+def assert_exact(loss, leaf, oracle):
+    """The loss and its gradient are those of the oracle in float64."""
+    wide = leaf.detach().double().requires_grad_()
+    expected = oracle(wide)
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), **CLOSE)
+    ours, theirs = torch.autograd.grad(loss, leaf)[0], torch.autograd.grad(expected, wide)[0]
+    torch.testing.assert_close(ours.double(), theirs, **CLOSE)
 
 
 # --- per-token losses -------------------------------------------------------------------------------------------------
@@ -101,24 +107,13 @@ def slime_logprobs(batch, logits, temperature):
         start += total
 
 
-def slime_oracle(batch, logits, kind, temperature):
-    total = 0.0
-    for i, (logp, entropy) in enumerate(slime_logprobs(batch, logits, temperature)):
-        m, a, old, ref, rollout = (
-            batch[name][i].double()
-            for name in ("loss_masks", "advantages", "log_probs", "ref_log_probs", "rollout_log_probs")
-        )
-        r, d = (logp - old).exp(), ref - logp
-        if kind == "GRPO":
-            each = clipped(r, a) + 0.1 * (d.exp() - 1 - d)
-        elif kind == "GSPO":
-            each = clipped((((logp - old) * m).sum() / m.sum()).exp(), a, 0.1, 0.1)
-        elif kind == "entropy":
-            each = clipped(r, a) - 0.05 * entropy
-        else:
-            each = clipped(r, a) * (old - rollout).exp().clamp(max=1.2)
-        total = total + (each * m).sum() / m.sum()
-    return total
+def slime_oracle(batch, logits, objective, temperature):
+    logp, entropy = map(torch.cat, zip(*slime_logprobs(batch, logits, temperature), strict=True))
+    names = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs")
+    rows = [row.tolist() for row in torch.arange(sum(RESPONSE)).split(RESPONSE)]
+    mask = torch.cat(batch["loss_masks"]).bool()
+    given = Batch(rows, mask, *(torch.cat(batch[name]).double() for name in names), denominator=1.0)
+    return exact_loss(objective.replace(aggregate="seq-mean-token-mean"), given, logp, entropy)
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "GSPO", "entropy", "TIS"])
@@ -129,11 +124,7 @@ def test_slime_loss_is_the_formulas(kind, inplace):
     leaf = logits.clone().requires_grad_()
     function = slime_loss(OBJECTIVES[kind], inplace=inplace)
     loss, log = function(args, batch, leaf * 1.0, sum_of_sample_mean(batch))
-    (gradient,) = torch.autograd.grad(2 * loss, leaf)
-    wide = logits.double().requires_grad_()
-    expected = slime_oracle(batch, wide, kind, 0.8)
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), **CLOSE)
-    torch.testing.assert_close(gradient.double(), torch.autograd.grad(2 * expected, wide)[0], **CLOSE)
+    assert_exact(2 * loss, leaf, lambda wide: 2 * slime_oracle(batch, wide, OBJECTIVES[kind], 0.8))
     assert set(log) == {"loss", "entropy_loss", "pg_clipfrac", "ppo_kl", *(["kl_loss"] if kind == "GRPO" else [])}
     assert all(value.dim() == 0 and not value.requires_grad for value in log.values())
 
@@ -158,27 +149,24 @@ def test_slime_metrics_and_old_logprobs():
     assert slime_loss(fastrl.PPO())(args, batch, logits, reduce)[1]["ppo_kl"] == 0
 
 
-@pytest.mark.parametrize("name", ["use_kl_loss", "use_tis", "use_opsm", "entropy_coef"])
+@pytest.mark.parametrize("name", ["use_kl_loss", "use_tis", "use_opsm", "entropy_coef", "rollout_top_p"])
 def test_slimes_own_options_are_refused(name):
     batch, logits = slime_batch()
-    with pytest.raises(ValueError, match=name):
+    error = NotImplementedError if name == "rollout_top_p" else ValueError
+    with pytest.raises(error, match=name):
         slime_loss(fastrl.PPO())(types.SimpleNamespace(**{name: 0.1}), batch, logits, sum_of_sample_mean(batch))
 
 
 def test_what_slime_may_ask_for_and_is_not_there(monkeypatch):
     batch, logits = slime_batch()
     call = slime_loss(fastrl.PPO()), batch, logits, sum_of_sample_mean(batch)
-    with pytest.raises(NotImplementedError, match="rollout_top_p"):
-        call[0](types.SimpleNamespace(rollout_top_p=0.9), *call[1:])
     with pytest.raises(ValueError, match="logits"):
         call[0](types.SimpleNamespace(), batch, logits[0], call[3])
     mpu = types.SimpleNamespace(
         get_tensor_model_parallel_world_size=lambda: 1, get_context_parallel_world_size=lambda: 2
     )
-    core = types.ModuleType("megatron.core")
-    core.mpu = mpu
-    monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
-    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    stand_in(monkeypatch, "megatron")
+    stand_in(monkeypatch, "megatron.core", mpu=mpu)
     with pytest.raises(NotImplementedError, match="context_parallel"):
         call[0](types.SimpleNamespace(), *call[1:])
 
@@ -203,23 +191,13 @@ def nemo_data():
     return data, torch.randn(4, 7, V, generator=generator)
 
 
-def nemo_oracle(data, logits, kind, sequences, tokens):
+def nemo_oracle(data, logits, objective, denominator):
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     logp = torch.log_softmax(logits[:, :-1], -1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    a, old, ref, engine = (
-        data[name][:, 1:].double()
-        for name in ("advantages", "prev_logprobs", "reference_policy_logprobs", "generation_logprobs")
-    )
-    r, d = (logp - old).exp(), ref - logp
-    lengths = mask.sum(-1).clamp(min=1)
-    if kind == "GSPO":
-        s = (((logp - old) * mask).sum(-1) / lengths).exp()[:, None]
-        return ((clipped(s, a, 0.1, 0.1) * mask).sum(-1) / lengths).sum() / sequences
-    if kind == "GRPO":
-        each = clipped(r, a) + 0.1 * (d.exp() - 1 - d)
-        return ((each * mask).sum(-1) / lengths).sum() / sequences
-    each = clipped(r, a) * (old - engine).exp().clamp(max=1.2)
-    return (each * mask).sum() / tokens
+    names = ("advantages", "prev_logprobs", "reference_policy_logprobs", "generation_logprobs")
+    a, old, ref, engine = (data[name][:, 1:] for name in names)
+    given = Batch.padded(mask, advantages=a, old=old, ref=ref, rollout=engine, denominator=denominator)
+    return exact_loss(objective, given, logp)
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "GSPO", "TIS"])
@@ -229,12 +207,8 @@ def test_nemo_loss_is_the_formulas(kind, inplace):
     sequences, tokens = torch.tensor(6.0), torch.tensor(30.0)
     leaf = logits.clone().requires_grad_()
     loss, log = NeMoPolicyLoss(OBJECTIVES[kind], inplace=inplace)(data, sequences, tokens, logits=leaf * 1.0)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    wide = logits.double().requires_grad_()
-    expected = nemo_oracle(data, wide, kind, 6.0, 30.0)
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), **CLOSE)
-    torch.testing.assert_close(gradient.double(), torch.autograd.grad(expected, wide)[0], **CLOSE)
-    assert log["loss"] == pytest.approx(float(expected.detach()), abs=1e-5) and log["num_valid_samples"] == 3
+    assert_exact(loss, leaf, lambda wide: nemo_oracle(data, wide, OBJECTIVES[kind], 30.0 if kind == "TIS" else 6.0))
+    assert log["loss"] == pytest.approx(float(loss.detach()), abs=1e-5) and log["num_valid_samples"] == 3
     assert all(isinstance(value, float) for value in log.values())
 
 
@@ -263,13 +237,13 @@ def test_nemo_refuses_shards_and_says_what_its_types_need():
 
 
 def test_nemo_types_follow_the_aggregation(monkeypatch):
-    interfaces = types.ModuleType("nemo_rl.algorithms.loss.interfaces")
-    interfaces.LossType = types.SimpleNamespace(TOKEN_LEVEL="token", SEQUENCE_LEVEL="sequence")
-    interfaces.LossInputType = types.SimpleNamespace(LOGIT="logit")
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
-        module = types.ModuleType(name)
-        module.interfaces = interfaces
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+        stand_in(monkeypatch, name)
+    stand_in(
+        monkeypatch,
+        "nemo_rl.algorithms.loss.interfaces",
+        LossType=types.SimpleNamespace(TOKEN_LEVEL="token", SEQUENCE_LEVEL="sequence"),
+        LossInputType=types.SimpleNamespace(LOGIT="logit"),
+    )
     assert NeMoPolicyLoss(fastrl.DAPO()).loss_type == "token" and NeMoPolicyLoss(fastrl.GSPO()).loss_type == "sequence"
     assert NeMoPolicyLoss(fastrl.DAPO()).input_type == "logit"

@@ -2,56 +2,32 @@
 
 import importlib.util
 import itertools
-import site
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from peer_cases import B, folder_of, load_file, policy_batch, stand_in
 
 from fastrl.integrations.openrlhf import PolicyLoss, log_probs_from_logits
 
-B, T = 4, 6
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 @pytest.fixture(scope="module")
 def theirs():
     """openrlhf/models/loss.py, with a stand-in for DeepSpeed, which its neighbour utils.py imports."""
-    for root in (Path(sys.prefix) / "share" / "fastrl-peers", *map(Path, site.getsitepackages())):
-        folder = root / "openrlhf" / "models"
-        if (folder / "loss.py").is_file():
-            break
-    else:
-        pytest.skip("openrlhf is not installed beside the tests (make test does it)")
-    package = types.ModuleType("_openrlhf_models")
-    package.__path__ = []
-    fresh = {"_openrlhf_models": package}
-    if importlib.util.find_spec("deepspeed") is None:
-        fresh["deepspeed"] = types.ModuleType("deepspeed")
-    sys.modules.update(fresh)
-    for name in ("utils", "loss"):
-        spec = importlib.util.spec_from_file_location(f"_openrlhf_models.{name}", folder / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = fresh[spec.name] = module
-        spec.loader.exec_module(module)
-    yield types.SimpleNamespace(
-        PolicyLoss=fresh["_openrlhf_models.loss"].PolicyLoss,
-        log_probs_from_logits=fresh["_openrlhf_models.utils"].log_probs_from_logits,
-    )
-    for name in fresh:
-        sys.modules.pop(name, None)
+    folder = folder_of("openrlhf") / "models"
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, "_openrlhf_models")
+        if importlib.util.find_spec("deepspeed") is None:
+            stand_in(patch, "deepspeed")
+        utils, loss = (load_file(patch, f"_openrlhf_models.{n}", folder / f"{n}.py") for n in ("utils", "loss"))
+        yield types.SimpleNamespace(PolicyLoss=loss.PolicyLoss, log_probs_from_logits=utils.log_probs_from_logits)
 
 
 def make_batch(empty=False):
-    generator = torch.Generator().manual_seed(0)
-    log_probs = -torch.rand(B, T, generator=generator) - 0.5
-    old = log_probs + 0.4 * torch.randn(B, T, generator=generator)
-    rollout = old + 0.4 * torch.randn(B, T, generator=generator)
-    mask = torch.arange(T) < torch.tensor([6, 3, 0 if empty else 2, 5])[:, None]
-    mask[0, 2] = False
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.7])[:, None] + 0.3 * torch.randn(B, T, generator=generator)
+    """OpenRLHF's arguments."""
+    log_probs, old, rollout, mask, advantages = policy_batch(0.3, empty)
     return log_probs, old, advantages, mask, rollout
 
 
@@ -107,11 +83,11 @@ def test_the_gates_bind(theirs):
     assert run(theirs.PolicyLoss, make_batch(), {}, clip_eps_low=0.1, clip_eps_high=0.15)[2][0] > 0.2
 
 
-def test_without_a_mask_and_without_tokens(theirs):
+def test_defaults_without_a_mask_and_without_tokens(theirs):
     batch = make_batch()
-    whole = (*batch[:3], None, None)
-    torch.testing.assert_close(run(PolicyLoss, whole, {}), run(theirs.PolicyLoss, whole, {}), **CLOSE)
-    nothing = (*batch[:3], torch.zeros(B, T, dtype=torch.bool), None)
+    for given in (batch, (*batch[:3], None, None)):
+        torch.testing.assert_close(run(PolicyLoss, given, {}), run(theirs.PolicyLoss, given, {}), **CLOSE)
+    nothing = (*batch[:3], torch.zeros_like(batch[3]), None)
     for options in ({}, {"token_level_loss": False}):
         loss, gradient, _ = run(PolicyLoss, nothing, {}, **options)
         assert loss == 0 and not gradient.any()
@@ -123,10 +99,6 @@ def test_an_empty_response_is_not_filtered(theirs):
     expected = run(theirs.PolicyLoss, batch, {}, **CORRECTIONS[3])
     torch.testing.assert_close(found[:2], expected[:2], **CLOSE)
     assert expected[2][3] - found[2][3] == pytest.approx(1 / B)
-
-
-def test_defaults_are_openrlhfs(theirs):
-    torch.testing.assert_close(run(PolicyLoss, make_batch(), {}), run(theirs.PolicyLoss, make_batch(), {}), **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -2,98 +2,61 @@
 
 from __future__ import annotations
 
-import logging
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-import datasets
 import pytest
 import torch
-import trl
 from trl.trainer import utils
-from trl_cases import PROMPTS, arguments, assert_same_history, load_model, prompts, reward, save_model, tokenizer
+from trl_cases import PROMPTS, assert_same_history, make_trainer
 
-from fastrl.integrations import patching
 from fastrl.integrations import trl as fast_trl
 from fastrl.integrations.trl import patches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-WORDS = ("w7 w3", "w11 w12 w13", "w20", "w31 w30 w33 w37")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("tiny"))
+COMPLETIONS = (" w7 w3", " w11 w12 w13", " w20", " w31 w30 w33 w37")
 
 
 @pytest.fixture
 def calls(watch: Callable[..., list[Any]]) -> list[Any]:
-    """One entry a call of the head by fastrl."""
+    """One entry per call of the head by fastrl."""
     return watch(patches, "linear_token_logprobs")
 
 
-def sft(path: str) -> Any:
-    data = datasets.Dataset.from_list(
-        [{"prompt": p, "completion": f" {w}"} for p, w in zip(PROMPTS, WORDS, strict=True)]
-    )
-    return trl.SFTTrainer(
-        model=load_model(path),
-        args=arguments(trl.SFTConfig, path, max_steps=5),
-        train_dataset=data,
-        processing_class=tokenizer(),
-    )
+def rows(**columns: Sequence[Any]) -> list[dict[str, Any]]:
+    """The prompts, with these columns beside them."""
+    each = zip(PROMPTS, *columns.values(), strict=True)
+    return [prompt | dict(zip(columns, values, strict=True)) for prompt, *values in each]
 
 
-def dpo(path: str, **options: Any) -> Any:
-    rows = zip(PROMPTS, WORDS, reversed(WORDS), strict=True)
-    data = datasets.Dataset.from_list([{"prompt": p, "chosen": f" {a}", "rejected": f" {b}"} for p, a, b in rows])
+#: name of a trainer -> its data and options
+TRAINERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "SFT": (rows(completion=COMPLETIONS), {"max_steps": 5}),
     # weighting by the policy's own probabilities reads log sum p^2; the metrics read mean logits and top-1
-    args = arguments(trl.DPOConfig, path, max_steps=5, use_weighting=True, **options)
-    return trl.DPOTrainer(model=load_model(path), args=args, train_dataset=data, processing_class=tokenizer())
+    "DPO": (rows(chosen=COMPLETIONS, rejected=COMPLETIONS[::-1]), {"max_steps": 5, "use_weighting": True}),
+    "KTO": (
+        rows(completion=COMPLETIONS, label=(True, False, True, False)),
+        {"max_steps": 3, "gradient_accumulation_steps": 1},
+    ),
+    "RLOO": (PROMPTS, {"max_steps": 3, "beta": 0.1}),
+    "GRPO": (PROMPTS, {"max_steps": 10, "beta": 0.1, "top_entropy_quantile": 0.7, "entropy_coef": 0.01}),
+}
 
 
-def kto(path: str) -> Any:
-    rows = zip(PROMPTS, WORDS, (True, False, True, False), strict=True)
-    data = datasets.Dataset.from_list([{"prompt": p, "completion": f" {w}", "label": good} for p, w, good in rows])
-    args = arguments(trl.KTOConfig, path, max_steps=3, gradient_accumulation_steps=1)
-    return trl.KTOTrainer(model=load_model(path), args=args, train_dataset=data, processing_class=tokenizer())
+def make(name: str, path: str) -> Any:
+    data, options = TRAINERS[name]
+    return make_trainer(name, path, data, **options)
 
 
-def rloo(path: str) -> Any:
-    args = arguments(
-        trl.RLOOConfig, path, max_steps=3, num_generations=4, steps_per_generation=4, max_completion_length=6, beta=0.1
-    )
-    return trl.RLOOTrainer(
-        model=load_model(path), args=args, reward_funcs=reward, train_dataset=prompts(), processing_class=tokenizer()
-    )
-
-
-def grpo(path: str) -> Any:
-    args = arguments(
-        trl.GRPOConfig,
-        path,
-        max_steps=10,
-        num_generations=4,
-        steps_per_generation=4,
-        max_completion_length=6,
-        beta=0.1,
-        top_entropy_quantile=0.7,
-        entropy_coef=0.01,
-    )
-    return trl.GRPOTrainer(
-        model=load_model(path), args=args, reward_funcs=reward, train_dataset=prompts(), processing_class=tokenizer()
-    )
-
-
-@pytest.mark.parametrize("make", [sft, dpo, kto, rloo, grpo], ids=lambda make: make.__name__)
-def test_trainers_log_the_same(path: str, calls: list[Any], make: Callable[[str], Any]) -> None:
-    expected = make(path)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_log_the_same(path: str, calls: list[Any], name: str) -> None:
+    expected = make(name, path)
     expected.train()
     assert not calls
-    trainer = make(path)
+    trainer = make(name, path)
     with fast_trl.enabled(memory_budget="32MiB"):  # trainers made before are served too
         trainer.train()
     assert len(calls) >= expected.state.max_steps
@@ -104,15 +67,11 @@ def test_trainers_log_the_same(path: str, calls: list[Any], make: Callable[[str]
 def test_gradients_with_the_head_frozen(path: str, calls: list[Any]) -> None:
     """Another plan of fastrl's: DPO of everything but the head."""
     histories = []
-    for fast in (False, True):
-        trainer = dpo(path)
+    for head in (nullcontext(), fast_trl.enabled()):
+        trainer = make("DPO", path)
         trainer.model.lm_head.weight.requires_grad_(False)
-        if fast:
-            fast_trl.enable()
-        try:
+        with head:
             trainer.train()
-        finally:
-            fast_trl.disable()
         histories.append(trainer.state.log_history)
     assert calls
     assert_same_history(histories[1], histories[0])
@@ -150,7 +109,7 @@ def test_the_head_is_trls(softcap: float | None, scale: float, temperature: floa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_functions_of_logits_are_trls(dtype: torch.dtype) -> None:
-    """float64, and several targets a row, stay TRL's."""
+    """float64, and several targets per row, stay TRL's."""
     g = torch.Generator().manual_seed(0)
     logits, index = torch.randn(2, 5, 33, generator=g, dtype=dtype), torch.randint(33, (2, 5), generator=g)
     several, mask = torch.randint(33, (2, 5, 3), generator=g), torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 0, 1]])
@@ -231,33 +190,23 @@ def test_another_layout_is_refused_before_anything_is_changed(monkeypatch: pytes
         fast_trl.enable()
 
 
-def test_a_head_that_fastrl_cannot_take_is_trls(caplog: pytest.LogCaptureFixture) -> None:
-    patching._said.clear()
-    hidden, weight = torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("dtype", "outputs", "reason"),
+    [
+        (torch.float64, [(), ()], "the hidden states are torch.float64"),
+        # Of a version that knows more, which would be left out in silence.
+        (torch.float32, [("log_probs", "entropy"), ("log_probs", "rank")], "outputs rank are not known"),
+    ],
+    ids=["dtype", "outputs"],
+)
+def test_a_head_that_fastrl_cannot_take_is_trls(
+    said: Callable[[], list[str]], dtype: torch.dtype, outputs: list[tuple[str, ...]], reason: str
+) -> None:
+    hidden, weight = torch.randn(3, 4, dtype=dtype), torch.randn(7, 4, dtype=dtype)
     targets = torch.tensor([0, 3, 6])
-    with caplog.at_level(logging.WARNING, "fastrl.trl"), fast_trl.enabled():
-        for _ in range(2):
-            found = utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8, None, 1.0, ())
+    with fast_trl.enabled():
+        for names in outputs:
+            found = utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8, None, 1.0, names)
     expected = torch.log_softmax(hidden @ weight.T, -1).gather(-1, targets[:, None])[:, 0].float()
     torch.testing.assert_close(found[0], expected)
-    assert [r.getMessage() for r in caplog.records] == ["TRL's own head is used: the hidden states are torch.float64"]
-
-
-def test_outputs_that_are_not_known_are_trls(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a version that knows more, which would be left out in silence."""
-    patching._said.clear()
-    hidden, weight, targets = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([0, 3, 6])
-    with caplog.at_level(logging.WARNING, "fastrl.trl"), fast_trl.enabled():
-        for outputs in (("log_probs", "entropy"), ("log_probs", "rank")):
-            utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8, None, 1.0, outputs)
-    assert [r.getMessage() for r in caplog.records] == ["TRL's own head is used: outputs rank are not known"]
-
-
-def test_without_trl_the_package_is_named() -> None:
-    code = (
-        "import sys; sys.modules['trl'] = None\n"
-        "try: import fastrl.integrations.trl\n"
-        "except ImportError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'trl>=1.16'" in done.stdout
+    assert said() == [f"TRL's own head is used: {reason}"]

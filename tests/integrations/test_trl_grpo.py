@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import trl
+from datasets import Dataset
+from trl import GRPOTrainer
 from trl.trainer import utils
-from trl_cases import arguments, assert_same_history, load_model, prompts, reward, save_model, tokenizer
+from trl_cases import PROMPTS, assert_same_history, make_trainer
 
-from fastrl.integrations import patching
 from fastrl.integrations.trl import grpo as trl_grpo
 from fastrl.integrations.trl import objective as trl_objective
 from fastrl.integrations.trl.grpo import FastGRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-GRPOTrainer, GRPOConfig = trl.GRPOTrainer, trl.GRPOConfig
 Inject = Callable[[dict[str, Any]], dict[str, Any]]
 
-#: Four micro-batches a generation, two a step: every second step is off-policy. The clips are so narrow that they clip.
+#: Four micro-batches per generation, two per step: every second step is off-policy. Clips are narrow enough to clip.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "beta": 0.1, "epsilon": 0.01},
     "grpo, two iterations, delta": {"loss_type": "grpo", "epsilon": 0.01, "delta": 1.02, "num_iterations": 2},
@@ -73,14 +71,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
 def calls(watch: Callable[..., list[Any]]) -> list[Any]:
-    """One entry a fused loss."""
+    """One entry per fused loss."""
     return watch(trl_grpo, "linear_policy_loss")
 
 
@@ -100,33 +93,24 @@ def injecting(base: type, inject: Inject, vllm: bool) -> type:
 
 def train(kind: type, path: str, inject: Inject | None = None, vllm: bool = False, **options: Any) -> Any:
     """A trainer after its steps, with what it logged."""
-    more = {key: options.pop(key) for key in ("peft_config", "memory_budget", "eval_dataset") if key in options}
-    settings = {
-        "num_generations": 4,
-        "steps_per_generation": 4,
-        "max_completion_length": 6,
-        "max_steps": 10,
-        "beta": 0.0,
-    }
-    args = arguments(GRPOConfig, path, **(settings | options))
-    trainer = (kind if inject is None else injecting(kind, inject, vllm))(
-        model=load_model(path),
-        reward_funcs=reward,
-        args=args,
-        train_dataset=prompts(),
-        processing_class=tokenizer(),
-        **more,
-    )
+    torch.manual_seed(5)  # an adapter's own first weights
+    if inject is not None:
+        kind = injecting(kind, inject, vllm)
+    trainer = make_trainer("GRPO", path, PROMPTS, kind, **({"max_steps": 10, "beta": 0.0} | options))
     trainer.train()
     return trainer
 
 
-def compare(path: str, calls: list[Any], **options: Any) -> Any:
-    """Both trainers' histories are the same, and every micro-batch was one fused loss. Returns the fast one."""
+def compare(path: str, calls: list[Any], between: Callable[[], dict[str, Any]] = dict, **options: Any) -> Any:
+    """Both trainers' histories are the same, and every micro-batch was one fused loss. Returns the fast one.
+
+    between: is called between the two runs, and returns further options of the fast one.
+    """
     expected = train(GRPOTrainer, path, **options)
     assert not calls
-    fast = train(FastGRPOTrainer, path, **options)
-    assert len(calls) == 2 * options.get("max_steps", 10) and fast._why_not is None
+    fast = train(FastGRPOTrainer, path, **options, **between())
+    steps = 2 * options.get("max_steps", 10)
+    assert (len(calls) > steps if "eval_dataset" in options else len(calls) == steps) and fast._why_not is None
     assert_same_history(fast.state.log_history, expected.state.log_history)
     return fast
 
@@ -185,51 +169,31 @@ def test_what_comes_in_the_batch(
 
 
 def test_evaluation_and_completions_of_one_token(path: str, calls: list[Any]) -> None:
-    """Metrics of one number a response are told from those of one per token by their width, as TRL does."""
-    options: dict[str, Any] = {
-        "eval_dataset": prompts(),
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 2,
-        "max_completion_length": 1,
-        "loss_type": "dapo",
-        "beta": 0.1,
-        "entropy_coef": 0.01,
-    }
-    expected = train(GRPOTrainer, path, **options)
-    fast = train(FastGRPOTrainer, path, **options)
-    assert len(calls) > 4
+    """Metrics of one number per response are told from those of one per token by their width, as TRL does."""
+    fast = compare(
+        path,
+        calls,
+        eval_dataset=Dataset.from_list(PROMPTS),
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        max_steps=2,
+        max_completion_length=1,
+        loss_type="dapo",
+        beta=0.1,
+        entropy_coef=0.01,
+    )
     assert any("eval_loss" in line for line in fast.state.log_history)
-    assert_same_history(fast.state.log_history, expected.state.log_history)
 
 
 def test_an_adapter_is_trained(path: str, calls: list[Any]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-    def options() -> dict[str, Any]:
-        torch.manual_seed(5)  # the adapter's own first weights
-        return {"peft_config": config, "loss_type": "grpo", "beta": 0.1, "max_steps": 4}
-
-    expected = train(GRPOTrainer, path, **options())
-    fast = train(FastGRPOTrainer, path, **options())
-    assert len(calls) == 8
-    assert_same_history(fast.state.log_history, expected.state.log_history)
+    compare(path, calls, peft_config=config, loss_type="grpo", beta=0.1, max_steps=4)
 
 
 def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """There TRL hands over the completions' tokens alone, without padding: here it is told that this is a GPU."""
-    options: dict[str, Any] = {
-        "loss_type": "grpo",
-        "beta": 0.1,
-        "top_entropy_quantile": 0.6,
-        "inject": tool_mask,
-        "max_steps": 4,
-        "importance_sampling_level": "sequence",
-    }
-    expected = train(GRPOTrainer, path, **options)
-    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
     packed: list[bool] = []
     original = trl_grpo._Rows.inputs
 
@@ -237,10 +201,23 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytes
         packed.append(self.cu_seqlens is not None)
         return original(self, *args)
 
-    monkeypatch.setattr(trl_grpo._Rows, "inputs", inputs)
-    fast = train(FastGRPOTrainer, path, memory_budget="64MiB", **options)
-    assert len(calls) == 8 and all(packed)
-    assert_same_history(fast.state.log_history, expected.state.log_history)
+    def on_a_gpu() -> dict[str, Any]:
+        monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+        monkeypatch.setattr(trl_grpo._Rows, "inputs", inputs)
+        return {"memory_budget": "64MiB"}
+
+    compare(
+        path,
+        calls,
+        between=on_a_gpu,
+        loss_type="grpo",
+        beta=0.1,
+        top_entropy_quantile=0.6,
+        inject=tool_mask,
+        max_steps=4,
+        importance_sampling_level="sequence",
+    )
+    assert all(packed)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +236,11 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytes
     ],
 )
 def test_what_cannot_be_fused_is_trls_and_says_so_once(
-    path: str, calls: list[Any], caplog: pytest.LogCaptureFixture, options: dict[str, Any], words: str
+    path: str, calls: list[Any], said: Callable[[], list[str]], options: dict[str, Any], words: str
 ) -> None:
-    patching._said.clear()
     expected = train(GRPOTrainer, path, max_steps=2, **options)
-    with caplog.at_level(logging.WARNING, "fastrl.trl"):
-        fast = train(FastGRPOTrainer, path, max_steps=2, **options)
-    lines = [r.getMessage() for r in caplog.records if r.name == "fastrl.trl"]
-    assert len(lines) == 1 and words in lines[0] and not calls
+    fast = train(FastGRPOTrainer, path, max_steps=2, **options)
+    assert len(said()) == 1 and words in said()[0] and not calls
     for a, b in zip(fast.state.log_history, expected.state.log_history, strict=True):
         assert a.get("loss") == b.get("loss") and a.get("grad_norm") == b.get("grad_norm")  # the very same
 
@@ -292,10 +266,8 @@ def test_a_subclass_that_scores_in_its_own_way_takes_trls_loss(path: str, calls:
 
 
 def test_another_version_is_said_to_be_untested(
-    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: str, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trl_grpo.trl, "__version__", "1.99.0")
-    patching._said.clear()
-    with caplog.at_level(logging.WARNING, "fastrl.trl"):
-        train(FastGRPOTrainer, path, max_steps=1)
-    assert any("TRL 1.99.0 has not been tested" in record.getMessage() for record in caplog.records)
+    train(FastGRPOTrainer, path, max_steps=1)
+    assert any("TRL 1.99.0 has not been tested" in line for line in said())

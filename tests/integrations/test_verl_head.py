@@ -1,24 +1,15 @@
 """verl's fused log-probabilities and entropies on fastrl against verl's own, and verl put back as it was."""
 
-import importlib.util
 import re
 import sys
-import types
 
 import pytest
 import torch
+from peer_cases import load_file, stand_in
 from places import ROOT
-from verl_cases import CLOSE, loaded
+from verl_cases import CLOSE
 
 import fastrl.integrations.verl as adapter
-from fastrl.integrations import patching
-
-
-@pytest.fixture(scope="module")
-def core():
-    """verl.trainer.ppo.core_algos."""
-    with loaded() as module:
-        yield module
 
 
 def head_inputs(shape):
@@ -53,9 +44,8 @@ def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch, watch):
     functional = sys.modules["verl.utils.experimental.torch_functional"]
     kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
     before = functional.FusedLinearForPPO, kernel.linear_cross_entropy
-    importer = types.ModuleType("verl.models.mcore.model_forward_fused")  # imports the kernel by name
-    importer.linear_cross_entropy = kernel.linear_cross_entropy
-    monkeypatch.setitem(sys.modules, importer.__name__, importer)
+    name = "verl.models.mcore.model_forward_fused"  # imports the kernel by name
+    importer = stand_in(monkeypatch, name, linear_cross_entropy=kernel.linear_cross_entropy)
     calls = watch(adapter, "linear_token_logprobs")
     adapter.enable(memory_budget="64MiB")
     adapter.enable(memory_budget="32MiB")
@@ -71,7 +61,7 @@ def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch, watch):
     assert importer.linear_cross_entropy is before[1]
 
 
-def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
+def test_a_sharded_head_is_verls_own(core, monkeypatch, said):
     kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
     calls = []
     monkeypatch.setattr(kernel, "linear_cross_entropy", lambda *args: calls.append(args) or (None, None))
@@ -86,27 +76,23 @@ def test_a_sharded_head_is_verls_own(core, monkeypatch, caplog):
     for kind in (adapter.FusedLinearForPPO, sys.modules["verl.utils.experimental.torch_functional"].FusedLinearForPPO):
         with pytest.raises(ValueError, match=r"backend.*trtion"):
             kind(impl_backend="trtion")
-    patching._said.clear()
     adapter.enable()
     try:
         kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
         kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "mean", None)
-        assert len(calls) == 2 and len(caplog.records) == 2
+        assert len(calls) == 2 and len(said()) == 2
         assert kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 1)[0].shape == (5,)
         assert len(calls) == 2
     finally:
         adapter.disable()
 
 
-def test_what_bfloat16_logits_cost_is_what_the_page_says():
+def test_what_bfloat16_logits_cost_is_what_the_page_says(monkeypatch):
     """The page's third line, from 256 tokens: 15 % are three standard deviations of each number."""
-    root = ROOT
-    spec = importlib.util.spec_from_file_location("bf16_logits", root / "benchmarks/integrations/bf16_logits.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_file(monkeypatch, "bf16_logits", ROOT / "benchmarks/integrations/bf16_logits.py")
     torch.manual_seed(1)
     cost = script.measure(5.0, tokens=256)
-    page = (root / "docs/integrations/verl.md").read_text()
+    page = (ROOT / "docs/integrations/verl.md").read_text()
     line = re.search(r"^ +5 +[\d.]+ +-[\d.]+ +([\d.]+) +[\d.]+ +(\d+)% +\d+% +([\d.]+)$", page, re.MULTILINE)
     assert cost.rms == pytest.approx(float(line[1]), rel=0.15)
     assert 100 * cost.tokens_off == pytest.approx(float(line[2]), rel=0.15)

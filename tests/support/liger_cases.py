@@ -53,8 +53,8 @@ def cases_of(loss_type, level):
 class Batch:
     """Ragged responses (one with a hole), advantages of both signs and 0, ratios that clip on both sides."""
 
-    def __init__(self, seed=0, empty=False):
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, empty=False):
+        generator = torch.Generator().manual_seed(0)
 
         def normal(*shape):
             return torch.randn(*shape, generator=generator)
@@ -70,33 +70,35 @@ class Batch:
         self.old, self.ref = now + 0.3 * normal(B, T), now + 0.5 * normal(B, T)
         self.ratios = {"token": normal(B, T).exp(), "column": (0.5 * normal(B, 1)).exp(), None: None}
         self.ratios["flat"] = self.ratios["column"][:, 0]
+        self.frozen = ()  # names of what needs no gradient
 
     def leaves(self, bias, dtype=torch.float32):
         names = ("hidden", "weight", "bias") if bias else ("hidden", "weight")
-        return {name: getattr(self, name).to(dtype).requires_grad_() for name in names}
+        return {name: getattr(self, name).to(dtype).requires_grad_(name not in self.frozen) for name in names}
 
 
 def gradients(loss, leaves):
-    return [g.double() for g in torch.autograd.grad(loss, list(leaves.values()))]
+    return [g.double() for g in torch.autograd.grad(loss, [leaf for leaf in leaves.values() if leaf.requires_grad])]
 
 
-def run(kind, case, batch, items=None, **options):
-    """Loss, gradients and metrics of a class with Liger's signature."""
+def run(kind, case, batch, items=None, given=None, upstream=1, **options):
+    """Loss, gradients and metrics of a class with Liger's signature.
+
+    given: what the loss is told of the old policy and the reference, by default both policies' log-probabilities.
+    """
     leaves = batch.leaves(case.bias)
-    loss_of = kind(compiled=False, **case.options(), **options)
-    loss, metrics = loss_of(
+    loss, metrics = kind(compiled=False, **case.options(), **options)(
         leaves["hidden"],
         leaves["weight"],
         batch.ids,
         batch.mask,
         batch.advantages,
         bias=leaves.get("bias"),
-        ref_per_token_logps=batch.ref,
-        old_per_token_logps=batch.old,
         vllm_is_ratio=batch.ratios[case.ratio],
         num_items_in_batch=items,
+        **({"ref_per_token_logps": batch.ref, "old_per_token_logps": batch.old} if given is None else given),
     )
-    return loss.detach().double(), gradients(loss, leaves), [m.double() for m in metrics]
+    return loss.detach(), gradients(upstream * loss, leaves), [m.detach() for m in metrics]
 
 
 def agree(found, expected):

@@ -11,8 +11,10 @@ import pytest
 import tokenizers
 import torch
 import transformers
+import trl
+from tiny_models import tiny_model
 
-PROMPTS = ("w1 w2 w3", "w4 w5", "w9 w8 w7 w6", "w6")
+PROMPTS = [{"prompt": words} for words in ("w1 w2 w3", "w4 w5", "w9 w8 w7 w6", "w6")]
 #: Small steps: a rounding of 1e-7 in one step's gradient, divided by Adam by the gradient's own size, moves a weight by
 #: 1e-10, and ten steps at this rate do not make 1e-4 of it. At 1e-1 sampled tokens would change, and then everything.
 RATE = 1e-3
@@ -33,30 +35,18 @@ def tokenizer() -> Any:
 def save_model(path: Path) -> str:
     """A Qwen of one layer, whose entropies and log-probabilities differ from token to token."""
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(path)
+    values = {"intermediate_size": 32, "initializer_range": 0.3, "eos_token_id": 1, "pad_token_id": 0}
+    tiny_model("qwen2", vocab_size=64, **values).save_pretrained(path)
     return str(path)
 
 
-def load_model(path: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(path)
+def make_trainer(base: str, path: str, rows: list[dict[str, Any]], kind: type | None = None, **options: Any) -> Any:
+    """TRL's trainer of this name, or a `kind` of it, with the model at `path` and these rows for its data.
 
-
-def arguments(kind: type, path: str, **options: Any) -> Any:
-    """Arguments that all of these trainers take."""
+    What is no option of the trainer's configuration goes to the trainer.
+    """
+    names = ("peft_config", "memory_budget", "eval_dataset")
+    more = {name: options.pop(name) for name in names if name in options}
     settings: dict[str, Any] = {
         "output_dir": f"{path}/out",
         "use_cpu": True,
@@ -71,16 +61,21 @@ def arguments(kind: type, path: str, **options: Any) -> Any:
         "disable_tqdm": True,
         "seed": 3,
     }
-    return kind(**(settings | options))
+    if base in ("GRPO", "RLOO"):
+        settings |= {"num_generations": 4, "steps_per_generation": 4, "max_completion_length": 6}
+        more["reward_funcs"] = reward
+    return (kind or getattr(trl, f"{base}Trainer"))(
+        model=transformers.AutoModelForCausalLM.from_pretrained(path),
+        args=getattr(trl, f"{base}Config")(**(settings | options)),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        **more,
+    )
 
 
 def reward(completions: list[str], **unused: Any) -> list[float]:
     """Depends on the words alone, in thirds."""
     return [float(sum(map(ord, text)) % 7) / 3 for text in completions]
-
-
-def prompts() -> datasets.Dataset:
-    return datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
 
 
 def _is_time(name: str) -> bool:

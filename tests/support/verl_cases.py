@@ -1,28 +1,14 @@
-"""verl's own files, loaded without what verl imports, and the numbers that its tests allow.
+"""verl's own files, loaded without what verl imports, and the numbers that its tests allow."""
 
-`make test` puts verl's files, without its dependencies, into .venv/share/fastrl-peers; the modules under test import
-little of it, and stand-ins take the place of the rest.
-"""
-
-import importlib.util
-import site
 import sys
 import types
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
+from peer_cases import folder_of, load_file, stand_in
 
 CLOSE = {"rtol": 2e-5, "atol": 5e-6}
-
-
-def folder_of(package):
-    """Where a package's files are, or a skip."""
-    for root in (Path(sys.prefix) / "share" / "fastrl-peers", *map(Path, site.getsitepackages())):
-        if (root / package).is_dir():
-            return root / package
-    pytest.skip(f"{package} is not installed beside the tests (make test does it)")
 
 
 @dataclass
@@ -43,12 +29,15 @@ class ActorConfig:
         return getattr(self, name, default)
 
 
-def stand_ins(version):
-    """Modules that verl's files import and these tests do not need."""
+@contextmanager
+def loaded():
+    """verl.trainer.ppo.core_algos, and the two modules with its fused kernels, in sys.modules inside the block."""
+    folder = folder_of("verl")
+    # Modules that verl's files import and these tests do not need.
     contents = {
         "omegaconf": {"DictConfig": dict},
         "tensordict": {"TensorDict": dict},
-        "verl": {"__version__": version},
+        "verl": {"__version__": (folder / "version" / "version").read_text().strip()},
         "verl.trainer": {},
         "verl.trainer.ppo": {},
         "verl.trainer.config": {"AlgoConfig": type("AlgoConfig", (), {})},
@@ -59,22 +48,6 @@ def stand_ins(version):
         "verl.workers.config": {"ActorConfig": ActorConfig},
         "verl.utils.device": {"get_device_name": None, "get_torch_device": None},
     }
-    for name, values in contents.items():
-        module = types.ModuleType(name)
-        module.__path__ = []
-        module.__dict__.update(values)
-        yield name, module
-
-
-@contextmanager
-def loaded():
-    """verl.trainer.ppo.core_algos, and the two modules with its fused kernels, in sys.modules inside the block."""
-    folder = folder_of("verl")
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
-    version = (folder / "version" / "version").read_text().strip()
-    fresh = dict(stand_ins(version))
-    fresh = {name: module for name, module in fresh.items() if name.startswith("verl") or name not in sys.modules}
-    sys.modules.update(fresh)
     real = (
         "utils.import_utils",
         "utils.torch_functional",
@@ -82,14 +55,12 @@ def loaded():
         "utils.experimental.torch_functional",
         "utils.kernel.linear_cross_entropy",
     )
-    for name in real:
-        spec = importlib.util.spec_from_file_location(f"verl.{name}", folder / f"{name.replace('.', '/')}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[f"verl.{name}"] = fresh[f"verl.{name}"] = module
-        parent, _, leaf = f"verl.{name}".rpartition(".")
-        setattr(sys.modules[parent], leaf, module)
-        spec.loader.exec_module(module)
-    yield sys.modules["verl.trainer.ppo.core_algos"]
-    for name in fresh:
-        del sys.modules[name]
-    sys.modules.update(before)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, values in contents.items():
+            if name.startswith("verl") or name not in sys.modules:
+                stand_in(patch, name, **values)
+        for name in real:
+            parent, _, leaf = f"verl.{name}".rpartition(".")
+            module = load_file(patch, f"verl.{name}", folder / f"{name.replace('.', '/')}.py")
+            setattr(sys.modules[parent], leaf, module)
+        yield sys.modules["verl.trainer.ppo.core_algos"]
