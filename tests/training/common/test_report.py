@@ -1,5 +1,6 @@
 """`fastrl report`: all of a run is in one file that loads nothing, and nothing of a run can break out of it."""
 
+import itertools
 import json
 import math
 from html.parser import HTMLParser
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_files import write_json_lines
 
 import fastrl
 from fastrl.base.errors import UserError
@@ -15,44 +17,19 @@ from fastrl.training.common import report
 from fastrl.training.common.report_curves import UNITS, decimate, smooth
 from fastrl.training.common.report_html import direction, duration
 
-NAMES = (
-    "reward",
-    "reward_std",
-    "length",
-    "truncated",
-    "loss",
-    "policy_loss",
-    "kl",
-    "entropy",
-    "ratio_mean",
-    "ratio_max",
-    "clip_frac",
-    "clip_frac_low",
-    "clip_frac_high",
-    "gate_mean",
-    "approx_kl",
-    "tokens",
-    "grad_norm",
-    "lr",
-    "eval/reward",
-    "eval/exact_match",
-    "eval/pass@4",
-    "mismatch/abs_log_ratio",
-    "mismatch/k3",
-    "value_loss",
-    "pretraining_loss",
-    "critic_grad_norm",
-    "time/generate",
-    "time/update",
-    "time/loss_share",
-    "time/step",
-    "time/evaluation",
-    "memory/peak_gib",
-    "accuracy",
-    "margin",
-    "never_heard_of",
-    "in$odd$<i>",
-)
+LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss", "entropy", "kl", "approx_kl", "accuracy", "margin")
+#: Section of the report -> metrics that belong in it.
+SECTIONS = {
+    "Reward and evaluation": ("reward", "reward_std", "eval/reward", "eval/exact_match", "eval/pass@4"),
+    "Loss, entropy and KL": LOSSES,
+    "Ratios and clipping": ("ratio_mean", "ratio_max", "clip_frac", "clip_frac_low", "clip_frac_high", "gate_mean"),
+    "Lengths": ("length", "truncated", "tokens"),
+    "Optimisation": ("grad_norm", "critic_grad_norm", "lr", "memory/peak_gib"),
+    "Mismatch of rollout and training": ("mismatch/abs_log_ratio", "mismatch/k3"),
+    "Time by phase": ("time/generate", "time/update", "time/loss_share", "time/step", "time/evaluation"),
+    "Others": ("never_heard_of", "in$odd$<i>"),
+}
+NAMES = [name for names in SECTIONS.values() for name in names]
 EVIL = '</td><script>alert("1")</script><img src="http://evil.example/x.png"> & \u2028 end'
 VOID = {"meta", "br", "img", "path", "use", "rect"}
 
@@ -89,21 +66,17 @@ class Reader(HTMLParser):
         self.words.append(data)
 
 
-def lines(*records):
-    return "".join(json.dumps(record) + "\n" for record in records)
-
-
 def make_run(path):
     """A run of 40 steps with a number of everything, and samples of each fifth step."""
     numbers = [{"step": step, **dict.fromkeys(NAMES, step / 7)} for step in range(1, 41)]
     numbers[20]["grad_norm"] = None
-    (path / "metrics.jsonl").write_text(lines(*numbers))
+    write_json_lines(path / "metrics.jsonl", numbers)
     samples = [
         {"step": step, "prompt": f"prompt-{step}", "completion": EVIL, "reward": None if step == 5 else 0.375}
         for step in range(0, 41, 5)
     ]
     samples.append({"step": 40, "prompt": [{"role": "user", "content": "<b>hi</b>"}], "completion": "ok", "reward": 1})
-    (path / "samples.jsonl").write_text(lines(*samples))
+    write_json_lines(path / "samples.jsonl", samples)
     config = {
         "model": {"path": "someone/a-model", "config": None},
         "objective": {"name": "sapo", "presets": {"gspo": {"clip_low": 0.125}}},
@@ -127,10 +100,23 @@ def text(tmp_path_factory):
     return report.write_report(path).read_text()
 
 
-def test_the_page_shows_the_run(run, capsys):
-    assert main(["report", str(run)]) == 0
-    assert capsys.readouterr().out.strip() == str(run / "report.html")
-    page = Reader((run / "report.html").read_text())
+@pytest.fixture
+def page(text):
+    return Reader(text)
+
+
+@pytest.fixture
+def report_of(tmp_path):
+    """The report of a run with these records."""
+
+    def report_of(*records):
+        write_json_lines(tmp_path / "metrics.jsonl", records)
+        return report.write_report(tmp_path).read_text()
+
+    return report_of
+
+
+def test_the_page_shows_the_run(page):
     for name in NAMES:
         assert name in page.text
     assert "sapo · a-model" in page.text
@@ -138,19 +124,16 @@ def test_the_page_shows_the_run(run, capsys):
     assert "grad_norm (1 times)" in page.text
     assert "objective.presets.gspo.clip_low" in page.text and "0.125" in page.text
     assert "<b>hi</b>" in page.text
-    assert not list(run.glob("*.unfinished"))
 
 
-def test_samples_are_of_steps_spread_over_the_run(text):
-    page = Reader(text)
+def test_samples_are_of_steps_spread_over_the_run(page):
     shown = [step for step in range(0, 41, 5) if f"prompt-{step}" in page.words]
     assert len(shown) == report.SAMPLED_STEPS
     assert {0, 40} <= set(shown)
     assert max(np.diff(shown)) == 10
 
 
-def test_nothing_of_the_run_becomes_markup_and_nothing_is_fetched(text):
-    page = Reader(text)
+def test_nothing_of_the_run_becomes_markup_and_nothing_is_fetched(text, page):
     assert not {"script", "img", "i<i>", "link", "iframe", "object", "image"} & page.tags
     assert EVIL in page.text
     for name, value in page.attributes:
@@ -161,8 +144,7 @@ def test_nothing_of_the_run_becomes_markup_and_nothing_is_fetched(text):
     assert {f"url({part}" for part in ("h", "/", "'", '"')} & {text[i : i + 5] for i in range(len(text))} == set()
 
 
-def test_ids_are_unique_and_every_reference_finds_its_own(text):
-    page = Reader(text)
+def test_ids_are_unique_and_every_reference_finds_its_own(page):
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids)) > 0
     assert {value[1:] for name, value in page.attributes if name == "xlink:href"} <= set(ids)
@@ -170,15 +152,11 @@ def test_ids_are_unique_and_every_reference_finds_its_own(text):
 
 def test_every_metric_is_in_one_panel():
     found = report.series([{"step": 1, **dict.fromkeys(NAMES, 1.0)}])
-    panels = [panel for panels in report.sections(found).values() for panel in panels]
-    assert sorted(name for panel in panels for name in panel.lines) == sorted(NAMES)
-    sections = {name: title for title, ps in report.sections(found).items() for panel in ps for name in panel.lines}
-    assert sections["eval/pass@4"] == sections["eval/reward"] == "Reward and evaluation"
-    assert sections["value_loss"] == sections["pretraining_loss"] == "Loss, entropy and KL"
-    assert sections["critic_grad_norm"] == sections["memory/peak_gib"] == "Optimisation"
-    assert {name for name, title in sections.items() if title == report.OTHERS} == {"never_heard_of", "in$odd$<i>"}
-    (alone,) = (panel for panel in panels if "never_heard_of" in panel.lines)
-    assert list(alone.lines) == ["never_heard_of"]
+    sections = {title: [list(panel.lines) for panel in panels] for title, panels in report.sections(found).items()}
+    assert {title: sorted(itertools.chain(*panels)) for title, panels in sections.items()} == {
+        title: sorted(names) for title, names in SECTIONS.items()
+    }
+    assert sections["Others"] == [["never_heard_of"], ["in$odd$<i>"]]
 
 
 def test_every_metric_that_is_named_is_one_that_something_writes():
@@ -190,11 +168,9 @@ def test_every_metric_that_is_named_is_one_that_something_writes():
     assert [name for name in named if (f'"{name}' if name.endswith("/") else f'"{name}"') not in code] == []
 
 
-def test_the_table_says_where_a_metric_was_best(tmp_path):
+def test_the_table_says_where_a_metric_was_best(report_of, tmp_path):
     values = [(1, 0.5, 3.0), (2, 0.875, 1.25), (3, 0.25, 2.0)]
-    records = [{"step": step, "accuracy": accuracy, "loss": loss} for step, accuracy, loss in values]
-    (tmp_path / "metrics.jsonl").write_text(lines(*records))
-    text = report.write_report(tmp_path).read_text()
+    text = report_of(*[{"step": step, "accuracy": accuracy, "loss": loss} for step, accuracy, loss in values])
     assert "<td>accuracy</td><td>0.25</td><td>0.875</td><td>2</td><td>highest</td>" in text
     assert "<td>loss</td><td>2</td><td>1.25</td><td>2</td><td>lowest</td>" in text
     assert f"<title>{tmp_path.name}</title>" in text  # without a config
@@ -202,19 +178,13 @@ def test_the_table_says_where_a_metric_was_best(tmp_path):
 
 def test_a_policys_surrogate_has_no_best(text):
     assert "<td>loss</td>" not in text and "<td>value_loss</td>" in text
-    assert [direction(name) for name in ("eval/pass@4", "time/reward", "time/loss", "length", "loss")] == [
-        1,
-        0,
-        0,
-        0,
-        -1,
-    ]
+    directions = {"eval/pass@4": 1, "time/reward": 0, "time/loss": 0, "length": 0, "loss": -1}
+    assert {name: direction(name) for name in directions} == directions
 
 
-def test_phases_are_shares_of_the_steps(tmp_path):
+def test_phases_are_shares_of_the_steps(report_of):
     times = {"time/generate": 3.0, "time/update": 5.0, "time/loss": 2.0, "time/step": 10.0, "time/loss_share": 0.2}
-    (tmp_path / "metrics.jsonl").write_text(lines({"step": 1, **times, "time/evaluation": 7.0}, {"step": 2, **times}))
-    text = report.write_report(tmp_path).read_text()
+    text = report_of({"step": 1, **times, "time/evaluation": 7.0}, {"step": 2, **times})
     assert "<td>time/update</td><td>2</td><td>5</td><td>10.0</td><td>50.0%</td>" in text
     assert "<td>time/evaluation</td><td>1</td><td>7</td><td>7.0</td><td>35.0%</td>" in text
     # The loss is a part of the update, and evaluations lie beside the steps.
@@ -231,31 +201,25 @@ def test_a_run_that_has_only_begun(content, tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_line_that_is_being_written_is_left_out(run):
-    path = run / "metrics.jsonl"
-    whole = report.read_records(path)
-    with path.open("ab") as file:
-        file.write('{"step": 41, "reward": "é'.encode()[:-1])
-    assert report.read_records(path) == whole
-    report.write_report(run)
+def test_a_line_that_is_being_written_is_left_out(tmp_path, capsys):
+    path, whole = tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.5}
+    path.write_bytes((json.dumps(whole) + '\n{"step": 41, "reward": "é').encode()[:-1])
+    assert report.read_records(path) == [whole]
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 @pytest.mark.parametrize("line", ['{"step": 41, "rew', '{"reward": 1}', "[1]", '{"step": "1"}'])
 def test_a_line_that_cannot_be_read_is_named(name, line, run, capsys):
-    path = run / name
-    number = len(path.read_text().split("\n"))
-    path.write_text(path.read_text() + line + "\n" + '{"step": 42}\n')
-    assert main(["report", str(run)]) == 2
-    assert f"{path}:{number}: " in capsys.readouterr().err
-    assert not (run / "report.html").exists()
-
-
-def test_a_whole_last_line_that_cannot_be_read_is_a_mistake(run):
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 41, "rew\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl:41: not valid JSON"):
-        report.write_report(run)
+    path, whole = run / name, (run / name).read_text()
+    number = len(whole.split("\n"))
+    for following in ('{"step": 42}\n', ""):  # the last line too, if it is whole
+        path.write_text(whole + line + "\n" + following)
+        assert main(["report", str(run)]) == 2
+        assert f"{path}:{number}: {'not valid JSON' * line.endswith('rew')}" in capsys.readouterr().err
+        assert not (run / "report.html").exists()
 
 
 def test_a_number_too_large_for_a_curve_is_left_out_of_it():
@@ -298,21 +262,20 @@ def test_smoothing_keeps_constants_and_straight_lines_and_calms_noise():
 
 
 @pytest.mark.parametrize(("steps", "curves"), [(200, 1), (201, 2)])
-def test_only_long_curves_are_smoothed(steps, curves, tmp_path):
-    records = [{"step": step, "reward": math.sin(step)} for step in range(steps)]
-    (tmp_path / "metrics.jsonl").write_text(lines(*records))
+def test_only_long_curves_are_smoothed(steps, curves, report_of):
+    text = report_of(*[{"step": step, "reward": math.sin(step)} for step in range(steps)])
     # Of a path that is one of the metric's, and no line of its key.
-    assert report.write_report(tmp_path).read_text().count("stroke: var(--c0)") == curves
+    assert text.count("stroke: var(--c0)") == curves
 
 
-def test_a_long_run_gives_a_small_file(tmp_path):
+def test_a_long_run_gives_a_small_file(report_of, tmp_path):
     noise = np.random.default_rng(0).normal(size=(10_000, 8)).tolist()
     names = ("reward", "loss", "entropy", "kl", "length", "grad_norm", "clip_frac", "something")
-    records = ({"step": step, **dict(zip(names, row, strict=True))} for step, row in enumerate(noise))
-    (tmp_path / "metrics.jsonl").write_text(lines(*records))
-    sample = {"step": 1, "prompt": "x" * 50_000, "completion": "y", "reward": 0.0}
-    (tmp_path / "samples.jsonl").write_text(lines(*[sample] * 500))
-    assert report.write_report(tmp_path).stat().st_size < 1e6
+    write_json_lines(
+        tmp_path / "samples.jsonl", [{"step": 1, "prompt": "x" * 50_000, "completion": "y", "reward": 0.0}] * 500
+    )
+    text = report_of(*[{"step": step, **dict(zip(names, row, strict=True))} for step, row in enumerate(noise)])
+    assert len(text.encode()) < 1e6
 
 
 @pytest.mark.parametrize(
@@ -331,10 +294,5 @@ def test_curves_show_what_there_is(names, titles, tmp_path, monkeypatch):
 
 
 def test_durations():
-    assert [duration(seconds) for seconds in (0.25, 59, 61, 3600, 36_000_000)] == [
-        "0.25 s",
-        "59 s",
-        "1 min 01 s",
-        "1 h 00 min",
-        "10,000 h 00 min",
-    ]
+    texts = {0.25: "0.25 s", 59: "59 s", 61: "1 min 01 s", 3600: "1 h 00 min", 36_000_000: "10,000 h 00 min"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from mistakes import error_of
 from transformers import AutoTokenizer
 
 from fastrl.base.errors import UserError
@@ -61,10 +62,8 @@ GOOD = '{"prompt": "1=", "answer": "1"}\n'
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(load, text, line, expected):
-    with pytest.raises(UserError) as error:
-        load(text, max_prompt_tokens=5)
-    assert f"data.jsonl:{line}: " in str(error.value)
-    assert expected in str(error.value)
+    error = error_of(load, text, max_prompt_tokens=5)
+    assert f"data.jsonl:{line}: " in error and expected in error
 
 
 def test_empty_and_missing_files(load, tokenizer, tmp_path):

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from mistakes import error_of
 
 import fastrl.training.common.policy as loading
 import fastrl.training.rl.run as module
@@ -22,8 +23,11 @@ CASES = {
 }
 
 
-def named(error):
-    return int(re.search(r"the smallest possible is (\d+) ", str(error.value))[1])
+def smallest(call, *arguments, expected=r"training\.memory_budget: too small for "):
+    """The budget that the error names, of a call that asks for too small a one."""
+    error = error_of(call, *arguments)
+    assert re.match(expected, error), error
+    return int(re.search(r"the smallest possible is (\d+) ", error)[1])
 
 
 @pytest.mark.parametrize("tables", CASES.values(), ids=CASES)
@@ -38,14 +42,10 @@ def test_the_smallest_that_is_named_is_enough_for_the_run(make_config, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_weights", None)
-        with pytest.raises(UserError, match=r"^training\.memory_budget: too small for .*: got 1000 bytes") as error:
-            train(config("1000"))
-        smallest = named(error)
-        with pytest.raises(UserError) as error:
-            train(config(str(smallest - 1)))
-        assert named(error) == smallest
+        named = smallest(train, config("1000"), expected=r"training\.memory_budget: too small for .*: got 1000 bytes")
+        assert smallest(train, config(str(named - 1))) == named
     assert not (tmp_path / "run").exists()
-    assert train(config(str(smallest)))["loss"] is not None
+    assert train(config(str(named)))["loss"] is not None
 
 
 def test_what_the_models_config_does_not_say_is_asked_of_the_model(make_config, monkeypatch):
@@ -76,15 +76,13 @@ def test_the_stages_say_it_before_the_model_and_for_their_rows(example, tmp_path
         training = {"device": "cpu", "threads": 1, "batch_size": 100, "packing": packing, "memory_budget": str(budget)}
         return stage.train(stage.Config.model_validate(settings | {"training": training}))
 
+    told = r"training\.memory_budget: too small for the loss, "
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_weights", None)
-        with pytest.raises(UserError, match=r"^training\.memory_budget: too small for the loss, ") as error:
-            run(1000)
-    enough_to_load = named(error)
-    with pytest.raises(UserError, match=r"^training\.memory_budget: too small for the loss, ") as error:
-        run(enough_to_load)
+        enough_to_load = smallest(run, 1000, expected=told)
+    enough = smallest(run, enough_to_load, expected=told)
     assert not (tmp_path / "run").exists()
-    assert run(named(error))["loss"] > 0
+    assert run(enough)["loss"] > 0
 
 
 def test_what_no_config_says_is_one_line_too(example, tmp_path, monkeypatch, capsys):

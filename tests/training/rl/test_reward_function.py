@@ -1,6 +1,7 @@
 """Reward functions: TRL's signature, None, and errors that name function, file and index."""
 
 import pytest
+from mistakes import error_of
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
@@ -11,9 +12,9 @@ EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, 
 
 @pytest.fixture
 def load(tmp_path):
-    def load(body, name="reward"):
+    def load(body):
         (tmp_path / "mine.py").write_text(body)
-        return load_reward(f"{tmp_path / 'mine.py'}:{name}")
+        return load_reward(f"{tmp_path / 'mine.py'}:reward")
 
     return load
 
@@ -55,10 +56,8 @@ def test_numbers_and_none_are_rewards(load, value):
     ],
 )
 def test_a_bad_result_names_function_file_and_index(load, value, expected):
-    with pytest.raises(UserError) as error:
-        load(returning(value))(EXAMPLES, ["a", "b"])
-    assert "mine.py:reward: " in str(error.value)
-    assert expected in str(error.value)
+    error = error_of(load(returning(value)), EXAMPLES, ["a", "b"])
+    assert "mine.py:reward: " in error and expected in error
 
 
 def test_an_exception_inside_is_located(load):
@@ -66,23 +65,23 @@ def test_an_exception_inside_is_located(load):
         load(returning("columns['solution']"))(EXAMPLES, ["a", "b"])
 
 
-def test_functions_that_cannot_be_loaded(load, tmp_path):
-    with pytest.raises(UserError, match=r"mine\.py: has no function 'score'; it has reward"):
-        load(returning("[]"), name="score")
-    with pytest.raises(UserError, match=r"mine\.py:1: "):
-        load("def reward(:\n")
-    with pytest.raises(UserError, match=r"mine\.py: importing it raised ModuleNotFoundError.*nowhere.*mine\.py:1"):
-        load("import nowhere\n")
-    with pytest.raises(UserError, match=r"mine\.py: importing it raised SystemExit: 3 \(.*mine\.py:1\)"):
-        load("raise SystemExit(3)\n")
-    with pytest.raises(UserError, match=r"mine\.py: source code .*null"):
-        load("\0")
-    with pytest.raises(
-        UserError, match=r"mine\.py: reward is declared with async def, expected a function that returns"
-    ):
-        load("async def reward(**columns):\n    return []\n")
-    with pytest.raises(UserError, match="no such file"):
-        load_reward(f"{tmp_path}/nowhere.py:reward")
-    for source in ("mine.py", "mine.py:", "mine.txt:reward", "reward"):
-        with pytest.raises(UserError, match=r'expected "path/to/file\.py:function"'):
-            load_reward(source)
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("def score():\n    return []\n", "has no function 'reward'; it has score"),
+        ("def reward(:\n", ":1: "),
+        ("import nowhere\n", r"importing it raised ModuleNotFoundError.*nowhere.*mine\.py:1"),
+        ("raise SystemExit(3)\n", r"importing it raised SystemExit: 3 \(.*mine\.py:1\)"),
+        ("\0", "source code .*null"),
+        ("async def reward():\n    return []\n", "is declared with async def, expected a function that returns"),
+    ],
+)
+def test_functions_that_cannot_be_loaded(load, body, expected):
+    with pytest.raises(UserError, match=rf"mine\.py.*{expected}"):
+        load(body)
+
+
+@pytest.mark.parametrize("source", ["mine.py", "mine.py:", "mine.txt:reward", "reward", "nowhere.py:reward"])
+def test_a_file_that_is_not_named_or_not_there(source):
+    with pytest.raises(UserError, match="no such file" if "nowhere" in source else r'"path/to/file\.py:function"'):
+        load_reward(source)
