@@ -1,14 +1,17 @@
 """Rollouts made by hand, of several lengths, and the gradients of an update on them."""
 
+import copy
 from dataclasses import replace
 
 import torch
-from hypothesis import strategies as st
+from random_calls import exact_advantages as exact
+from digit_models import gradient_of
 from transformers import set_seed
 
 import fastrl.training.rl.run as running
 from fastrl import SamplingMask
-from fastrl.training.common.rollout import Rollout, rollout_logprobs
+from fastrl.training.common.data import Example
+from fastrl.training.common.rollout import Rollout, replaying, rollout_logprobs
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.config import CriticConfig
 from fastrl.training.rl.critic import Critic
@@ -22,8 +25,13 @@ VOCAB = 12
 PROMPTS, LENGTHS = [3, 1, 4, 2, 2, 5, 1, 3], [2, 6, 1, 4, 6, 1, 3, 5]
 
 
+def prompts(count):
+    """Prompts of two to four tokens."""
+    return [Example("", {}, list(range(2, 4 + row % 3))) for row in range(count)]
+
+
 def make_rollout(prompts, lengths, counted=None, sets=True, seed=0):
-    """Random tokens in rows of these lengths, with every number a token that the losses can read."""
+    """Random tokens in rows of these lengths, with every number per token that the losses can read."""
     generator = torch.Generator().manual_seed(seed)
     rows, longest, time = len(prompts), max(prompts), max(lengths)
     ids = torch.randint(1, VOCAB, (rows, longest + time), generator=generator)
@@ -60,6 +68,43 @@ def own_logprobs(policy, rollout, noise=0.1):
     return replace(rollout, **off)
 
 
+def naive_gae(rewards, old, ref, values, mask, beta, kind, gamma, lam):
+    """Advantages and returns, (B, T) float64, of a KL at each token and the reward at the last, by a loop per row."""
+    found = []
+    for score, logp, reference, value, counts in zip(
+        *(x.tolist() for x in (rewards, old, ref, values, mask)), strict=True
+    ):
+        priced, _ = exact.penalised(score, logp, reference, counts, beta, kind)
+        found.append(exact.gae(priced, value, counts, gamma, lam, 0.0))
+    advantages, returns = zip(*found, strict=True)
+    return torch.tensor(advantages, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
+
+
+def dense(policy, rollout):
+    """Log-probabilities and entropies of the tokens, from a float64 copy of the model's logits; and the copy."""
+    model = copy.deepcopy(policy.model).double()
+    model.set_experts_implementation("eager")  # the grouped product takes no float64
+    with replaying(replace(policy, model=model), rollout, False):
+        logits = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask.long()).logits
+    logits = logits[:, rollout.prompt_length - 1 : -1].double()
+    if rollout.sampling_mask is not None:
+        kept = rollout.sampling_mask.to_dense(VOCAB).view(logits.shape)
+        assert not kept.all()
+        logits = logits.masked_fill(~kept, -torch.inf)
+    log_p = logits.log_softmax(-1)
+    logp = log_p.gather(-1, rollout.targets[..., None])[..., 0].where(rollout.mask, 0.0)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return logp, entropy, model
+
+
+def dense_values(critic, model, rollout):
+    """What a float64 copy of the critic says of each token; model is the policy's, if the critic shares it."""
+    decoder = model.get_decoder() if critic.decoder is None else critic.decoder
+    mask = rollout.attention_mask.long()
+    states = decoder(input_ids=rollout.input_ids, attention_mask=mask).last_hidden_state.double()
+    return critic.head(states[:, rollout.prompt_length - 1 : -1])[..., 0]
+
+
 def with_critic(run, kind, **settings):
     """The run with a critic that says something: "own", "shared", or None for no critic."""
     if kind is not None:
@@ -72,13 +117,12 @@ def with_critic(run, kind, **settings):
 
 def gradients(run, rollout, rows=None):
     """Of policy and critic, flat, and the merged metrics, of one minibatch (all rows by default)."""
-    parameters = [*run.policy.model.parameters(), *(run.critic.parameters() if run.critic else ())]
-    for parameter in parameters:
-        parameter.grad = None
+    parts = [run.policy.model, *([run.critic] if run.critic else [])]
+    for part in parts:
+        part.zero_grad()
     rows = torch.arange(len(rollout.input_ids)) if rows is None else rows
     metrics = accumulate_gradients(run, rollout, rows, Stopwatch(run.policy.device))
-    found = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
-    return torch.cat(found), merge_metrics(metrics, (*COUNTS, *LOSSES))
+    return gradient_of(*parts), merge_metrics(metrics, (*COUNTS, *LOSSES))
 
 
 def play(config):
@@ -88,6 +132,3 @@ def play(config):
     for run.step in range(1, config.training.steps + 1):
         found.append(take_step(run)[0])
     return run, found
-
-
-lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)

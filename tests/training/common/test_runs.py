@@ -17,71 +17,67 @@ from typing import Any
 
 import pytest
 from places import EXAMPLES
+from run_files import checkpoints, repeatable, write_toml
+from digit_models import EXAMPLE, TOKENIZER, narrowed
 
 from fastrl.cli import main
 from fastrl.training.common.log import RunLog
 
+pytestmark = pytest.mark.usefixtures("at_a_terminal")
 LORA = {"model.lora_rank": 2, "model.lora_alpha": 64}
-#: Name -> the command, and its options beside the common ones. Epochs of four steps.
-COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "train": ("train", {"rollout.prompts_per_step": 6, "rollout.num_generations": 4, "training.minibatches": 2}),
-    "sft": ("sft", {"training.packing": "true"}),
-    "sft-lora": ("sft", LORA),
-    "dpo": ("dpo", {"training.micro_batch_size": 2}),
-    "dpo-lora": ("dpo", LORA),
-    "reward-model": ("reward-model", {}),
+#: Name -> the command, its rows, and its settings beside the common ones. Epochs of four steps.
+COMMANDS: dict[str, tuple[str, Path, dict[str, Any]]] = {
+    "train": (
+        "train",
+        EXAMPLE / "train.jsonl",
+        {
+            "objective.name": "grpo",
+            "reward.function": f"{EXAMPLE}/reward.py:reward",
+            "rollout.prompts_per_step": 6,
+            "rollout.num_generations": 4,
+            "rollout.max_new_tokens": 4,
+            "training.minibatches": 2,
+            "evaluation.every": 5,
+        },
+    ),
+    "sft": ("sft", EXAMPLES / "stages" / "sft.jsonl", {"training.packing": True}),
+    "sft-lora": ("sft", EXAMPLES / "stages" / "sft.jsonl", LORA),
+    "dpo": ("dpo", EXAMPLES / "stages" / "dpo.jsonl", {"training.micro_batch_size": 2}),
+    "dpo-lora": ("dpo", EXAMPLES / "stages" / "dpo.jsonl", LORA),
+    "reward-model": ("reward-model", EXAMPLES / "stages" / "reward_model.jsonl", {}),
 }
 STEPS = 12
 #: What the others do not have: adapters, the trainer's rollouts, a row's reference, a classifier.
 DISTINCT = ("train", "sft", "dpo-lora", "reward-model")
 COMMON = {
+    "model.tokenizer": TOKENIZER,
+    "data.path": "rows.jsonl",
+    "data.eval_path": "held_out.jsonl",
     "training.device": "cpu",
     "training.threads": 1,
     "optimizer.lr": 1e-2,
     "optimizer.weight_decay": 0.01,
     "optimizer.schedule": "cosine",
     "optimizer.warmup_updates": 3,
-    "logging.tensorboard": "false",
-    "logging.overwrite": "true",  # what beside a live run would delete it
+    "logging.tensorboard": False,
+    "logging.overwrite": True,  # what beside a live run would delete it
     "logging.keep_checkpoints": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No model hub, no curves, and Ctrl-C as at a terminal: tests in the background of a shell would ignore it."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Callable[..., list[str]]:
     """The command line of a small run of one of COMMANDS in the folder ``tmp_path / folder``."""
 
-    def make(name: str, folder: str, **options: Any) -> list[str]:
-        command, own = COMMANDS[name]
-        values = json.loads((EXAMPLES / "reverse_digits" / "model.json").read_text())
-        values |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        (tmp_path / "model.json").write_text(json.dumps(values | {"num_key_value_heads": 2}))
-        data = {name: EXAMPLES / "stages" / f"{name}.jsonl" for name in ("sft", "dpo")}
-        data |= {"train": EXAMPLES / "reverse_digits" / "train.jsonl"}
-        data |= {"reward-model": EXAMPLES / "stages" / "reward_model.jsonl"}
-        lines = data[command].read_text().splitlines(keepends=True)
+    def make(name: str, folder: str, **logging: Any) -> list[str]:
+        command, rows, own = COMMANDS[name]
+        lines = rows.read_text().splitlines(keepends=True)
         (tmp_path / "rows.jsonl").write_text("".join(lines[:14]))  # the last of four batches is smaller
         (tmp_path / "held_out.jsonl").write_text("".join(lines[14:17]))
-        table = f'[model]\nconfig = "model.json"\ntokenizer = "{EXAMPLES}/reverse_digits/tokenizer"\n'
-        table += '[data]\npath = "rows.jsonl"\neval_path = "held_out.jsonl"\n'
-        length: dict[str, Any] = {"training.epochs": STEPS // 4, "training.batch_size": 4}
-        if command == "train":
-            table += f'[reward]\nfunction = "{EXAMPLES}/reverse_digits/reward.py:reward"\n[objective]\nname = "grpo"\n'
-            length = {"training.steps": STEPS, "evaluation.every": 5, "rollout.max_new_tokens": 4}
-        (tmp_path / "config.toml").write_text(table)
-        given = COMMON | length | own | {"logging.output_dir": tmp_path / folder}
-        given |= {f"logging.{option}": value for option, value in options.items()}
-        return [command, str(tmp_path / "config.toml"), *(w for k, v in given.items() for w in (f"--{k}", str(v)))]
+        length = {"steps": STEPS} if command == "train" else {"epochs": STEPS // 4, "batch_size": 4}
+        given = COMMON | own | {"model.config": str(narrowed(tmp_path)), "training": length}
+        given |= {"logging": {"output_dir": folder, **logging}}
+        return [command, write_toml(tmp_path / f"{folder}.toml", given)]
 
     return make
 
@@ -104,12 +100,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], obje
     return at_step
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl as it stands, but for what no two runs share."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "memory/"))} for line in lines]
-
-
 def files(folder: Path, *suffixes: str) -> dict[str, bytes]:
     """The files in a folder and below, or those with these suffixes."""
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -120,10 +110,6 @@ def results(folder: Path) -> list[dict[str, bytes]]:
     """The weights, moments and generators of a complete run, and the model that a stage leaves beside them."""
     checkpoint = folder / "checkpoints" / f"step-{STEPS:06d}"
     return [files(path, ".safetensors") for path in (checkpoint, folder / "model") if path.exists()]
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -160,18 +146,17 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
         f"interrupted by {number.name}, saved in {folder / 'checkpoints' / 'step-000006'}; the same command with "
         "--resume goes on from there"
     )
-    assert records(folder) == records(whole)[:6] and len(records(whole)) == STEPS
+    assert repeatable(folder) == repeatable(whole)[:6] and len(repeatable(whole)) == STEPS
     assert checkpoints(folder) == ["step-000006"]
     assert not (folder / "model").exists() and not (folder / ".lock").exists()
     assert json.loads((folder / "summary.json").read_text())["interrupted"] == number.name
 
     check_every_file(command, folder / "checkpoints" / "step-000006", capfd)
     check_the_record(command, folder / "metrics.jsonl", capfd)
-    monkeypatch.delattr(
-        "fastrl.training.stages.dpo.DPO.before"
-    )  # it is in the checkpoint: the model may have moved since
+    # It is in the checkpoint: the model may have moved since.
+    monkeypatch.delattr("fastrl.training.stages.dpo.DPO.before")
     assert main([*command, "--resume"]) == 0
-    assert records(folder) == records(whole)
+    assert repeatable(folder) == repeatable(whole)
     assert results(folder) == results(whole) and all(results(whole))
     assert len(results(whole)) == 1 + (name != "train")
     assert checkpoints(folder) == ["step-000006", f"step-{STEPS:06d}"]
@@ -259,15 +244,10 @@ def start() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
         process.communicate(timeout=60)
 
 
-def steps_of(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def wait_for(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
     """Until the process has recorded so many steps."""
-    deadline = time.monotonic() + 300
-    while steps_of(folder) < steps:
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             pytest.fail(f"step {steps} was not reached: {process.communicate(timeout=60)[0][-3000:]}")
@@ -291,7 +271,7 @@ def test_a_live_process_keeps_its_folder_and_a_killed_one_leaves_it(arguments, s
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and (folder / ".lock").exists()
     assert main([*command, "--resume"]) == 0
-    assert records(folder) == records(whole) and results(folder) == results(whole)
+    assert repeatable(folder) == repeatable(whole) and results(folder) == results(whole)
     assert not (folder / ".lock").exists()
 
 
@@ -327,4 +307,4 @@ def test_processes_of_every_command(name, arguments, start, tmp_path, monkeypatc
         wait_for(process, folder, done + 3)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert records(folder) == records(whole) and results(folder) == results(whole)
+    assert repeatable(folder) == repeatable(whole) and results(folder) == results(whole)

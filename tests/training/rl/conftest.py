@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import EXAMPLES
-from undrawn import undrawn  # noqa: F401
+from digit_models import EXAMPLE, MODEL, TOKENIZER, narrowed
 
 import fastrl.training.rl.train as module
 from fastrl import Objective
@@ -21,35 +21,19 @@ from fastrl.training.common.settings import load_settings
 from fastrl.training.rl.config import Config, TrainingConfig
 from fastrl.training.rl.run import Run
 
-EXAMPLE = EXAMPLES / "reverse_digits"
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test may reach for a model hub."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture
-def example() -> Path:
-    return EXAMPLE
-
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., Config]:
-    """The example's config, shrunk; keyword arguments are tables that override it."""
-    model = json.loads((EXAMPLE / "model.json").read_text())
-    model |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model |= {"num_key_value_heads": 2}
-    (tmp_path / "model.json").write_text(json.dumps(model))
+    """The example's config, shrunk, of a run in that folder; keyword arguments are tables that override it."""
+    model = narrowed(tmp_path)
 
-    def make(**tables: dict[str, Any]) -> Config:
+    def make(folder: str = "run", **tables: dict[str, Any]) -> Config:
         overrides: dict[str, dict[str, Any]] = {
-            "model": {"config": str(tmp_path / "model.json")},
+            "model": {"config": str(model)},
             "rollout": {"prompts_per_step": 6, "num_generations": 4},
             "training": {"steps": 2, "minibatches": 2, "device": "cpu"},
             "evaluation": {"every": 1},
-            "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False, "overwrite": False},
+            "logging": {"output_dir": str(tmp_path / folder), "tensorboard": False, "overwrite": False},
         }
         for table, fields in tables.items():
             overrides[table] = overrides.get(table, {}) | fields
@@ -59,35 +43,30 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
+def trained(make_config: Callable[..., Config]) -> Callable[..., Config]:
+    """Train such a run. Returns its config."""
+
+    def trained(folder: str = "run", **tables: dict[str, Any]) -> Config:
+        config = make_config(folder, **tables)
+        module.train(config)
+        return config
+
+    return trained
+
+
+@pytest.fixture
 def bare_run() -> Callable[..., Run]:
     return _bare_run
 
 
 def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **training: Any) -> Run:
     """What an update needs of a run, and no more; training is that table's fields."""
-    config: Any = SimpleNamespace(
+    config = SimpleNamespace(
         training=TrainingConfig(**training), rollout=RolloutConfig(temperature=temperature), pretraining=None, kl=None
     )
-    generator = torch.Generator()
-    nothing: Any = None
-    return Run(
-        config,
-        policy,
-        objective,
-        nothing,
-        None,
-        nothing,
-        [],
-        {},
-        None,
-        None,
-        None,
-        None,
-        None,
-        nothing,
-        nothing,
-        generator,
-    )
+    nothing = [field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING]
+    given = {"config": config, "policy": policy, "objective": objective, "generator": torch.Generator()}
+    return Run(**(dict.fromkeys(nothing) | given))
 
 
 @pytest.fixture
@@ -111,13 +90,61 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, int], Non
 
 
 @pytest.fixture
-def make_policy(tmp_path: Path) -> Callable[..., Policy]:
-    """A tiny policy from a model config given as keyword arguments, with the example's tokenizer."""
+def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """What ``look`` says of the arguments and the result of each call of a module's function from now on."""
 
-    def make(**values: Any) -> Policy:
+    def spy(module: Any, name: str, look: Callable[..., Any]) -> list[Any]:
+        seen: list[Any] = []
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            seen.append(look(result, *args))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+        return seen
+
+    return spy
+
+
+@pytest.fixture
+def write_reward(tmp_path: Path) -> Callable[..., str]:
+    """Write a reward function with this body, as many lines below its first. Returns it as a config names it."""
+
+    def write(body: str, name: str = "reward") -> str:
+        lines = "".join(f"    {line}\n" for line in body.splitlines())
+        (tmp_path / "mine.py").write_text(f"def {name}(prompts, completions, answer):\n{lines}")
+        return f"{tmp_path / 'mine.py'}:{name}"
+
+    return write
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> Callable[..., Path]:
+    """Write a model's config.json: MODEL with these values."""
+
+    def write(**values: Any) -> Path:
         path = tmp_path / "policy.json"
-        path.write_text(json.dumps({"vocab_size": 12, "eos_token_id": 0, "bos_token_id": None, **values}))
+        path.write_text(json.dumps(MODEL | values))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_policy(write_model: Callable[..., Path]) -> Callable[..., Policy]:
+    """A tiny policy with these values in its config and these fields in the model's table."""
+
+    def make(table: dict[str, Any] | None = None, **values: Any) -> Policy:
         torch.manual_seed(0)
-        return load_policy(ModelConfig(config=path, tokenizer=str(EXAMPLE / "tokenizer")), torch.device("cpu"))
+        config = ModelConfig(config=write_model(**values), tokenizer=TOKENIZER, **(table or {}))
+        return load_policy(config, torch.device("cpu"))
 
     return make
+
+
+@pytest.fixture
+def policy(make_policy: Callable[..., Policy]) -> Policy:
+    """A random one, whose next tokens are far from uniform."""
+    return make_policy(initializer_range=0.5)

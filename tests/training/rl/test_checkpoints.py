@@ -6,7 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from checkpoint_files import checkpoints
+from mistakes import error_of
+from run_files import checkpoints
 
 import fastrl.training.common.checkpoint as module
 from fastrl.base.errors import UserError
@@ -16,9 +17,8 @@ from fastrl.training.rl.train import train
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_old_checkpoints_are_pruned(make_config, keep, left):
-    config = make_config(training={"steps": 4}, logging={"checkpoint_every": 1, "keep_checkpoints": keep})
-    train(config)
+def test_old_checkpoints_are_pruned(trained, keep, left):
+    config = trained(training={"steps": 4}, logging={"checkpoint_every": 1, "keep_checkpoints": keep})
     assert checkpoints(config) == [f"step-{step:06d}" for step in left]
 
 
@@ -33,10 +33,8 @@ def test_a_full_disk_costs_no_checkpoint(make_config, monkeypatch):
         save(tensors, path)
 
     monkeypatch.setattr(module, "save_file", save)
-    with pytest.raises(UserError) as error:
-        train(config)
     folder = config.logging.output_dir / "checkpoints"
-    assert str(error.value) == (
+    assert error_of(train, config) == (
         f"step 3: cannot save a checkpoint in {folder}: [Errno 28] No space left on device; the last good checkpoint "
         f"is {folder / 'step-000002'}"
     )
@@ -47,10 +45,8 @@ def test_a_full_disk_costs_no_checkpoint(make_config, monkeypatch):
 
 def test_resuming_without_a_checkpoint_says_so(make_config):
     config = make_config()
-    with pytest.raises(UserError) as error:
-        train(config, resume=True)
     folder = config.logging.output_dir / "checkpoints"
-    assert str(error.value) == (
+    assert error_of(train, config, resume=True) == (
         f"{folder}: holds no complete checkpoint to resume from; start the run without --resume"
     )
     assert not config.logging.output_dir.exists()
@@ -72,24 +68,21 @@ def test_resuming_without_a_checkpoint_says_so(make_config):
         ({"advantages": {"ddof": 1}}, ["advantages.ddof was 0 and is now 1"]),
     ],
 )
-def test_another_config_is_refused_field_by_field(make_config, tables, expected):
-    train(make_config(training={"steps": 1}))
+def test_another_config_is_refused_field_by_field(make_config, trained, tables, expected):
+    trained(training={"steps": 1})
     other = make_config(**tables | {"training": {"steps": 1} | tables.get("training", {})})
-    with pytest.raises(UserError) as error:
-        train(other, resume=True)
-    assert "step-000001: cannot be resumed with another config: " in str(error.value)
-    for part in expected:
-        assert part in str(error.value)
-    assert str(error.value).count(" was ") == len(tables)
+    error = error_of(train, other, resume=True)
+    for part in ("step-000001: cannot be resumed with another config: ", *expected):
+        assert part in error
+    assert error.count(" was ") == len(tables)
 
 
-def test_another_dataset_is_refused(make_config, example, tmp_path):
+def test_another_dataset_is_refused(trained, example, tmp_path):
     """Of another length, or of as many other prompts."""
     lines = (example / "train.jsonl").read_text().splitlines(keepends=True)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(lines[:10]))
-    config = make_config(data={"path": str(file)})
-    train(config)
+    config = trained(data={"path": str(file)})
     file.write_text("".join(lines[:9]))
     with pytest.raises(UserError, match=r"step-000002: .*data\.path had 10 rows and now has 9"):
         train(config, resume=True)
@@ -98,15 +91,13 @@ def test_another_dataset_is_refused(make_config, example, tmp_path):
         train(config, resume=True)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one(make_config):
-    config = make_config(training={"steps": 4}, logging={"checkpoint_every": 1})
-    train(config)
+def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one(trained):
+    config = trained(training={"steps": 4}, logging={"checkpoint_every": 1})
     folder = config.logging.output_dir / "checkpoints"
 
     def refused():
-        with pytest.raises(UserError) as error:
-            train(config, resume=True)
-        return str(error.value).removeprefix(f"{folder / 'step-000004'}: the checkpoint is damaged: ")
+        error = error_of(train, config, resume=True)
+        return error.removeprefix(f"{folder / 'step-000004'}: the checkpoint is damaged: ")
 
     weights = folder / "step-000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

@@ -1,8 +1,7 @@
 """Configs: what is read, where paths point, who wins, and what a mistake says."""
 
-from pathlib import Path
-
 import pytest
+from mistakes import error_of
 
 import fastrl
 from fastrl.base.errors import UserError
@@ -25,7 +24,7 @@ name = "grpo"
 def write(tmp_path):
     def write(text):
         path = tmp_path / "config.toml"
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return path
 
     return write
@@ -37,19 +36,8 @@ def parse(path, *overrides):
 
 def test_the_command_line_overrides_the_file(write):
     path = write(MINIMAL + "kl_coef = 0.5\n[rollout]\ntemperature = 0.7\nmax_new_tokens = 9\n")
-    config = parse(
-        path,
-        "--rollout.temperature",
-        "0.9",
-        "--objective.name",
-        "sapo",
-        "--objective.tau_pos",
-        "2.0",
-        "--objective.kl_coef",
-        "None",
-        "--logging.overwrite",
-        "true",
-    )
+    options = "--rollout.temperature 0.9 --objective.name sapo --objective.tau_pos 2.0 --objective.kl_coef None"
+    config = parse(path, *options.split(), "--logging.overwrite", "true")
     assert (config.rollout.temperature, config.rollout.max_new_tokens) == (0.9, 9)
     assert config.logging.overwrite
     assert config.objective.build() == fastrl.SAPO(tau_pos=2.0)
@@ -123,11 +111,8 @@ def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, 
     ],
 )
 def test_a_mistake_names_file_or_option_field_and_what_came(write, text, overrides, expected):
-    path = write(text)
-    with pytest.raises(UserError) as error:
-        parse(path, *overrides)
-    for part in expected:
-        assert part in str(error.value)
+    error = error_of(parse, write(text), *overrides)
+    assert [part for part in expected if part not in error] == []
 
 
 def test_every_mistake_is_told_at_once(write):
@@ -136,22 +121,20 @@ def test_every_mistake_is_told_at_once(write):
         load_settings(Config, path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_file_that_is_not_there(write, tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.toml: cannot read"):
-        load_settings(Config, Path(tmp_path / "nowhere.toml"))
-    (tmp_path / "top.toml").write_text('base = "nowhere.toml"\n')
+        load_settings(Config, tmp_path / "nowhere.toml")
+    path = write('base = "nowhere.toml"\n')
     with pytest.raises(
-        UserError, match=r"nowhere\.toml: cannot read .*: No such file or directory \(the base of .*top"
+        UserError, match=r"nowhere\.toml: cannot read .*: No such file or directory \(the base of .*con"
     ):
-        load_settings(Config, Path(tmp_path / "top.toml"))
+        load_settings(Config, path)
 
 
 @pytest.mark.parametrize("text", ["x = " + "[" * 100_000, "x = " + "1" * 5000, "\ufffd".encode("utf-16")])
-def test_a_file_that_cannot_be_parsed(tmp_path, text):
-    path = tmp_path / "config.toml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+def test_a_file_that_cannot_be_parsed(write, text):
     with pytest.raises(UserError, match=r"config\.toml: cannot read the config: "):
-        load_settings(Config, path)
+        load_settings(Config, write(text))
 
 
 def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
@@ -163,11 +146,26 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
+        ({"rollout": {"top_p": 0.0}}, r"rollout\.top_p.*greater than 0, got 0\.0"),
+        ({"rollout": {"top_p": 1.1}}, r"rollout\.top_p.*less than or equal to 1, got 1\.1"),
+        ({"rollout": {"top_p": "nan"}}, r"rollout\.top_p.*got 'nan'"),
+        ({"rollout": {"top_k": -1}}, r"rollout\.top_k.*greater than or equal to 0, got -1"),
+        ({"rollout": {"top_k": 2.5}}, r"rollout\.top_k.*valid integer"),
+        ({"rollout": {"min_p": -0.1}}, r"rollout\.min_p.*greater than or equal to 0, got -0\.1"),
+        ({"rollout": {"min_p": 1.5}}, r"rollout\.min_p.*less than or equal to 1, got 1\.5"),
+        ({"evaluation": {"samples": 2, "k": [1, 4]}}, r"k: expected at most evaluation\.samples = 2, got \(1, 4\)"),
+        ({"evaluation": {"samples": -1}}, r"evaluation\.samples.*greater than or equal to 0"),
+        ({"evaluation": {"samples": 2, "k": [0]}}, r"evaluation\.k.*greater than or equal to 1"),
+        (  # a ranking over the minibatch
+            {"objective": {"top_entropy_fraction": 0.2}, "training": {"micro_batch_size": 2}},
+            r"objective\.top_entropy_fraction.*training\.micro_batch_size",
+        ),
+        # Coefficients that could never move.
         ({"kl": {"kind": "old-new"}, "training": {"minibatches": 1}}, "always 0 with one update a rollout"),
         ({"kl": {"coef": 0.0, "adaptive": "schulman", "target": 1.0}}, "cannot start from 0"),
         ({"entropy": {"target": 1.0}, "objective": {"entropy_coef": -1.0}}, "must be the positive coefficient"),
     ],
 )
-def test_coefficients_that_could_never_move_are_refused(make_config, tables, expected):
+def test_settings_that_cannot_be_used_are_refused(make_config, tables, expected):
     with pytest.raises(UserError, match=expected):
         make_config(**tables)

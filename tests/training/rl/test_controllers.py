@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play
-from safetensors.torch import load_file
-from updates import MODEL
+from run_files import repeatable, state
 
 import fastrl
 from fastrl.training.rl.config import EntropyConfig, KLConfig
@@ -18,7 +17,7 @@ CPU = torch.device("cpu")
 SCHULMAN = KLConfig(adaptive="schulman", target=0.1, coef=0.2)
 RLHF = KLConfig(adaptive="rlhf", target=6.0, horizon=10_000, coef=0.2)
 GRPO = {"objective": {"name": "grpo", "presets": {}, "entropy_coef": 0.05}}
-FAST = {"schedule": "constant", "warmup_updates": 0}
+FAST = {"schedule": "constant", "warmup_updates": 0, "lr": 1e-2}
 
 
 # --- the rules ------------------------------------------------------------------------------------------------------
@@ -97,8 +96,7 @@ def test_a_controllers_state_goes_through_json_bit_for_bit(updates):
 # --- in the loss ----------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_reads_the_tensors_as_they_are(make_policy, bare_run):
-    policy = make_policy(**MODEL, initializer_range=0.5)
+def test_the_loss_reads_the_tensors_as_they_are(policy, bare_run):
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
     kl, entropy = AdaptiveKL(SCHULMAN, CPU), LearnedEntropy(EntropyConfig(target=1.0), 0.3, CPU)
     run = bare_run(policy, fastrl.GRPO(kl=fastrl.KL("k3", kl.coef), entropy_coef=entropy.coef))
@@ -115,8 +113,7 @@ def test_the_loss_reads_the_tensors_as_they_are(make_policy, bare_run):
 def test_a_run_adapts_to_the_kl_of_its_last_update(make_config, target, factor):
     """A target below any KL doubles the coefficient each step but the first, whose only update is at KL 0."""
     table = {"adaptive": "schulman", "target": target, "coef": 0.1}
-    optimizer = FAST | {"lr": 1e-2}
-    _, steps = play(make_config(**GRPO, kl=table, optimizer=optimizer, training={"steps": 3, "minibatches": 1}))
+    _, steps = play(make_config(**GRPO, kl=table, optimizer=FAST, training={"steps": 3, "minibatches": 1}))
     assert steps[0]["kl"] < 1e-13 < 1e-9 < steps[1]["kl"] < steps[2]["kl"]
     first = 0.05  # at KL 0 either target is above
     expected = [first, first * factor, first * factor**2]
@@ -131,7 +128,7 @@ def test_which_kl_a_run_adapts_to(make_config, monkeypatch, adaptive):
     for place, kind in (("loss", "k3"), ("reward", "k1")):
         table = {"adaptive": adaptive, "target": 0.1, "place": place, "kind": kind}
         training = {"steps": 2, "minibatches": 1, "epochs": 2}
-        _, steps = play(make_config(**GRPO, kl=table, optimizer=FAST | {"lr": 1e-2}, training=training))
+        _, steps = play(make_config(**GRPO, kl=table, optimizer=FAST, training=training))
         for numbers, (_, tokens, responses) in zip(steps, seen[-2:], strict=True):
             assert responses == 24 and tokens == pytest.approx(numbers["length"] * 24)
             assert "kl_last" not in numbers
@@ -144,7 +141,7 @@ def test_which_kl_a_run_adapts_to(make_config, monkeypatch, adaptive):
 
 
 def test_a_synced_reference_is_the_policy_of_that_step(make_config):
-    tables = GRPO | {"optimizer": FAST | {"lr": 1e-2}, "training": {"steps": 5, "minibatches": 1}}
+    tables = GRPO | {"optimizer": FAST, "training": {"steps": 5, "minibatches": 1}}
     _, steps = play(make_config(**tables, kl={"coef": 0.1, "sync_every": 2}))
     kls = [numbers["kl"] for numbers in steps]
     # One update a step: each step's KL is that of the policy before it.
@@ -188,36 +185,17 @@ def test_an_adaptive_run_resumes_bit_for_bit(make_config, tmp_path, example, fai
     extra = {"data": {"eval_path": str(tmp_path / "eval.jsonl")}, "evaluation": {"every": 2, "samples": 2, "k": [1, 2]}}
     if tables is PPO:
         extra["pretraining"] = {"path": str(tmp_path / "text.txt"), "batch_size": 2, "length": 5}
-    configs = {
-        name: make_config(**tables, **extra, logging={"output_dir": str(tmp_path / name)}) for name in ("whole", "cut")
-    }
-    train(configs["whole"])
-    fail_in_step(replace_logging(configs["cut"], checkpoint_every=3), 4)
-    train(configs["cut"], resume=True)
+    whole = make_config("whole", **tables, **extra)
+    cut = make_config("cut", **tables, **extra)
+    train(whole)
+    fail_in_step(make_config("cut", **tables, **extra, logging={"checkpoint_every": 3}), 4)
+    train(cut, resume=True)
 
-    def outcome(config):
-        directory = config.logging.output_dir
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        last = directory / "checkpoints" / "step-000005"
-        tensors = {
-            (path.name, name): tensor.numpy().tobytes()
-            for path in last.glob("*.safetensors")
-            for name, tensor in load_file(path).items()
-        }
-        numbers = json.loads((last / "training_state.json").read_text())
-        del numbers["config"]
-        return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/"))} for r in lines], tensors, numbers
-
-    whole, cut = outcome(configs["whole"]), outcome(configs["cut"])
-    assert whole[0] == cut[0] and len(whole[0]) == 5
-    assert whole[1] == cut[1] and whole[2] == cut[2]
+    steps, (tensors, _) = repeatable(whole), state(whole, 5)
+    assert steps == repeatable(cut) and len(steps) == 5
+    assert state(whole, 5) == state(cut, 5)
     names = {"kl_coef", "entropy_coef"} | ({"pretraining_loss", "value_loss"} if tables is PPO else set())
     for name in names:  # and none of them stands still
-        assert len({record[name] for record in whole[0]}) == 5, name
-    files = {name for name, _ in whole[1]}
-    expected = {"model.safetensors", "critic.safetensors", "reference.safetensors"} if tables is PPO else set()
-    assert files == {"training_state.safetensors"} | (expected or {"adapter_model.safetensors"})
-
-
-def replace_logging(config, **fields):
-    return config.model_copy(update={"logging": config.logging.model_copy(update=fields)})
+        assert len({record[name] for record in steps}) == 5, name
+    parts = ("model", "critic", "reference") if tables is PPO else ("adapter_model",)
+    assert set(tensors) == {f"{part}.safetensors" for part in (*parts, "training_state")}

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
-from updates import MODEL
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, naive_gae, own_logprobs, play, with_critic
+from digit_models import assert_gradient
 
 import fastrl
 import fastrl.training.rl.run as running
@@ -22,24 +22,6 @@ from fastrl.training.rl.experience import add_advantages, whitened
 
 PPO = {"advantages": {"estimator": "gae"}, "objective": {"name": "ppo", "entropy_coef": 0.0}}
 COUNTED = [True] * 6 + [False, True]
-MOE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.5,
-}
-
-
-@pytest.fixture
-def policy(make_policy):
-    return make_policy(**MODEL, initializer_range=0.5)
 
 
 @pytest.fixture
@@ -102,26 +84,17 @@ def test_without_discount_or_decay_every_return_is_the_reward(critic_run, rollou
 def test_a_kl_in_the_reward_is_paid_at_each_token_and_the_score_at_the_last(critic_run, rollout):
     """A naive loop, discounted so that each token's own reward shows; truncated rows end where they were cut off."""
     kl = KLConfig(place="reward", kind="k1", coef=0.3)
-    run = critic_run("own", kl, gamma=0.9, lam=0.7, whiten=False)
-    found = add_advantages(run, rollout, [])
-    difference = rollout.old_logprobs - rollout.ref_logprobs
-    for row, length in enumerate(LENGTHS):
-        if not COUNTED[row]:
-            assert (found.returns[row] == 0).all() and (found.token_advantages[row] == 0).all()
-            continue
-        later_value = later = 0.0
-        for t in reversed(range(length)):
-            reward = -0.3 * float(difference[row, t]) + float(rollout.rewards[row]) * (t == length - 1)
-            value = float(rollout.old_values[row, t])
-            later = reward + 0.9 * later_value - value + 0.9 * 0.7 * later
-            later_value = value
-            assert float(found.token_advantages[row, t]) == pytest.approx(later, abs=1e-5)
-            assert float(found.returns[row, t]) == pytest.approx(later + value, abs=1e-5)
+    found = add_advantages(critic_run("own", kl, gamma=0.9, lam=0.7, whiten=False), rollout, [])
+    columns = (rollout.rewards, rollout.old_logprobs, rollout.ref_logprobs, rollout.old_values, rollout.mask)
+    advantages, returns = naive_gae(*columns, 0.3, "k1", 0.9, 0.7)
+    torch.testing.assert_close(found.token_advantages.double(), advantages, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.returns.double(), returns, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_a_shared_critic_takes_the_rollouts_experts_before_the_update_too(make_policy):
-    policy = make_policy(**MOE)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    policy = make_policy(model_type="qwen3_moe", num_hidden_layers=2, initializer_range=0.5, **experts)
     examples = [Example("", {}, list(range(2, 4 + row))) for row in range(3)]
     rollout = generate(policy, examples, RolloutConfig(max_new_tokens=4, keep_routing=True))
     critic = Critic(policy, shared=True)
@@ -156,48 +129,11 @@ def test_whitening_one_token_or_none_gives_0():
 # --- its loss -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_an_own_critics_gradient_is_dense_float64_autograds(critic_run, rollout, packing, clip):
-    run = critic_run("own", packing=packing, micro_batch_size=3, clip=clip)
-    gradient, metrics = gradients(run, rollout)
-    critic = copy.deepcopy(run.critic).double()
-    total, clipped = 0.0, 0
-    for row, length in enumerate(LENGTHS):
-        if not COUNTED[row]:
-            continue
-        tokens = rollout.input_ids[row][rollout.attention_mask[row]][None]
-        states = critic.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0].double()
-        value = critic.head(states)[-length - 1 : -1, 0]
-        target, old = (x[row, :length].double() for x in (rollout.returns, rollout.old_values))
-        error = (value - target) ** 2
-        if clip is not None:
-            bound = (old + (value - old).clamp(-clip, clip) - target) ** 2
-            clipped += int((bound > error).sum())
-            error = torch.maximum(error, bound)
-        total = total + 0.5 * 0.5 * error.sum() / int(rollout.mask.sum())
-    assert clip is None or 0 < clipped < int(rollout.mask.sum())
-    assert float(metrics["value_loss"]) == pytest.approx(float(total.detach()), rel=1e-5)
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(critic.parameters()))])
-    ours = gradient[-len(expected) :].double()
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=3e-6 * float(expected.abs().max()))
-    # And none of it reaches the policy.
-    run.critic = None
-    alone, _ = gradients(run, rollout)
-    torch.testing.assert_close(gradient[: len(alone)], alone, rtol=0, atol=1e-7)
-
-
-def test_values_are_float32_where_products_are_narrow(critic_run, rollout, monkeypatch):
+def test_values_are_float32_where_products_are_narrow(critic_run, rollout, spy):
     """In the update as before it: rounded to bfloat16, values would differ from the old ones by up to 1 in 256."""
     run = critic_run("shared")
     run.policy = replace(run.policy, dtype=torch.bfloat16)
-    seen, loss = [], updating.value_loss
-
-    def spy(values, *args, **options):
-        seen.append(values.detach())
-        return loss(values, *args, **options)
-
-    monkeypatch.setattr(updating, "value_loss", spy)
+    seen = spy(updating, "value_loss", lambda _, values, *rest: values.detach())
     before = run.critic.rollout_values(run.policy, rollout, None, False)
     gradients(run, rollout)
     assert seen[0].dtype == torch.float32
@@ -208,13 +144,12 @@ def test_values_are_float32_where_products_are_narrow(critic_run, rollout, monke
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_it_learns_a_constant_reward(make_config, tmp_path, shared):
+def test_it_learns_a_constant_reward(make_config, write_reward, shared):
     """Its returns are 0.5 at every token; five steps of eight updates at Adam's 0.02 come most of the way from 0."""
-    (tmp_path / "mine.py").write_text("def reward(prompts, completions, answer):\n    return [0.5] * len(prompts)\n")
     config = make_config(
         **PPO,
         critic={"shared": shared, "lr": 0.02, "clip": None},
-        reward={"function": f"{tmp_path / 'mine.py'}:reward"},
+        reward={"function": write_reward("return [0.5] * len(prompts)")},
         optimizer={"lr": 1e-6, "schedule": "constant", "warmup_updates": 0},
         training={"steps": 5, "minibatches": 2, "epochs": 4},
     )
@@ -225,21 +160,11 @@ def test_it_learns_a_constant_reward(make_config, tmp_path, shared):
     assert all(numbers["critic_grad_norm"] > 0 for numbers in steps)
 
 
-def test_its_learning_rate_is_its_own(make_config, monkeypatch):
+def test_its_learning_rate_is_its_own(make_config, spy):
     """The policy's schedule, from another peak; without one, the policy's rate."""
-    rates = []
-    update = module.update
-
-    def spy(run, rollout):
-        numbers = update(run, rollout)
-        rates.append([group["lr"] for group in run.optimizer.param_groups])
-        return numbers
-
-    monkeypatch.setattr(module, "update", spy)
-    tables = PPO | {
-        "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_updates": 0},
-        "training": {"steps": 4, "minibatches": 1},
-    }
+    rates = spy(module, "update", lambda _, run, rollout: [group["lr"] for group in run.optimizer.param_groups])
+    optimizer = {"lr": 1e-3, "schedule": "linear", "warmup_updates": 0}
+    tables = PPO | {"optimizer": optimizer, "training": {"steps": 4, "minibatches": 1}}
     _, (first, *_) = play(make_config(**tables, critic={"lr": 4e-3}))
     assert rates == [pytest.approx([share * 1e-3, share * 4e-3]) for share in (0.75, 0.5, 0.25, 0)]
     assert first["lr"] == pytest.approx(1e-3)
@@ -283,5 +208,4 @@ def test_pretraining_text_adds_its_cross_entropy_and_begins_again(policy, bare_r
         assert float(metrics["pretraining_loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
         assert float(metrics["loss"]) == pytest.approx(float(before["loss"] + loss.detach()), rel=1e-4)
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-        atol = 3e-6 * float(expected.abs().max())
-        torch.testing.assert_close((gradient - plain).double(), expected, rtol=1e-4, atol=atol)
+        assert_gradient(gradient - plain, expected, 3e-6, rtol=1e-4)

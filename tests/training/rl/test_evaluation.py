@@ -1,21 +1,19 @@
 """Scores on held-out prompts: greedy means, pass@k and maj@k, and that looking changes nothing."""
 
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from run_files import records, repeatable, write_toml
 
 import fastrl.training.rl.evaluation as module
-from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.training.common.data import Example
 from fastrl.training.common.reward import RewardFunction, Rewards
 from fastrl.training.rl.config import EvaluationConfig
 from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
-from fastrl.training.rl.train import train
 
 
 @pytest.mark.parametrize("count", range(1, 7))
@@ -114,86 +112,36 @@ def test_no_score_at_all_is_nan(run):
     assert numbers["eval/nothing/pass@4"] == numbers["eval/nothing/maj@4"] == 0
 
 
-@pytest.mark.parametrize(
-    ("table", "expected"),
-    [
-        ({"samples": 2, "k": [1, 4]}, r"k: expected at most evaluation\.samples = 2, got \(1, 4\)"),
-        ({"samples": -1}, r"evaluation\.samples.*greater than or equal to 0"),
-        ({"samples": 2, "k": [0]}, r"evaluation\.k.*greater than or equal to 1"),
-    ],
-)
-def test_impossible_numbers_of_samples_are_named(make_config, table, expected):
-    with pytest.raises(UserError, match=expected):
-        make_config(evaluation=table)
-
-
-def test_looking_does_not_change_what_is_learnt(make_config, tmp_path, example, monkeypatch):
+def test_looking_does_not_change_what_is_learnt(trained, tmp_path, example, spy):
     """Sampled completions of the evaluation come from random numbers of its own, the same ones each time."""
     (tmp_path / "eval.jsonl").write_text("".join((example / "eval.jsonl").open().readlines()[:3]))
-    data = {"eval_path": str(tmp_path / "eval.jsonl")}
-    seen, texts_of = [], module.completion_texts
-    monkeypatch.setattr(module, "completion_texts", lambda *a: seen.append(texts_of(*a)) or seen[-1])
+    seen = spy(module, "completion_texts", lambda texts, *_: texts)
+    # Too small a rate to change a sample: evaluations that draw the same numbers then see the same.
+    tables = {"data": {"eval_path": str(tmp_path / "eval.jsonl")}, "optimizer": {"lr": 1e-12}, "training": {"steps": 3}}
 
-    def records(name, **evaluation):
-        # Too small a rate to change a sample: evaluations that draw the same numbers then see the same.
-        config = make_config(
-            data=data,
-            evaluation=evaluation,
-            training={"steps": 3},
-            optimizer={"lr": 1e-12},
-            logging={"output_dir": str(tmp_path / name)},
-        )
-        train(config)
-        lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def apart(record):
-        return {k: v for k, v in record.items() if not k.startswith(("eval/", "time/", "memory/"))}
-
-    never = records("never", every=None, samples=0)
-    often = records("often", every=1, samples=8, k=[1, 8])
-    assert [apart(record) for record in never] == [apart(record) for record in often]
+    never = repeatable(trained("never", **tables, evaluation={"every": None, "samples": 0}))
+    often = repeatable(trained("often", **tables, evaluation={"every": 1, "samples": 8, "k": [1, 8]}))
+    learnt = [{k: v for k, v in record.items() if not k.startswith("eval/")} for record in (*never, *often)]
+    assert learnt[:3] == learnt[3:] and len(often) == 3
     sampled = [texts for texts in seen if len(texts) == 3 * 8]
     assert len(sampled) == 3 and sampled[0] == sampled[1] == sampled[2] and len(set(sampled[0])) > 1
     assert all({"eval/exact_match/pass@8", "eval/exact_match/maj@1"} <= set(record) for record in often)
 
 
-def test_nor_does_a_reward_that_draws_random_numbers_in_an_evaluation(make_config, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import random, numpy, torch\n"
-        "def reward(prompts, completions, answer):\n"
-        "    return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in prompts]\n"
-    )
+def test_nor_does_a_reward_that_draws_random_numbers_in_an_evaluation(trained, write_reward):
+    body = "import random, numpy, torch\n"
+    body += "return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in prompts]"
+    tables = {"reward": {"function": write_reward(body)}, "training": {"steps": 3}}
 
     def rewards(every):
-        config = make_config(
-            reward={"function": f"{tmp_path / 'mine.py'}:reward"},
-            training={"steps": 3},
-            evaluation={"every": every, "metrics": []},
-            logging={"output_dir": str(tmp_path / f"every-{every}")},
-        )
-        train(config)
-        lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["reward"] for line in lines]
+        evaluation = {"every": every, "metrics": []}
+        return [record["reward"] for record in records(trained(f"every-{every}", **tables, evaluation=evaluation))]
 
     assert rewards(1) == rewards(3)
 
 
-def test_a_run_whose_evaluation_scores_nothing_still_ends_well(example, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text("def nothing(prompts, completions, answer):\n    return [None] * len(prompts)\n")
-    arguments = [
-        "train",
-        str(example / "config.toml"),
-        "--training.steps",
-        "1",
-        "--rollout.prompts_per_step",
-        "2",
-        "--evaluation.metrics",
-        json.dumps([f"{tmp_path / 'mine.py'}:nothing"]),
-        "--logging.output_dir",
-        str(tmp_path / "run"),
-        "--logging.tensorboard",
-        "false",
-    ]
-    assert main(arguments) == 0
+def test_a_run_whose_evaluation_scores_nothing_still_ends_well(make_config, write_reward, tmp_path, capsys):
+    metrics = [write_reward("return [None] * len(prompts)", "nothing")]
+    config = make_config(training={"steps": 1}, evaluation={"metrics": metrics})
+    assert main(["train", write_toml(tmp_path / "config.toml", config.model_dump(mode="json"))]) == 0
     assert "eval/nothing" not in capsys.readouterr().out.splitlines()[-2]

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import LENGTHS, PROMPTS, VOCAB, make_rollout, own_logprobs, play
+from random_calls import exact_advantages as exact
+from rollouts import LENGTHS, PROMPTS, VOCAB, make_rollout, naive_gae, own_logprobs, play
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
-from updates import MODEL
 
 import fastrl
 import fastrl.training.rl.run as running
@@ -39,11 +39,6 @@ def equal(prompts, completions, answer):
 def model(prompts, completions, answer):
     return [1.0] * len(prompts)
 """
-
-
-@pytest.fixture
-def policy(make_policy):
-    return make_policy(**MODEL, initializer_range=0.5)
 
 
 @pytest.fixture
@@ -112,11 +107,8 @@ def test_completions_that_were_cut_off_do_not_count_but_their_rewards_do(collect
     ended = ended_by_eos(run.policy, rollout)
     assert torch.equal(rollout.counted, ended) and 0 < int(ended.sum()) < len(ended)
     assert (rollout.mask.any(1) == ended).all() and numbers["truncated"] > 0
-    naive = [
-        reward - sum(x for j, x in enumerate(rollout.rewards.tolist()) if rollout.groups[j] == group and j != i)
-        for i, (reward, group) in enumerate(zip(rollout.rewards.tolist(), rollout.groups.tolist(), strict=True))
-    ]  # two rewards a group, so that the mean of the others is the other one
-    assert rollout.response_advantages.tolist() == pytest.approx(naive)
+    expected = exact.leave_one_out(rollout.rewards.tolist(), rollout.groups.tolist())
+    assert rollout.response_advantages.tolist() == pytest.approx(expected)
 
 
 # --- dynamic sampling -----------------------------------------------------------------------------------------------
@@ -157,7 +149,7 @@ def test_where_nothing_varies_there_is_no_update_and_the_next_step_goes_on(confi
 def test_joined_rollouts_keep_each_tokens_numbers(make_policy, routed):
     """Prompts of other lengths, with truncated sampling and routing: the parts' numbers, each by itself."""
     mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    policy = make_policy(**(MODEL | (mixture if routed else {})), initializer_range=0.7)
+    policy = make_policy(**(mixture if routed else {}), initializer_range=0.7)
     settings = RolloutConfig(max_new_tokens=5, top_p=0.8, batch_size=2, keep_routing=routed)
     prompts = [[[3, 1]], [[4, 5, 6, 7, 1], [9, 1]], [[8, 2, 1], [5, 6, 1], [7, 1]]]
     parts = [generate(policy, [Example("", {}, ids) for ids in group], settings) for group in prompts]
@@ -198,10 +190,8 @@ def test_leave_one_out(policy, advantages, beta):
     rollout = replace(own_logprobs(policy, make_rollout(PROMPTS, LENGTHS)), groups=torch.tensor([5, 0] * 3 + [0, 5]))
     found = advantages(rollout, KLConfig(place="reward", kind="k1", coef=beta), estimator="rloo").response_advantages
     price = ((rollout.old_logprobs - rollout.ref_logprobs) * rollout.mask).sum(1)
-    scores = (rollout.rewards - beta * price).tolist()
-    for i, score in enumerate(scores):
-        others = [s for j, s in enumerate(scores) if rollout.groups[j] == rollout.groups[i] and j != i]
-        assert float(found[i]) == pytest.approx(score - sum(others) / len(others), abs=1e-5)
+    expected = exact.leave_one_out((rollout.rewards - beta * price).tolist(), rollout.groups.tolist())
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_rewards_to_go_are_whitened_over_the_batch(policy, advantages):
@@ -210,18 +200,11 @@ def test_rewards_to_go_are_whitened_over_the_batch(policy, advantages):
     rollout = replace(rollout, old_values=None)
     kl = KLConfig(place="reward", kind="k2", coef=0.3)
     found = advantages(rollout, kl, estimator="batch", gamma=0.9).token_advantages
-    naive = {}
-    for row, length in enumerate(LENGTHS[:-1]):
-        later = float(rollout.rewards[row])
-        for t in reversed(range(length)):
-            d = float(rollout.ref_logprobs[row, t] - rollout.old_logprobs[row, t])
-            later = -0.3 * d * d / 2 + (later if t == length - 1 else 0.9 * later)
-            naive[row, t] = later
-    mean = sum(naive.values()) / len(naive)
-    deviation = (sum((x - mean) ** 2 for x in naive.values()) / len(naive)) ** 0.5
-    for (row, t), value in naive.items():
-        assert float(found[row, t]) == pytest.approx((value - mean) / deviation, abs=1e-5)
-    assert (found[~rollout.mask] == 0).all()
+    columns = (rollout.rewards, rollout.old_logprobs, rollout.ref_logprobs)
+    naive, _ = naive_gae(*columns, torch.zeros_like(found), rollout.mask, 0.3, "k2", 0.9, 1.0)
+    counted = naive[rollout.mask]
+    expected = ((naive - counted.mean()) / counted.std(correction=0)).where(rollout.mask, 0)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
 
 
 def words():
@@ -254,17 +237,13 @@ def test_step_rewards_fall_on_the_tokens_up_to_the_steps_end(policy, advantages)
     steps = [[(9, 1.0), (12, -2.0)], [(2, 3.0)], [(4, 0.5), (10, 1.5), (1, 2.5)], []]
     # A step that ends inside a token, "efgh|i", ends with it.
     ends = [[2, 4], [1], [0, 1, 0], []]
-    rollout = rollout_of(rows)
-    found = advantages(
-        rollout, steps=steps, policy=replace(policy, tokenizer=words()), estimator="process", scale="none"
-    ).token_advantages
+    rollout, policy = rollout_of(rows), replace(policy, tokenizer=words())
+    found = advantages(rollout, steps=steps, policy=policy, estimator="process", scale="none").token_advantages
     assert found.shape == rollout.targets.shape
-    for row, tokens in enumerate(rows):
-        group = [value for other in range(4) if other // 2 == row // 2 for _, value in steps[other]]
-        mean = sum(group) / len(group)
-        for t in range(found.shape[1]):
-            later = [v - mean for (_, v), end in zip(steps[row], ends[row], strict=True) if t <= end]
-            assert float(found[row, t]) == pytest.approx(sum(later) * (t < len(tokens)), abs=1e-6), (row, t)
+    values = [[value for _, value in row] for row in steps]
+    expected, _ = exact.process(values, ends, [0, 0, 1, 1], [len(row) for row in rows], "none", 0, 0.0)
+    for row, wanted in enumerate(expected):
+        assert found[row].tolist() == pytest.approx(wanted + [0.0] * (found.shape[1] - len(wanted)), abs=1e-6), row
 
 
 def test_step_rewards_stay_with_their_completions(collected, tmp_path):
@@ -281,16 +260,11 @@ def test_step_rewards_stay_with_their_completions(collected, tmp_path):
 
 
 def test_a_step_ends_with_the_last_byte_of_its_last_character(policy, advantages):
-    tokenizer, text = utf8(), "2€ = …é!"
-    row = [*tokenizer(text)["input_ids"], 0]
+    policy, text = replace(policy, tokenizer=utf8()), "2€ = …é!"
+    row = [*policy.tokenizer(text)["input_ids"], 0]
     assert len(row) == len(text.encode()) + 1
     steps = [[(end, float(end)) for end in range(1, len(text) + 1)], [(1, 0.5)]]
-    found = advantages(
-        rollout_of([row, row]),
-        steps=steps,
-        policy=replace(policy, tokenizer=tokenizer),
-        estimator="process",
-        scale="none",
-    ).token_advantages[0]
+    rollout = rollout_of([row, row])
+    (found, _) = advantages(rollout, steps=steps, policy=policy, estimator="process", scale="none").token_advantages
     jumps = (found[:-1] - found[1:]).abs() > 1e-6
     assert jumps.nonzero()[:, 0].tolist() == [len(text[:end].encode()) - 1 for end in range(1, len(text) + 1)]

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from run_files import repeatable
 from safetensors.torch import load_file
 
 from fastrl.training.common.checkpoint import NUMBERS
@@ -29,11 +30,6 @@ def go_on(values: dict, resume: bool) -> None:
     train(Config.model_validate(values), resume=resume)
 
 
-def records(config):
-    lines = (config.logging.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "memory/"))} for line in lines]
-
-
 def complete(config):
     """The checkpoints that a run could go on from; all of them can be read."""
     found = sorted((config.logging.output_dir / "checkpoints").glob("step-*"))
@@ -45,16 +41,13 @@ def complete(config):
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments_change_no_metric(make_config, tmp_path):
+def test_twenty_kills_at_random_moments_change_no_metric(make_config, trained):
     """Three of four are kill -9. The moments are drawn anew each time; the seed is printed for a failure."""
     seed = random.randrange(10**6)
     print("seed", seed)
     draw = random.Random(seed)
-    whole = make_config(**TABLES, logging={"output_dir": str(tmp_path / "whole")})
-    train(whole)
-    config = make_config(
-        **TABLES, logging={"output_dir": str(tmp_path / "killed"), "checkpoint_every": 1, "keep_checkpoints": 2}
-    )
+    whole = trained("whole", **TABLES)
+    config = make_config("killed", **TABLES, logging={"checkpoint_every": 1, "keep_checkpoints": 2})
     # Children of a process that has imported all but done nothing yet: a fork of this one could hang in its threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fastrl.training.rl.train"])
@@ -82,5 +75,5 @@ def test_twenty_kills_at_random_moments_change_no_metric(make_config, tmp_path):
         statuses.append(process.exitcode)
     assert process.exitcode == 0
     assert kills == 20 and -signal.SIGKILL in statuses
-    assert records(config) == records(whole)
+    assert repeatable(config) == repeatable(whole)
     assert [directory.name for directory in complete(config)] == [f"step-{step:06d}" for step in (STEPS - 1, STEPS)]

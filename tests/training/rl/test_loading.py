@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import mistakes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from fastrl.training.common.settings import load_settings, looks_like_path
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.run import make_run
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16}
 CPU = torch.device("cpu")
 
 
@@ -27,7 +28,7 @@ def saved(make_policy, tmp_path):
     """A saved model of two layers, as a directory."""
 
     def saved(name="saved", **values):
-        policy = make_policy(**{"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 16, **SHAPE, **values})
+        policy = make_policy(model_type="qwen3", **SHAPE, **values)
         policy.model.save_pretrained(tmp_path / name)
         policy.tokenizer.save_pretrained(tmp_path / name)
         return tmp_path / name
@@ -47,9 +48,7 @@ def reconfigure(path, **values):
 
 
 def error_of(path, load=load_weights, **options):
-    with pytest.raises(UserError) as caught:
-        load(ModelConfig(path=str(path)), **options)
-    return str(caught.value)
+    return mistakes.error_of(load, ModelConfig(path=str(path)), **options)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -121,15 +120,13 @@ def test_adapters_are_whole_and_so_is_their_base(saved, tmp_path):
     reconfigure(path / "adapter_config.json", base_model_name_or_path=str(base))
     policy = load_policy(ModelConfig(path=str(path)), CPU)
     assert not any("lora" in name for name in policy.model.state_dict())
-    whole = (path / "adapter_model.safetensors").read_bytes()
-    rewrite(
-        path / "adapter_model.safetensors",
-        lambda found: found.pop("base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"),
-    )
+    weights = path / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    rewrite(weights, lambda found: found.pop("base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"))
     assert "missing, and would start at random: model.layers.1.mlp.up_proj.lora_A" in error_of(path)
-    (path / "adapter_model.safetensors").write_bytes(whole[:200])
+    weights.write_bytes(whole[:200])
     assert "cannot load the adapters: adapter_model.safetensors: damaged, or not copied whole" in error_of(path)
-    (path / "adapter_model.safetensors").write_bytes(whole)
+    weights.write_bytes(whole)
     rewrite(base / "model.safetensors", lambda found: found.pop("model.norm.weight"))
     assert error_of(path).startswith(f"{base}: ") and "model.norm.weight" in error_of(path)
     reconfigure(path / "adapter_config.json", base_model_name_or_path=f"{base}-moved")
@@ -144,8 +141,8 @@ def test_weights_that_are_cut_off(saved, keep):
     path = saved()
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    error = error_of(path)
-    assert error.startswith(f"{path}: cannot load the model: model.safetensors: damaged, or not copied whole (")
+    expected = f"{path}: cannot load the model: model.safetensors: damaged, or not copied whole ("
+    assert error_of(path).startswith(expected)
 
 
 def test_a_shard_that_is_cut_off_or_missing(saved, tmp_path):
@@ -183,35 +180,27 @@ def test_files_that_are_not_there(saved):
 
 
 @pytest.mark.parametrize(
-    ("command", "field"),
+    ("command", "file", "field"),
     [
-        ("train", "model.path"),
-        ("train", "reward.model"),
-        ("sft", "model.path"),
-        ("dpo", "model.path"),
-        ("reward-model", "model.path"),
-        ("sample", "model.path"),
+        ("train", "reverse_digits/config.toml", "model.path"),
+        ("train", "reverse_digits/config.toml", "reward.model"),
+        ("sft", "stages/sft.toml", "model.path"),
+        ("dpo", "stages/dpo.toml", "model.path"),
+        ("reward-model", "stages/reward_model.toml", "model.path"),
+        ("sample", "stages/sample.toml", "model.path"),
     ],
 )
-def test_every_command_says_it(saved, example, tmp_path, capsys, command, field):
-    path = saved()
+def test_every_command_says_it(saved, example, tmp_path, capsys, command, file, field):
+    path, output = saved(), tmp_path / "out"
     (path / "model.safetensors").write_bytes(b"half")
-    base = (
-        example / "config.toml"
-        if command == "train"
-        else example.parent / "stages" / f"{command.replace('-', '_')}.toml"
-    )
-    config, output = tmp_path / "config.toml", tmp_path / "out"
-    config.write_text(f"base = {str(base)!r}\n")
     place = "output.path" if command == "sample" else "logging.output_dir"
-    arguments = [command, str(config), f"--{field}", str(path), f"--{place}", str(output), "--training.device", "cpu"]
-    if command == "sft":
-        arguments += ["--model.config", "None"]
-    if command == "train" and field == "model.path":
-        arguments += ["--model.config", "None"]
+    given = {field: path, place: output, "training.device": "cpu"}
+    if command in ("train", "sft") and field == "model.path":
+        given["model.config"] = None
     if field == "reward.model":
         reconfigure(path / "config.json", architectures=["Qwen3ForSequenceClassification"])
-    assert main(arguments) == 2
+    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    assert main([command, str(example.parent / file), *options]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith(f"fastrl: {path}: cannot load the model: model.safetensors: damaged")
     assert not output.exists()
@@ -239,20 +228,14 @@ def test_a_path_where_nothing_is_says_so(example, tmp_path, monkeypatch, field, 
     if field == "reward.model":
         overrides["reward"]["function"] = []
     config = load_settings(Config, example / "config.toml", overrides)
-    with pytest.raises(UserError) as caught:
-        make_run(config)
-    assert str(caught.value) == f"{tmp_path / text}: no such directory"
+    assert mistakes.error_of(make_run, config) == f"{tmp_path / text}: no such directory"
 
 
 def test_a_name_on_the_hub_is_still_one_and_says_that_it_is_no_directory(saved):
-    config = ModelConfig(path="owner/name")
-    with pytest.raises(
-        UserError, match="owner/name: cannot load the model: no such directory, and as a name on the hub"
-    ):
-        load_weights(config)
-    path = saved()
-    error = error_of(path / "config.json")
-    assert error == f"{path / 'config.json'}: expected a directory, got a file"
+    error = error_of("owner/name")
+    assert "owner/name: cannot load the model: no such directory, and as a name on the hub" in error
+    path = saved() / "config.json"
+    assert error_of(path) == f"{path}: expected a directory, got a file"
     assert error_of("") == "expected a directory or a name on the hub as a model, got ''"
 
 

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from run_files import records
+from run_files import json_lines, records
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.log import RunLog
@@ -22,16 +22,15 @@ STRANGE = "one\u2028two\u2029three\u0085four\nfive\x0bsix \u00e9 \U0001f600"
 
 
 def rows(config):
-    text = (config.logging.output_dir / "samples.jsonl").read_text()
-    return [json.loads(line) for line in text.split("\n") if line]
+    return json_lines(config.logging.output_dir / "samples.jsonl")
 
 
 @pytest.fixture
 def open_log(make_config):
     """A log of four steps in the run's directory; ``step`` as RunLog's own."""
 
-    def open_log(step=0, **logging):
-        config = make_config(logging=logging)
+    def open_log(folder="run", step=0, **logging):
+        config = make_config(folder, logging=logging)
         return RunLog(config, config.logging, "grpo", 4, SHOWN, step)
 
     return open_log
@@ -60,9 +59,8 @@ def wandb(monkeypatch):
 
 
 @pytest.mark.drawn
-def test_a_run_leaves_samples_a_report_and_curves_and_prints_a_line_a_step(make_config, capfd):
-    config = make_config(logging={"samples": 3})
-    train(config)
+def test_a_run_leaves_samples_a_report_and_curves_and_prints_a_line_a_step(trained, capfd):
+    config = trained(logging={"samples": 3})
     run = config.logging.output_dir
     found = rows(config)
     assert [row["step"] for row in found] == [1, 1, 1, 2, 2, 2]
@@ -81,9 +79,8 @@ def test_a_run_leaves_samples_a_report_and_curves_and_prints_a_line_a_step(make_
 
 
 @pytest.mark.drawn
-def test_no_samples_where_none_are_asked_for(make_config):
-    config = make_config(logging={"samples": 0}, training={"steps": 1})
-    train(config)
+def test_no_samples_where_none_are_asked_for(trained):
+    config = trained(logging={"samples": 0}, training={"steps": 1})
     assert not (config.logging.output_dir / "samples.jsonl").exists()
     assert (config.logging.output_dir / "report.html").exists()
 
@@ -134,10 +131,10 @@ def test_after_a_resume_no_step_and_no_sample_is_there_twice(open_log):
         for step in (3, 4):
             log.write(step, {"reward": 10.0 * step}, [sample(step, "again")])
         assert log.summarize({})["reward"] == 40.0
-    found = [json.loads(line) for line in samples.read_text().split("\n")[:-1]]
+    found = json_lines(samples)
     assert [row["prompt"] for row in found] == ["first 1", "second 1", "first 2", "second 2", "again 3", "again 4"]
     assert all(row["completion"] == STRANGE for row in found)
-    assert [json.loads(line)["reward"] for line in log.path.read_text().splitlines()] == [1, 2, 30, 40]
+    assert [record["reward"] for record in json_lines(log.path)] == [1, 2, 30, 40]
     assert (log.directory / "report.html").exists()
     assert not list(log.directory.glob("*.unfinished"))
 
@@ -152,17 +149,11 @@ def test_a_resumed_run_has_each_steps_samples_once(make_config, fail_in_step):
 # --- Weights & Biases -----------------------------------------------------------------------------------------------
 
 
-def test_wandb_gets_the_config_every_step_and_the_end(make_config, wandb):
-    config = make_config(logging={"wandb": "mine"})
-    train(config)
+def test_wandb_gets_the_config_every_step_and_the_end(trained, wandb):
+    config = trained(logging={"wandb": "mine"})
     (_, arguments), *logs, end = wandb.calls
-    assert arguments == {
-        "project": "mine",
-        "dir": config.logging.output_dir,
-        "config": config.model_dump(mode="json"),
-        "id": None,
-        "resume": None,
-    }
+    given = {"project": "mine", "dir": config.logging.output_dir, "config": config.model_dump(mode="json")}
+    assert arguments == given | {"id": None, "resume": None}
     assert [(kind, step) for kind, step, _ in logs] == [("log", 1), ("log", 2)]
     assert [{"step": step, **record} for _, step, record in logs] == records(config)
     assert end == ("finish", 0)
@@ -175,45 +166,39 @@ def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(open_log, wan
         raise KeyError
     with open_log(overwrite=True, wandb="mine"):
         pass
-    inits = [(arguments["id"], arguments["resume"]) for kind, arguments, *_ in wandb.calls if kind == "init"]
-    assert inits == [(None, None), ("a", "allow"), (None, None)]
-    assert ("log", 1, {"reward": None}) in wandb.calls
-    assert [code for kind, code, *_ in wandb.calls if kind == "finish"] == [0, 1, 0]
-
-
-def test_a_run_that_was_not_logged_there_may_be_from_a_resume_on(open_log, wandb):
-    with open_log() as log:
+    with open_log("plain") as log:  # a run that was not logged there may be from a resume on
         log.write(1, {})
-    with open_log(step=1, wandb="mine"):
+    with open_log("plain", step=1, wandb="mine"):
         pass
-    assert [(c[1]["id"], c[1]["resume"]) for c in wandb.calls if c[0] == "init"] == [(None, None)]
+    inits = [(arguments["id"], arguments["resume"]) for kind, arguments, *_ in wandb.calls if kind == "init"]
+    assert inits == [(None, None), ("a", "allow"), (None, None), (None, None)]
+    assert ("log", 1, {"reward": None}) in wandb.calls
+    assert [code for kind, code, *_ in wandb.calls if kind == "finish"] == [0, 1, 0, 0]
 
 
-def test_without_wandb_the_package_is_named_and_nothing_is_lost(make_config, monkeypatch):
+def test_without_wandb_the_package_is_named_and_nothing_is_lost(make_config, trained, monkeypatch):
     """The run that was there stays, and a new directory does not look like a run afterwards."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     asked = make_config(logging={"wandb": "mine"})
     with pytest.raises(UserError, match=r"logging\.wandb needs wandb .*: pip install wandb$"):
         train(asked)
-    plain = make_config()
-    train(plain)
+    plain = trained()
     before = records(plain)
     with pytest.raises(UserError, match=r"logging\.wandb needs wandb"):
-        train(make_config(logging={"wandb": "mine", "overwrite": True}))
+        trained(logging={"wandb": "mine", "overwrite": True})
     assert records(plain) == before and (plain.logging.output_dir / "checkpoints").exists()
 
 
 def test_a_wandb_that_cannot_start_leaves_no_half_a_run(make_config, wandb, monkeypatch):
     """No network, say: the same command must work once there is one."""
-    init = wandb.init
 
     def offline(**arguments):
         raise OSError("no network")
 
-    wandb.init = offline
     config = make_config(logging={"wandb": "mine"})
-    with pytest.raises(OSError, match="no network"):
-        train(config)
-    wandb.init = init
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "init", offline)
+        with pytest.raises(OSError, match="no network"):
+            train(config)
     train(config)
     assert len(records(config)) == 2

@@ -1,37 +1,24 @@
 """A long chain of thought against a large vocabulary, on a small machine."""
 
-import json
-
 import pytest
-
-from fastrl.training.rl.train import train
+from run_files import records
 
 LENGTH, VOCAB = 16384, 151936  # the logits alone would be 9.3 GiB a response in float32, and a trainer holds several
 
 
 @pytest.mark.slow
-def test_a_long_response_takes_a_training_step(make_config, tmp_path):
+def test_a_long_response_takes_a_training_step(trained, write_model, write_reward):
     """One narrow layer, for a CPU: what is long and wide is the same as in a large model."""
-    model = {
-        "model_type": "llama",
+    wide = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 32,
-        "eos_token_id": 0,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "bos_token_id": None,
-        "max_position_embeddings": LENGTH + 4,
+        "head_dim": 16,
         "tie_word_embeddings": True,
     }
-    (tmp_path / "long.json").write_text(json.dumps(model))
-    (tmp_path / "mine.py").write_text(
-        "def reward(prompts, completions, answer):\n    return [float(i) for i in range(len(prompts))]\n"
-    )
-    config = make_config(
-        model={"config": str(tmp_path / "long.json")},
-        reward={"function": f"{tmp_path / 'mine.py'}:reward"},
+    config = trained(
+        model={"config": str(write_model(max_position_embeddings=LENGTH + 4, **wide))},
+        reward={"function": write_reward("return [float(i) for i in range(len(prompts))]")},
         kl={"coef": 0.1},
         rollout={"prompts_per_step": 1, "num_generations": 2, "max_new_tokens": LENGTH},
         optimizer={"warmup_updates": 0},
@@ -39,8 +26,7 @@ def test_a_long_response_takes_a_training_step(make_config, tmp_path):
         evaluation={"every": None, "metrics": []},
         data={"eval_path": None},
     )
-    train(config)
-    (numbers,) = map(json.loads, (config.logging.output_dir / "metrics.jsonl").read_text().splitlines())
+    (numbers,) = records(config)
     # Each ends early with probability 0.1; the longest one is what must fit.
     assert numbers["truncated"] >= 0.5 and numbers["length"] >= LENGTH / 2
     assert numbers["grad_norm"] > 0 and numbers["skipped_updates"] == 0

@@ -1,46 +1,34 @@
 """What long runs of large models need: adapters, checkpointed layers, narrow products, and the sampler's mismatch."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, with_critic
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, prompts, with_critic
 from safetensors.torch import load_file
+from digit_models import assert_gradient
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
-from updates import MODEL
 
 import fastrl
 import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.training.common.data import Example
 from fastrl.training.common.generation import generate
 from fastrl.training.common.policy import checkpointing, load_policy, reference_of
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
-from fastrl.training.rl.train import train
 
 GRPO = {"objective": {"name": "grpo", "presets": {}, "kl_coef": 0.1}}
 FAST = {"schedule": "constant", "warmup_updates": 0, "lr": 1e-2}
 ONE = {"training": {"steps": 3, "minibatches": 1}}
-EXAMPLES = [Example("", {}, list(range(2, 4 + row % 3))) for row in range(6)]
 
 
 @pytest.fixture
-def load(tmp_path, example):
+def load(make_policy):
     """A policy of two llama layers with these fields of the model's table."""
-
-    def load(**table):
-        values = {"vocab_size": 12, "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.5} | MODEL
-        (tmp_path / "policy.json").write_text(json.dumps(values | {"num_hidden_layers": 2}))
-        torch.manual_seed(0)
-        config = ModelConfig(config=tmp_path / "policy.json", tokenizer=str(example / "tokenizer"), **table)
-        return load_policy(config, torch.device("cpu"))
-
-    return load
+    return lambda **table: make_policy(table, num_hidden_layers=2, initializer_range=0.5)
 
 
 def weights(model):
@@ -84,15 +72,13 @@ def test_the_reference_of_adapters_is_the_model_from_before(load):
     assert not torch.allclose(rollout_logprobs(adapted, rollout, 1.0, None), expected, atol=0.1)
 
 
-def test_a_checkpoint_of_adapters_loads_again(make_config, tmp_path, monkeypatch):
+def test_a_checkpoint_of_adapters_loads_again(trained, tmp_path, spy):
     """By transformers' own from_pretrained, and as model.path of another run, which starts where the first ended."""
-    train(make_config(training={"steps": 1}, logging={"output_dir": str(tmp_path / "base")}))
+    trained("base", training={"steps": 1})
     base = tmp_path / "base" / "checkpoints" / "step-000001"
     location = {"config": None, "tokenizer": None}
-    seen, save = [], module.save_checkpoint
-    monkeypatch.setattr(module, "save_checkpoint", lambda run: (seen.append(run.policy), save(run)))
-    config = make_config(**ONE, optimizer=FAST, model=location | {"path": str(base), "lora_rank": 2})
-    train(config)
+    seen = spy(module, "save_checkpoint", lambda _, run: run.policy)
+    config = trained(**ONE, optimizer=FAST, model=location | {"path": str(base), "lora_rank": 2})
     directory = config.logging.output_dir / "checkpoints" / "step-000003"
     assert (directory / "adapter_model.safetensors").is_file() and not (directory / "model.safetensors").exists()
     assert all("lora_" in name for name in load_file(directory / "adapter_model.safetensors"))
@@ -107,8 +93,8 @@ def test_a_checkpoint_of_adapters_loads_again(make_config, tmp_path, monkeypatch
     again = load_policy(ModelConfig(path=str(directory)), torch.device("cpu"))
     torch.testing.assert_close(rollout_logprobs(again, rollout, 1.0, None), expected, rtol=0, atol=1e-5)
 
-    more = make_config(**ONE, model=location | {"path": str(directory)}, logging={"output_dir": str(tmp_path / "more")})
-    train(more)  # all weights: the adapters are a part of them now
+    # Of all weights: the adapters are a part of them now.
+    trained("more", **ONE, model=location | {"path": str(directory)})
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "more" / "checkpoints" / "step-000003").state_dict()
     base_weights = again.model.state_dict()
     assert trained.keys() == base_weights.keys() and not any("lora_" in name for name in trained)
@@ -158,28 +144,15 @@ def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load
     gradients(bare_run(policy, fastrl.GRPO()), own_logprobs(policy, make_rollout(PROMPTS, LENGTHS)))
     widths = []
     layers[0].mlp.register_forward_hook(lambda _, arguments, __: widths.append(arguments[0].shape[1]))
-    rollout = generate(policy, EXAMPLES, RolloutConfig(max_new_tokens=5))
+    rollout = generate(policy, prompts(6), RolloutConfig(max_new_tokens=5))
     assert widths == [rollout.prompt_length] + [1] * (len(widths) - 1) and len(widths) > 1
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_of_their_own_dropout_do_not_drop_out(make_config, tmp_path, checkpointing):
+def test_layers_of_their_own_dropout_do_not_drop_out(make_config, write_model, checkpointing):
     """OPT's drop out by themselves, where they think that they are in training."""
-    model = {
-        "model_type": "opt",
-        "vocab_size": 12,
-        "hidden_size": 16,
-        "ffn_dim": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-        "dropout": 0.5,
-        "eos_token_id": 0,
-        "bos_token_id": 0,
-        "pad_token_id": 0,
-    }
-    (tmp_path / "opt.json").write_text(json.dumps(model))
-    table = {"config": str(tmp_path / "opt.json"), "gradient_checkpointing": checkpointing}
+    model = write_model(model_type="opt", ffn_dim=16, dropout=0.5, bos_token_id=0, pad_token_id=0)
+    table = {"config": str(model), "gradient_checkpointing": checkpointing}
     _, (numbers,) = play(make_config(model=table, training={"steps": 1, "minibatches": 1}))
     assert numbers["mismatch/abs_log_ratio"] < 1e-6
 
@@ -207,28 +180,19 @@ def test_bfloat16_products_leave_weights_and_moments_in_float32(make_config, est
 # --- the sampler against the training path --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def perturb(monkeypatch):
-    """Shift what generate samples from, one entry by one nat: its log-probabilities are no longer training's."""
-
-    def perturb(run):
-        def shift(_, __, output):
-            output.logits[..., 3] += 1
-            return output
-
-        run.policy.model.register_forward_hook(shift)
-
-    return perturb
-
-
 @pytest.mark.parametrize("table", [{}, {"top_p": 0.8}, {"temperature": 0.7, "batch_size": 5}])
-def test_a_sampler_that_is_the_training_path_has_no_mismatch(make_config, perturb, table):
+def test_a_sampler_that_is_the_training_path_has_no_mismatch(make_config, table):
     config = make_config(**GRPO, training={"steps": 1, "minibatches": 2, "epochs": 2}, rollout=table)
     run, (numbers,) = play(config)
     # Of the first update alone: later ones are away from the sampler because they have learnt something.
     assert 0 <= numbers["mismatch/abs_log_ratio"] < 1e-6 and abs(numbers["mismatch/k3"]) < 1e-9
     assert numbers["approx_kl"] > 1e-9
-    perturb(run)
+
+    def shift(_, __, output):  # what generate samples from, one entry by one nat
+        output.logits[..., 3] += 1
+        return output
+
+    run.policy.model.register_forward_hook(shift)
     numbers, _ = module.take_step(run)
     assert numbers["mismatch/abs_log_ratio"] > 0.05 and numbers["mismatch/k3"] > 0.005
 
@@ -259,15 +223,14 @@ def test_a_correction_weighs_by_the_samplers_own_logprobs(load, bare_run, level,
     inside = (rho >= low) & (rho <= high)
     assert inside[rollout.mask].any() and not inside[rollout.mask].all()
     weight = rho.clamp(low, high) if mode == "truncate" else rho * inside
-    weighted = replace(
-        rollout, token_advantages=rollout.response_advantages[:, None] * weight, response_advantages=None
-    )
+    advantages = rollout.response_advantages[:, None] * weight
+    weighted = replace(rollout, token_advantages=advantages, response_advantages=None)
     plain, other = fastrl.DAPO(), replace(rollout, rollout_logprobs=rollout.rollout_logprobs + 1)
     for packing in (False, True):
         options = {"packing": packing, "micro_batch_size": 3}
         found, _ = gradients(bare_run(policy, plain.replace(rollout_correction=correction), **options), rollout)
         expected, _ = gradients(bare_run(policy, plain, **options), weighted)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-6 * float(expected.abs().max()))
+        assert_gradient(found, expected, 3e-6, rtol=1e-4)
         unread = [gradients(bare_run(policy, plain, **options), batch)[0] for batch in (rollout, other)]
         assert torch.equal(*unread) and not torch.allclose(unread[0], found)
 

@@ -6,7 +6,6 @@ The right-hand sides are written by hand: dense float64 log-probabilities, loops
 from __future__ import annotations
 
 import copy
-import json
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from places import EXAMPLES
+from random_calls import exact_advantages as naive
+from rollouts import dense, dense_values, naive_gae
+from digit_models import add_noise, narrowed
 from transformers import set_seed
 
 import fastrl.training.rl.train as module
-from fastrl.training.common.rollout import Rollout, replaying
+from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.settings import load_settings
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.config import Config
@@ -45,10 +47,6 @@ def mean_of_sums(x, values):
     return (x.m * values).sum(1).mean()
 
 
-def mean_of_sums_over_4(x, values):
-    return (x.m * values).sum(1).mean() / 4
-
-
 def ratio(x):
     return (x.logp - x.old).exp()
 
@@ -69,10 +67,6 @@ def reinforce(x):
     return -x.A * x.logp
 
 
-def surrogate(x):
-    return -ratio(x) * x.A
-
-
 def clip(low, high):
     return lambda x: clipped(ratio(x), x, low, high)
 
@@ -86,17 +80,9 @@ def token_of_sequence_clip(x):
     return clipped(s * (x.logp - x.logp.detach()).exp(), x, 3e-4, 4e-4)
 
 
-def product_clip(x):
-    return clipped(sequence_sum(x, x.logp - x.old).exp(), x, 0.2, 0.2)
-
-
 def soft(x):
     tau = torch.where(x.A > 0, 1.0, 1.05)
     return -4 / tau * torch.sigmoid(tau * (ratio(x) - 1)) * x.A
-
-
-def capped(x):
-    return -ratio(x).detach().clamp(max=5.0) * x.A * x.logp
 
 
 def geometric_mean(x):
@@ -116,20 +102,8 @@ def masked_clip(x):
     return torch.where((x.A < 0) & (drift > 0.5), 0.0, clipped(ratio(x), x, 0.2, 0.2))
 
 
-def truncated_importance_clip(x):
-    return (x.old - x.sampler).exp().clamp(max=2.0) * clipped(ratio(x), x, 0.2, 0.28)
-
-
 def k3(x):
     return (x.ref - x.logp).exp() - (x.ref - x.logp) - 1
-
-
-def unbiased_k3(x):
-    return ratio(x) * k3(x)
-
-
-def old_to_new(x):
-    return ratio(x) - 1 - (x.logp - x.old)
 
 
 # --- rewards and advantages, a completion at a time -------------------------------------------------------------------
@@ -140,88 +114,48 @@ def fraction(text, answer):
     return right + (right == 1)
 
 
-def priced_fraction(text, answer):
-    return fraction(text, answer) - 0.01 * len(text)
-
-
-def exact(text, answer):
-    return float(text == answer)
-
-
-def spread(values):
-    mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-
-
 def on_all_tokens(values, x):
-    return [[value] * len(x.texts[0]) for value in values]
+    return torch.tensor(values, dtype=torch.float64)[:, None].expand_as(x.m)
 
 
-def group(x, divide=True):
-    found = []
-    for number, reward in zip(x.groups, x.rewards, strict=True):
-        mean, deviation = spread([r for g, r in zip(x.groups, x.rewards, strict=True) if g == number])
-        found.append([(reward - mean) / (deviation + 1e-6 if divide else 1)] * len(x.m[0]))
-    return found
+def group(x, scale="group"):
+    return on_all_tokens(naive.normalised(x.rewards.tolist(), x.groups, scale, 0, 1e-6)[0], x)
 
 
 def centred(x):
-    return group(x, divide=False)
-
-
-def token_rewards(x):
-    """-beta k1 on each token where the KL is in the reward, and the reward on the last one."""
-    rows = []
-    for i, reward in enumerate(x.rewards):
-        row = [-x.reward_beta * float(x.old[i, t] - x.ref[i, t]) for t in range(int(x.T[i]))]
-        rows.append([*row[:-1], row[-1] + reward])
-    return rows
+    return group(x, "none")
 
 
 def leave_one_out(x):
-    scores = [sum(row) for row in token_rewards(x)]
-    found = []
-    for i, score in enumerate(scores):
-        others = [s for j, s in enumerate(scores) if x.groups[j] == x.groups[i] and j != i]
-        found.append([score - sum(others) / len(others)] * len(x.m[0]))
-    return found
+    """Of the sequence's reward less beta k1, which is the KL in the reward."""
+    scores = x.rewards - x.reward_beta * ((x.old - x.ref) * x.m).sum(1)
+    return on_all_tokens(naive.leave_one_out(scores.tolist(), x.groups), x)
 
 
-def whitened(rows, x):
-    mean, deviation = spread([value for row in rows for value in row])
-    return [[(value - mean) / deviation for value in row] + [0.0] * (len(x.m[0]) - len(row)) for row in rows]
+def gae(x, values, lam):
+    """Advantages and returns without a discount, with -beta k1 on each token where the KL is in the reward."""
+    return naive_gae(x.rewards, x.old, x.ref, values, x.m, x.reward_beta, "k1", 1.0, lam)
+
+
+def whitened(advantages, x):
+    counted = advantages[x.m.bool()]
+    return (advantages - counted.mean()) / counted.std(correction=0)
 
 
 def rewards_to_go(x):
-    return whitened([[sum(row[t:]) for t in range(len(row))] for row in token_rewards(x)], x)
-
-
-def gae_rows(x, rewards):
-    rows = []
-    for i, row in enumerate(rewards):
-        values = [float(v) for v in x.old_values[i, : len(row)]] + [0.0]
-        deltas = [reward + values[t + 1] - values[t] for t, reward in enumerate(row)]
-        rows.append([sum(0.95 ** (s - t) * deltas[s] for s in range(t, len(row))) for t in range(len(row))])
-    return rows
+    return whitened(gae(x, torch.zeros_like(x.m), 1.0)[0], x)
 
 
 def generalised(x):
-    return whitened(gae_rows(x, token_rewards(x)), x)
+    return whitened(gae(x, x.old_values, 0.95)[0], x)
 
 
 def process(x):
     """One step a digit, which is one token here; normalised over all steps of the prompt."""
-    steps = [
-        [float(t < len(a) and a[t] == c) for t, c in enumerate(text)]
-        for text, a in zip(x.texts, x.answers, strict=True)
-    ]
-    found = []
-    for i, own in enumerate(steps):
-        together = [r for j, row in enumerate(steps) if x.groups[j] == x.groups[i] for r in row]
-        mean, deviation = spread(together) if together else (0.0, 0.0)
-        scores = [(r - mean) / (deviation + 1e-6) for r in own]
-        found.append([sum(scores[t:]) for t in range(len(x.m[0]))])
-    return found
+    pairs = zip(x.texts, x.answers, strict=True)
+    steps = [[float(t < len(a) and a[t] == c) for t, c in enumerate(text)] for text, a in pairs]
+    ends, lengths = [range(len(row)) for row in steps], [len(row) for row in x.m]
+    return torch.tensor(naive.process(steps, ends, x.groups, lengths, "group", 0, 1e-6)[0], dtype=torch.float64)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -237,19 +171,23 @@ class Formula:
     reward: Any = fraction
 
 
-PPO = Formula(clip(0.2, 0.2), token_mean, generalised, reward=priced_fraction)
+PPO = Formula(
+    clip(0.2, 0.2), token_mean, generalised, reward=lambda text, answer: fraction(text, answer) - 0.01 * len(text)
+)
 GSPO = Formula(sequence_clip, mean_of_means, group)
-V32 = Formula(masked_clip, mean_of_means, centred, unbiased_k3, 0.001)
+V32 = Formula(masked_clip, mean_of_means, centred, lambda x: ratio(x) * k3(x), 0.001)
 FORMULAS = {
     "ppo": PPO,
     "ppo_shared_critic": PPO,
     "ppo_ptx": PPO,
-    "ppo_kl": replace(PPO, policy=surrogate, kl=old_to_new),
+    "ppo_kl": replace(PPO, policy=lambda x: -ratio(x) * x.A, kl=lambda x: ratio(x) - 1 - (x.logp - x.old)),
     "grpo": Formula(clip(0.2, 0.2), mean_of_means, group, k3, 0.04),
     "grpo_process": Formula(clip(0.2, 0.2), mean_of_means, process, k3, 0.04),
-    "grpo_sequence_ratio": Formula(product_clip, mean_of_means, group, k3, 0.001),
-    "sparse": Formula(clip(0.2, 0.2), mean_of_means, group, reward=exact),
-    "dr_grpo": Formula(clip(0.2, 0.2), mean_of_sums_over_4, centred),
+    "grpo_sequence_ratio": Formula(
+        lambda x: clipped(sequence_sum(x, x.logp - x.old).exp(), x, 0.2, 0.2), mean_of_means, group, k3, 0.001
+    ),
+    "sparse": Formula(clip(0.2, 0.2), mean_of_means, group, reward=lambda text, answer: float(text == answer)),
+    "dr_grpo": Formula(clip(0.2, 0.2), lambda x, values: mean_of_sums(x, values) / 4, centred),
     "gpg": Formula(reinforce, token_mean, centred),
     "rloo": Formula(reinforce, mean_of_sums, leave_one_out, beta=0.03),
     "reinforce_pp": Formula(clip(0.2, 0.2), token_mean, rewards_to_go, beta=0.01),
@@ -258,13 +196,15 @@ FORMULAS = {
     "gspo_token": replace(GSPO, policy=token_of_sequence_clip),
     "luspo": replace(GSPO, aggregate=mean_of_sums),
     "sapo": Formula(soft, mean_of_means, group),
-    "cispo": Formula(capped, token_mean, group),
+    "cispo": Formula(lambda x: -ratio(x).detach().clamp(max=5.0) * x.A * x.logp, token_mean, group),
     "gmpo": Formula(geometric_mean, mean_of_means, group),
     "vespo": Formula(gamma_weight, token_mean, group),
     "deepseek_v32": V32,
     "deepseek_v32_moe": V32,
     "max_entropy": Formula(reinforce, token_mean, centred),
-    "tis": Formula(truncated_importance_clip, token_mean, group),
+    "tis": Formula(
+        lambda x: (x.old - x.sampler).exp().clamp(max=2.0) * clipped(ratio(x), x, 0.2, 0.28), token_mean, group
+    ),
 }
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 
@@ -282,12 +222,8 @@ def recipe(tmp_path):
 
     def recipe(name: str) -> Config:
         plain = load_settings(Config, RECIPES / f"{name}.toml")
-        assert plain.model.config is not None
-        model = json.loads(plain.model.config.read_text())
-        model |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        (tmp_path / "model.json").write_text(json.dumps(model | {"num_key_value_heads": 2}))
         overrides: dict[str, dict[str, Any]] = {
-            "model": {"config": str(tmp_path / "model.json")},
+            "model": {"config": str(narrowed(tmp_path, plain.model.config))},
             "data": {"eval_path": None},
             "evaluation": {"every": None, "metrics": []},
             "rollout": {"prompts_per_step": 6, "num_generations": 4},
@@ -325,7 +261,7 @@ def check(run: Run, rollout: Rollout, formula: Formula) -> None:
     x = recorded(run, rollout, formula)
     assert_close(rollout.rewards, [rewarded(x, formula, i, run) for i in range(len(x.texts))])
     found = rollout.token_advantages if rollout.response_advantages is None else rollout.response_advantages[:, None]
-    assert_close(found * x.m, torch.tensor(formula.advantages(x), dtype=torch.float64) * x.m)
+    assert_close(found * x.m, formula.advantages(x) * x.m)
     assert found.abs().max() > 0.1
 
     # From here on the policy is another one than the one that sampled, and the sampler was not quite the old one.
@@ -335,10 +271,7 @@ def check(run: Run, rollout: Rollout, formula: Formula) -> None:
         x.sampler = rollout.rollout_logprobs.double()
     perturbed = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
     before = [copy.deepcopy(part.state_dict()) for part in perturbed]
-    with torch.no_grad():
-        for part in perturbed:
-            for parameter in part.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
+    add_noise(0.05, *perturbed)
     position = 0 if run.text is None else run.text.position
 
     parts = accumulate_gradients(run, rollout, torch.arange(len(x.m)), Stopwatch(run.policy.device))
@@ -361,30 +294,6 @@ def assert_close(found, expected, atol=2e-5):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=atol, equal_nan=True)
 
 
-def dense(policy, rollout):
-    """Log-probabilities and entropies of the tokens, from a float64 copy of the model's logits; and the copy."""
-    model = copy.deepcopy(policy.model).double()
-    model.set_experts_implementation("eager")  # the grouped product takes no float64
-    with replaying(replace(policy, model=model), rollout, False):
-        logits = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask.long()).logits
-    logits = logits[:, rollout.prompt_length - 1 : -1]
-    if rollout.sampling_mask is not None:
-        kept = rollout.sampling_mask.to_dense(len(CHARACTERS)).view(logits.shape)
-        assert not kept.all()
-        logits = logits.masked_fill(~kept, -math.inf)
-    log_p = logits.log_softmax(-1)
-    logp = log_p.gather(-1, rollout.targets[..., None])[..., 0].where(rollout.mask, 0.0)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
-    return logp, entropy, model
-
-
-def values_of(critic, model, rollout):
-    decoder = model.get_decoder() if critic.decoder is None else critic.decoder
-    mask = rollout.attention_mask.long()
-    states = decoder(input_ids=rollout.input_ids, attention_mask=mask).last_hidden_state
-    return critic.head(states[:, rollout.prompt_length - 1 : -1])[..., 0]
-
-
 def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
     """What a rollout should hold before the first update of its step, and does."""
     x = SimpleNamespace(m=rollout.mask.double(), T=rollout.mask.sum(1).double(), old_values=None)
@@ -398,7 +307,7 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
         answers[tuple(row[m].tolist())]
         for row, m in zip(prompts, rollout.attention_mask[:, : rollout.prompt_length], strict=True)
     ]
-    x.groups, x.rewards = rollout.groups.tolist(), rollout.rewards.double().tolist()
+    x.groups, x.rewards = rollout.groups.tolist(), rollout.rewards.double()
     x.beta = float(run.kl.coef) if formula.beta is None and run.kl is not None else formula.beta
     x.reward_beta = x.beta if formula.kl is None else 0.0
     with torch.no_grad():
@@ -411,7 +320,7 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
             assert rollout.ref_logprobs is None
             x.ref = torch.zeros_like(x.old)
         if run.critic is not None:
-            x.old_values = values_of(copy.deepcopy(run.critic).double(), model, rollout)
+            x.old_values = dense_values(copy.deepcopy(run.critic).double(), model, rollout)
             assert_close(rollout.old_values * x.m, x.old_values * x.m)
     x.sampler = None if rollout.rollout_logprobs is None else rollout.rollout_logprobs.double()
     if x.sampler is not None:
@@ -431,7 +340,7 @@ def rewarded(x: SimpleNamespace, formula: Formula, i: int, run: Run) -> float:
 def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespace, position: int):
     """The whole loss in float64, and its gradient for each parameter of the policy (and the critic)."""
     x.logp, x.H, model = dense(run.policy, rollout)
-    x.A = torch.tensor(formula.advantages(x), dtype=torch.float64)
+    x.A = formula.advantages(x)
     assert 0.1 < ((x.logp - x.old).abs() * x.m).sum() / x.m.sum() < 2  # off-policy enough for every clip to act
     terms = formula.policy(x) - float(run.objective.entropy_coef) * x.H
     if formula.kl is not None:
@@ -441,10 +350,8 @@ def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespa
     if run.critic is not None:
         critic = copy.deepcopy(run.critic).double()
         parameters += critic.parameters()
-        values, old = values_of(critic, model, rollout), x.old_values
-        returns = torch.zeros_like(values)
-        for i, row in enumerate(gae_rows(x, token_rewards(x))):
-            returns[i, : len(row)] = torch.tensor(row, dtype=torch.float64) + old[i, : len(row)]
+        values, old = dense_values(critic, model, rollout), x.old_values
+        _, returns = gae(x, old, 0.95)
         near = old + (values - old).clamp(-0.2, 0.2)
         assert ((values - old).abs() * x.m).max() > 0.2
         squares = torch.maximum((values - returns) ** 2, (near - returns) ** 2)

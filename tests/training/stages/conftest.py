@@ -1,50 +1,23 @@
-"""The reverse_digits example's model with one narrow layer, its tokenizer, and files of a few rows."""
+"""The reverse_digits example's model with one narrow layer, its tokenizer, and the settings of a small stage."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import EXAMPLES
-from undrawn import undrawn  # noqa: F401
+from digit_models import TOKENIZER, narrowed
 
 from fastrl.training.common.policy import Policy, load_policy
 from fastrl.training.common.sections import ModelConfig
-
-EXAMPLE = EXAMPLES / "reverse_digits"
-TOKENIZER = str(EXAMPLE / "tokenizer")
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test may reach for a model hub."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[..., Path]:
-    """Write rows as JSONL, a file a name."""
-
-    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
 
 
 @pytest.fixture
 def model_config(tmp_path: Path) -> Path:
     """A small model's config.json."""
-    values = json.loads((EXAMPLE / "model.json").read_text())
-    values |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    path = tmp_path / "model.json"
-    path.write_text(json.dumps(values | {"num_key_value_heads": 2, "initializer_range": 0.2}))
-    return path
+    return narrowed(tmp_path, initializer_range=0.2)
 
 
 @pytest.fixture

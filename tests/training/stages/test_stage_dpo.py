@@ -1,11 +1,12 @@
 """DPO: the first loss is log 2, the gradient is a float64 oracle's, and accuracy rises."""
 
 import copy
-import json
 import math
 
 import pytest
 import torch
+from run_files import records
+from digit_models import add_noise, assert_gradient, gradient_of
 
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
@@ -28,13 +29,6 @@ def stage(policy, packing=False):
     return DPO(policy, TokenTrainingConfig(packing=packing), BETA)
 
 
-def move(model):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-
-
 def logprob(model, tokens):
     """The completion's log-probability from whole logits, in the model's precision."""
     logits = model(torch.tensor([tokens.all])).logits[0, len(tokens.prompt) - 1 : -1]
@@ -53,34 +47,28 @@ def oracle(before, after):
         losses.append(torch.log1p(torch.exp(-margin)) / len(PAIRS))
     loss = sum(losses)
     loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in after.parameters()])
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_the_first_loss_is_log_2(policy, packing):
-    trained = stage(policy, packing)
-    pairs = trained.attach(PAIRS, trained.before(PAIRS, 2))
-    numbers = measure(trained, pairs, 3, backward=False)
-    assert numbers["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert numbers["tokens"] == sum(len(p.chosen.completion) + len(p.rejected.completion) for p in PAIRS)
+    return loss.item(), gradient_of(after)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_gradient_is_the_oracles(policy, packing, size):
+def test_the_first_loss_is_log_2_and_the_gradient_is_the_oracles(policy, packing, size):
     trained = stage(policy, packing)
     pairs = trained.attach(PAIRS, trained.before(PAIRS, size))
+    first = measure(trained, pairs, 3, backward=False)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["tokens"] == sum(len(p.chosen.completion) + len(p.rejected.completion) for p in PAIRS)
     before = copy.deepcopy(policy.model)
-    move(policy.model)
+    torch.manual_seed(1)
+    add_noise(0.05, policy.model)
     loss, expected = oracle(before, policy.model)
     assert abs(loss - math.log(2)) > 0.01  # it has moved far enough to tell a wrong reference
     policy.model.zero_grad()
     numbers = measure(trained, pairs, size, backward=True)
     assert numbers["loss"] == pytest.approx(loss, rel=1e-5)
     assert numbers["margin"] == pytest.approx(numbers["chosen_reward"] - numbers["rejected_reward"], abs=1e-5)
-    found = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-    # Log-probabilities of some 20, in float32, are what the pairs' weights come from.
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    # Log-probabilities of about -20, in float32, are what the pairs' weights come from.
+    assert_gradient(gradient_of(policy.model), expected, 1e-5)
 
 
 def test_the_reference_of_adapters_is_the_model_without_them(policy, policy_path):
@@ -109,8 +97,7 @@ def test_accuracy_rises(settings, write_rows, tmp_path, policy_path, lora):
         training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
     )
     summary = train(Config.model_validate(tables))
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert records[0]["margin"] == pytest.approx(0, abs=1e-5)
+    first, *_ = records(tmp_path / "run")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["margin"] == pytest.approx(0, abs=1e-5)
     assert summary["accuracy"] > 0.85 and summary["margin"] > 0.1 and summary["loss"] < 0.65
     assert summary["eval/accuracy"] > 0.5 and "eval/loss" in summary

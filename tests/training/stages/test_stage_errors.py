@@ -1,8 +1,8 @@
 """Rows that cannot be used: one line that names the file, the line, the field, what came and what was expected."""
 
+import mistakes
 import pytest
 
-from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.training.stages import dpo, reward_model, sft
 
@@ -37,9 +37,7 @@ MISSING = [(stage, name) for stage, row in GOOD.items() for name in row]
 
 
 def error_of(stage, settings, path, **tables):
-    with pytest.raises(UserError) as caught:
-        stage.train(stage.Config.model_validate(settings(path, **tables)))
-    return str(caught.value)
+    return mistakes.error_of(stage.train, stage.Config.model_validate(settings(path, **tables)))
 
 
 @pytest.mark.parametrize(("stage", "change", "message"), CASES)
@@ -60,11 +58,10 @@ def test_a_missing_field(settings, write_rows, stage, name):
 @pytest.mark.parametrize("stage", GOOD)
 def test_held_out_rows_are_checked_and_files_are_not_empty(settings, write_rows, stage):
     path, empty = write_rows([GOOD[stage]]), write_rows([], "empty.jsonl")
+    held_out = write_rows([{"prompt": "1="}], "eval.jsonl")
     assert error_of(stage, settings, empty).startswith(f"{empty}: the dataset is empty")
     assert error_of(stage, settings, path, data={"eval_path": str(empty)}).startswith(f"{empty}: the dataset is empty")
-    assert "eval.jsonl:1: no field" in error_of(
-        stage, settings, path, data={"eval_path": str(write_rows([{"prompt": "1="}], "eval.jsonl"))}
-    )
+    assert "eval.jsonl:1: no field" in error_of(stage, settings, path, data={"eval_path": str(held_out)})
 
 
 def test_ties_alone_are_refused(settings, write_rows):

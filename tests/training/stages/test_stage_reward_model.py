@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from digit_models import MODEL, assert_gradient, gradient_of
 from transformers import AutoModelForSequenceClassification
 
 from fastrl.base.errors import UserError
@@ -29,6 +30,11 @@ def ranked_rows(count):
     return rows
 
 
+def scored(model, *texts):
+    """The scores of these completions of one prompt."""
+    return model([Example("12=", {}, [])] * len(texts), texts)
+
+
 @pytest.fixture
 def trained(settings, write_rows, tmp_path, policy_path):
     """A reward model trained from a language model, with the rows it was trained on and its summary."""
@@ -48,23 +54,20 @@ def test_it_ranks_held_out_responses_and_its_mean_is_0(trained):
     path, rows, summary = trained
     assert summary["eval/accuracy"] > 0.9 and summary["eval/margin"] > 0.5 and summary["eval/loss"] < 0.5
     model = RewardModel.load(path, CPU)
-    texts = [text for row in rows for text in row["responses"]]
-    scores = model([Example("12=", {}, [])] * len(texts), texts)
+    scores = scored(model, *(text for row in rows for text in row["responses"]))
     assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-4)
     assert abs(model.mean) > 1e-3  # otherwise nothing has been shifted
-    good, bad = model([Example("12=", {}, [])] * 2, ["777", "898"])
+    good, bad = scored(model, "777", "898")
     assert good > bad
 
 
 def test_a_score_is_the_last_tokens_whatever_stands_beside_it(trained):
     path, *_ = trained
-    model = RewardModel.load(path, CPU)
-    example, texts = Example("12=", {}, []), ["7", "789789", "", "77"]
-    together = model([example] * 4, texts)
-    small = RewardModel.load(path, CPU, batch_size=3)
-    alone = [model([example], [text])[0] for text in texts]
-    assert together == pytest.approx(alone, abs=1e-5)
-    assert small([example] * 4, texts) == pytest.approx(alone, abs=1e-5)
+    model, small = RewardModel.load(path, CPU), RewardModel.load(path, CPU, batch_size=3)
+    texts = ["7", "789789", "", "77"]
+    alone = [score for text in texts for score in scored(model, text)]
+    assert scored(model, *texts) == pytest.approx(alone, abs=1e-5)
+    assert scored(small, *texts) == pytest.approx(alone, abs=1e-5)
     for text, score in zip(texts, alone, strict=True):
         prompt, completion = tokenize_pair("12=", text, model.tokenizer, "")
         assert completion[-1] == model.tokenizer.eos_token_id
@@ -87,8 +90,7 @@ def test_saving_and_loading_changes_no_score(stage, tmp_path):
     save_model(stage, tmp_path / "copy")
     model = RewardModel(stage.model, stage.tokenizer)
     again = RewardModel.load(str(tmp_path / "copy"), CPU)
-    examples, texts = [Example("12=", {}, [])] * 3, ["7", "89", ""]
-    assert again(examples, texts) == model(examples, texts) and again.mean == model.mean != 0
+    assert scored(again, "7", "89", "") == scored(model, "7", "89", "") and again.mean == model.mean != 0
     assert sum(again.score(stage.reference)) == pytest.approx(0, abs=1e-5)
 
 
@@ -109,15 +111,14 @@ def test_micro_batches_add_up_and_agree_with_pairs_in_a_loop(stage):
         margins.append(found.mean())
     expected = torch.stack(losses).mean()
     expected.backward()
-    gradient = torch.cat([p.grad.flatten() for p in stage.model.parameters()])
+    gradient = gradient_of(stage.model)
     for size in (1, 2, 3):
         stage.model.zero_grad()
         numbers = measure(stage, rows, size, backward=True)
         assert numbers["loss"] == pytest.approx(expected.item(), rel=1e-5)
         assert numbers["accuracy"] == pytest.approx(torch.stack(right).mean().item())
         assert numbers["margin"] == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
-        found = torch.cat([p.grad.flatten() for p in stage.model.parameters()])
-        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+        assert_gradient(gradient_of(stage.model), gradient, 1e-5)
 
 
 def test_pairs_and_a_reference_of_its_own(settings, write_rows, tmp_path):
@@ -127,7 +128,7 @@ def test_pairs_and_a_reference_of_its_own(settings, write_rows, tmp_path):
     summary = train(Config.model_validate(settings(path, data=data, training={"epochs": 10})))
     assert summary["accuracy"] == 1
     model = RewardModel.load(str(tmp_path / "run" / "model"), CPU)
-    scores = model([Example("12=", {}, [])] * 2, ["77", "7"])
+    scores = scored(model, "77", "7")
     assert sum(scores) == pytest.approx(0, abs=1e-4) and scores[0] != scores[1]
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())[MEAN] == model.mean
 
@@ -141,11 +142,8 @@ def test_other_models_are_refused(policy_path, tmp_path, settings, write_rows):
     load_tokenizer(config).save_pretrained(tmp_path / "two")
     with pytest.raises(UserError, match=r"expected one score \(num_labels = 1\), got 2"):
         RewardModel.load(str(tmp_path / "two"), CPU)
-    bert = {"model_type": "bert", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    path = tmp_path / "bert.json"
-    path.write_text(json.dumps(bert | {"intermediate_size": 16}))
-    rows = write_rows(ranked_rows(2))
-    model = {"config": str(path), "tokenizer": policy_path}
+    rows, bert = write_rows(ranked_rows(2)), write_rows([MODEL | {"model_type": "bert"}], "bert.json")
+    model = {"config": str(bert), "tokenizer": policy_path}
     with pytest.raises(UserError, match='expected a linear head called "score", which BertForSequenceClassification'):
         train(Config.model_validate(settings(rows, model=model)))
     with pytest.raises(ValueError, match=r"model\.lora_rank: a reward model trains all its weights"):

@@ -1,10 +1,11 @@
 """Sampling: n completions a prompt with their rewards, the best k of them, and what `fastrl sft` makes of those."""
 
-import json
 import os
 
 import pytest
 import torch
+from mistakes import error_of
+from run_files import json_lines, records, write_toml
 from transformers import AutoModelForCausalLM
 
 import fastrl.training.stages.sample as module
@@ -33,7 +34,7 @@ def tables(tmp_path, write_rows, policy_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     prompts = write_rows([{"prompt": f"{n}=", "number": n} for n in range(7)], "prompts.jsonl")
 
-    def make(**changes):
+    def tables(**changes):
         found = {
             "model": {"path": policy_path},
             "data": {"path": str(prompts)},
@@ -42,19 +43,23 @@ def tables(tmp_path, write_rows, policy_path):
             "training": {"device": "cpu", "threads": 1},
             "output": {"path": str(tmp_path / "out" / "samples.jsonl")},
         }
-        for table, fields in changes.items():
-            found[table] = found[table] | fields
-        return found
+        return found | {table: found[table] | fields for table, fields in changes.items()}
 
-    return make
+    return tables
+
+
+@pytest.fixture
+def run(tables):
+    """Sample with these tables. Returns the tally."""
+    return lambda **changes: sample(Config.model_validate(tables(**changes)))
 
 
 def read(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    return json_lines(tmp_path / "out" / "samples.jsonl")
 
 
-def test_every_completion_is_a_line_with_its_prompts_fields(tables, tmp_path):
-    tally = sample(Config.model_validate(tables()))
+def test_every_completion_is_a_line_with_its_prompts_fields(run, tmp_path):
+    tally = run()
     rows = read(tmp_path)
     assert [row["number"] for row in rows] == [n for n in range(7) for _ in range(5)]
     assert all(row["prompt"] == f"{row['number']}=" for row in rows)
@@ -68,17 +73,16 @@ def test_every_completion_is_a_line_with_its_prompts_fields(tables, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["samples.jsonl"]
 
 
-def test_the_best_of_the_same_samples(tables, tmp_path):
+def test_the_best_of_the_same_samples(run, tmp_path):
     both = [f"{tmp_path}/rewards.py:length", f"{tmp_path}/rewards.py:sevens"]
-    reward = {"function": both, "weights": [1.0, 0.5]}
-    sample(Config.model_validate(tables(reward=reward, rollout={"num_generations": 12})))
+    tables = {"reward": {"function": both, "weights": [1.0, 0.5]}, "rollout": {"num_generations": 12}}
+    run(**tables)
     rows = read(tmp_path)
     for row in rows:
         length = None if "0" in row["completion"] else len(row["completion"])
         assert row["rewards"] == {"length": length, "sevens": row["completion"].count("7")}
         assert row["reward"] == (length or 0) + 0.5 * row["rewards"]["sevens"]
-    output = {"best": 2, "overwrite": True}
-    sample(Config.model_validate(tables(reward=reward, rollout={"num_generations": 12}, output=output)))
+    run(**tables, output={"best": 2, "overwrite": True})
     best = read(tmp_path)
     for number in range(7):
         group = [row for row in rows if row["number"] == number]
@@ -104,27 +108,23 @@ def test_the_best_are_distinct_whole_and_rewarded():
 
 
 def test_sample_then_sft_then_a_model(tables, tmp_path, policy_path, capsys):
-    path = tmp_path / "sample.toml"
-    table = tables()
-    path.write_text(
-        "".join(
-            f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in fields.items())
-            for name, fields in table.items()
-        )
-    )
-    assert main(["sample", str(path), "--best", "2", "--rollout.num_generations", "6"]) == 0
+    path = write_toml(tmp_path / "sample.toml", tables())
+    assert main(["sample", path, "--best", "2", "--rollout.num_generations", "6"]) == 0
     output = capsys.readouterr().out
     rows = read(tmp_path)
     assert f"{len(rows)} completions: {tmp_path}/out/samples.jsonl" in output and "mean reward" in output
     assert 7 <= len(rows) <= 14
-    (tmp_path / "sft.toml").write_text(
-        f'[model]\npath = "{policy_path}"\n[data]\npath = "out/samples.jsonl"\n[optimizer]\nlr = 1e-2\n'
-        '[training]\nepochs = 20\nbatch_size = 7\ndevice = "cpu"\n[logging]\noutput_dir = "sft"\ntensorboard = false\n'
-    )
-    assert main(["sft", str(tmp_path / "sft.toml")]) == 0
+    sft = {
+        "model": {"path": policy_path},
+        "data": {"path": "out/samples.jsonl"},
+        "optimizer": {"lr": 1e-2},
+        "training": {"epochs": 20, "batch_size": 7, "device": "cpu"},
+        "logging": {"output_dir": "sft", "tensorboard": False},
+    }
+    assert main(["sft", write_toml(tmp_path / "sft.toml", sft)]) == 0
     assert f"model: {tmp_path}/sft/model" in capsys.readouterr().out
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
-    assert losses[-1] < 0.7 * losses[0]
+    first, *_, last = records(tmp_path / "sft")
+    assert last["loss"] < 0.7 * first["loss"]
     logits = AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "model")(torch.arange(12)[None]).logits
     assert logits.isfinite().all()
 
@@ -141,17 +141,17 @@ def test_best_is_in_the_usage(capsys):
     assert "argument --best: invalid int value: 'few'" in capsys.readouterr().err
 
 
-def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(tables, tmp_path):
+def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(run, tmp_path):
     path = tmp_path / "out" / "samples.jsonl"
     path.parent.mkdir()
     path.write_text("mine")
     with pytest.raises(UserError, match=r"samples\.jsonl: is there already; .*--output\.overwrite true"):
-        sample(Config.model_validate(tables()))
-    broken = {"function": f"{tmp_path}/rewards.py:broken"}
+        run()
+    overwrite, broken = {"overwrite": True}, {"function": f"{tmp_path}/rewards.py:broken"}
     with pytest.raises(UserError, match="raised RuntimeError"):
-        sample(Config.model_validate(tables(output={"overwrite": True}, reward=broken)))
+        run(output=overwrite, reward=broken)
     assert path.read_text() == "mine"
-    sample(Config.model_validate(tables(output={"overwrite": True})))
+    run(output=overwrite)
     assert len(read(tmp_path)) == 35
 
 
@@ -163,12 +163,9 @@ def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
     def disturbed(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 1:
-            with pytest.raises(UserError) as error:
-                sample(config)
-            assert f"samples.jsonl: is being written to by process {os.getpid()} (fastrl sample) on " in str(
-                error.value
-            )
-            assert str(error.value).endswith("or choose another --output.path")
+            error = error_of(sample, config)
+            assert f"samples.jsonl: is being written to by process {os.getpid()} (fastrl sample) on " in error
+            assert error.endswith("or choose another --output.path")
         if len(calls) == 5:
             raise KeyboardInterrupt
         return generate(*arguments, **options)
@@ -200,10 +197,9 @@ def test_settings_that_mean_nothing_are_refused(tables, changes, message):
         Config.model_validate(tables(**changes))
 
 
-def test_names_that_are_taken_are_refused(tables, tmp_path, write_rows, policy_path):
+def test_names_that_are_taken_are_refused(run, tmp_path, write_rows, policy_path):
     path = write_rows([{"prompt": "1=", "reward": 2}], "taken.jsonl")
     with pytest.raises(UserError, match=r'taken\.jsonl:1: the field name "reward" is taken by what is written'):
-        sample(Config.model_validate(tables(data={"path": str(path)})))
-    reward = {"function": f"{tmp_path}/rewards.py:model", "model": policy_path}
+        run(data={"path": str(path)})
     with pytest.raises(UserError, match='the name "model" is the reward model\'s'):
-        sample(Config.model_validate(tables(reward=reward)))
+        run(reward={"function": f"{tmp_path}/rewards.py:model", "model": policy_path})

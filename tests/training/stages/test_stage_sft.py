@@ -1,9 +1,9 @@
 """Supervised fine-tuning: the gradient is that of dense logits, the model learns, and what is left is a model."""
 
-import json
-
 import pytest
 import torch
+from run_files import records
+from digit_models import assert_gradient, gradient_of
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
@@ -26,10 +26,6 @@ ROWS = [
 ROUNDING = 4e-6
 
 
-def gradient(policy):
-    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-
-
 def dense(policy, rows):
     """Torch's cross-entropy on whole logits, a row at a time."""
     policy.model.zero_grad()
@@ -41,7 +37,7 @@ def dense(policy, rows):
         losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / total)
     loss = sum(losses)
     loss.backward()
-    return loss.item(), gradient(policy)
+    return loss.item(), gradient_of(policy.model)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -51,8 +47,7 @@ def test_the_gradient_is_that_of_dense_logits(policy, packing, size):
     policy.model.zero_grad()
     numbers = measure(SFT(policy, TokenTrainingConfig(packing=packing)), ROWS, size, backward=True)
     assert numbers == {"loss": pytest.approx(loss, rel=1e-6), "tokens": 15}
-    found = gradient(policy)
-    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING * float(expected.abs().max()))
+    assert_gradient(gradient_of(policy.model), expected, ROUNDING)
 
 
 def test_it_learns_and_the_model_it_leaves_answers(settings, write_rows, tmp_path):
@@ -63,11 +58,11 @@ def test_it_learns_and_the_model_it_leaves_answers(settings, write_rows, tmp_pat
     config = Config.model_validate(settings(path, data={"eval_path": str(held_out)}, training=training))
     summary = train(config)
 
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == summary["steps"] == 100
-    assert {"loss", "lr", "grad_norm", "tokens"} <= set(records[0])
-    assert [record["step"] for record in records if "eval/loss" in record] == list(range(5, 101, 5))
-    assert records[0]["loss"] > 2 and summary["loss"] < 0.2 and summary["eval/loss"] < 0.5
+    steps = records(tmp_path / "run")
+    assert len(steps) == summary["steps"] == 100
+    assert {"loss", "lr", "grad_norm", "tokens"} <= set(steps[0])
+    assert [record["step"] for record in steps if "eval/loss" in record] == list(range(5, 101, 5))
+    assert steps[0]["loss"] > 2 and summary["loss"] < 0.2 and summary["eval/loss"] < 0.5
 
     policy = load_policy(ModelConfig(path=str(tmp_path / "run" / "model")), torch.device("cpu"))
     examples = [Example(f"{n}=", {}, policy.tokenizer(f"{n}=")["input_ids"]) for n in numbers]
@@ -81,28 +76,15 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     losses = []
     for name in ("a", "b"):
         training = {"epochs": 2, "batch_size": 4, "micro_batch_size": 3}
-        tables = settings(
-            path,
-            optimizer={"schedule": "linear"},
-            training=training,
-            logging={"output_dir": str(tmp_path / name), "tensorboard": True},
-        )
+        logging = {"output_dir": str(tmp_path / name), "tensorboard": True}
+        tables = settings(path, optimizer={"schedule": "linear"}, training=training, logging=logging)
         train(Config.model_validate(tables))
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
-        rates = [json.loads(line)["lr"] for line in lines]
+        losses.append([record["loss"] for record in records(tmp_path / name)])
     assert losses[0] == losses[1] and len(losses[0]) == 6
+    rates = [record["lr"] for record in records(tmp_path / name)]
     assert rates == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {
-        "config.json",
-        "metrics.jsonl",
-        "summary.json",
-        "curves.png",
-        "report.html",
-        "tensorboard",
-        "model",
-        "checkpoints",
-    }
+    files = {"config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == files | {"tensorboard", "model", "checkpoints"}
 
 
 def test_adapters_are_saved_and_merged(settings, write_rows, tmp_path, policy_path):

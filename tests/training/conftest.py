@@ -1,0 +1,50 @@
+"""What every training command's tests share: no model hub, nothing drawn, and files of rows."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import digit_models
+from run_files import write_json_lines
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may reach for a model hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No curves and no report, which take longer than the run, where the test has no mark ``drawn``."""
+    if "drawn" not in request.keywords:
+        monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
+
+
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """Ctrl-C as at a terminal: tests that run in the background of a shell would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def example() -> Path:
+    """The folder of the reverse_digits example."""
+    return digit_models.EXAMPLE
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows as JSONL, one file per name."""
+
+    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
+        write_json_lines(tmp_path / name, rows)
+        return tmp_path / name
+
+    return write
