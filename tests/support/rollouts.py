@@ -98,7 +98,7 @@ def dense(policy, rollout):
 
 
 def dense_values(critic, model, rollout):
-    """What a float64 copy of the critic says of each token; model is the policy's, if the critic shares it."""
+    """The values that a float64 copy of a critic gives each token; model is the policy's, which it may share."""
     decoder = model.get_decoder() if critic.decoder is None else critic.decoder
     mask = rollout.attention_mask.long()
     states = decoder(input_ids=rollout.input_ids, attention_mask=mask).last_hidden_state.double()
@@ -106,7 +106,7 @@ def dense_values(critic, model, rollout):
 
 
 def with_critic(run, kind, **settings):
-    """The run with a critic that says something: "own", "shared", or None for no critic."""
+    """The run with a critic whose values are not 0: "own", "shared", or None for no critic."""
     if kind is not None:
         torch.manual_seed(2)
         run.critic = Critic(run.policy, kind == "shared")

@@ -144,7 +144,7 @@ def test_a_synced_reference_is_the_policy_of_that_step(make_config):
     tables = GRPO | {"optimizer": FAST, "training": {"steps": 5, "minibatches": 1}}
     _, steps = play(make_config(**tables, kl={"coef": 0.1, "sync_every": 2}))
     kls = [numbers["kl"] for numbers in steps]
-    # One update a step: each step's KL is that of the policy before it.
+    # One update per step: each step's KL is that of the policy before it.
     assert kls[0] < 1e-9 and kls[1] > 1e-6 and kls[2] < 1e-9 and kls[3] > 1e-6 and kls[4] < 1e-9
 
 

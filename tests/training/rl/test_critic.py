@@ -1,4 +1,4 @@
-"""PPO's critic: what it says, what it should say, its own gradient and learning rate; and the text of PPO-ptx."""
+"""PPO's critic: its values, the returns it should give, its learning rate; and the text of PPO-ptx."""
 
 import copy
 from dataclasses import replace
@@ -42,7 +42,7 @@ def critic_run(policy, bare_run):
     return run
 
 
-# --- what it says and should say ------------------------------------------------------------------------------------
+# --- values and returns ---------------------------------------------------------------------------------------------
 
 
 def test_a_new_critic_says_0_and_an_own_one_leaves_the_policy_alone(policy, rollout):

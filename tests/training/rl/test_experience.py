@@ -216,7 +216,7 @@ def words():
 
 
 def utf8():
-    """A byte a token: 0 <eos>, and one for each byte, so that other characters than ASCII have several."""
+    """One byte per token: 0 is <eos>, and each byte has its own, so that other characters than ASCII have several."""
     alphabet = {letter: i for i, letter in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

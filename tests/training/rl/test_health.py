@@ -25,7 +25,7 @@ BAD = {"nan": math.nan, "inf": math.inf}
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Make the first sequence's advantage of some rollouts (1, 2, ... over all runs of a test) not finite."""
+    """Make the advantage of the first sequence of some rollouts (1, 2, ... over all runs of a test) not finite."""
 
     def poison(rollouts, value=math.nan, rows=slice(1)):
         count = iter(range(1, 100))
@@ -294,7 +294,7 @@ def test_which_groups_have_no_variance():
 
     assert share([1.0, 2.0, 1.0, 1.0, None, None, None, 3.0]) == 3 / 4
     assert share([1.0, 2.0] * 4) == 0
-    assert share([1.0, 2.0] * 4, list(range(8))) is None  # one completion a prompt: nothing to compare
+    assert share([1.0, 2.0] * 4, list(range(8))) is None  # one completion per prompt: nothing to compare
     # Of process rewards it is the steps' that differ, within a completion too.
     steps = [[(1, 0.0), (2, 1.0)], [], [(1, 1.0)], [(1, 1.0)], [], [], [(1, 0.0)], [(1, 1.0)]]
     assert share([1.0, 2.0] * 4, steps=steps) == 2 / 4

@@ -1,4 +1,4 @@
-"""What a run writes: samples, the line a step, the report at its end, and Weights & Biases through a module like it."""
+"""What a run writes: samples, a line per step, the report at its end, and Weights & Biases through a module like it."""
 
 import json
 import math

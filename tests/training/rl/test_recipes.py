@@ -151,7 +151,7 @@ def generalised(x):
 
 
 def process(x):
-    """One step a digit, which is one token here; normalised over all steps of the prompt."""
+    """One step per digit, which is one token here; normalised over all steps of the prompt."""
     pairs = zip(x.texts, x.answers, strict=True)
     steps = [[float(t < len(a) and a[t] == c) for t, c in enumerate(text)] for text, a in pairs]
     ends, lengths = [range(len(row)) for row in steps], [len(row) for row in x.m]

@@ -114,7 +114,7 @@ def test_nothing_is_recorded_where_nothing_is_truncated(policy):
 
 
 def test_a_run_with_truncated_sampling(make_config):
-    """With one update a rollout, the first step's policy is the reference: sets that differed would show as KL."""
+    """With one update per rollout, the first step's policy is the reference: sets that differed would show as KL."""
     config = make_config(
         rollout={"top_p": 0.9, "batch_size": 10},
         objective={"name": "grpo", "presets": {}, "kl_coef": 0.1},

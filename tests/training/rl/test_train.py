@@ -56,7 +56,7 @@ def test_a_seed_fixes_every_number(trained, training):
 
 
 def test_on_policy_and_given_old_logprobs_agree(trained, monkeypatch):
-    """With one update a rollout the old log-probabilities are the new ones, whether or not they are computed."""
+    """With one update per rollout the old log-probabilities are the new ones, whether or not they are computed."""
 
     def run(name):
         return records(trained(name, training={"steps": 1, "minibatches": 1}))[0]

@@ -1,4 +1,4 @@
-"""Sampling: n completions a prompt with their rewards, the best k of them, and what `fastrl sft` makes of those."""
+"""Sampling: n completions per prompt with their rewards, the best k of them, and what `fastrl sft` makes of those."""
 
 import os
 
