@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_calls import exact_advantages as exact
+from refused import refused
 
 import fastrl
 
@@ -51,48 +52,36 @@ def test_every_token_sums_the_steps_that_end_at_it_or_later(batch: tuple[Any, ..
         torch.tensor(lengths, dtype=torch.int64),
     )
     padded = fastrl.process_advantages(*tensors, scale=scale, ddof=ddof)
-    flat = [
-        (b, e, r, groups[b])
-        for b in range(size)
-        for e, r in zip(ends[b], rewards[b], strict=True)
-        if e >= 0 and not math.isnan(r)
-    ]
-    normal = fastrl.group_advantages(
-        torch.tensor([x[2] for x in flat]), [x[3] for x in flat], scale=scale, ddof=ddof
-    ).tolist()
+    expected, _ = exact.process(rewards, ends, groups, lengths, scale, ddof, eps=1e-6)
     assert padded.shape == (size, max(lengths, default=0))
-    for b, length in enumerate(lengths):
-        for t in range(padded.shape[1]):
-            terms = (a for a, (owner, end, *_) in zip(normal, flat, strict=True) if owner == b and end >= t)
-            assert padded[b, t].item() == pytest.approx(sum(terms) if t < length else 0.0, rel=1e-5, abs=1e-5)
+    for row, wanted in zip(padded, expected, strict=True):
+        zeros = [0.0] * (len(row) - len(wanted))
+        assert row.tolist() == pytest.approx([*wanted, *zeros], rel=1e-5, abs=1e-5)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)] if lengths else [0], dtype=torch.int32)
     packed = fastrl.process_advantages(*tensors, scale=scale, ddof=ddof, cu_seqlens=offsets)
     assert torch.equal(packed, torch.cat([padded[b, :n] for b, n in enumerate(lengths)] or [packed]))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"step_rewards": [1.0]}, TypeError, "step_rewards must be a tensor, got list"),
-        ({"step_rewards": torch.ones(2)}, ValueError, "must be real, of shape (responses, steps), got (2,)"),
-        ({"step_ends": torch.ones(2, 2)}, TypeError, "step_ends must be one of"),
-        (
-            {"step_ends": torch.tensor([[0, 1], [0, 3]])},
-            ValueError,
-            "step_ends[1, 1] must be a token of its response, below 3, got 3",
-        ),
-        ({"lengths": torch.tensor([2])}, ValueError, "lengths must have shape (2,) (one per response), got (1,)"),
-        ({"group_ids": [1]}, ValueError, "group_ids must hold 2 ids"),
-        ({"scale": "all"}, ValueError, "scale must be 'group', 'batch' or 'none', got 'all'"),
-        ({"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}, ValueError, "cu_seqlens must have the lengths"),
-    ],
+@refused(
+    ({"step_rewards": [1.0]}, TypeError, "step_rewards must be a tensor, got list"),
+    ({"step_rewards": torch.ones(2)}, ValueError, "must be real, of shape (responses, steps), got (2,)"),
+    ({"step_ends": torch.ones(2, 2)}, TypeError, "step_ends must be one of"),
+    (
+        {"step_ends": torch.tensor([[0, 1], [0, 3]])},
+        ValueError,
+        "step_ends[1, 1] must be a token of its response, below 3, got 3",
+    ),
+    ({"lengths": torch.tensor([2])}, ValueError, "lengths must have shape (2,) (one per response), got (1,)"),
+    ({"group_ids": [1]}, ValueError, "group_ids must hold 2 ids"),
+    ({"scale": "all"}, ValueError, "scale must be 'group', 'batch' or 'none', got 'all'"),
+    ({"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}, ValueError, "cu_seqlens must have the lengths"),
+    literally=True,
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_bad_input(change: dict[str, Any]) -> None:
     good: dict[str, Any] = {
         "step_rewards": torch.ones(2, 2),
         "step_ends": torch.tensor([[0, 1], [0, 2]]),
         "group_ids": [0, 0],
         "lengths": torch.tensor([2, 3]),
     }
-    with pytest.raises(error, match=re.escape(words)):
-        fastrl.process_advantages(**(good | change))
+    fastrl.process_advantages(**(good | change))
