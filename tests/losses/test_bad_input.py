@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gpu import needs_gpu
+from refused import refused
 
 import fastrl
 from fastrl.backends import choice as backends
+from fastrl.backends.contract import Transform
 from fastrl.base import checks
 
 B, T, V, H = 2, 3, 7, 4
-F = torch.float32
+LEAF = torch.zeros(B, T, V, requires_grad=True)
+DENSE = "inplace=True needs logits that are dense"
+CORRECTED = fastrl.PPO(rollout_correction=fastrl.RolloutCorrection())
+TARGETS = {"targets": torch.zeros(B, T, dtype=torch.int64)}
+LOGITS = {"logits": torch.zeros(B, T, V), **TARGETS}
+HEAD = {"hidden": torch.zeros(B, T, H), "weight": torch.zeros(V, H), **TARGETS}
+LOSS: dict[str, Any] = {"objective": fastrl.PPO(), "advantages": torch.ones(B)}
 
 
-def logits_arguments(**changes: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "logits": torch.zeros(B, T, V),
-        "targets": torch.zeros(B, T, dtype=torch.int64),
-        "objective": fastrl.PPO(),
-        "advantages": torch.ones(B),
-    }
-    return given | changes
+def token_logprobs(**changes: Any) -> Any:
+    return fastrl.token_logprobs(**(LOGITS | changes))
 
 
-def linear_arguments(**changes: Any) -> dict[str, Any]:
-    given = logits_arguments() | {"hidden": torch.zeros(B, T, H), "weight": torch.zeros(V, H)}
-    del given["logits"]
-    return given | changes
+def logits_policy_loss(**changes: Any) -> Any:
+    return fastrl.logits_policy_loss(**(LOGITS | LOSS | changes))
 
 
-COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
+def linear_policy_loss(**changes: Any) -> Any:
+    return fastrl.linear_policy_loss(**(HEAD | LOSS | changes))
+
+
+@refused(
     ({"targets": torch.zeros(B, T)}, TypeError, "targets must be one of torch.int64, got torch.float32"),
     ({"targets": [[0]]}, TypeError, "targets must be a tensor, got list"),
     ({"targets": torch.zeros(B, T + 1, dtype=torch.int64)}, ValueError, r"targets must have shape \(2, 3\)"),
@@ -50,8 +56,14 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite and > 0, got inf"),
     ({"logit_scale": -1.0}, ValueError, "logit_scale must be finite and > 0, got -1.0"),
     ({"sampling_mask": object()}, TypeError, "sampling_mask must be a fastrl.SamplingMask, got object"),
-]
-LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
+)
+@pytest.mark.parametrize("function", [token_logprobs, logits_policy_loss, linear_policy_loss])
+def test_vocabulary_arguments(changes: dict[str, Any], function: Callable[..., Any]) -> None:
+    """The same check, whichever entry point the argument reaches."""
+    function(**changes)
+
+
+@refused(
     ({"objective": "grpo"}, TypeError, "objective must be an Objective or a callable, got str"),
     ({"objective": fastrl.PPO}, TypeError, r"got PPO itself: call it, as in PPO\(\.\.\.\)"),
     ({"objective": fastrl.Objective}, TypeError, "got Objective itself: call it"),
@@ -61,133 +73,82 @@ LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"advantages": [1.0, 1.0]}, TypeError, "advantages must be a tensor, got list"),
     ({"old_logprobs": torch.zeros(B)}, ValueError, r"old_logprobs must have shape \(2, 3\)"),
     ({"objective": fastrl.GRPO()}, ValueError, r"ref_logprobs is needed by the objective's KL term \(k3\), got None"),
-    (
-        {"objective": fastrl.PPO(rollout_correction=fastrl.RolloutCorrection())},
-        ValueError,
-        "rollout_logprobs is needed",
-    ),
+    ({"objective": CORRECTED}, ValueError, "rollout_logprobs is needed"),
     ({"denominator": 0}, ValueError, "denominator must be finite and > 0, got 0"),
     ({"denominator": torch.ones(2)}, ValueError, "denominator must be a number or a 0-dim tensor"),
     ({"entropy_threshold": torch.ones(2)}, ValueError, "entropy_threshold must be a number or a 0-dim tensor"),
     ({"token_weights": torch.ones(B)}, ValueError, r"token_weights must have shape \(2, 3\)"),
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, r"targets must have shape \(tokens,\) beside cu_seqlens"),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), COMMON, ids=lambda x: None)
-def test_vocabulary_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    """The same check, whichever entry point the argument reaches."""
-    for function, arguments in (
-        (fastrl.token_logprobs, {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=torch.int64)}),
-        (fastrl.logits_policy_loss, logits_arguments()),
-        (fastrl.linear_policy_loss, linear_arguments()),
-    ):
-        with pytest.raises(error, match=message):
-            function(**(arguments | changes))
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), LOSS, ids=lambda x: None)
-def test_loss_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    for function, arguments in (
-        (fastrl.logits_policy_loss, logits_arguments()),
-        (fastrl.linear_policy_loss, linear_arguments()),
-    ):
-        with pytest.raises(error, match=message):
-            function(**(arguments | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"logits": torch.zeros(B, T, V, dtype=torch.float64)}, TypeError, "logits must be one of torch.float32"),
-        ({"logits": torch.zeros(B, T, V, dtype=torch.int32)}, TypeError, "logits must be one of"),
-        ({"logits": torch.zeros(B, T, 0)}, ValueError, r"logits must have shape \(..., V\) with V >= 1"),
-        ({"inplace": 1}, TypeError, "inplace must be a bool, got int"),
-        (
-            {"logits": torch.zeros(B, 1, V, requires_grad=True).expand(B, T, V), "inplace": True},
-            ValueError,
-            "inplace=True needs logits that are dense",
-        ),
-        (
-            {"logits": torch.zeros(B, V, T, requires_grad=True).transpose(1, 2), "inplace": True},
-            ValueError,
-            "inplace=True needs logits that are dense",
-        ),
-    ],
-    ids=lambda x: None,
 )
-def test_logits(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fastrl.logits_policy_loss(**logits_arguments(**changes))
+@pytest.mark.parametrize("function", [logits_policy_loss, linear_policy_loss])
+def test_loss_arguments(changes: dict[str, Any], function: Callable[..., Any]) -> None:
+    function(**changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"weight": torch.zeros(V, H + 1)}, ValueError, r"hidden must have shape \(..., H\) and weight \(V, H\)"),
-        ({"weight": torch.zeros(V, H, dtype=torch.bfloat16)}, TypeError, "weight must be torch.float32 like hidden"),
-        ({"hidden": torch.zeros(B, T, H, dtype=torch.float64)}, TypeError, "hidden must be one of torch.float32"),
-        ({"bias": torch.zeros(H)}, ValueError, r"bias must have shape \(7,\)"),
-        ({"bias": torch.zeros(V, dtype=torch.float16)}, TypeError, "bias must be torch.float32 like hidden"),
-        ({"memory_budget": "256 apples"}, ValueError, r"memory_budget must be .* such as '256MiB' .*got '256 apples'"),
-        ({"memory_budget": ""}, ValueError, "such as '256MiB'"),
-        ({"memory_budget": "1iB"}, ValueError, "such as '256MiB'"),
-        ({"memory_budget": 0}, ValueError, "memory_budget must be greater than 0, got 0"),
-        ({"memory_budget": "0.1B"}, ValueError, "memory_budget must be greater than 0, got '0.1B'"),
-        ({"memory_budget": 1.5}, TypeError, "memory_budget must be a number of bytes or a string .* got float"),
-        ({"memory_budget": True}, TypeError, "memory_budget must be a number of bytes or a string .* got bool"),
-        ({"memory_budget": "1KiB"}, ValueError, r"memory_budget is too small for 6 tokens .* smallest possible is \d+"),
-        ({"tp_group": object()}, NotImplementedError, "tp_group is not built yet"),
-        ({"num_tokens": 5}, ValueError, "num_tokens must be the number of unmasked tokens, 6, got 5"),
-        ({"num_tokens": 6.0}, TypeError, "num_tokens must be an int, got float"),
-    ],
-    ids=lambda x: None,
+@refused(
+    ({"logits": torch.zeros(B, T, V, dtype=torch.float64)}, TypeError, "logits must be one of torch.float32"),
+    ({"logits": torch.zeros(B, T, V, dtype=torch.int32)}, TypeError, "logits must be one of"),
+    ({"logits": torch.zeros(B, T, 0)}, ValueError, r"logits must have shape \(..., V\) with V >= 1"),
+    ({"inplace": 1}, TypeError, "inplace must be a bool, got int"),
+    ({"logits": LEAF[:, :1].expand(B, T, V), "inplace": True}, ValueError, DENSE),
+    ({"logits": LEAF.view(B, V, T).transpose(1, 2), "inplace": True}, ValueError, DENSE),
 )
-def test_heads(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fastrl.linear_policy_loss(**linear_arguments(**changes))
+def test_logits(changes: dict[str, Any]) -> None:
+    logits_policy_loss(**changes)
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "error", "message"),
-    [
-        (torch.tensor([0, 4]), TypeError, "cu_seqlens must be one of torch.int32"),
-        (torch.tensor([0, 3], dtype=torch.int32), ValueError, "must rise from 0 to the number of tokens, 4"),
-        (torch.tensor([0, 3, 2, 4], dtype=torch.int32), ValueError, "must rise from 0"),
-        (torch.tensor([1, 4], dtype=torch.int32), ValueError, "must rise from 0"),
-        (torch.tensor([[0, 4]], dtype=torch.int32), ValueError, "cu_seqlens must have shape"),
-    ],
-    ids=lambda x: None,
+@refused(
+    ({"weight": torch.zeros(V, H + 1)}, ValueError, r"hidden must have shape \(..., H\) and weight \(V, H\)"),
+    ({"weight": torch.zeros(V, H, dtype=torch.bfloat16)}, TypeError, "weight must be torch.float32 like hidden"),
+    ({"hidden": torch.zeros(B, T, H, dtype=torch.float64)}, TypeError, "hidden must be one of torch.float32"),
+    ({"bias": torch.zeros(H)}, ValueError, r"bias must have shape \(7,\)"),
+    ({"bias": torch.zeros(V, dtype=torch.float16)}, TypeError, "bias must be torch.float32 like hidden"),
+    ({"memory_budget": "256 apples"}, ValueError, r"memory_budget must be .* such as '256MiB' .*got '256 apples'"),
+    ({"memory_budget": ""}, ValueError, "such as '256MiB'"),
+    ({"memory_budget": "1iB"}, ValueError, "such as '256MiB'"),
+    ({"memory_budget": 0}, ValueError, "memory_budget must be greater than 0, got 0"),
+    ({"memory_budget": "0.1B"}, ValueError, "memory_budget must be greater than 0, got '0.1B'"),
+    ({"memory_budget": 1.5}, TypeError, "memory_budget must be a number of bytes or a string .* got float"),
+    ({"memory_budget": True}, TypeError, "memory_budget must be a number of bytes or a string .* got bool"),
+    ({"memory_budget": "1KiB"}, ValueError, r"memory_budget is too small for 6 tokens .* smallest possible is \d+"),
+    ({"tp_group": object()}, NotImplementedError, "tp_group is not built yet"),
+    ({"num_tokens": 5}, ValueError, "num_tokens must be the number of unmasked tokens, 6, got 5"),
+    ({"num_tokens": 6.0}, TypeError, "num_tokens must be an int, got float"),
 )
-def test_cu_seqlens(cu_seqlens: torch.Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fastrl.policy_loss(torch.zeros(4), objective=fastrl.PPO(), advantages=torch.ones(4), cu_seqlens=cu_seqlens)
+def test_heads(changes: dict[str, Any]) -> None:
+    linear_policy_loss(**changes)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: fastrl.Clip(low=-0.1), ValueError, "Clip.low must be >= 0, got -0.1"),
-        (lambda: fastrl.Clip(high="a"), TypeError, "Clip.high must be a number, got 'a'"),
-        (lambda: fastrl.PPO(dual_clip=1.0), ValueError, "Clip.dual must be > 1, got 1.0"),
-        (lambda: fastrl.SAPO(tau_pos=0.0), ValueError, "SoftGate.tau_pos must be > 0"),
-        (lambda: fastrl.KL("k4"), ValueError, "KL.kind must be one of k1, k2, k3"),
-        (lambda: fastrl.KL("k3", torch.ones(2)), ValueError, "KL.coef must be a number or a 0-dim tensor"),
-        (lambda: fastrl.PPO(aggregate="mean"), ValueError, "Objective.aggregate must be one of token-mean"),
-        (lambda: fastrl.PPO(ratio="word"), ValueError, "Objective.ratio must be one of token, sequence"),
-        (lambda: fastrl.PPO(aggregate="seq-mean-token-sum-norm"), ValueError, "Objective.max_length is needed"),
-        (lambda: fastrl.PPO(max_log_ratio=100.0), ValueError, "Objective.max_log_ratio must be > 0 and <= 80"),
-        (lambda: fastrl.PPO(top_entropy_fraction=1.5), ValueError, "Objective.top_entropy_fraction must be > 0"),
-        (lambda: fastrl.PPO(kl=0.1), TypeError, "Objective.kl must be a KL or None, got 0.1"),
-        (lambda: fastrl.Objective(gate="clip"), TypeError, "Objective.gate must be one of NoGate, Clip"),
-        (lambda: fastrl.RolloutCorrection(mode="drop"), ValueError, "RolloutCorrection.mode must be"),
-        (lambda: fastrl.CISPO(cap=1.0, low=2.0), ValueError, "StopGradientClip.low must be >= 0 and <= 1"),
-    ],
-    ids=lambda x: None,
+@refused(
+    (torch.tensor([0, 4]), TypeError, "cu_seqlens must be one of torch.int32"),
+    (torch.tensor([0, 3], dtype=torch.int32), ValueError, "must rise from 0 to the number of tokens, 4"),
+    (torch.tensor([0, 3, 2, 4], dtype=torch.int32), ValueError, "must rise from 0"),
+    (torch.tensor([1, 4], dtype=torch.int32), ValueError, "must rise from 0"),
+    (torch.tensor([[0, 4]], dtype=torch.int32), ValueError, "cu_seqlens must have shape"),
 )
-def test_objectives(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+def test_cu_seqlens(cu_seqlens: torch.Tensor) -> None:
+    fastrl.policy_loss(torch.zeros(4), objective=fastrl.PPO(), advantages=torch.ones(4), cu_seqlens=cu_seqlens)
+
+
+@refused(
+    (lambda: fastrl.Clip(low=-0.1), ValueError, "Clip.low must be >= 0, got -0.1"),
+    (lambda: fastrl.Clip(high="a"), TypeError, "Clip.high must be a number, got 'a'"),
+    (lambda: fastrl.PPO(dual_clip=1.0), ValueError, "Clip.dual must be > 1, got 1.0"),
+    (lambda: fastrl.SAPO(tau_pos=0.0), ValueError, "SoftGate.tau_pos must be > 0"),
+    (lambda: fastrl.KL("k4"), ValueError, "KL.kind must be one of k1, k2, k3"),
+    (lambda: fastrl.KL("k3", torch.ones(2)), ValueError, "KL.coef must be a number or a 0-dim tensor"),
+    (lambda: fastrl.PPO(aggregate="mean"), ValueError, "Objective.aggregate must be one of token-mean"),
+    (lambda: fastrl.PPO(ratio="word"), ValueError, "Objective.ratio must be one of token, sequence"),
+    (lambda: fastrl.PPO(aggregate="seq-mean-token-sum-norm"), ValueError, "Objective.max_length is needed"),
+    (lambda: fastrl.PPO(max_log_ratio=100.0), ValueError, "Objective.max_log_ratio must be > 0 and <= 80"),
+    (lambda: fastrl.PPO(top_entropy_fraction=1.5), ValueError, "Objective.top_entropy_fraction must be > 0"),
+    (lambda: fastrl.PPO(kl=0.1), TypeError, "Objective.kl must be a KL or None, got 0.1"),
+    (lambda: fastrl.Objective(gate="clip"), TypeError, "Objective.gate must be one of NoGate, Clip"),
+    (lambda: fastrl.RolloutCorrection(mode="drop"), ValueError, "RolloutCorrection.mode must be"),
+    (lambda: fastrl.CISPO(cap=1.0, low=2.0), ValueError, "StopGradientClip.low must be >= 0 and <= 1"),
+)
+def test_objectives(make: Callable[[], Any]) -> None:
+    make()
 
 
 def test_a_masked_target_is_not_read() -> None:
@@ -198,9 +159,8 @@ def test_a_masked_target_is_not_read() -> None:
 
 
 def test_tensor_parallelism_is_not_built_yet() -> None:
-    hidden, weight, targets = torch.zeros(B, H), torch.zeros(V, H), torch.zeros(B, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="tp_group is not built yet"):
-        fastrl.linear_token_logprobs(hidden, weight, targets, tp_group=object())
+        fastrl.linear_token_logprobs(**HEAD, tp_group=object())
 
 
 def test_an_index_error_leaves_the_logits_alone() -> None:
@@ -208,7 +168,7 @@ def test_an_index_error_leaves_the_logits_alone() -> None:
     logits = leaf * 1
     before = logits.detach().clone()
     with pytest.raises(IndexError):
-        fastrl.logits_policy_loss(**logits_arguments(logits=logits, targets=torch.full((B, T), V), inplace=True))
+        logits_policy_loss(logits=logits, targets=torch.full((B, T), V), inplace=True)
     assert torch.equal(logits, before)
 
 
@@ -216,15 +176,11 @@ def test_kernels_answer_a_bad_target_with_nan(backend: str, backend_device: str)
     """What a GPU does without `check_inputs()`: that token's log-probability is NaN, the others are right."""
     logits = torch.randn(1, 3, V, device=backend_device)
     targets = torch.tensor([1, V, -1], device=backend_device)
-    run = backends.kernels(backends.forced(), logits).row_statistics
-    from fastrl.backends.contract import Transform
-
-    found = run(logits, targets, None, Transform())
+    found = backends.kernels(backends.forced(), logits).row_statistics(logits, targets, None, Transform())
     assert found.logprobs.isnan().tolist() == [False, True, True]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_check_inputs_raises_on_a_gpu() -> None:
     logits, targets = torch.zeros(1, V, device="cuda"), torch.tensor([V], device="cuda")
     assert fastrl.token_logprobs(logits, targets).logprobs.isnan().all()
@@ -234,10 +190,8 @@ def test_check_inputs_raises_on_a_gpu() -> None:
 
 def test_backends() -> None:
     assert set(fastrl.backends()) == {"triton", "cpp", "torch"} and fastrl.backends()["torch"] == "available"
-    with (
-        pytest.raises(ValueError, match="backend must be one of triton, cpp, torch, got 'cuda'"),
-        fastrl.use_backend("cuda"),
-    ):
+    words = "backend must be one of triton, cpp, torch, got 'cuda'"
+    with pytest.raises(ValueError, match=words), fastrl.use_backend("cuda"):
         pass
 
 
@@ -254,9 +208,8 @@ def test_a_missing_backend_says_why_and_falls_back_with_one_warning(monkeypatch:
             warnings.simplefilter("always")
             for _ in range(2):
                 out = fastrl.token_logprobs(torch.zeros(1, V), torch.zeros(1, dtype=torch.int64))
-        assert [str(w.message) for w in caught] == [
-            "fastrl falls back to plain torch on cpu, which is slower: no compiler in this test"
-        ]
+        words = "fastrl falls back to plain torch on cpu, which is slower: no compiler in this test"
+        assert [str(w.message) for w in caught] == [words]
         torch.testing.assert_close(out.logprobs, -torch.tensor([float(V)]).log())
     finally:
         for cached in (backends._why_unavailable, backends._default):

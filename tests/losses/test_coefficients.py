@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -25,30 +26,21 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-product")
 def from_logprobs(objective: Objective, s: Sweep, length: int = 1) -> Tensor:
     """Of `policy_loss`, with weight 1 for every token of responses of this length."""
     logp = torch.zeros(len(s.x) // length, length, requires_grad=True)
-    old, ref, a = (t.float().view_as(logp) for t in (-s.x, s.d, s.a))
-    loss = fastrl.policy_loss(
-        logp, objective=objective, advantages=a, old_logprobs=old, ref_logprobs=ref, denominator=1
-    ).loss
-    (c,) = torch.autograd.grad(loss, logp)
-    return c.flatten()
+    tokens = {"advantages": s.a, "old_logprobs": -s.x, "ref_logprobs": s.d}
+    tokens = {k: x.float().view_as(logp) for k, x in tokens.items()}
+    loss = fastrl.policy_loss(logp, objective=objective, denominator=1, **tokens).loss
+    return torch.autograd.grad(loss, logp)[0].flatten()
 
 
 def from_logits(objective: Objective, s: Sweep, device: str) -> Tensor:
     """Of `logits_policy_loss`: dL/dx at a target of probability e^-20 is c (1 - e^-20)."""
     count = len(s.x)
     logits = torch.tensor([-20.0, 0.0], device=device).repeat(count, 1).requires_grad_()
-    old, ref, a = (t.float().to(device) for t in (-20 - s.x, -20 + s.d, s.a))
-    ends = torch.arange(count + 1, dtype=torch.int32, device=device)  # a response of one token each
-    loss = fastrl.logits_policy_loss(
-        logits,
-        torch.zeros(count, dtype=torch.int64, device=device),
-        objective=objective,
-        advantages=a,
-        old_logprobs=old,
-        ref_logprobs=ref,
-        cu_seqlens=ends,
-        denominator=1,
-    )
+    tokens = {"advantages": s.a, "old_logprobs": -20 - s.x, "ref_logprobs": -20 + s.d}
+    tokens = {k: x.float().to(device) for k, x in tokens.items()}
+    tokens["targets"] = torch.zeros(count, dtype=torch.int64, device=device)
+    tokens["cu_seqlens"] = torch.arange(count + 1, dtype=torch.int32, device=device)  # a response of one token each
+    loss = fastrl.logits_policy_loss(logits, objective=objective, denominator=1, **tokens)
     assert (loss.logprobs == -20).all()
     (gradient,) = torch.autograd.grad(loss.loss, logits)
     return gradient[:, 0].double().cpu() / -torch.expm1(torch.tensor(-20.0, dtype=torch.float64))
@@ -58,10 +50,8 @@ def of_each_level(objective: Objective) -> list[Objective]:
     """The objective with its ratio at every level that its gate admits."""
     found = []
     for level in LEVELS:
-        try:
+        with suppress(ValueError):  # a gate with a level of its own
             found.append(objective.replace(ratio=level))
-        except ValueError:  # a gate with a level of its own
-            continue
     return found
 
 
@@ -93,7 +83,7 @@ def test_the_unbiased_estimator_with_the_objective_s_ratio(level: str) -> None:
     assert_coefficients(from_logprobs(objective, nothing), of_kl(objective, FINE), f"one token, {level}")
     if level != "sequence":
         return
-    # Four tokens a response, their log ratios and their sum exact; d equal in half of the responses.
+    # Four tokens per response, their log ratios and their sum exact; d equal in half of the responses.
     x, d = (t.view(-1, 4).clamp(-19, 19) for t in (COARSE.x, COARSE.d))
     d[::2] = d[::2, :1]
     s = Sweep(x.flatten(), d.flatten(), torch.zeros(x.numel(), dtype=torch.float64))
@@ -125,9 +115,8 @@ def test_policy_and_kl_together() -> None:
 
 def test_rows(backend: str, backend_device: str) -> None:
     """Forward-gradient where the objective is row-local, statistics and gradient where it is not."""
-    interpreted = (
-        backend == "triton" and backend_device == "cpu"
-    )  # a tenth of a second a row: kernels/test_row_terms.py
+    # A tenth of a second per row: kernels/test_row_terms.py.
+    interpreted = backend == "triton" and backend_device == "cpu"
     s = Sweep(*(t[-4:] if interpreted else t[-4000:] for t in COARSE))
     for name in ("soft 1 and 1.05",) if interpreted else GATES:
         c = from_logits(GATES[name], s, backend_device)
@@ -147,9 +136,8 @@ def test_a_clip_passes_its_whole_gradient_on_its_bound() -> None:
     logp = ratio.log()[None].requires_grad_()
     assert logp.exp() == 3
     for gate in (fastrl.Clip(0.2, 0.2, dual=3.0), fastrl.Clip(0.2, 2.0), fastrl.Clip(0.2, 0.2, delta=3.0)):
-        loss = fastrl.policy_loss(
-            logp, objective=Objective(gate=gate), advantages=-torch.ones(1), old_logprobs=torch.zeros(1)
-        ).loss
+        given = {"advantages": -torch.ones(1), "old_logprobs": torch.zeros(1)}
+        loss = fastrl.policy_loss(logp, objective=Objective(gate=gate), **given).loss
         torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], ratio[None])
 
 
@@ -159,14 +147,8 @@ def test_values_near_zero(kind: str) -> None:
     x = torch.linspace(-12, -1, 200, dtype=torch.float64).exp2().float().double()
     x = torch.cat([x, -x])
     k3 = x**2 / 2 + x**3 / 6 + x**4 / 24 + x**5 / 120 + x**6 / 720 + x**7 / 5040 + x**8 / 40320
-    expected = {"k3-unbiased": x.exp() * k3, "forward": x.exp() * (k3 - x**3 / 3 - x**5 / 60 - x**7 / 2520)}.get(
-        kind, k3
-    )
-    kl = token_losses(
-        kl_only(kind),
-        torch.zeros(len(x)),
-        advantages=torch.zeros(len(x)),
-        old_logprobs=-x.float(),
-        ref_logprobs=x.float(),
-    ).kl
-    torch.testing.assert_close(kl.double(), expected, rtol=1e-6, atol=0)
+    others = {"k3-unbiased": x.exp() * k3, "forward": x.exp() * (k3 - x**3 / 3 - x**5 / 60 - x**7 / 2520)}
+    zeros = torch.zeros(len(x))
+    tokens = {"advantages": zeros, "old_logprobs": -x.float(), "ref_logprobs": x.float()}
+    kl = token_losses(kl_only(kind), zeros, **tokens).kl
+    torch.testing.assert_close(kl.double(), others.get(kind, k3), rtol=1e-6, atol=0)

@@ -46,7 +46,7 @@ def test_entry_points_agree_in_triton(backend: str, backend_device: str, name: s
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "SAPO"])
 def test_any_upstream_scalar(backend: str, backend_device: str, name: str) -> None:
     """Accumulation's 1/n, a GradScaler's 2^16: read in the backward."""
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     expected = problem.by_logprobs(OBJECTIVES[name])
     for upstream in (0.125, 65536.0):
         for inplace in (False, True):
@@ -76,39 +76,29 @@ def test_callables(backend: str, backend_device: str, row_local: bool) -> None:
         return -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages) - 0.05 * context.entropy
 
     loss.row_local = row_local
-    problem = Problem(backend_device, on_policy=False)
-    expected = problem.by_logprobs(fastrl.PPO(entropy_coef=0.05))
+    problem = Problem(backend_device)
+    expected, expected_gradients = problem.by_logprobs(fastrl.PPO(entropy_coef=0.05))
     for out, gradients in (problem.by_logits(loss, True), problem.by_hidden(loss), problem.by_hidden(loss)):
-        torch.testing.assert_close(out.loss, expected[0].loss, **CLOSE)
-        for g, e in zip(gradients, expected[1], strict=True):
-            torch.testing.assert_close(g, e, **CLOSE)
+        torch.testing.assert_close((out.loss, gradients), (expected.loss, expected_gradients), **CLOSE)
 
 
 def test_a_packed_batch(backend: str, backend_device: str) -> None:
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     keep = problem.arguments["mask"].bool()
     cu_seqlens = torch.tensor([0, 3, 7, 7], dtype=torch.int32, device=backend_device)
-    packed = {k: v[keep] for k, v in problem.arguments.items() if k not in ("advantages", "mask")}
-    packed["advantages"] = problem.arguments["advantages"]
-    for name in ("GRPO", "GSPO", "SAPO", "GMPO", "LUSPO", "DeepSeekV32"):
-        expected, (d_hidden, *_) = problem.by_logprobs(OBJECTIVES[name])
-        hidden = problem.hidden[keep].requires_grad_()
-        out = fastrl.linear_policy_loss(
-            hidden,
-            problem.weight,
-            problem.targets[keep],
-            bias=problem.bias,
-            objective=OBJECTIVES[name],
-            cu_seqlens=cu_seqlens,
-            **packed,
-        )
-        out.loss.backward()
-        torch.testing.assert_close(out.loss, expected.loss, **CLOSE)
-        torch.testing.assert_close(hidden.grad, d_hidden[keep], **CLOSE)
+    names = ("GRPO", "GSPO", "SAPO", "GMPO", "LUSPO", "DeepSeekV32")
+    padded = [problem.by_logprobs(OBJECTIVES[name]) for name in names]
+    problem.head["hidden"] = problem.head["hidden"][keep]
+    del problem.arguments["mask"]
+    problem.arguments |= {k: v[keep] for k, v in problem.arguments.items() if k != "advantages"}
+    for name, (expected, expected_gradients) in zip(names, padded, strict=True):
+        out, gradients = problem.by_hidden(OBJECTIVES[name], cu_seqlens=cu_seqlens)
+        expected_gradients["hidden"] = expected_gradients["hidden"][keep]
+        torch.testing.assert_close((out.loss, gradients), (expected.loss, expected_gradients), **CLOSE)
 
 
 def test_num_tokens_is_taken_and_checked(backend: str, backend_device: str) -> None:
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     for name in ("GRPO", "GSPO"):
         assert_same(problem.by_hidden(OBJECTIVES[name], num_tokens=7), problem.by_logprobs(OBJECTIVES[name]), name)
     if backend_device == "cpu":
@@ -118,72 +108,55 @@ def test_num_tokens_is_taken_and_checked(backend: str, backend_device: str) -> N
 
 def test_a_second_backward(backend: str, backend_device: str) -> None:
     """With inplace=True it raises; otherwise it gives the same gradient again, from hidden states too."""
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     for name in ("GRPO", "GSPO"):
         common = {"objective": OBJECTIVES[name], **problem.arguments}
         expected = problem.by_hidden(OBJECTIVES[name])[1]
         leaves = problem.leaves()
-        loss = fastrl.linear_policy_loss(leaves[0], leaves[1], problem.targets, bias=leaves[2], **common).loss
+        loss = fastrl.linear_policy_loss(**leaves, **common).loss
         loss.backward(retain_graph=True)
         loss.backward()
-        for leaf, e in zip(leaves, expected, strict=True):
-            torch.testing.assert_close(leaf.grad, 2 * e, **CLOSE)
+        twice = {k: 2 * e for k, e in expected.items()}
+        torch.testing.assert_close({k: x.grad for k, x in leaves.items()}, twice, **CLOSE)
         logits = torch.randn(B, T, V, device=backend_device, requires_grad=True) * 1
-        loss = fastrl.logits_policy_loss(logits, problem.targets, inplace=True, **common).loss
+        loss = fastrl.logits_policy_loss(logits, inplace=True, **common).loss
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="consumed by the first backward"):
             loss.backward()
 
 
 def test_only_wanted_gradients_are_made(backend: str, backend_device: str) -> None:
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     for name in ("GRPO", "GSPO"):
         expected = problem.by_hidden(OBJECTIVES[name])[1]
-        for wanted in range(3):
-            leaves = [problem.hidden.clone(), problem.weight.clone(), problem.bias.clone()]
-            leaves[wanted].requires_grad_()
-            fastrl.linear_policy_loss(
-                leaves[0], leaves[1], problem.targets, bias=leaves[2], objective=OBJECTIVES[name], **problem.arguments
-            ).loss.backward()
+        common = {"objective": OBJECTIVES[name], **problem.arguments}
+        for wanted in expected:
+            leaves = {k: x.clone().requires_grad_(k == wanted) for k, x in problem.head.items()}
+            fastrl.linear_policy_loss(**leaves, **common).loss.backward()
             torch.testing.assert_close(leaves[wanted].grad, expected[wanted], **CLOSE)
-            assert all(x.grad is None for i, x in enumerate(leaves) if i != wanted)
+            assert all(x.grad is None for k, x in leaves.items() if k != wanted)
         with torch.no_grad():
-            plain = fastrl.linear_policy_loss(
-                problem.hidden,
-                problem.weight,
-                problem.targets,
-                bias=problem.bias,
-                objective=OBJECTIVES[name],
-                **problem.arguments,
-            )
-        assert not plain.loss.requires_grad
+            assert not fastrl.linear_policy_loss(**problem.leaves(), **common).loss.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "SAPO"])
 def test_half_precision(backend: str, backend_device: str, name: str, dtype: torch.dtype) -> None:
     """Against float64 by autograd on the same half-precision inputs; a GradScaler's upstream for float16."""
-    problem = Problem(backend_device, on_policy=False)
-    inputs = [x.to(dtype) for x in (problem.hidden, problem.weight / 3, problem.bias)]
-    wide = [x.double().requires_grad_() for x in inputs]
-    log_p = torch.log_softmax(wide[0] @ wide[1].T + wide[2], -1)
-    logp = log_p.gather(-1, problem.targets.clamp_min(0)[..., None])[..., 0]
-    problem.arguments["old_logprobs"] = (logp + 0.1).detach().float()
-    common = {"objective": OBJECTIVES[name].replace(entropy_coef=0.01), **problem.arguments}
-    fastrl.policy_loss(logp, entropy=-(log_p.exp() * log_p).sum(-1), **common).loss.backward()
+    problem = Problem(backend_device, dtype=dtype)
+    problem.arguments["old_logprobs"] = (problem.stats(problem.leaves(torch.float64))[0] + 0.1).detach().float()
+    objective = OBJECTIVES[name].replace(entropy_coef=0.01)
+    _, truth = problem.plain(objective, torch.float64)
+    scale = 65536.0 if dtype == torch.float16 else 1.0
     # A scaled batch of one-in-a-million weights underflows float16 unless the loss scales inside.
     for denominator in (None, 1e6):
         factor = 1.0 if denominator is None else 3 / denominator
-        for make in (
-            lambda xs, **kw: fastrl.linear_policy_loss(xs[0], xs[1], problem.targets, bias=xs[2], **kw),
-            lambda xs, **kw: fastrl.logits_policy_loss(xs[0] @ xs[1].T + xs[2], problem.targets, inplace=True, **kw),
+        for _, gradients in (
+            problem.by_hidden(objective, scale, denominator=denominator),
+            problem.by_logits(objective, True, scale, denominator=denominator),
         ):
-            leaves = [x.clone().requires_grad_() for x in inputs]
-            scale = 65536.0 if dtype == torch.float16 else 1.0
-            (make(leaves, denominator=denominator, **common).loss * scale).backward()
-            for leaf, truth in zip(leaves, wide, strict=True):
-                assert leaf.grad.dtype == dtype
-                error = (leaf.grad.double() / scale / factor - truth.grad).norm() / truth.grad.norm()
+            for key, exact in truth.items():
+                error = (gradients[key].double() / factor - exact).norm() / exact.norm()
                 # rounded logits (relative 2^-9 of numbers near 4), gradient entries and results; float16 is 8x finer
                 # but its logits gradient of 1e-6 x 65536 x p also meets the subnormal spacing
                 assert error < (0.04 if dtype == torch.bfloat16 else 0.01), error
@@ -194,21 +167,10 @@ def test_plans_follow_the_objective() -> None:
 
     def reason(objective: Any, on_policy: bool, **more: Any) -> str | None:
         zeros = torch.zeros(2, 3)
-        inputs: dict[str, Any] = dict.fromkeys(
-            (
-                "mask",
-                "ref_logprobs",
-                "rollout_logprobs",
-                "token_weights",
-                "entropy_weights",
-                "entropy_threshold",
-                "cu_seqlens",
-            )
-        )
+        absent = "mask ref_logprobs rollout_logprobs token_weights entropy_weights entropy_threshold cu_seqlens"
+        inputs: dict[str, Any] = dict.fromkeys(absent.split())
         inputs |= {"advantages": torch.ones(2), "old_logprobs": None if on_policy else zeros} | more
-        return why_not_row_local(
-            objective, Given.of(make_batch(torch.zeros(2, 3, dtype=torch.int64), "targets", **inputs))
-        )
+        return why_not_row_local(objective, Given.of(make_batch(zeros.long(), "targets", **inputs)))
 
     zeros = torch.zeros(2, 3)
     for name in ("REINFORCE", "GPG", "CPI", "PPO", "PPOKL", "GRPO", "DrGRPO", "BNPO", "DAPO", "SAPO", "CISPO"):
@@ -230,12 +192,12 @@ def test_plans_follow_the_objective() -> None:
 
 def test_in_place_on_a_view_keeps_the_view_s_own_backward(backend: str, backend_device: str) -> None:
     """Overwriting a view makes autograd rebuild its edge as as_strided, whose backward copies the whole tensor."""
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     leaf = torch.randn(B, T + 1, V, device=backend_device, requires_grad=True)
     for name in ("GRPO", "GSPO"):
         common = {"objective": OBJECTIVES[name], **problem.arguments}
         logits = (leaf * 1)[:, :-1]
-        loss = fastrl.logits_policy_loss(logits, problem.targets, inplace=True, **common).loss
+        loss = fastrl.logits_policy_loss(logits, inplace=True, **common).loss
         (actual,) = torch.autograd.grad(loss, leaf)
         names, todo = set(), [loss.grad_fn]
         while todo:
@@ -243,5 +205,5 @@ def test_in_place_on_a_view_keeps_the_view_s_own_backward(backend: str, backend_
             names.add(type(node).__name__)
             todo += [following for following, _ in node.next_functions if following is not None]
         assert "SliceBackward0" in names and "AsStridedBackward0" not in names
-        loss = fastrl.logits_policy_loss((leaf * 1)[:, :-1], problem.targets, **common).loss
+        loss = fastrl.logits_policy_loss((leaf * 1)[:, :-1], **common).loss
         torch.testing.assert_close(actual, torch.autograd.grad(loss, leaf)[0], **CLOSE)

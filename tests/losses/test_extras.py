@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import head_cases
 import pytest
 import torch
+from allocated import allocations
+from head_cases import MASK, moved, random_head
+from refused import refused
 from torch import Tensor
+from vocabulary import transformed
 
 import fastrl
 from fastrl.planning import tiling
@@ -14,30 +21,18 @@ from fastrl.planning.plans import use_plan
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "temperature per token": {"temperature": torch.tensor([[0.5, 1.0, 1.7], [0.9, 2.0, 0.3]])},
-    "softcap, scale": {"softcap": 4.0, "logit_scale": 0.8, "temperature": 1.3},
-    "softcap, temperature per token": {"softcap": 3.0, "temperature": torch.tensor([[0.5, 1, 1.7], [0.9, 2, 0.3]])},
-    "mask": {"mask": torch.tensor([[1, 0, 1], [0, 1, 1]])},
-    "mask, softcap": {"mask": torch.tensor([[1, 0, 1], [0, 1, 1]]), "softcap": 5.0},
+    **head_cases.OPTIONS,
+    "softcap, temperature per token": {"softcap": 3.0, **head_cases.OPTIONS["temperature per token"]},
+    "mask, softcap": {"mask": MASK, "softcap": 5.0},
 }
+EVERY_TOKEN = fastrl.SamplingMask.from_lists([list(range(77))] * 6)
 # Logits are rounded to the head's dtype (half a unit in the last place of numbers up to 8), then averaged or summed.
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def truth(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> dict[str, Tensor]:
+def truth(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
     """In float64, with the whole (..., V) tensor."""
-    z = logits.double() * logit_scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    z = z / (temperature.double()[..., None] if isinstance(temperature, Tensor) else temperature)
+    z = transformed(logits.double(), **options)
     valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
     at_target = z.gather(-1, targets.where(valid, 0)[..., None])[..., 0]
     square = (2 * z.log_softmax(-1)).logsumexp(-1)
@@ -48,76 +43,59 @@ def truth(
     }
 
 
-def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
-
-
-def problem(dtype: torch.dtype, biased: bool, vocab: int = 77) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Hidden states (2, 3, 16), a head, and targets of which every other one is the most likely."""
-    g = torch.Generator().manual_seed(1)
-    hidden = torch.randn(2, 3, 16, generator=g).to(dtype)
-    weight = (torch.randn(vocab, 16, generator=g) / 2 + 0.1).to(dtype)
-    bias = torch.randn(vocab, generator=g).to(dtype) if biased else None
-    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    targets = torch.randint(vocab, (2, 3), generator=g)
+def problem(dtype: torch.dtype = torch.float32, biased: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """A head with targets, of which every other one is the most likely; and its logits in float64."""
+    head = random_head(dtype, biased)
+    logits = torch.nn.functional.linear(*(x.double() for x in head.values()))
+    targets = torch.randint(logits.shape[-1], (2, 3), generator=torch.Generator().manual_seed(2))
     targets.view(-1)[::2] = logits.argmax(-1).view(-1)[::2]
-    return hidden, weight, bias, targets
+    return {**head, "targets": targets}, logits
+
+
+def of(found: fastrl.TokenStats, **types: Any) -> dict[str, Tensor]:
+    """The extras that there are, on the CPU."""
+    values = {name: getattr(found, name) for name in EXTRAS}
+    return {name: x.to("cpu", **types) for name, x in values.items() if x is not None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_values(backend: str, backend_device: str, dtype: torch.dtype, option: str) -> None:
-    biased = list(OPTIONS).index(option) % 2 == 1  # with a scalar temperature, softcaps of both kinds, and none
-    hidden, weight, bias, targets = problem(dtype, biased)
-    options = OPTIONS[option]
-    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    expected = truth(logits, targets, **options)
-    if "mask" in options:  # masked rows are not read
-        targets = targets.where(options["mask"].bool(), -100)
-        hidden = hidden.masked_fill(~options["mask"].bool()[..., None], torch.nan)
-    found = fastrl.linear_token_logprobs(
-        hidden.to(backend_device).requires_grad_(),
-        weight.to(backend_device).requires_grad_(),
-        targets.to(backend_device),
-        bias=None if bias is None else bias.to(backend_device),
-        extras=EXTRAS,
-        **moved(options, backend_device),
-    )
+    call, logits = problem(dtype, biased=option in ("temperature", "softcap, scale", "mask"))
+    expected = truth(logits, call["targets"], **OPTIONS[option])
+    if "mask" in option:  # masked rows are not read
+        call["targets"] = call["targets"].where(MASK.bool(), -100)
+        call["hidden"] = call["hidden"].masked_fill(~MASK.bool()[..., None], torch.nan)
+    given = moved(call | OPTIONS[option], backend_device)
+    for name in ("hidden", "weight"):
+        given[name].requires_grad_()
+    found = fastrl.linear_token_logprobs(**given, extras=EXTRAS)
     for name in EXTRAS:
         value = getattr(found, name)
-        assert value.shape == targets.shape and not value.requires_grad, name
+        assert value.shape == MASK.shape and not value.requires_grad, name
         assert value.dtype == (torch.bool if name == "is_top1" else torch.float32)
-        value = value.cpu()
-        if name == "is_top1":
-            assert torch.equal(value, expected[name])
-        else:
-            torch.testing.assert_close(value.double(), expected[name], rtol=CLOSE[dtype], atol=CLOSE[dtype], msg=name)
+    torch.testing.assert_close(of(found), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype], check_dtype=False)
 
 
 def test_only_what_is_asked_for() -> None:
-    hidden, weight, _, targets = problem(torch.float32, False)
-    assert fastrl.linear_token_logprobs(hidden, weight, targets)[2:] == (None, None, None)
+    call, _ = problem()
+    assert fastrl.linear_token_logprobs(**call)[2:] == (None, None, None)
     for name in EXTRAS:
-        found = fastrl.linear_token_logprobs(hidden, weight, targets, extras=(name,))
-        assert [x for x in EXTRAS if getattr(found, x) is not None] == [name]
+        assert list(of(fastrl.linear_token_logprobs(**call, extras=(name,)))) == [name]
 
 
 @pytest.mark.parametrize("plan", ["recompute", "two-pass", "frozen-head"])
 def test_every_plan_and_the_gradient_is_what_it_was(plan: str) -> None:
-    hidden, weight, _, targets = problem(torch.float32, False)
-    logits = hidden.double() @ weight.double().T
+    call, logits = problem()
+    call["hidden"].requires_grad_()
+    call["weight"].requires_grad_(plan != "frozen-head")
     gradients = []
     for extras in ((), EXTRAS):
-        leaf = hidden.clone().requires_grad_()
         with use_plan(plan):
-            found = fastrl.linear_token_logprobs(
-                leaf, weight.clone().requires_grad_(plan != "frozen-head"), targets, extras=extras
-            )
-        found.logprobs.sum().backward()
-        gradients.append(leaf.grad)
+            found = fastrl.linear_token_logprobs(**call, extras=extras)
+        gradients += torch.autograd.grad(found.logprobs.sum(), call["hidden"])
     assert torch.equal(*gradients)
-    for name, expected in truth(logits, targets).items():
-        torch.testing.assert_close(getattr(found, name).to(expected.dtype), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(of(found), truth(logits, call["targets"]), rtol=2e-5, atol=2e-5, check_dtype=False)
 
 
 def test_every_argmax_is_found_over_tiles_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +136,13 @@ def test_extreme_rows_keep_their_digits(backend: str, backend_device: str) -> No
     logits = torch.stack(rows)  # the identity as hidden states: logits are the weight's columns, not rounded
     hidden, weight = torch.eye(len(rows), device=backend_device), logits.T.contiguous().to(backend_device)
     wanted = torch.tensor(targets)
-    found = fastrl.linear_token_logprobs(hidden, weight, wanted.to(backend_device), extras=EXTRAS)
+    found = of(fastrl.linear_token_logprobs(hidden, weight, wanted.to(backend_device), extras=EXTRAS))
     expected = truth(logits, wanted)
     # sums of 1000 exponentials of float32 differences: roundings of numbers of the offset's size
-    torch.testing.assert_close(
-        found.log_sum_sq_probs.cpu().double(), expected["log_sum_sq_probs"], rtol=1e-6, atol=2e-6
-    )
-    torch.testing.assert_close(found.mean_logits.cpu().double(), expected["mean_logits"], rtol=1e-6, atol=1e-6)
-    assert torch.equal(found.is_top1.cpu(), expected["is_top1"])
+    for name, atol in {"log_sum_sq_probs": 2e-6, "mean_logits": 1e-6, "is_top1": 0.0}.items():
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=atol, check_dtype=False)
     confident = (expected["log_sum_sq_probs"].abs() < 1e-9) & expected["is_top1"]
-    assert confident.any() and (found.log_sum_sq_probs.cpu()[confident].abs() < 1e-9).all()
+    assert confident.any() and (found["log_sum_sq_probs"][confident].abs() < 1e-9).all()
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -177,78 +152,54 @@ def test_a_budget_is_kept(softcap: float | None, dtype: torch.dtype) -> None:
     n, width, vocab = 1024, 64, 8192
     hidden, weight = torch.randn(n, width).to(dtype), torch.randn(vocab, width).to(dtype)
     targets = torch.randint(vocab, (n,))
-    wide = fastrl.linear_token_logprobs(hidden, weight, targets, softcap=softcap, extras=EXTRAS)
+    call = partial(fastrl.linear_token_logprobs, hidden, weight, targets, softcap=softcap, extras=EXTRAS)
+    wide = call()
     for budget in (2 << 20, 6 << 20):  # float32 logits take 32 MiB
-
-        def call(budget: int = budget) -> fastrl.TokenStats:
-            with torch.no_grad():
-                return fastrl.linear_token_logprobs(
-                    hidden, weight, targets, softcap=softcap, extras=EXTRAS, memory_budget=budget
-                )
-
-        assert _peak(call) < budget
-        for narrow, expected in zip(call(), wide, strict=True):
+        with torch.no_grad():
+            sizes = allocations(partial(call, memory_budget=budget))
+        assert max(accumulate(sizes)) < budget  # frees are negative
+        for narrow, expected in zip(call(memory_budget=budget), wide, strict=True):
             if expected is not None and expected.is_floating_point():
                 torch.testing.assert_close(narrow, expected, rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="smallest possible"):
-        fastrl.linear_token_logprobs(hidden, weight, targets, extras=EXTRAS, memory_budget=1000)
-
-
-def _peak(call: Any) -> int:
-    """The largest sum of allocations minus frees while the call runs, in bytes."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        call()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events, "the profiler saw no allocation"
-    held, most = 0, 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+        call(memory_budget=1000)
 
 
 def test_no_rows_and_all_masked() -> None:
     weight = torch.randn(7, 4)
     for softcap in (None, 2.0):
-        found = fastrl.linear_token_logprobs(
-            torch.zeros(0, 4), weight, torch.zeros(0, dtype=torch.int64), softcap=softcap, extras=EXTRAS
-        )
-        assert all(getattr(found, name).shape == (0,) for name in EXTRAS)
-        found = fastrl.linear_token_logprobs(
-            torch.randn(2, 4), weight, torch.full((2,), -100), mask=torch.zeros(2), softcap=softcap, extras=EXTRAS
-        )
-        assert all(not getattr(found, name).any() for name in EXTRAS)
+        call = partial(fastrl.linear_token_logprobs, weight=weight, softcap=softcap, extras=EXTRAS)
+        found = of(call(torch.zeros(0, 4), targets=torch.zeros(0, dtype=torch.int64)))
+        assert all(found[name].shape == (0,) for name in EXTRAS)
+        found = of(call(torch.randn(2, 4), targets=torch.full((2,), -100), mask=torch.zeros(2)))
+        assert all(not found[name].any() for name in EXTRAS)
 
 
 def test_under_autocast_as_the_head() -> None:
-    hidden, weight, _, targets = problem(torch.float32, False)
+    call, _ = problem()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fastrl.linear_token_logprobs(hidden, weight, targets, extras=EXTRAS)
-    same = fastrl.linear_token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, extras=EXTRAS)
-    for name in EXTRAS:
-        assert torch.equal(getattr(found, name), getattr(same, name))
+        found = fastrl.linear_token_logprobs(**call, extras=EXTRAS)
+    same = fastrl.linear_token_logprobs(**(call | random_head(torch.bfloat16)), extras=EXTRAS)
+    torch.testing.assert_close(of(found), of(same), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_under_torch_compile(softcap: float | None) -> None:
     """In one graph, but for the tiles that a softcap's mean needs."""
-    hidden, weight, _, targets = problem(torch.float32, False)
+    given, _ = problem()
 
     def call() -> list[Tensor]:
-        found = fastrl.linear_token_logprobs(hidden, weight, targets, softcap=softcap, extras=EXTRAS)
+        found = fastrl.linear_token_logprobs(**given, softcap=softcap, extras=EXTRAS)
         return [getattr(found, name) for name in EXTRAS]
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=softcap is None)()
-    for a, b in zip(compiled, call(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(compiled, call(), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_refused() -> None:
-    hidden, weight, _, targets = problem(torch.float32, False)
-    with pytest.raises(ValueError, match=r"extras must be some of mean_logits, is_top1, log_sum_sq_probs, got 'top1'"):
-        fastrl.linear_token_logprobs(hidden, weight, targets, extras=("top1",))
-    with pytest.raises(TypeError, match="extras must be a tuple of names"):
-        fastrl.linear_token_logprobs(hidden, weight, targets, extras="is_top1")  # type: ignore[arg-type]
-    sets = fastrl.SamplingMask.from_lists([[0]] * 6).with_targets(targets)
-    with pytest.raises(NotImplementedError, match="sampling_mask"):
-        fastrl.linear_token_logprobs(hidden, weight, targets, extras=("is_top1",), sampling_mask=sets)
+@refused(
+    ({"extras": ("top1",)}, ValueError, "extras must be some of mean_logits, is_top1, log_sum_sq_probs, got 'top1'"),
+    ({"extras": "is_top1"}, TypeError, "extras must be a tuple of names"),
+    ({"extras": ("is_top1",), "sampling_mask": EVERY_TOKEN}, NotImplementedError, "sampling_mask"),
+)
+def test_what_is_refused(changes: dict[str, Any]) -> None:
+    fastrl.linear_token_logprobs(**problem()[0], **changes)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from objectives import OBJECTIVES
-from problem import B, Problem, T, V
+from problem import MASK, B, Problem, T, V
 
 import fastrl
 from fastrl.backends.cpp import backend as cpp_backend
@@ -31,13 +31,11 @@ class _FromArray(torch.autograd.Function):
 @pytest.mark.parametrize("name", ["GRPO", "GSPO"])  # gradients in the forward, and in the backward
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_loss_that_is_kept_for_the_log_keeps_no_logits(name: str, inplace: bool) -> None:
-    problem = Problem("cpu", on_policy=False)
+    problem = Problem("cpu")
     array = numpy.random.default_rng(0).normal(size=(B, T, V)).astype(numpy.float32)
     alive = weakref.ref(array)
     logits = _FromArray.apply(torch.zeros((), requires_grad=True), array)
-    out = fastrl.logits_policy_loss(
-        logits, problem.targets, objective=OBJECTIVES[name], inplace=inplace, **problem.arguments
-    )
+    out = fastrl.logits_policy_loss(logits, objective=OBJECTIVES[name], inplace=inplace, **problem.arguments)
     del logits, array
     out.loss.backward()
     gc.collect()
@@ -46,11 +44,10 @@ def test_a_loss_that_is_kept_for_the_log_keeps_no_logits(name: str, inplace: boo
 
 
 def test_changed_logits_are_noticed_and_others_stay_as_they_are(backend: str, backend_device: str) -> None:
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     logits = torch.randn(B, T, V, device=backend_device).requires_grad_()
     before = logits.detach().clone()
-    arguments: dict[str, Any] = {"objective": OBJECTIVES["GRPO"], **problem.arguments}
-    out = fastrl.logits_policy_loss(logits, problem.targets, **arguments)
+    out = fastrl.logits_policy_loss(logits, objective=OBJECTIVES["GRPO"], **problem.arguments)
     assert torch.equal(logits, before)
     first = torch.autograd.grad(out.loss, logits, retain_graph=True)[0]
     again = torch.autograd.grad(2 * out.loss, logits, retain_graph=True)[0]
@@ -67,18 +64,13 @@ def test_changed_logits_are_noticed_and_others_stay_as_they_are(backend: str, ba
 def test_a_second_backward_is_never_one_of_changed_inputs(objective: str, by_hidden: bool, name: str) -> None:
     """The first backward's gradients are ready with the loss; a second's are formed again, from what was given."""
     for masked in (True, False):  # a masked input is a copy, one that is not may be the caller's own memory
-        problem = Problem("cpu", on_policy=False)
-        if not masked:
-            problem.arguments.pop("mask")
-            problem.targets.clamp_(min=0)
-        common: dict[str, Any] = {"objective": OBJECTIVES[objective], **problem.arguments}
-        leaves = problem.leaves() if by_hidden else [torch.randn(B, T, V, requires_grad=True)]
-        if by_hidden:
-            loss = fastrl.linear_policy_loss(leaves[0], leaves[1], problem.targets, bias=leaves[2], **common).loss
-        else:
-            loss = fastrl.logits_policy_loss(leaves[0], problem.targets, **common).loss
+        problem = Problem("cpu", mask=MASK if masked else None)
+        inputs = problem.leaves() if by_hidden else {"logits": torch.randn(B, T, V, requires_grad=True)}
+        function = fastrl.linear_policy_loss if by_hidden else fastrl.logits_policy_loss
+        loss = function(**inputs, objective=OBJECTIVES[objective], **problem.arguments).loss
+        leaves = list(inputs.values())
         again = first = torch.autograd.grad(loss, leaves, retain_graph=True)
-        (problem.targets if name == "targets" else problem.arguments[name]).zero_()
+        problem.arguments[name].zero_()
         message = None
         try:
             again = torch.autograd.grad(loss, leaves)
@@ -90,40 +82,26 @@ def test_a_second_backward_is_never_one_of_changed_inputs(objective: str, by_hid
             assert message is not None
 
 
-def _second_derivative(loss: torch.Tensor, logits: torch.Tensor) -> None:
-    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
-    torch.autograd.grad(gradient.square().sum(), logits)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    problem = Problem("cpu", on_policy=False)
-    logits = torch.randn(B, T, V, requires_grad=True)
-    for name in ("GRPO", "GSPO"):
-        loss = fastrl.logits_policy_loss(logits, problem.targets, objective=OBJECTIVES[name], **problem.arguments).loss
-        with pytest.raises(RuntimeError, match=r"differentiable once|no autograd formula"):
-            _second_derivative(loss, logits)
-
-
 def test_without_a_graph_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def overwritten(*args: Any) -> Any:
         pytest.fail("the gradient was written")
 
     monkeypatch.setattr(cpp_backend, "row_forward_gradient", overwritten)
-    problem = Problem("cpu", on_policy=False)
+    problem = Problem("cpu")
     logits = torch.randn(B, T, V, requires_grad=True)
     with torch.no_grad(), fastrl.use_backend("cpp"):
-        out = fastrl.logits_policy_loss(logits, problem.targets, objective=OBJECTIVES["GRPO"], **problem.arguments)
+        out = fastrl.logits_policy_loss(logits, objective=OBJECTIVES["GRPO"], **problem.arguments)
     assert not out.loss.requires_grad
 
 
 def test_rows_that_lie_apart(backend: str, backend_device: str) -> None:
     """Logits shifted by a slice, and transposed ones, which are copied."""
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     full = torch.randn(B, T + 1, V, device=backend_device)
     for logits in (full[:, :-1], full[:, :-1].transpose(0, 1).contiguous().transpose(0, 1)):
         found = []
         for given in (logits, logits.contiguous()):
             leaf = given.detach().requires_grad_()
-            out = fastrl.logits_policy_loss(leaf, problem.targets, objective=OBJECTIVES["GRPO"], **problem.arguments)
+            out = fastrl.logits_policy_loss(leaf, objective=OBJECTIVES["GRPO"], **problem.arguments)
             found.append((out.loss, torch.autograd.grad(out.loss, leaf)[0]))
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

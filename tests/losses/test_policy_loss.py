@@ -38,7 +38,7 @@ class Case:
 
         # holes inside responses too, not only padding at their ends
         mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
-        mask[3, 2] = False
+        mask[3:4, 2:3] = False
         logp = -normal(1.0).abs()
         old = logp + normal(0.3)
         optional = {"ref_logprobs": logp + normal(0.4), "rollout_logprobs": old + normal(0.15)}
@@ -47,6 +47,11 @@ class Case:
             optional["old_logprobs"] = old
         advantages = normal(1.0) if per_token else normal(1.0, shape[0])
         return Case(mask, logp, advantages, optional, normal(1.0).abs())
+
+    @property
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """What the loss reads beside the log-probabilities and the entropies."""
+        return {"advantages": self.advantages, "mask": self.mask, **self.optional}
 
     def oracle(self, objective: Objective, threshold: float | None = None) -> tuple[torch.Tensor, ...]:
         logp, entropy = self.logp.clone().requires_grad_(), self.entropy.clone().requires_grad_()
@@ -69,13 +74,9 @@ def test_loss_and_gradient_match_the_oracle(name: str, on_policy: bool, per_toke
     case = Case.make(sum(map(ord, name)), on_policy, per_token)
     expected, d_logp, d_entropy = case.oracle(objective)
     logp, entropy = case.logp.clone().requires_grad_(), case.entropy.clone().requires_grad_()
-    out = fastrl.policy_loss(
-        logp, objective=objective, advantages=case.advantages, mask=case.mask, entropy=entropy, **case.optional
-    )
+    out = fastrl.policy_loss(logp, objective=objective, entropy=entropy, **case.arguments)
     out.loss.backward()
-    torch.testing.assert_close(out.loss, expected, **EXACT)
-    torch.testing.assert_close(logp.grad, d_logp, **EXACT)
-    torch.testing.assert_close(entropy.grad, d_entropy, **EXACT)
+    torch.testing.assert_close((out.loss, logp.grad, entropy.grad), (expected, d_logp, d_entropy), **EXACT)
 
 
 @settings(max_examples=40)
@@ -87,41 +88,32 @@ def test_loss_and_gradient_match_the_oracle(name: str, on_policy: bool, per_toke
 )
 def test_a_packed_batch_equals_the_padded_one(name: str, lengths: list[int], seed: int, on_policy: bool) -> None:
     """cu_seqlens changes the layout only: same loss, gradients and metrics, empty responses included."""
-    objective = OBJECTIVES[name]
-    width = max(max(lengths), 1)
-    case = Case.make(seed, on_policy, False, lengths=(4, 1, 0, 6, 3))
-    case = Case(*(x for x in (case.mask, case.logp, case.advantages)), case.optional, case.entropy)
-    g = torch.Generator().manual_seed(seed)
-    keep = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-    padded = {k: torch.randn(keep.shape, generator=g, dtype=torch.float64) for k in case.optional}
-    logp = torch.randn(keep.shape, generator=g, dtype=torch.float64)
-    advantages = torch.randn(len(lengths), generator=g, dtype=torch.float64)
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    case = Case.make(seed, on_policy, False, tuple(lengths))
+    keep, objective = case.mask, OBJECTIVES[name]
+    cu_seqlens = torch.tensor([0, *keep.sum(1)]).cumsum(0).int()
+    packed = {"advantages": case.advantages, **{k: v[keep] for k, v in case.optional.items()}}
 
-    one, two = logp.clone().requires_grad_(), logp[keep].requires_grad_()
-    a = fastrl.policy_loss(one, objective=objective, advantages=advantages, mask=keep, **padded)
-    packed = {k: v[keep] for k, v in padded.items()}
-    b = fastrl.policy_loss(two, objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, **packed)
+    one, two = case.logp.clone().requires_grad_(), case.logp[keep].requires_grad_()
+    a = fastrl.policy_loss(one, objective=objective, **case.arguments)
+    b = fastrl.policy_loss(two, objective=objective, cu_seqlens=cu_seqlens, **packed)
     a.loss.backward()
     b.loss.backward()
-    torch.testing.assert_close(b.loss, a.loss, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(two.grad, one.grad[keep], rtol=1e-10, atol=1e-12)
-    for key in a.metrics:
-        torch.testing.assert_close(b.metrics[key], a.metrics[key], rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close((b.loss, two.grad), (a.loss, one.grad[keep]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(b.metrics, a.metrics, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_on_policy_all_gates_have_the_gradient_of_reinforce() -> None:
     """At r = 1 every gate's weight is 1, whatever its value."""
     case = Case.make(1, True, False)
-    inputs = {"advantages": case.advantages, "mask": case.mask}
-    for name in ("CPI", "PPO", "DAPO", "GSPO", "GSPOToken", "SAPO", "CISPO", "GMPO", "VESPO"):
-        logp = case.logp.clone().requires_grad_()
-        objective = OBJECTIVES[name].replace(aggregate="seq-mean-token-mean")
-        fastrl.policy_loss(logp, objective=objective, **inputs).loss.backward()
-        plain = case.logp.clone().requires_grad_()
-        objective = fastrl.REINFORCE(aggregate="seq-mean-token-mean")
-        fastrl.policy_loss(plain, objective=objective, **inputs).loss.backward()
-        torch.testing.assert_close(logp.grad, plain.grad, msg=lambda text, name=name: f"{name}: {text}", **EXACT)
+
+    def gradient(name: str) -> torch.Tensor:
+        logp, objective = case.logp.clone().requires_grad_(), OBJECTIVES[name].replace(aggregate="seq-mean-token-mean")
+        loss = fastrl.policy_loss(logp, objective=objective, advantages=case.advantages, mask=case.mask).loss
+        return torch.autograd.grad(loss, logp)[0]
+
+    names = ("CPI", "PPO", "DAPO", "GSPO", "GSPOToken", "SAPO", "CISPO", "GMPO", "VESPO")
+    expected = dict.fromkeys(names, gradient("REINFORCE"))
+    torch.testing.assert_close({name: gradient(name) for name in names}, expected, **EXACT)
 
 
 def test_ppo_takes_the_smaller_of_the_clipped_and_the_unclipped() -> None:
@@ -135,21 +127,11 @@ def test_ppo_takes_the_smaller_of_the_clipped_and_the_unclipped() -> None:
 def test_micro_batches_with_a_global_denominator_add_up() -> None:
     for name, count in (("DAPO", "tokens"), ("GRPO", "responses"), ("DrGRPO", "responses"), ("LUSPO", "responses")):
         case = Case.make(3, False, False)
-        whole = fastrl.policy_loss(
-            case.logp, objective=OBJECTIVES[name], advantages=case.advantages, mask=case.mask, **case.optional
-        ).loss
+        given = {"logprobs": case.logp, **case.arguments}
+        whole = fastrl.policy_loss(objective=OBJECTIVES[name], **given).loss
         total = case.mask.sum() if count == "tokens" else torch.tensor(len(case.mask))
-        parts = [
-            fastrl.policy_loss(
-                case.logp[i : i + 2],
-                objective=OBJECTIVES[name],
-                advantages=case.advantages[i : i + 2],
-                mask=case.mask[i : i + 2],
-                denominator=total,
-                **{k: v[i : i + 2] for k, v in case.optional.items()},
-            ).loss
-            for i in range(0, 5, 2)
-        ]
+        batches = [{k: v[i : i + 2] for k, v in given.items()} for i in range(0, 5, 2)]
+        parts = [fastrl.policy_loss(objective=OBJECTIVES[name], denominator=total, **b).loss for b in batches]
         torch.testing.assert_close(sum(parts), whole, **EXACT)
 
 
@@ -170,7 +152,7 @@ def test_top_entropy_tokens_are_a_fraction_or_a_threshold() -> None:
     values = case.entropy[case.mask]
     fraction = fastrl.DAPO(top_entropy_fraction=0.25)
     threshold = torch.quantile(values, 0.75)
-    common = {"advantages": case.advantages, "mask": case.mask, "entropy": case.entropy, **case.optional}
+    common = {"entropy": case.entropy, **case.arguments}
     logp = case.logp.clone().requires_grad_()
     by_fraction = fastrl.policy_loss(logp, objective=fraction, **common)
     by_fraction.loss.backward()
@@ -184,7 +166,7 @@ def test_top_entropy_tokens_are_a_fraction_or_a_threshold() -> None:
 
 def test_coefficients_may_be_tensors() -> None:
     case = Case.make(6, False, False)
-    common = {"advantages": case.advantages, "mask": case.mask, "entropy": case.entropy, **case.optional}
+    common = {"entropy": case.entropy, **case.arguments}
     numbers = fastrl.GRPO(kl_coef=0.3, entropy_coef=0.2)
     tensors = fastrl.GRPO(kl_coef=torch.tensor(0.3, dtype=torch.float64), entropy_coef=torch.tensor(0.2).double())
     a = fastrl.policy_loss(case.logp, objective=numbers, **common).loss
@@ -195,11 +177,9 @@ def test_coefficients_may_be_tensors() -> None:
 def test_entropy_weights_replace_w_on_the_entropy_term_only() -> None:
     case = Case.make(7, False, False)
     own = torch.rand(case.mask.shape, dtype=torch.float64)
-    common = {"advantages": case.advantages, "mask": case.mask, **case.optional}
-    without = fastrl.policy_loss(case.logp, objective=fastrl.GRPO(), **common).loss
-    both = fastrl.policy_loss(
-        case.logp, objective=fastrl.GRPO(entropy_coef=0.5), entropy=case.entropy, entropy_weights=own, **common
-    ).loss
+    without = fastrl.policy_loss(case.logp, objective=fastrl.GRPO(), **case.arguments).loss
+    entropy = {"objective": fastrl.GRPO(entropy_coef=0.5), "entropy": case.entropy, "entropy_weights": own}
+    both = fastrl.policy_loss(case.logp, **entropy, **case.arguments).loss
     torch.testing.assert_close(both, without - 0.5 * (own * case.entropy)[case.mask].sum(), **EXACT)
 
 
@@ -210,9 +190,7 @@ def test_gradcheck() -> None:
         objective = OBJECTIVES[name].replace(entropy_coef=0.1)
 
         def loss(logp: torch.Tensor, entropy: torch.Tensor, objective: Objective = objective) -> torch.Tensor:
-            return fastrl.policy_loss(
-                logp, objective=objective, advantages=case.advantages, mask=case.mask, entropy=entropy, **case.optional
-            ).loss
+            return fastrl.policy_loss(logp, objective=objective, entropy=entropy, **case.arguments).loss
 
         inputs = (case.logp.clone().requires_grad_(), case.entropy.clone().requires_grad_())
         assert torch.autograd.gradcheck(loss, inputs, check_forward_ad=True, check_batched_grad=True), name
@@ -245,10 +223,8 @@ def test_metrics_say_what_happened() -> None:
         "masked_off_policy": 0.0,
         "tokens": 3.0,
     }
-    assert out.metrics.keys() == expected.keys()
-    for key, value in expected.items():
-        assert out.metrics[key].dtype == torch.float32 and out.metrics[key].dim() == 0
-        assert out.metrics[key].item() == pytest.approx(value, abs=1e-6), key
+    assert {key: value.item() for key, value in out.metrics.items()} == pytest.approx(expected, abs=1e-6)
+    assert all(value.dtype == torch.float32 and value.dim() == 0 for value in out.metrics.values())
 
 
 def test_a_token_that_gmpo_clips_has_no_weight() -> None:
@@ -279,9 +255,7 @@ def test_a_clamped_exponent_is_counted_and_passes_no_gradient() -> None:
 )
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_divides_by_zero(name: str, shape: tuple[int, ...], mask: torch.Tensor | None) -> None:
-    logp = (
-        torch.full(shape, torch.nan, requires_grad=True) if mask is not None else torch.zeros(shape, requires_grad=True)
-    )
+    logp = torch.full(shape, 0.0 if mask is None else torch.nan, requires_grad=True)
     numbers = {k: torch.full(shape, torch.nan) for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
     count = shape[0] if len(shape) > 1 else 1
     out = fastrl.policy_loss(logp, objective=OBJECTIVES[name], advantages=torch.ones(count), mask=mask, **numbers)
@@ -291,31 +265,24 @@ def test_nothing_divides_by_zero(name: str, shape: tuple[int, ...], mask: torch.
     assert all(v.isfinite() for k, v in out.metrics.items() if k not in ("entropy", "gate_mean"))
 
 
-class TestCallables:
-    """A custom objective in torch is aggregated like any other."""
+def clip(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
+    """PPO's, as a callable."""
+    r = log_ratio.exp()
+    return -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
 
-    @staticmethod
-    def clip(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
-        r = log_ratio.exp()
-        return -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
 
-    def test_a_callable_equals_the_preset_that_it_spells_out(self) -> None:
-        case = Case.make(9, False, False)
-        common = {"advantages": case.advantages, "mask": case.mask, **case.optional}
-        expected = fastrl.policy_loss(case.logp, objective=fastrl.PPO(), **common).loss
-        actual = fastrl.policy_loss(case.logp, objective=self.clip, **common).loss
-        torch.testing.assert_close(actual, expected, **EXACT)
+@pytest.mark.parametrize("aggregate", [None, "seq-mean-token-mean"])
+def test_a_callable_is_aggregated_like_the_preset_that_it_spells_out(
+    monkeypatch: pytest.MonkeyPatch, aggregate: str | None
+) -> None:
+    if aggregate:  # it may name its aggregation
+        monkeypatch.setattr(clip, "aggregate", aggregate, raising=False)
+    case, preset = Case.make(9, False, False), fastrl.GRPO(kl_coef=0) if aggregate else fastrl.PPO()
+    expected = fastrl.policy_loss(case.logp, objective=preset, **case.arguments).loss
+    actual = fastrl.policy_loss(case.logp, objective=clip, **case.arguments).loss
+    torch.testing.assert_close(actual, expected, **EXACT)
 
-    def test_it_may_name_its_aggregation(self) -> None:
-        def loss(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
-            return self.clip(log_ratio, advantages, context)
 
-        loss.aggregate = "seq-mean-token-mean"
-        case = Case.make(9, False, False)
-        common = {"advantages": case.advantages, "mask": case.mask, **case.optional}
-        expected = fastrl.policy_loss(case.logp, objective=fastrl.GRPO(kl_coef=0), **common).loss
-        torch.testing.assert_close(fastrl.policy_loss(case.logp, objective=loss, **common).loss, expected, **EXACT)
-
-    def test_a_wrong_shape_is_named(self) -> None:
-        with pytest.raises(ValueError, match=r"objective must return a per-token loss of shape \(2, 3\), got \(\)"):
-            fastrl.policy_loss(torch.zeros(2, 3), objective=lambda r, a, c: (r * a).sum(), advantages=torch.ones(2, 3))
+def test_a_callable_s_wrong_shape_is_named() -> None:
+    with pytest.raises(ValueError, match=r"objective must return a per-token loss of shape \(2, 3\), got \(\)"):
+        fastrl.policy_loss(torch.zeros(2, 3), objective=lambda r, a, c: (r * a).sum(), advantages=torch.ones(2, 3))

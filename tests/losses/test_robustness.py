@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gpu import host_synchronisation, needs_gpu
 from objectives import OBJECTIVES
-from problem import CLOSE, B, Problem, T, V, assert_same
+from problem import CLOSE, B, H, Problem, T, V, assert_same
+from python import python
 
 import fastrl
 from fastrl.objectives.objective import Objective
@@ -39,16 +40,14 @@ for setting in (None, *sys.argv[1:]):
             found = [y.detach() for y in found]
             assert all(y.dtype == torch.float32 and y.device.type == "cpu" for y in found), (setting, name)
             expected = expected or found
-            for y, e in zip(found, expected):
-                torch.testing.assert_close(y, e, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 """
 
 
 @pytest.mark.parametrize("setting", ["float64", "bfloat16", "meta"])
 def test_torch_s_defaults_change_nothing(setting: str) -> None:
     """Kernels write float32 where the data is, whatever torch's default dtype and device; a crash shows as a status."""
-    done = subprocess.run([sys.executable, "-c", _OTHER_DEFAULTS, setting], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", _OTHER_DEFAULTS, setting)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "SAPO", "CISPO", "GSPO", "REINFORCE", "TIS", "kl k2"])
@@ -58,8 +57,9 @@ def test_probability_zero_everywhere(backend: str, backend_device: str, name: st
     logits = torch.randn(B, T, V, generator=g).to(backend_device)
     targets = torch.randint(V, (B, T), generator=g).to(backend_device)
     logits[1, 1, targets[1, 1]] = -torch.inf
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     arguments: dict[str, Any] = {**problem.arguments, "mask": None, "token_weights": torch.ones_like(logits[..., 0])}
+    arguments["targets"] = targets
     for i, key in enumerate(("old_logprobs", "ref_logprobs", "rollout_logprobs")):
         arguments[key] = arguments[key].clone()
         arguments[key][0, i] = -torch.inf
@@ -68,12 +68,11 @@ def test_probability_zero_everywhere(backend: str, backend_device: str, name: st
     found = []
     for inplace in (True, False):
         leaf = logits.clone().requires_grad_()
-        out = fastrl.logits_policy_loss(leaf * 1, targets, objective=OBJECTIVES[name], inplace=inplace, **arguments)
+        out = fastrl.logits_policy_loss(leaf * 1, objective=OBJECTIVES[name], inplace=inplace, **arguments)
         out.loss.backward()
         assert out.loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
         found.append((out.loss, leaf.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
+    torch.testing.assert_close(*found, **CLOSE)
 
 
 def test_strided_per_token_inputs(backend: str, backend_device: str) -> None:
@@ -90,19 +89,21 @@ def test_strided_per_token_inputs(backend: str, backend_device: str) -> None:
         out = fastrl.logits_policy_loss(leaf * 1, targets, objective=fastrl.GRPO(), inplace=True, **arguments)
         out.loss.backward()
         found.append((out.loss, leaf.grad))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_second_derivatives_are_refused_not_dropped(backend: str, backend_device: str) -> None:
-    problem = Problem(backend_device, on_policy=False)
-    for objective in (fastrl.SAPO(), fastrl.GSPO()):
-        hidden = problem.hidden.clone().requires_grad_()
-        loss = fastrl.linear_policy_loss(
-            hidden, problem.weight, problem.targets, objective=objective, **problem.arguments
-        ).loss
-        with pytest.raises(RuntimeError, match=r"differentiable once|differentiate twice|no autograd formula"):
-            torch.autograd.grad(torch.autograd.grad(loss, hidden, create_graph=True)[0].sum(), hidden)
+    problem = Problem(backend_device)
+    logits = torch.randn(B, T, V, device=backend_device, requires_grad=True)
+    for objective in (fastrl.GRPO(), fastrl.SAPO(), fastrl.GSPO()):
+        leaves = problem.leaves()
+        common = {"objective": objective, **problem.arguments}
+        for loss, leaf in (
+            (fastrl.linear_policy_loss(**leaves, **common).loss, leaves["hidden"]),
+            (fastrl.logits_policy_loss(logits, **common).loss, logits),
+        ):
+            with pytest.raises(RuntimeError, match=r"differentiable once|differentiate twice|no autograd formula"):
+                torch.autograd.grad(torch.autograd.grad(loss, leaf, create_graph=True)[0].square().sum(), leaf)
 
 
 def test_a_callable_s_graph_is_freed_and_guarded_like_any_other(backend: str, backend_device: str) -> None:
@@ -110,15 +111,15 @@ def test_a_callable_s_graph_is_freed_and_guarded_like_any_other(backend: str, ba
         return -log_ratio.exp() * advantages
 
     loss.row_local = True
-    problem = Problem(backend_device, on_policy=False)
-    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    out = fastrl.linear_policy_loss(hidden, weight, problem.targets, objective=loss, **problem.arguments).loss
+    problem = Problem(backend_device)
+    leaves = problem.leaves()
+    out = fastrl.linear_policy_loss(**leaves, objective=loss, **problem.arguments).loss
     out.backward()
     with pytest.raises(RuntimeError, match="second time"):
         out.backward()
-    out = fastrl.linear_policy_loss(hidden, weight, problem.targets, objective=loss, **problem.arguments).loss
+    out = fastrl.linear_policy_loss(**leaves, objective=loss, **problem.arguments).loss
     with torch.no_grad():
-        weight += 1
+        leaves["weight"] += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
 
@@ -129,9 +130,9 @@ def test_a_callable_may_return_a_constant(backend: str, backend_device: str, row
         return torch.ones_like(advantages)
 
     loss.row_local = row_local
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     out, gradients = problem.by_hidden(loss)
-    assert out.loss == 1 and all(g.abs().sum() == 0 for g in gradients)
+    assert out.loss == 1 and all(g.abs().sum() == 0 for g in gradients.values())
     assert out.metrics["clip_frac"].isnan() and out.metrics["gate_mean"].isnan()
 
 
@@ -145,7 +146,7 @@ def test_gates_with_a_ratio_of_their_own(backend: str, backend_device: str) -> N
     ):
         with pytest.raises(ValueError, match=r"Objective.ratio must be 'sequence"):
             make()
-    problem = Problem(backend_device, on_policy=False)
+    problem = Problem(backend_device)
     same = [problem.by_logprobs(o) for o in (fastrl.VESPO(), Objective(gate=fastrl.GammaWeight()))]
     assert_same(*same, "VESPO by its gate")
 
@@ -156,18 +157,17 @@ def test_gates_with_a_ratio_of_their_own(backend: str, backend_device: str) -> N
 def test_transposed_heads_compile(backend: str, backend_device: str) -> None:
     """A compiled graph trusts the strides that the operators' fakes announce."""
     torch.compiler.reset()
-    problem = Problem(backend_device, on_policy=False)
-    weight = problem.weight.T.contiguous().T.requires_grad_()
-    hidden = problem.hidden.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    problem = Problem(backend_device)
+    weight = problem.head["weight"].T.contiguous().T.requires_grad_()
+    hidden = problem.head["hidden"].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     for objective in (fastrl.SAPO(), fastrl.GSPO()):
 
         def loss(h: torch.Tensor, w: torch.Tensor, objective: Objective = objective) -> torch.Tensor:
-            return fastrl.linear_policy_loss(h, w, problem.targets, objective=objective, **problem.arguments).loss
+            return fastrl.linear_policy_loss(h, w, objective=objective, **problem.arguments).loss
 
         expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
         actual = torch.autograd.grad(torch.compile(loss, fullgraph=True)(hidden, weight), (hidden, weight))
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, **CLOSE)
+        torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_a_denominator_gets_no_gradient() -> None:
@@ -190,29 +190,15 @@ def test_a_temperature_under_the_mask_is_not_read(backend: str, backend_device: 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 3)], ids=["no responses", "no tokens", "all masked"])
 @pytest.mark.parametrize("name", ["GRPO", "SAPO", "GSPO", "VESPO", "DeepSeekV32"])
 def test_empty_batches_reach_every_input(backend: str, backend_device: str, name: str, shape: tuple[int, int]) -> None:
-    def zeros(*size: int) -> torch.Tensor:
-        return torch.zeros(*size, device=backend_device, requires_grad=True)
-
-    targets = torch.full(shape, -100, device=backend_device)
-    numbers = torch.zeros(shape, device=backend_device)
-    common: dict[str, Any] = {
-        "objective": OBJECTIVES[name],
-        "advantages": torch.ones(shape[0], device=backend_device),
-        "mask": torch.zeros(shape, device=backend_device),
-        "old_logprobs": numbers,
-        "ref_logprobs": numbers,
-    }
-    for inplace in (False, True):
-        logits = zeros(*shape, V)
-        out = fastrl.logits_policy_loss(logits * 1, targets, inplace=inplace, **common)
-        out.loss.backward()
-        assert out.loss == 0 and logits.grad is not None and logits.grad.abs().sum() == 0
-    hidden, weight = zeros(*shape, 4), zeros(V, 4)
-    out = fastrl.linear_policy_loss(hidden, weight, targets, **common)
-    out.loss.backward()
-    assert out.loss == 0
-    for x in (hidden, weight):
-        assert x.grad is not None and x.grad.shape == x.shape and x.grad.abs().sum() == 0
+    problem, objective = Problem(backend_device, size=(*shape, H, V), mask=torch.zeros(shape)), OBJECTIVES[name]
+    for out, gradients in (
+        problem.by_hidden(objective),
+        problem.by_logits(objective),
+        problem.by_logits(objective, inplace=True),
+    ):
+        assert out.loss == 0
+        for key, gradient in gradients.items():
+            assert gradient.shape == problem.head[key].shape and gradient.abs().sum() == 0
 
 
 def test_no_tokens_are_not_broadcast() -> None:
@@ -224,69 +210,53 @@ def test_no_tokens_are_not_broadcast() -> None:
 
 def test_float16_with_large_ratios(backend: str, backend_device: str) -> None:
     """A coefficient of w A r with r = e^10 fits float16 once it is scaled by what it is, not by w A."""
-    problem = Problem(backend_device, on_policy=False)
-    hidden, weight = (x.half().requires_grad_() for x in (problem.hidden, problem.weight / 3))
-    arguments = problem.arguments | {"old_logprobs": torch.full((B, T), -14.0, device=backend_device)}
-    arguments["advantages"] = -torch.ones(B, device=backend_device)
-    fastrl.linear_policy_loss(
-        hidden, weight, problem.targets, objective=fastrl.PPO(), denominator=1e6, **arguments
-    ).loss.backward()
-    for x in (hidden, weight):
-        assert x.grad is not None and x.grad.isfinite().all() and x.grad.abs().sum() > 0
+    problem = Problem(backend_device, dtype=torch.float16)
+    problem.arguments["old_logprobs"] = torch.full((B, T), -14.0, device=backend_device)
+    problem.arguments["advantages"] = -torch.ones(B, device=backend_device)
+    for gradient in problem.by_hidden(fastrl.PPO(), denominator=1e6)[1].values():
+        assert gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("name", ["GRPO", "DAPO", "GSPO", "SAPO", "GMPO", "DrGRPO", "LUSPO"])
 def test_no_host_sync_on_a_gpu(name: str) -> None:
-    problem = Problem("cuda", on_policy=False)
+    problem = Problem("cuda")
     leaves = problem.leaves()
     logits = torch.randn(B, T, V, device="cuda", requires_grad=True)
     common = {"objective": OBJECTIVES[name], "denominator": 3.0, "entropy_threshold": 0.1, **problem.arguments}
 
     def run() -> None:
-        out = fastrl.linear_policy_loss(*leaves[:2], problem.targets, bias=leaves[2], num_tokens=7, **common)
-        out.loss.backward()
+        fastrl.linear_policy_loss(**leaves, num_tokens=7, **common).loss.backward()
         for inplace in (False, True):
-            fastrl.logits_policy_loss(logits * 1, problem.targets, inplace=inplace, **common).loss.backward()
+            fastrl.logits_policy_loss(logits * 1, inplace=inplace, **common).loss.backward()
 
     run()  # compilation may synchronise
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_synchronisation("error"):
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "DeepSeekV32"])
 def test_one_host_sync_without_the_number_of_tokens(name: str) -> None:
     """One for all counts in the forward, at most one in the backward."""
-    problem = Problem("cuda", on_policy=False)
-    leaves = problem.leaves()
-    common = {"objective": OBJECTIVES[name], "denominator": 3.0, **problem.arguments}
-    fastrl.linear_policy_loss(*leaves[:2], problem.targets, **common).loss.backward()  # compilation may synchronise
-    counts = []
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        for _ in range(2):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                loss = fastrl.linear_policy_loss(*leaves[:2], problem.targets, **common).loss
-            counts.append(sum("synchronizing" in str(w.message) for w in caught))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                loss.backward()
-            counts.append(sum("synchronizing" in str(w.message) for w in caught))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert max(counts) <= 1, counts
+    problem = Problem("cuda")
+    common = {"objective": OBJECTIVES[name], "denominator": 3.0, **problem.leaves(), **problem.arguments}
+    fastrl.linear_policy_loss(**common).loss.backward()  # compilation may synchronise
+
+    def waits(call: Callable[[], Any]) -> tuple[Any, int]:
+        with host_synchronisation("warn"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = call()
+        return result, sum("synchronizing" in str(w.message) for w in caught)
+
+    for _ in range(2):
+        out, in_forward = waits(lambda: fastrl.linear_policy_loss(**common))
+        _, in_backward = waits(out.loss.backward)
+        assert max(in_forward, in_backward) <= 1, (in_forward, in_backward)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_a_wrong_num_tokens_gives_nan_on_a_gpu() -> None:
-    problem = Problem("cuda", on_policy=False)
+    problem = Problem("cuda")
     for wrong in (6, 8):
         assert problem.by_hidden(OBJECTIVES["GRPO"], num_tokens=wrong)[0].loss.isnan()

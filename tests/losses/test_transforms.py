@@ -7,54 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from memory_child import functions
 from objectives import OBJECTIVES
-from problem import CLOSE, B, Problem, T, V
+from problem import CLOSE, B, Problem, T
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import fastrl
 
-PROBLEM = Problem("cpu", on_policy=False)
-LOSS: dict[str, Any] = {"targets": PROBLEM.targets, **PROBLEM.arguments}
-STATS = {"targets": PROBLEM.targets, "mask": PROBLEM.arguments.get("mask")}
-LOGITS = torch.randn(B, T, V)
-KEPT = fastrl.SamplingMask.from_dense(torch.ones(B * T, V, dtype=torch.bool))
-HEAD = {"hidden": PROBLEM.hidden, "weight": PROBLEM.weight, "bias": PROBLEM.bias}
+PROBLEM = Problem("cpu")
 
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
-    "token_logprobs": (lambda logits: fastrl.token_logprobs(logits, **STATS).logprobs, {"logits": LOGITS}),
-    "token_logprobs recorded": (
-        lambda logits: fastrl.token_logprobs(logits, sampling_mask=KEPT, **STATS).logprobs,
-        {"logits": LOGITS},
-    ),
-    "linear_token_logprobs": (lambda **head: fastrl.linear_token_logprobs(**head, **STATS).logprobs, HEAD),
-    "linear_cross_entropy": (
-        lambda **head: fastrl.linear_cross_entropy(targets=PROBLEM.targets.clamp_min(0), **head),
-        HEAD,
-    ),
-    "linear_dpo_loss": (
-        lambda **head: (
-            fastrl.linear_dpo_loss(
-                targets=PROBLEM.targets[:2].clamp_min(0), mask=torch.ones(2, T), ref_logprobs=torch.zeros(2), **head
-            ).loss
-        ),
-        {**HEAD, "hidden": PROBLEM.hidden[:2]},
-    ),
-    **{
-        f"logits_policy_loss {name}": (
-            lambda logits, name=name: fastrl.logits_policy_loss(logits, objective=OBJECTIVES[name], **LOSS).loss,
-            {"logits": LOGITS},
-        )
-        for name in ("GRPO", "GSPO")
-    },
-    **{
-        f"linear_policy_loss {name}": (
-            lambda name=name, **head: fastrl.linear_policy_loss(objective=OBJECTIVES[name], **head, **LOSS).loss,
-            HEAD,
-        )
-        for name in ("GRPO", "GSPO")
-    },
-}
+
+def differentiable() -> dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]]:
+    """Functions of logits, or of hidden states and a head, that return their loss or their log-probabilities."""
+    found = {}
+    for name, (function, given) in functions().items():
+        inputs = {k: x.detach() for k, x in given.items() if k in ("logits", "hidden", "weight", "bias")}
+        rest = {k: x for k, x in given.items() if k not in inputs}
+
+        def first(function: Callable[..., Any] = function, rest: dict[str, Any] = rest, **inputs: Tensor) -> Tensor:
+            value = function(**inputs, **rest)
+            return value if isinstance(value, Tensor) else value[0]
+
+        if inputs and not name.startswith("SamplingMask"):
+            found[name] = first, inputs
+    return found
+
+
+FUNCTIONS = differentiable()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -84,7 +64,7 @@ def test_the_loss_of_logprobs_in_forward_mode(name: str) -> None:
 
     def loss(logprobs: Tensor) -> Tensor:
         entropy = logprobs.detach() * 0 + 1
-        return fastrl.policy_loss(logprobs, objective=objective, entropy=entropy, **PROBLEM.arguments).loss
+        return fastrl.policy_loss(logprobs, objective=objective, entropy=entropy, **PROBLEM.of_policy_loss()).loss
 
     leaf, direction = logprobs.clone().requires_grad_(), torch.randn(B, T)
     loss(leaf).backward()

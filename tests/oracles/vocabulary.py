@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,38 +11,44 @@ from fastrl.backends.contract import Statistics
 
 
 class Truth(NamedTuple):
-    """Log-probabilities and entropies of targets, and d(sum a logp + b H)/dlogits where asked for."""
+    """Log-probabilities and entropies of targets, and d(sum a logp + b H)/dlogits."""
 
     logprobs: Tensor
     entropy: Tensor
-    gradient: Tensor | None
+    gradient: Tensor
+
+
+def transformed(
+    logits: Tensor, temperature: float | Tensor = 1.0, logit_scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Logits as the losses read them: scaled, capped and divided by the temperature, in their own dtype."""
+    z = logit_scale * logits
+    if softcap is not None:
+        z = torch.where(logits == -torch.inf, -torch.inf, softcap * torch.tanh(z / softcap))
+    return z / (temperature.to(logits.dtype)[..., None] if isinstance(temperature, Tensor) else temperature)
+
+
+def target_stats(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (those of entry 0 for negative targets) and entropies by log_softmax; z may be -inf."""
+    log_p = torch.log_softmax(z, -1)
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    return log_p.gather(-1, targets.clamp_min(0)[..., None])[..., 0], -(log_p.exp() * finite).sum(-1)
 
 
 def token_stats(
     logits: Tensor,
     targets: Tensor,
+    upstream: tuple[Tensor, Tensor],
     mask: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    upstream: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> Truth:
     """By log_softmax and autograd in `dtype`, on the whole (..., V) tensor."""
     x = logits.detach().to(dtype).requires_grad_()
-    t = temperature.to(dtype)[..., None] if isinstance(temperature, Tensor) else temperature
-    z = logit_scale * x
-    if softcap is not None:
-        z = torch.where(x == -torch.inf, -torch.inf, softcap * torch.tanh(z / softcap))
-    log_p = torch.log_softmax(z / t, -1)
     valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
-    logp = log_p.gather(-1, targets.where(valid, 0)[..., None])[..., 0]
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
-    logp, entropy = logp.where(valid, 0.0), entropy.where(valid, 0.0)
-    gradient = None
-    if upstream is not None:
-        a, b = (u.to(dtype).where(valid, 0.0) for u in upstream)
-        (gradient,) = torch.autograd.grad((a * logp + b * entropy).sum(), x)
+    logp, entropy = (s.where(valid, 0.0) for s in target_stats(transformed(x, **options), targets))
+    a, b = (u.to(dtype).where(valid, 0.0) for u in upstream)
+    (gradient,) = torch.autograd.grad((a * logp + b * entropy).sum(), x)
     return Truth(logp.detach(), entropy.detach(), gradient)
 
 

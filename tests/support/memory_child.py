@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,17 +47,10 @@ class Wrapper(Tensor):
         return cls(found) if isinstance(found, Tensor) else found
 
 
-def distributed(x: Tensor) -> Tensor:
-    return DTensor.from_local(x, DeviceMesh("cpu", [0]), [Replicate()])
-
-
-def fake(x: Tensor) -> Tensor:
-    return FakeTensorMode().from_tensor(x)
-
-
-def freed(x: Tensor) -> Tensor:
+def resized(x: Tensor, size: int) -> Tensor:
+    """A copy, of whose memory so many bytes are left."""
     x = x.clone()
-    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(size)
     return x
 
 
@@ -68,37 +62,19 @@ def freed_view(x: Tensor) -> Tensor:
     return x
 
 
-def shrunk(x: Tensor) -> Tensor:
-    x = x.clone()
-    x.untyped_storage().resize_(x.numel() * x.element_size() - 1)
-    return x
-
-
-def quantised(x: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
-
-
-def nested(x: Tensor) -> Tensor:
-    return torch.nested.nested_tensor([x, x], layout=torch.strided)
-
-
-def jagged(x: Tensor) -> Tensor:
-    return torch.nested.nested_tensor([x, x], layout=torch.jagged)
-
-
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "wrapper": Wrapper,
-    "DTensor": distributed,
-    "fake": fake,
+    "DTensor": lambda x: DTensor.from_local(x, DeviceMesh("cpu", [0]), [Replicate()]),
+    "fake": lambda x: FakeTensorMode().from_tensor(x),
     "meta": lambda x: x.to("meta"),
-    "freed": freed,
+    "freed": lambda x: resized(x, 0),
     "freed view": freed_view,
-    "shrunk": shrunk,
+    "shrunk": lambda x: resized(x, x.numel() * x.element_size() - 1),
     "sparse": lambda x: x.to_sparse(),
     "csr": lambda x: x.to_sparse_csr(),
-    "nested": nested,
-    "jagged": jagged,
-    "quantised": quantised,
+    "nested": lambda x: torch.nested.nested_tensor([x, x], layout=torch.strided),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
     "complex": lambda x: x.to(torch.complex64),
 }
 
@@ -111,43 +87,38 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         return torch.randn(*shape, generator=generator)
 
     targets, mask = torch.randint(0, V, (B, T), generator=generator), torch.ones(B, T)
-    integers = torch.tensor([0, 0])
     logits = {"logits": normal(B, T, V).requires_grad_()}
-    head = {
-        "hidden": normal(B, T, H).requires_grad_(),
-        "weight": normal(V, H).requires_grad_(),
-        "bias": normal(V).requires_grad_(),
-    }
+    shapes = {"hidden": (B, T, H), "weight": (V, H), "bias": (V,)}
+    head = {k: normal(*shape).requires_grad_() for k, shape in shapes.items()}
     vocabulary = {"targets": targets, "mask": mask, "temperature": torch.ones(B, T)}
+    denominator, cu_seqlens = torch.tensor(3.0), torch.tensor([0, T, B * T], dtype=torch.int32)
+    per_token = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights")
     batch = {
         "advantages": normal(B),
-        "old_logprobs": normal(B, T),
-        "ref_logprobs": normal(B, T),
-        "rollout_logprobs": normal(B, T),
-        "token_weights": mask.clone(),
-        "entropy_weights": mask.clone(),
+        **{k: mask.clone() if "weights" in k else normal(B, T) for k in per_token},
         "entropy_threshold": torch.tensor(0.0),
-        "denominator": torch.tensor(3.0),
+        "denominator": denominator,
     }
     packed = {
-        **batch,
+        **{k: x.flatten() if x.ndim else x for k, x in batch.items()},
         "logprobs": normal(B * T),
-        "advantages": normal(B),
         "entropy": normal(B * T).abs(),
-        **{
-            k: normal(B * T)
-            for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights")
-        },
-        "mask": torch.ones(B * T),
-        "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
+        "mask": mask.flatten(),
+        "cu_seqlens": cu_seqlens,
     }
+    tokens = {**vocabulary, **batch}
     correction = fastrl.RolloutCorrection()
     row_local = {"objective": fastrl.GRPO(entropy_coef=0.01, rollout_correction=correction)}
     whole = {"objective": fastrl.GSPO(kl=fastrl.KL("k3"), entropy_coef=0.01, rollout_correction=correction)}
     dense = torch.ones(B * T, V, dtype=torch.bool)
     recorded = fastrl.SamplingMask.from_dense(dense)
+
+    def in_place(logits: Tensor, **rest: Any) -> fastrl.PolicyLoss:
+        return fastrl.logits_policy_loss(logits * 1 if logits.requires_grad else logits, inplace=True, **rest)
+
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "token_logprobs": (fastrl.token_logprobs, {**logits, **vocabulary}),
+        "token_logprobs recorded": (fastrl.token_logprobs, {**logits, **vocabulary, "sampling_mask": recorded}),
         "linear_token_logprobs": (fastrl.linear_token_logprobs, {**head, **vocabulary}),
         "linear_token_logprobs recorded": (
             fastrl.linear_token_logprobs,
@@ -155,76 +126,46 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "linear_cross_entropy": (
             fastrl.linear_cross_entropy,
-            {**head, "targets": targets, "temperature": torch.ones(B, T), "denominator": torch.tensor(3.0)},
+            {**head, "targets": targets, "temperature": torch.ones(B, T), "denominator": denominator},
         ),
         "policy_loss": (fastrl.policy_loss, {**packed, **row_local}),
-        "logits_policy_loss": (fastrl.logits_policy_loss, {**logits, **vocabulary, **batch, **row_local}),
-        "logits_policy_loss in place": (
-            lambda logits, **rest: fastrl.logits_policy_loss(
-                logits * 1 if logits.requires_grad else logits, inplace=True, **rest
-            ),
-            {**logits, **vocabulary, **batch, **row_local},
-        ),
-        "logits_policy_loss sequence": (fastrl.logits_policy_loss, {**logits, **vocabulary, **batch, **whole}),
-        "linear_policy_loss": (fastrl.linear_policy_loss, {**head, **vocabulary, **batch, **row_local}),
-        "linear_policy_loss sequence": (fastrl.linear_policy_loss, {**head, **vocabulary, **batch, **whole}),
-        "KL": (lambda coef: fastrl.KL("k3", coef), {"coef": torch.tensor(0.1)}),
+        "logits_policy_loss": (fastrl.logits_policy_loss, {**logits, **tokens, **row_local}),
+        "logits_policy_loss in place": (in_place, {**logits, **tokens, **row_local}),
+        "logits_policy_loss sequence": (fastrl.logits_policy_loss, {**logits, **tokens, **whole}),
+        "linear_policy_loss": (fastrl.linear_policy_loss, {**head, **tokens, **row_local}),
+        "linear_policy_loss sequence": (fastrl.linear_policy_loss, {**head, **tokens, **whole}),
+        "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": normal(B)}),
+        "KL": (partial(fastrl.KL, "k3"), {"coef": torch.tensor(0.1)}),
         "Objective": (fastrl.PPO, {"entropy_coef": torch.tensor(0.1)}),
-        "group_advantages": (fastrl.group_advantages, {"rewards": normal(B), "group_ids": integers}),
-        "rloo_advantages": (fastrl.rloo_advantages, {"rewards": normal(B), "group_ids": integers}),
+    }
+    pairs = {k: normal(B) for k in ("chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")}
+    groups = torch.tensor([0, 0])
+    steps = {"step_rewards": normal(B, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": groups}
+    critic = {**{k: normal(B, T) for k in ("values", "returns", "old_values")}, "denominator": denominator}
+    penalty = {k: normal(B, T) for k in ("logprobs", "ref_logprobs")} | {"beta": torch.tensor(0.1)}
+    ranked = {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": groups}
+    found |= {
+        "dpo_loss": (fastrl.dpo_loss, pairs),
+        "reward_model_loss": (fastrl.reward_model_loss, ranked),
+        "group_advantages": (fastrl.group_advantages, {"rewards": normal(B), "group_ids": groups}),
+        "rloo_advantages": (fastrl.rloo_advantages, {"rewards": normal(B), "group_ids": groups}),
         "process_advantages": (
             fastrl.process_advantages,
-            {
-                "step_rewards": normal(B, 2),
-                "step_ends": torch.tensor([[0, 1], [0, 2]]),
-                "group_ids": integers,
-                "lengths": torch.tensor([T, T]),
-                "cu_seqlens": torch.tensor([0, T, B * T], dtype=torch.int32),
-            },
+            {**steps, "lengths": torch.tensor([T, T]), "cu_seqlens": cu_seqlens},
         ),
         "gae": (fastrl.gae, {"rewards": normal(B, T), "values": normal(B, T), "mask": mask, "bootstrap": normal(B)}),
-        "value_loss": (
-            lambda **given: fastrl.value_loss(clip=0.2, **given),
-            {
-                "values": normal(B, T),
-                "returns": normal(B, T),
-                "mask": mask,
-                "old_values": normal(B, T),
-                "denominator": torch.tensor(3.0),
-            },
-        ),
-        "kl_penalized_rewards": (
-            fastrl.kl_penalized_rewards,
-            {
-                "scores": normal(B),
-                "logprobs": normal(B, T),
-                "ref_logprobs": normal(B, T),
-                "mask": mask,
-                "beta": torch.tensor(0.1),
-            },
-        ),
+        "value_loss": (partial(fastrl.value_loss, clip=0.2), {**critic, "mask": mask}),
+        "kl_penalized_rewards": (fastrl.kl_penalized_rewards, {**penalty, "scores": normal(B), "mask": mask}),
         "overlong_penalty": (
-            lambda lengths: fastrl.overlong_penalty(lengths, max_length=8, cache=2),
+            partial(fastrl.overlong_penalty, max_length=8, cache=2),
             {"lengths": torch.tensor([3, 9])},
         ),
-        "dpo_loss": (
-            fastrl.dpo_loss,
-            {k: normal(B) for k in ("chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")},
-        ),
-        "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": normal(B)}),
-        "reward_model_loss": (
-            fastrl.reward_model_loss,
-            {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": integers},
-        ),
-        "SamplingMask": (
-            fastrl.SamplingMask,
-            {"token_ids": torch.tensor([1, 2], dtype=torch.int32), "offsets": torch.tensor([0, 1, 2])},
-        ),
+    }
+    ids, offsets = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 1, 2])
+    found |= {
+        "SamplingMask": (fastrl.SamplingMask, {"token_ids": ids, "offsets": offsets}),
         "SamplingMask.from_dense": (fastrl.SamplingMask.from_dense, {"kept": dense}),
-        "SamplingMask.from_logits": (
-            lambda logits: fastrl.SamplingMask.from_logits(logits, top_p=0.9),
-            {"logits": normal(B, V)},
-        ),
+        "SamplingMask.from_logits": (partial(fastrl.SamplingMask.from_logits, top_p=0.9), {"logits": normal(B, V)}),
         "SamplingMask.from_scores": (
             lambda scores: fastrl.SamplingMask.from_scores([scores]),
             {"scores": normal(B, V)},

@@ -4,8 +4,8 @@ import copy
 from dataclasses import replace
 
 import torch
-from random_calls import exact_advantages as exact
 from digit_models import gradient_of
+from random_calls import exact_advantages as exact
 from transformers import set_seed
 
 import fastrl.training.rl.run as running

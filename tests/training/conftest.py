@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import digit_models
+import pytest
 from run_files import write_json_lines
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digit_models import EXAMPLE, TOKENIZER, narrowed
 from places import EXAMPLES
 from run_files import checkpoints, repeatable, write_toml
-from digit_models import EXAMPLE, TOKENIZER, narrowed
 
 from fastrl.cli import main
 from fastrl.training.common.log import RunLog

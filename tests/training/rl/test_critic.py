@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, naive_gae, own_logprobs, play, with_critic
 from digit_models import assert_gradient
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, naive_gae, own_logprobs, play, with_critic
 
 import fastrl
 import fastrl.training.rl.run as running

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from digit_models import assert_gradient
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, prompts, with_critic
 from safetensors.torch import load_file
-from digit_models import assert_gradient
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 

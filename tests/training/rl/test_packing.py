@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from digit_models import OBJECTIVES, assert_gradient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollouts import LENGTHS, PROMPTS, dense, dense_values, gradients, make_rollout, own_logprobs, with_critic
-from digit_models import OBJECTIVES, assert_gradient
 
 import fastrl
 import fastrl.training.rl.run as running

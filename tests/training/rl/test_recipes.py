@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from digit_models import add_noise, narrowed
 from places import EXAMPLES
 from random_calls import exact_advantages as naive
 from rollouts import dense, dense_values, naive_gae
-from digit_models import add_noise, narrowed
 from transformers import set_seed
 
 import fastrl.training.rl.train as module

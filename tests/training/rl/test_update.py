@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import torch
-from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 from digit_models import OBJECTIVES
+from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 
 from fastrl.training.rl.update import merge_metrics
 

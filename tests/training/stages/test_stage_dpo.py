@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from run_files import records
 from digit_models import add_noise, assert_gradient, gradient_of
+from run_files import records
 
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig

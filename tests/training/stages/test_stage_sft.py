@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from run_files import records
 from digit_models import assert_gradient, gradient_of
+from run_files import records
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
