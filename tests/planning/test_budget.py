@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
+import budget_child
 import pytest
 import torch
+from gpu import needs_gpu
 from places import SUPPORT
+from python import python
+from smallest_budget import smallest_budget
 
 import fastrl
 from fastrl.objectives.dependence import ANY
@@ -19,6 +22,8 @@ from fastrl.planning.plans import Call, choose
 from fastrl.planning.tiling import Needs
 
 MIB = 2**20
+#: A call, and later what was measured of it.
+Case = dict[str, Any]
 SLOW = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads and resets a process' peak in /proc")
 
@@ -46,38 +51,33 @@ CASES = [
 ]
 
 
+def a_case(plan: str | None, objective: str, needs: str, shape: tuple[int, int, int], budget: int | None) -> Case:
+    """As tests/support/budget_child.py reads it; the budget in MiB."""
+    budget = None if budget is None else budget * MIB
+    named = {"plan": plan, "objective": objective, "needs": needs, "shape": shape, "budget": budget}
+    return {**named, "masked": False}
+
+
 def measure(
     dtype: str, backend: str, shapes: list[Any], budgets: list[int], masks: Sequence[bool] = (False, True)
-) -> list[dict[str, Any]]:
+) -> list[Case]:
     """Every plan's case of each shape, budget and mask."""
     cases = [
-        {"plan": plan, "objective": objective, "needs": needs, "shape": shape, "budget": budget * MIB, "masked": masked}
-        for shape in shapes
-        for budget in budgets
-        for plan, objective, needs in CASES
-        for masked in masks
+        {**a_case(*case, shape, budget), "masked": masked}
+        for shape, budget, case, masked in product(shapes, budgets, CASES, masks)
     ]
     return run(dtype, backend, cases)
 
 
-def run(dtype: str, backend: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run(dtype: str, backend: str, cases: list[Case]) -> list[Case]:
     """Runs of tests/support/budget_child.py in one process: bytes asked for, planned and used."""
     # Buffers come from the system and go back to it, so that a peak is not hidden by what an earlier one left.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "budget_child.py", dtype, backend],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | settings,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return [case | result for case, result in zip(cases, found, strict=True)]
+    told = python(SUPPORT / "budget_child.py", dtype, backend, stdin=json.dumps(cases), timeout=7200, **settings)
+    return [case | result for case, result in zip(cases, json.loads(told), strict=True)]
 
 
-def check(found: list[dict[str, Any]]) -> None:
+def check(found: list[Case]) -> None:
     wrong = []
     for case in found:
         name = f"{case['plan']} {case['objective']} {case['shape']} {'masked ' if case['masked'] else ''}"
@@ -131,15 +131,7 @@ def test_budgets_are_kept_with_sampling_masks(dtype: str, budgets: list[int]) ->
     The dense rows' products are small: V = 8192, H = 4.
     """
     cases = [
-        {
-            "plan": None,
-            "objective": "GRPO",
-            "needs": "hw",
-            "shape": (n, 4, 8192),
-            "budget": budget * MIB,
-            "masked": False,
-            "sets": sets,
-        }
+        {**a_case(None, "GRPO", "hw", (n, 4, 8192), budget), "sets": sets}
         for n, sets in ((30_000, "all"), (30_000, "most"), (3_000, "wide"))
         for budget in budgets
     ]
@@ -149,7 +141,7 @@ def test_budgets_are_kept_with_sampling_masks(dtype: str, budgets: list[int]) ->
 @linux
 @pytest.mark.parametrize("budgets", [[30], pytest.param([20, 40], marks=SLOW)])
 def test_budgets_are_kept_where_rows_decide(budgets: list[int]) -> None:
-    """Each plan within 10 MiB of the least that it takes: 300 bytes a row are 29 MiB here."""
+    """Each plan within 10 MiB of the least that it takes: 300 bytes per row are 29 MiB here."""
     check(measure("float32", "cpp", [MANY_ROWS], budgets, masks=[True]))
 
 
@@ -170,8 +162,7 @@ def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> No
     )
     assert choose(call, 16 * MIB).mapped
     assert not choose(call, 1024 * MIB).mapped
-    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True, timeout=100)
-    by_malloc, mapped = map(int, done.stdout.split())
+    by_malloc, mapped = map(int, python("-c", _FREED).split())
     assert mapped < 2 * MIB < 15 * MIB < by_malloc
 
 
@@ -195,19 +186,16 @@ for make in (torch.empty, lambda *size: head.scratch(size, torch.float32, torch.
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("plan", "objective", "needs"), CASES, ids=str)
 def test_budgets_are_kept_on_a_gpu(plan: str | None, objective: str, needs: str, dtype: torch.dtype) -> None:
-    from budget_child import Case, refusal
-
     workspace = 32 * MIB  # cuBLAS' own, on Hopper, which torch's allocator counts
     for shape in [(8192, 1024, 32768), (2048, 512, 151936), (32768, 256, 16384)]:
         for budget in (16, 128, 1024, 8192):
-            case = Case(plan, objective, needs, shape, budget * MIB, True, dtype, "cuda")
+            case = budget_child.Case(plan, objective, needs, shape, budget * MIB, True, dtype, "cuda")
             call = case.prepare()
-            words = refusal(call)
+            words = budget_child.refusal(call)
             if words is not None:
                 assert "the smallest possible is" in words or "cannot be followed" in words
                 continue
@@ -225,8 +213,8 @@ def test_budgets_are_kept_on_a_gpu(plan: str | None, objective: str, needs: str,
 @SLOW
 def test_a_step_of_32768_tokens_times_151936_entries_within_256_mib() -> None:
     """Whole logits would be 18.6 GiB in float32, several times over; H = 64 keeps it to minutes on two cores."""
-    case = {"plan": None, "objective": "GRPO", "needs": "hw", "shape": (32768, 64, 151936), "budget": 256 * MIB}
-    (found,) = run("float32", "cpp", [{**case, "masked": False, "warm": False}])
+    case = a_case(None, "GRPO", "hw", (32768, 64, 151936), 256)
+    (found,) = run("float32", "cpp", [{**case, "warm": False}])
     assert found["used"] <= 256 * MIB + found["workspace"] + GRANULARITY, found
     assert found["planned"] <= 256 * MIB
 
@@ -244,8 +232,7 @@ def test_a_step_of_32768_tokens_times_151936_entries_within_256_mib() -> None:
 def test_no_tensor_of_tokens_by_vocabulary_without_a_budget(
     objective: str, shape: tuple[int, int, int], most: int
 ) -> None:
-    case = {"plan": None, "objective": objective, "needs": "hw", "shape": shape, "budget": None, "masked": False}
-    (found,) = run("float32", "cpp", [case])
+    (found,) = run("float32", "cpp", [a_case(None, objective, "hw", shape, None)])
     assert found["used"] < most * MIB, found
 
 
@@ -256,9 +243,7 @@ def test_copies_of_inputs_count() -> None:
     targets = torch.zeros(4, 256, dtype=torch.int64)
 
     def least(hidden: torch.Tensor) -> int:
-        with pytest.raises(ValueError, match="smallest possible") as caught:
-            fastrl.linear_token_logprobs(hidden, weight, targets, memory_budget=1000)
-        return int(str(caught.value).split("smallest possible is ")[1].split()[0])
+        return smallest_budget(fastrl.linear_token_logprobs, hidden, weight, targets, memory_budget=1000)[0]
 
     whole = least(hidden[:, :-1].contiguous())
     assert least(hidden[:, :-1]) == whole + hidden[:, :-1].numel() * 4

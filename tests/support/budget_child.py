@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from smallest_budget import SMALLEST
 
 import fastrl
 from fastrl.bench.measure import Run, peak_temporary_bytes
@@ -43,48 +45,29 @@ class Case:
         """The call, with its inputs made."""
         n, width, vocab = self.shape
         g = torch.Generator().manual_seed(0)
-        hidden = torch.randn(n, width, generator=g).to(self.dtype)
-        weight = torch.randn(vocab, width, generator=g).div_(width**0.5).to(self.dtype)
-        bias = torch.zeros(vocab, dtype=self.dtype) if "b" in self.needs else None
-        made = [x if x is None else x.to(self.device) for x in (hidden, weight, bias)]
-        self.leaves = [
-            x.requires_grad_(name in self.needs) for x, name in zip(made, "hwb", strict=True) if x is not None
-        ]
+        head = {
+            "hidden": torch.randn(n, width, generator=g).to(self.dtype),
+            "weight": torch.randn(vocab, width, generator=g).div_(width**0.5).to(self.dtype),
+        }
+        head |= {"bias": torch.zeros(vocab, dtype=self.dtype)} if "b" in self.needs else {}
+        head = {k: x.to(self.device).requires_grad_(k[0] in self.needs) for k, x in head.items()}
+        self.leaves = list(head.values())
         targets = torch.randint(vocab, (n,), generator=g).to(self.device)
         old = (0.1 * torch.randn(n, generator=g) - torch.log(torch.tensor(float(vocab))) - 0.5).to(self.device)
         mask = (torch.rand(n, generator=g) > 0.3).to(self.device) if self.masked else None
         offsets = torch.arange(0, n + 1, n // RESPONSES, dtype=torch.int32).to(self.device)
-        advantages = torch.randn(RESPONSES, generator=g).to(self.device)
-        sampling_mask = self._sampling_mask(targets, g)
+        batch = {"advantages": torch.randn(RESPONSES, generator=g).to(self.device), "cu_seqlens": offsets}
+        batch |= {"old_logprobs": old, "ref_logprobs": old}
+        given = {**head, "targets": targets, "mask": mask, "sampling_mask": self._sampling_mask(targets, g)}
+        given["memory_budget"] = self.budget
 
         def call() -> Any:
             with memory.use_plan(self.plan) if self.plan else nullcontext():
                 if self.objective == "logprobs":
-                    out: Any = fastrl.linear_token_logprobs(
-                        made[0],
-                        made[1],
-                        targets,
-                        mask=mask,
-                        entropy="w" in self.needs,
-                        memory_budget=self.budget,
-                        sampling_mask=sampling_mask,
-                    )
+                    out: Any = fastrl.linear_token_logprobs(**given, entropy="w" in self.needs)
                     loss = out.logprobs.sum() + (0 if out.entropy is None else out.entropy.sum())
                 else:
-                    out = fastrl.linear_policy_loss(
-                        made[0],
-                        made[1],
-                        targets,
-                        bias=bias,
-                        objective=OBJECTIVES[self.objective],
-                        mask=mask,
-                        advantages=advantages,
-                        old_logprobs=old,
-                        ref_logprobs=old,
-                        cu_seqlens=offsets,
-                        memory_budget=self.budget,
-                        sampling_mask=sampling_mask,
-                    )
+                    out = fastrl.linear_policy_loss(**given, **batch, objective=OBJECTIVES[self.objective])
                     loss = out.loss
             if loss.requires_grad:
                 loss.backward()
@@ -160,10 +143,8 @@ def main() -> None:
             call = case.prepare()
             words = refusal(call) if case.warm else None
             if words is not None:
-                least = (
-                    int(words.split("smallest possible is ")[1].split()[0]) if "smallest possible" in words else 2**62
-                )
-                results.append({"refused": words, "smallest": least})
+                least = re.search(SMALLEST, words)
+                results.append({"refused": words, "smallest": int(least[1]) if least else 2**62})
                 continue
             case.clear()
             before = len(chosen)
@@ -172,9 +153,8 @@ def main() -> None:
             assert all(x.grad is None or bool(x.grad.isfinite().all()) for x in case.leaves)
             case.clear()
             plan = chosen[-1]
-            results.append(
-                {"used": used, "planned": plan.temporary_bytes, "workspace": workspace(plan, case.shape[1], dtype)}
-            )
+            beside = workspace(plan, case.shape[1], dtype)
+            results.append({"used": used, "planned": plan.temporary_bytes, "workspace": beside})
     print(json.dumps(results))
 
 
