@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from places import EXAMPLES, ROOT
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "examples" / "keep_sampling_mask" / "bias.py"
+SCRIPT = EXAMPLES / "keep_sampling_mask" / "bias.py"
 
 
 @pytest.fixture(scope="module")
