@@ -188,9 +188,8 @@ def test_under_torch_compile(softcap: float | None) -> None:
     """In one graph, but for the tiles that a softcap's mean needs."""
     given, _ = problem()
 
-    def call() -> list[Tensor]:
-        found = fastrl.linear_token_logprobs(**given, softcap=softcap, extras=EXTRAS)
-        return [getattr(found, name) for name in EXTRAS]
+    def call() -> dict[str, Tensor]:
+        return of(fastrl.linear_token_logprobs(**given, softcap=softcap, extras=EXTRAS))
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=softcap is None)()
     torch.testing.assert_close(compiled, call(), rtol=1e-5, atol=1e-6)

@@ -48,11 +48,11 @@ def test_linear_dpo_equals_whole_logits(backend: str, backend_device: str, packe
 
     wide = problem.leaves(torch.float64)
     logp, _ = problem.stats(wide, temperature=0.9)
-    sums = (logp * mask.to(backend_device)).sum(-1).cpu()
+    sums = (logp * problem.arguments["mask"]).sum(-1).cpu()
     truth = fastrl.dpo_loss(*sums.chunk(2), *ref.double().chunk(2), beta=0.2)
     expected = dict(zip(wide, torch.autograd.grad(truth, list(wide.values())), strict=True))
 
-    head, tokens = problem.head, {"targets": problem.targets, "mask": mask.to(backend_device)}
+    head, tokens = problem.head, {k: problem.arguments[k] for k in ("targets", "mask")}
     if packed:  # the same without the padding behind each response
         kept = (place < ends[:, None]).to(backend_device)
         tokens = {k: x[kept] for k, x in tokens.items()}

@@ -249,9 +249,8 @@ def test_logprobs_by_every_plan(
     mask = problem.arguments["mask"]
     leaves = problem.leaves(frozen=frozen)
     call = partial(fastrl.linear_token_logprobs, **leaves, targets=problem.targets, mask=mask, entropy=entropy)
-    applicable = {"frozen-head": frozen, "recompute": True, "two-pass": not frozen, "forward": False}[plan]
-    with use_plan(plan), nullcontext() if applicable or plan != "forward" else torch.no_grad():
-        if not applicable and plan != "forward":
+    with use_plan(plan), torch.no_grad() if plan == "forward" else nullcontext():
+        if (plan == "frozen-head" and not frozen) or (plan == "two-pass" and frozen):
             with pytest.raises(ValueError, match="cannot be followed here, only"):
                 call()
             return
