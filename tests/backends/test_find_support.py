@@ -33,14 +33,9 @@ FindSupport = Callable[..., tuple[Tensor, Tensor]]
 
 
 def find_support_of(name: str) -> FindSupport:
-    if name == "cpp":
-        if (reason := cpp_backend.why_unavailable()) is not None:
-            pytest.skip(f"no C++ backend: {reason}")
-        from fastrl.backends.cpp.find_support import find_support as found
-    elif name == "torch":
-        from fastrl.backends.torch.find_support import find_support as found
-    else:
-        found = pytest.importorskip("fastrl.kernels.find_support").find_support
+    if name == "cpp" and (reason := cpp_backend.why_unavailable()) is not None:
+        pytest.skip(f"no C++ backend: {reason}")
+    found: FindSupport = pytest.importorskip(f"fastrl.backends.{name}.backend").find_support
     return found
 
 

@@ -95,6 +95,7 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
+    from fastrl.backends.triton import backend
     from fastrl.kernels import find_support
 
     keys: dict[str, list[str]] = {}
@@ -108,7 +109,7 @@ def launch_keys() -> dict[str, list[str]]:
         (37, 8192, 8, 16.0, 16, 1e-9, 1),  # views
     ]:
         logits = torch.zeros(rows, vocab + gap, dtype=torch.bfloat16)[:, :vocab]
-        find_support.find_support(logits[None], temperature, top_k, top_p, min_p)
+        backend.find_support(logits[None], temperature, top_k, top_p, min_p)
     return keys
 
 

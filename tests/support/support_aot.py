@@ -149,7 +149,9 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.kernels import support_hidden, support_products, support_restrict, support_statistics, support_weight
+    from fastrl.backends.contract import ByToken, Statistics, Support, Transform
+    from fastrl.backends.triton import backend
+    from fastrl.kernels import support_products, support_restrict, support_statistics, support_weight
 
     keys: dict[str, list[str]] = {}
 
@@ -177,15 +179,15 @@ def launch_keys() -> dict[str, list[str]]:
         values, c = vectors(nnz, torch.float32), vectors(n, torch.float32)
         targets, entries = vectors(n, torch.int64), vectors(nnz, torch.int64)
         ids, rows = vectors(nnz, torch.int32), vectors(nnz, torch.int32)
-        csr = ids, vectors(n + 1, torch.int64), vectors(n, torch.bool)
-        transform = temperature, None, scale, 0
-        support_products.support_products(hidden, weight, None, *csr)
+        support = Support(ids, vectors(n + 1, torch.int64), vectors(n, torch.bool))
+        transform = Transform(temperature, None, scale, 0)
+        backend.support_products(hidden, weight, None, support)
         tile = torch.empty(n + 1, h, dtype=torch.bfloat16)[1:]
-        support_restrict.support_restrict(tile, 1 + gap, targets, *csr[:2])
-        support_statistics.support_statistics(values, targets, *csr, *transform)
-        support_statistics.support_gradient(values, targets, *csr, *transform, (c, c, c, c), c, None, values)
-        support_hidden.support_hidden(values, weight, *csr, hidden)
-        support_weight.support_weight(values, hidden, ids, entries, rows, out, None, False)
+        backend.support_restrict(tile, 1 + gap, targets, *support[:2])
+        backend.support_statistics(values, targets, support, transform)
+        backend.support_gradient(values, targets, support, transform, Statistics(c, c, c, c), c, None, values)
+        backend.support_hidden(values, weight, support, hidden)
+        backend.support_weight(values, hidden, ByToken(ids, entries, rows), out, None, False)
     return keys
 
 
