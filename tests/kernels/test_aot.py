@@ -1,35 +1,32 @@
-"""The kernels compiled for real GPUs: no spills, wide accesses, the number of instructions, no needless compilation."""
+"""The kernels compiled for real GPUs: spills, wide accesses, atomics, instructions, and no needless compilation."""
 
 from __future__ import annotations
 
 import sys
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import aot
+import find_support_aot
 import pytest
+import support_aot
 from machine_code import run_program
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 
 
-@pytest.fixture(scope="module")
-def fast() -> dict[str, Any]:
-    return run_program(aot, *(case.name for case in aot.fast_cases()))
+@cache
+def compiled(program: ModuleType, slow: bool = False) -> dict[str, Any]:
+    return run_program(program, *(case.name for case in (program.slow_cases() if slow else program.fast_cases())))
 
 
-@pytest.fixture(scope="module")
-def slow() -> dict[str, Any]:
-    return run_program(aot, *(case.name for case in aot.slow_cases()))
-
-
-def _assert_sound(case: aot.Case, found: dict[str, Any]) -> None:
-    assert found["spills"] == 0
+def _assert_rows(case: aot.Case, found: dict[str, Any]) -> None:
+    assert found["registers"] <= 128  # AMD: 512 a lane for four waves a unit
     if case.gpu == "gfx942":
-        assert found["registers"] <= 128  # 512 a lane for four waves a unit
         assert found["wide"] > 0 or not case.aligned
         return
-    assert found["registers"] <= 128
     assert len(found["loops"]) == (2 if case.kernel in ("forward-gradient", "beside") else 1)
     for loop in found["loops"]:
         assert loop["instructions"] < (50 if case.softcap else 30)
@@ -37,15 +34,51 @@ def _assert_sound(case: aot.Case, found: dict[str, Any]) -> None:
         assert all(".128" in name for name in loop["stores"]) or not case.aligned, loop["stores"]
 
 
-@pytest.mark.parametrize("case", aot.fast_cases(), ids=lambda c: c.name)
-def test_compiles_without_spills_and_with_wide_accesses(case: aot.Case, fast: dict[str, Any]) -> None:
-    _assert_sound(case, fast[case.name])
+def _assert_support(case: support_aot.Case, found: dict[str, Any]) -> None:
+    assert found["shared"] <= 8 << 10
+    if case.gpu != "gfx942":
+        # Programs of 128 threads that fit a multiprocessor: 4, and 6 of products loaded 16 bytes at a time; in float32
+        # 3 of the sums.
+        products = case.kernel == "products" and case.wide and case.dtype != "fp32"
+        sums = case.kernel in ("weight", "hidden") and case.dtype == "fp32"
+        assert found["registers"] <= (80 if products else 168 if sums else 128)
+    if case.wide:
+        # What is read in a step: 8 rows (4 of the segment kernel on AMD), two matrices of 4 for the products.
+        segments = case.kernel in ("weight", "hidden")
+        rows = 4 if segments and case.gpu == "gfx942" else 8
+        vectors = rows * (2 if case.dtype == "fp32" and case.kernel != "pieces" else 1)
+        assert found["wide"] >= vectors
+        if case.gpu != "gfx942":
+            assert found["before_store"] >= vectors  # all of it is on its way before the first result is stored
+    elif case.kernel in ("products", "weight", "hidden") and case.gpu != "gfx942":
+        assert found["wide"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", aot.slow_cases(), ids=lambda c: c.name)
-def test_all_variants(case: aot.Case, slow: dict[str, Any]) -> None:
-    _assert_sound(case, slow[case.name])
+def _assert_find_support(case: find_support_aot.Case, found: dict[str, Any]) -> None:
+    assert found["registers"] <= 128  # two programs of 256 threads a multiprocessor
+    assert (found["wide"] > 0) == case.aligned
+    # The quotient's last bit decides which entries are tied.
+    assert (found["divisions"] > 0) == case.scaled
+
+
+PROGRAMS = {aot: _assert_rows, support_aot: _assert_support, find_support_aot: _assert_find_support}
+
+
+def _cases(slow: bool) -> list[Any]:
+    marks = pytest.mark.slow if slow else ()
+    return [
+        pytest.param(program, case, slow, marks=marks, id=f"{program.__name__}/{case.name}")
+        for program in PROGRAMS
+        for case in (program.slow_cases() if slow else program.fast_cases())
+    ]
+
+
+@pytest.mark.parametrize(("program", "case", "slow"), [*_cases(slow=False), *_cases(slow=True)])
+def test_compiles_without_spills_and_with_wide_accesses(program: ModuleType, case: Any, slow: bool) -> None:
+    found = compiled(program, slow)[case.name]
+    assert found["spills"] == 0
+    assert found["atomics"] == 0  # the order of sums is fixed
+    PROGRAMS[program](case, found)
 
 
 @pytest.mark.parametrize(
@@ -64,46 +97,58 @@ def test_all_variants(case: aot.Case, slow: dict[str, Any]) -> None:
     ],
     ids=lambda x: x.name if isinstance(x, aot.Case) else "",
 )
-def test_instructions_an_entry(case: aot.Case, limits: list[float], fast: dict[str, Any]) -> None:
-    found = [loop["instructions"] for loop in fast[case.name]["loops"]]
+def test_instructions_an_entry(case: aot.Case, limits: list[float]) -> None:
+    found = [loop["instructions"] for loop in compiled(aot)[case.name]["loops"]]
     assert all(n <= limit for n, limit in zip(found, limits, strict=True)), found
 
 
-def test_special_functions_an_entry(fast: dict[str, Any]) -> None:
+def test_special_functions_an_entry() -> None:
     # One exponential an entry and one a vector of eight.
-    (loop,) = fast[aot.Case("statistics", "sm_90").name]["loops"]
+    (loop,) = compiled(aot)[aot.Case("statistics", "sm_90").name]["loops"]
     assert loop["special"] == 1.125
 
 
-def test_aligned_plain_and_forward_gradient_do_the_same_arithmetic(fast: dict[str, Any]) -> None:
+def test_aligned_plain_and_forward_gradient_do_the_same_arithmetic() -> None:
     # What the bitwise equality of a row's statistics, at any address and in both kernels, rests on in the machine code.
     cases = (
         aot.Case("statistics", "sm_90"),
         aot.Case("statistics", "sm_90", aligned=False),
         aot.Case("forward-gradient", "sm_90"),
     )
-    first, *others = (fast[case.name]["loops"][0]["arithmetic"] for case in cases)
+    first, *others = (compiled(aot)[case.name]["loops"][0]["arithmetic"] for case in cases)
     assert all(other == first for other in others), (first, others)
 
 
-def test_a_forward_gradient_reads_its_target_before_any_warp_may_overwrite_it(fast: dict[str, Any]) -> None:
+def test_a_forward_gradient_reads_its_target_before_any_warp_may_overwrite_it() -> None:
     # The one narrow load is the target's logit; the fold's barriers stand between it and the gradient's stores. (The
     # stores ahead of everything are a masked row's zeros, whose program ends there or are placed last.)
-    order = fast[aot.Case("forward-gradient", "sm_90").name]["order"].lstrip("s")
+    order = compiled(aot)[aot.Case("forward-gradient", "sm_90").name]["order"].lstrip("s")
     assert order.startswith("lbb"), order
     assert order.count("l") == 1
 
 
-def test_lengths_temperatures_and_coefficients_compile_nothing_new() -> None:
-    keys = run_program(aot, "keys")
-    assert sorted(keys) == [
-        "combine_splits_kernel",
-        "row_forward_gradient_kernel",
-        "row_gradient_kernel",
-        "row_statistics_kernel",
-    ]
-    # Two variants each: rows whole and their segments apart, in place and beside the logits.
-    twice = [keys.pop(name) for name in ("row_statistics_kernel", "row_forward_gradient_kernel")]
-    for found in (*(found[i::2] for found in twice for i in (0, 1)), *keys.values()):
-        assert len(found) == 5
-        assert len(set(found)) == 1, "\n".join(sorted(set(found)))
+# Calls, and variants of each kernel: a row's segments apart, in place or beside the logits; a gradient in order of its
+# entries (support_hidden) or by tokens (support_weight).
+KERNELS = {
+    aot: (5, {"combine_splits": 1, "row_forward_gradient": 2, "row_gradient": 1, "row_statistics": 2}),
+    find_support_aot: (3, {"choose": 1, "write": 1}),
+    support_aot: (
+        4,
+        {
+            **dict.fromkeys(("add_pieces", "entry_rows", "heads", "support_gradient", "support_products"), 1),
+            **{"support_restrict": 1, "support_statistics": 1, "segment_sums": 2},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("program", KERNELS, ids=lambda program: program.__name__)
+def test_lengths_numbers_and_strides_compile_nothing_new(program: ModuleType) -> None:
+    keys = run_program(program, "keys")
+    calls, kernels = KERNELS[program]
+    assert set(keys) == {f"{name}_kernel" for name in kernels}
+    for name, variants in kernels.items():
+        found = keys[f"{name}_kernel"]
+        assert found and len(found) % (calls * variants) == 0, name
+        for same in (set(found[i::variants]) for i in range(variants)):
+            assert len(same) == 1, "\n".join(sorted(same))

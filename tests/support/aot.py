@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from machine_code import GPUS, VENDORS, Code, Recorder, amd_resources, compile_kernel, disassemble, serve
+from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, serve
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,11 @@ class Loop:
     stores: dict[str, int]
 
 
-@dataclass
-class Findings:
-    """What a case compiled to."""
+def compile_case(case: Case) -> dict[str, Any]:
+    """Compile with the launcher's sizes and options.
 
-    registers: int
-    spills: int  # bytes of stack and scratch, and spilled registers: 0 or not
-    loops: list[Loop] = field(default_factory=list)  # those that load; CUDA only
-    wide: int = 0  # 16-byte loads; ROCm only
-    order: str = ""  # of narrow global loads (l), barriers (b) and wide global stores (s) in PTX; CUDA only
-
-
-def compile_case(case: Case) -> Findings:
-    """Compile with the launcher's sizes and options."""
+    CUDA only: loops, those that load; order, of narrow loads (l), barriers (b) and wide stores (s) in PTX.
+    """
     from fastrl.kernels.configuration import configuration, launch_options
 
     warp = GPUS[case.gpu][2]
@@ -121,16 +113,15 @@ def compile_case(case: Case) -> Findings:
     options = launch_options(warps, case.aligned and not case.softcap, warp)
     types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
     types |= {"gradient_ptr": case.dtype, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
-    code = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options).asm
+    compiled = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options)
+    found, code = inspect(compiled, case.gpu)
     if case.gpu == "gfx942":
-        registers, spills, wide = amd_resources(code["amdgcn"])
-        return Findings(registers, spills, wide=wide)
-    found = _inspect_cubin(code["cubin"], 4 if case.dtype == "fp32" else 2)
+        return found
+    bodies = [body for body in _innermost_loops(code) if any("LDG" in text for text in body)]
+    loops = [asdict(_loop(body, 4 if case.dtype == "fp32" else 2)) for body in bodies]
     events = {"ld.global.b16": "l", "bar.sync": "b", "st.global.L1::evict_first.L2::cache_hint.v4.b32": "s"}
-    found.order = "".join(
-        events.get(op, "") for op in re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", code["ptx"])
-    )
-    return found
+    operations = re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", compiled.asm["ptx"])
+    return found | {"loops": loops, "order": "".join(events.get(operation, "") for operation in operations)}
 
 
 def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
@@ -159,12 +150,6 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
     constants |= {"gradient_ptr": None} if case.kernel == "forward-gradient" else {}
     constants |= {} if case.entropy else {"entropy_weights_ptr": None, "entropy_threshold_ptr": None}
     return row_forward_gradient_kernel, constants, sizes.forward_gradient_warps
-
-
-def _inspect_cubin(cubin: bytes, itemsize: int) -> Findings:
-    registers, spills, sass = disassemble(cubin)
-    loops = [_loop(body, itemsize) for body in _innermost_loops(sass) if any("LDG" in text for text in body)]
-    return Findings(registers, spills, loops)
 
 
 def _innermost_loops(sass: str) -> list[list[str]]:

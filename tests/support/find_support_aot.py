@@ -7,10 +7,11 @@ object of findings; without names it prints a table. It must not see TRITON_INTE
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from machine_code import GPUS, Recorder, amd_resources, compile_kernel, disassemble, serve
+from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
 
 VOCABULARY = 151936
 
@@ -32,28 +33,25 @@ class Case:
         return "/".join([self.kernel, self.gpu, self.dtype, *flags])
 
 
-def cases() -> list[Case]:
+def _cases(gpus: Iterable[str]) -> list[Case]:
     """Every GPU in two dtypes with everything, and its heaviest loads, those of unaligned rows."""
     found = []
-    for gpu in GPUS:
+    for gpu in gpus:
         for dtype in ("bf16", "fp32"):
             found += [Case("choose", gpu, dtype), Case("write", gpu, dtype, False, True, False)]
         found += [Case("choose", gpu, "fp16", aligned=False), Case("choose", gpu, "bf16", scaled=False, cuts=False)]
     return found
 
 
-@dataclass
-class Findings:
-    """What a case compiled to."""
-
-    registers: int
-    spills: int  # bytes of stack and scratch, and spilled registers: 0 or not
-    wide: int  # loads of 16 bytes
-    atomics: int
-    divisions: int  # correctly rounded ones
+def fast_cases() -> list[Case]:
+    return _cases(VENDORS)
 
 
-def compile_case(case: Case) -> Findings:
+def slow_cases() -> list[Case]:
+    return _cases(gpu for gpu in GPUS if gpu not in VENDORS)
+
+
+def compile_case(case: Case) -> dict[str, Any]:
     """Compile with the launcher's sizes and options."""
     from fastrl.kernels import find_support
     from fastrl.kernels.configuration import configuration
@@ -71,24 +69,11 @@ def compile_case(case: Case) -> Findings:
         kernel = find_support.write_kernel
         types |= {"dropped_ptr": "i64", "offsets_ptr": "i64", "ids_ptr": "i32"}
         constants |= {"BLOCK": count * vector}
-    return _inspect(compile_kernel(kernel, case.gpu, constants, types, set(), options).asm, case)
-
-
-def _inspect(asm: Any, case: Case) -> Findings:
-    if case.gpu == "gfx942":
-        code = asm["amdgcn"]
-        registers, spills, wide = amd_resources(code)
-        atomics = len(re.findall(r"\b(?:global|buffer|flat|ds)_\w*(?:atomic|_add_)\w*", code))
-        return Findings(registers, spills, wide, atomics, len(re.findall(r"v_div_fixup_f32", code)))
-    ptx = asm["ptx"]
-    registers, spills, _ = disassemble(asm["cubin"])
-    return Findings(
-        registers,
-        spills,
-        len(re.findall(r"ld\.global\.v4", ptx)),
-        len(re.findall(r"\b(?:atom|red)\.", ptx)),
-        len(re.findall(r"div\.rn\.f32", ptx)),
-    )
+    compiled = compile_kernel(kernel, case.gpu, constants, types, set(), options)
+    found, code = inspect(compiled, case.gpu)
+    # Correctly rounded ones.
+    divisions = ("v_div_fixup_f32", code) if case.gpu == "gfx942" else (r"div\.rn\.f32", compiled.asm["ptx"])
+    return found | {"divisions": len(re.findall(*divisions))}
 
 
 def launch_keys() -> dict[str, list[str]]:
@@ -114,4 +99,4 @@ def launch_keys() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    serve(cases(), [], compile_case, launch_keys)
+    serve(fast_cases(), slow_cases(), compile_case, launch_keys)

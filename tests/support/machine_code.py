@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,10 +39,10 @@ def serve(fast: list[Any], slow: list[Any], compile_case: Any, launch_keys: Any)
         json.dump(launch_keys(), sys.stdout)
     elif names and names != ["slow"]:
         chosen = {case.name: case for case in [*fast, *slow]}
-        json.dump({name: asdict(compile_case(chosen[name])) for name in names}, sys.stdout)
+        json.dump({name: compile_case(chosen[name]) for name in names}, sys.stdout)
     else:
         for case in [*fast, *(slow if names else [])]:
-            print(f"{case.name:55}", *(f"{k}={v}" for k, v in asdict(compile_case(case)).items()), flush=True)
+            print(f"{case.name:55}", *(f"{k}={v}" for k, v in compile_case(case).items()), flush=True)
 
 
 def compile_kernel(
@@ -73,12 +72,24 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget(*GPUS[gpu]), options=options)
 
 
-def amd_resources(code: str) -> tuple[int, int, int]:
-    """Registers, spilled registers and bytes of scratch, and 16-byte loads."""
-    keys = "vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
-    found = {key: int(n) for key, n in re.findall(rf"\.({keys}):\s*(\d+)", code)}
-    registers = found.pop("vgpr_count")
-    return registers, sum(found.values()), len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", code))
+def inspect(compiled: Any, gpu: str) -> tuple[dict[str, Any], str]:
+    """What every kernel is asked for, and its machine code.
+
+    spills: bytes of stack and scratch, and spilled registers; shared: bytes; wide: loads of 16 bytes.
+    """
+    if gpu == "gfx942":
+        code = compiled.asm["amdgcn"]
+        keys = "vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
+        counts = {key: int(n) for key, n in re.findall(rf"\.({keys}):\s*(\d+)", code)}
+        registers = counts.pop("vgpr_count")
+        spills = sum(counts.values())
+        wide = r"\b(?:global|buffer)_load_dwordx4\b"
+        atomics = r"\b\w*atomic\w*|\bds_\w*_add_\w*"
+    else:
+        registers, spills, code = disassemble(compiled.asm["cubin"])
+        wide, atomics = r"\bLDG\S*\.128", r"\b(?:ATOM[GS]?|REDG?)\."
+    found = {"registers": registers, "spills": spills, "shared": compiled.metadata.shared}
+    return found | {name: len(re.findall(x, code)) for name, x in (("wide", wide), ("atomics", atomics))}, code
 
 
 def disassemble(cubin: bytes) -> tuple[int, int, str]:

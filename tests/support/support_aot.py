@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from machine_code import GPUS, VENDORS, Recorder, amd_resources, compile_kernel, disassemble, serve
+from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
 
 #: Kernels that read or write matrices, and those that do not.
 MATRIX = ("products", "weight", "hidden", "pieces")
@@ -63,19 +63,7 @@ def slow_cases() -> list[Case]:
 # --- compilation, in the process that never sees TRITON_INTERPRET -----------------------------------------------------
 
 
-@dataclass
-class Findings:
-    """What a case compiled to."""
-
-    registers: int
-    spills: int  # bytes of stack and scratch, and spilled registers: 0 or not
-    shared: int  # bytes of shared memory
-    wide: int  # loads of 16 bytes
-    atomics: int
-    before_store: int  # 16-byte loads before the first store, in the order of the code; CUDA only
-
-
-def compile_case(case: Case) -> Findings:
+def compile_case(case: Case) -> dict[str, Any]:
     """Compile with the launcher's sizes and options."""
     kernel, constants, options = _kernel(case)
     types = {"targets_ptr": "i64", "token_ids_ptr": "i32", "offsets_ptr": "i64", "valid_ptr": "u8"}
@@ -88,8 +76,9 @@ def compile_case(case: Case) -> Findings:
     elif case.kernel == "restrict":
         types |= {"logits_ptr": case.dtype, "rows_ptr": "i64"}
     aligned = {"hidden_ptr", "weight_ptr", "source_ptr", "out_ptr", "partials_ptr"} if case.wide else set()
-    compiled = compile_kernel(kernel, case.gpu, constants, types, aligned, options)
-    return _inspect(compiled, case)
+    found, code = inspect(compile_kernel(kernel, case.gpu, constants, types, aligned, options), case.gpu)
+    # 16-byte loads before the first store, in the order of the code; CUDA only.
+    return found | {"before_store": len(re.findall(r"\bLDG\S*\.128", re.split(r"\bSTG", code, maxsplit=1)[0]))}
 
 
 def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -122,24 +111,6 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         return support_statistics.support_statistics_kernel, constants, support_statistics.OPTIONS
     constants |= {} if full else {"h_ptr": None}
     return support_statistics.support_gradient_kernel, constants, support_statistics.OPTIONS
-
-
-def _inspect(compiled: Any, case: Case) -> Findings:
-    asm, shared = compiled.asm, compiled.metadata.shared
-    if case.gpu == "gfx942":
-        registers, spills, wide = amd_resources(asm["amdgcn"])
-        return Findings(registers, spills, shared, wide, len(re.findall(r"\b\w*atomic\w*", asm["amdgcn"])), 0)
-    registers, spills, sass = disassemble(asm["cubin"])
-    loads, stores = r"\bLDG\S*\.128", r"\bSTG"
-    before = re.split(stores, sass, maxsplit=1)[0]
-    return Findings(
-        registers,
-        spills,
-        shared,
-        len(re.findall(loads, sass)),
-        len(re.findall(r"\b(?:ATOM|RED)G?\.", sass)),
-        len(re.findall(loads, before)),
-    )
 
 
 # --- compilation keys -------------------------------------------------------------------------------------------------
