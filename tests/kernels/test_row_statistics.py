@@ -1,227 +1,312 @@
+"""Statistics and gradient of rows of logits, on every backend: sizes, types, transforms, layouts, difficult rows."""
+
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import kernel_cases as cases
 import pytest
 import torch
+from kernel_cases import DTYPES, PLAIN
 from torch import Tensor
 
+import fastrl
 from fastrl.backends.contract import Statistics, Transform
 from fastrl.backends.torch import rows as reference
 
-backend = pytest.importorskip("fastrl.backends.triton.backend")
-
-from fastrl.kernels import row_statistics  # noqa: E402
-from fastrl.kernels.configuration import configuration  # noqa: E402
-
-# The interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
+# Triton's interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-IDENTITY = Transform()
-LOWEST = torch.finfo(torch.float32).min
+# How Triton loads other types is tested against float64: its interpreter is slow.
+TYPES = [("triton", torch.float32), *(("cpp", dtype) for dtype in DTYPES)]
+
+
+@pytest.fixture(params=["cpp", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each in turn, forced: torch's row functions are the oracle."""
+    with fastrl.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def device(backend_device: str) -> str:
+    """Each backend in turn, and where its tensors live."""
+    return backend_device
+
+
+# --- sizes, types, transforms -----------------------------------------------------------------------------------------
+
+# 1 and 31: less than a vector, and a row of odd length; 1000: one block (C++: less than a segment), not full; 4097: one
+# block and one entry more; 40001: several blocks a segment, four segments in float32 and two in bfloat16, odd (C++:
+# ragged in segment, pair and vector); 151936: a real vocabulary.
+VOCABULARIES = (1, 31, 1000, 4097, 40001, 151936)
 
 
 @pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", cases.VOCABULARIES)
-def test_against_float64(vocab: int, dtype: torch.dtype, name: str, device: str) -> None:
-    logits, targets = cases.random_rows(vocab, dtype, device)
-    transform = cases.transform(name, device)
-    actual = backend.row_statistics(logits, targets, None, transform)
-    cases.assert_statistics(actual, logits, targets, None, transform)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_against_float64(vocab: int, dtype: torch.dtype, name: str, backend: str, device: str) -> None:
+    if vocab == 151936 and backend == "triton":
+        pytest.skip("the interpreter is slow")
+    logits, targets, c, h = cases.random_rows(vocab, dtype, device, seed=vocab)
+    t = cases.transform(name, device)
+    cases.check(logits, targets, c, None, None, t)
+    cases.check(logits, targets, c, h, None, t, out=logits)
 
 
-@pytest.mark.parametrize("vocab", [1000, 40000])  # 40000: four segments, the target's not the first
-@pytest.mark.parametrize("gap", [10.0, 26.0, 40.0, 80.0])
-def test_confident_tokens_keep_their_relative_accuracy(gap: float, vocab: int, device: str) -> None:
-    logits = torch.zeros(1, 2, vocab, device=device)
-    logits[0, 1] = torch.randn(vocab).to(device)
-    targets = torch.tensor([0, vocab - 3], device=device)
-    top = logits.amax(-1) + gap
-    logits[0, [0, 1], targets] = top[0]
-    actual = backend.row_statistics(logits, targets, None, IDENTITY)
-    truth = cases.assert_statistics(actual, logits, targets, None, IDENTITY)
-    for name in ("logprobs", "entropy", "log_sum"):
-        # e**-80 is 2**-115.4, whose exponent float32 rounds by 4e-6: that is the relative error allowed.
-        torch.testing.assert_close(getattr(actual, name).double(), getattr(truth, name), rtol=1e-5, atol=0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", cases.TRANSFORMS)
+def test_transforms(name: str, dtype: torch.dtype, device: str) -> None:
+    logits, targets, c, h = cases.random_rows(4099, dtype, device)
+    logits[..., 5:50] = -torch.inf  # stays -inf under a softcap
+    cases.check(logits, targets.clamp_min(50), c, h, None, cases.transform(name, device))
+
+
+@pytest.mark.parametrize("position", [0, 15, 16, 1023, 1024, 2047, 2048, 3006])
+def test_target_anywhere_in_the_segments(position: int, device: str) -> None:
+    # 3007 columns: two whole segments of 1024 and a ragged one; the target at the edges of vectors and segments
+    logits, targets, c, h = cases.random_rows(3007, torch.float32, device, (1, 2), seed=position)
+    cases.check(logits, torch.full_like(targets, position), c, h)
+
+
+# --- hard rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "vocab", "dtype"),
+    [
+        ("triton", 1000, torch.float32),
+        ("triton", 40000, torch.float32),  # several segments, the target's not the first
+        *(("cpp", 151936, dtype) for dtype in DTYPES),
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.parametrize("gap", [10.0, 17.0, 26.0, 40.0, 60.0, 80.0])
+def test_confident_tokens_keep_their_relative_accuracy(
+    gap: float, dtype: torch.dtype, vocab: int, backend: str, device: str
+) -> None:
+    logits = torch.zeros(1, 3, vocab, device=device, dtype=dtype)
+    logits[0, 2] = torch.randn(vocab, generator=cases.generator()).to(device)
+    targets = torch.tensor([7, vocab - 3, vocab // 2], device=device)
+    logits[0, torch.arange(3), targets] = gap
+    found = cases.row_statistics(logits, targets, None, PLAIN)
+    truth = cases.assert_statistics(found, logits, targets, None, PLAIN)
+    ones, cpp = torch.ones(3, device=device), backend == "cpp"
+    rounding = 0.0 if dtype is torch.float32 else cases.rounding(dtype, interpreted=False)
+    tiny = 2.0**-25 if dtype is torch.float16 else 1e-37  # below its last place nothing is left
+    for h in (None, ones):
+        if cpp:  # it holds every entry to its own size; below are those that others hold
+            cases.check(logits, targets, ones, h)
+        out = cases.gradient(logits, targets, ones, h)
+        (exact,) = cases.gradients(logits, targets, None, PLAIN, ((ones.double(), None if h is None else h.double()),))
+        # Every entry of the equal rows; of all rows the target's 1 - p, unless the entropy's part cancels in it.
+        torch.testing.assert_close(out[0, :2].double(), exact[0, :2], rtol=2e-5 + rounding, atol=tiny)
+        if h is None:
+            mine, theirs = (x[0].gather(-1, targets[:, None]) for x in (out.double(), exact))
+            torch.testing.assert_close(mine, theirs, rtol=(2e-6 if cpp else 2e-5) + rounding, atol=tiny)
+    assert (found.logprobs < 0).all()  # never rounded to 0
+    # e**-80 is 2**-115.4, whose exponent float32 rounds by 4e-6: that is the relative error allowed, but C++'s is less.
+    for field in ("logprobs", "entropy", "log_sum"):
+        rtol = 2e-6 if cpp and field == "logprobs" else 1e-5
+        torch.testing.assert_close(getattr(found, field).double(), getattr(truth, field), rtol=rtol, atol=0)
 
 
 def test_an_example_by_hand(device: str) -> None:
     # docs/design.md: 151,936 equal entries 26 below the target give -7.8e-7, not 0. Here 1,000 of them.
     logits = torch.zeros(1, 1, 1001, device=device)
     logits[0, 0, 7] = 26.0
-    actual = backend.row_statistics(logits, torch.tensor([7], device=device), None, IDENTITY)
+    actual = cases.row_statistics(logits, torch.tensor([7], device=device), None, PLAIN)
     assert actual.logprobs.item() == pytest.approx(-1000 * 5.109089028e-12, rel=1e-5)
 
 
 @pytest.mark.parametrize("offset", [-80.0, 80.0, 4096.0])
 def test_an_offset_changes_nothing(offset: float, device: str) -> None:
-    logits, targets = cases.random_rows(4097, torch.float32, device)
+    logits, targets, c, h = cases.random_rows(5001, torch.float32, device)
     logits = (logits * 64).round() / 64  # so that the sum with the offset is exact
-    moved = backend.row_statistics(logits + offset, targets, None, IDENTITY)
-    still = backend.row_statistics(logits, targets, None, IDENTITY)
+    moved = cases.check(logits + offset, targets, c, h)
+    still = cases.row_statistics(logits, targets, None, PLAIN)
     assert torch.equal(moved.entropy, still.entropy)
     assert torch.equal(moved.logprobs, still.logprobs)
-    cases.assert_statistics(moved, logits + offset, targets, None, IDENTITY)
+    for dtype in DTYPES:
+        cases.check((logits + offset).to(dtype), targets, c, h, None, Transform(0.7))
 
 
-def _special(kind: str, vocab: int) -> tuple[Tensor, int]:
-    row = torch.randn(vocab)
-    if kind == "first block -inf":
-        row[: min(vocab, 20000) - 1] = -torch.inf
-    elif kind == "all but the target -inf":
-        row[:-1] = -torch.inf
-    elif kind == "all but another -inf":
-        row[1:] = -torch.inf
-    elif kind == "target -inf":
-        row[-1] = -torch.inf
-    elif kind == "all finfo.min":
-        row[:] = LOWEST
-    elif kind == "all finfo.min but one":
-        row[:] = LOWEST
-        row[3] = 1.0
-    elif kind == "finfo.max and min":
-        row[:] = LOWEST
-        row[-1] = -LOWEST
-    return row, vocab - 1
+def test_the_rounding_of_the_maximum_is_in_no_probability(device: str) -> None:
+    """Of z = 143.3 half a unit in the last place is 7.6e-6, which all p_j would be off by together.
+
+    It shows where an fma rounds once: on a GPU, and in the interpreter since Triton 3.9.
+    """
+    logits = torch.tensor([10.1, 33.7, 100.3, 999.9], device=device).view(2, 2, 1).repeat(1, 1, 1000)
+    targets = torch.tensor([0, 17, 500, 999], device=device)
+    logits.view(4, 1000)[torch.arange(4), targets] -= 3.0
+    ones = torch.ones(4, device=device)
+    for h in (None, ones):
+        out = cases.gradient(logits, targets, ones, h, None, Transform(0.7))
+        weights = ((x, None if h is None else x) for x in (ones.double(), ones))
+        truth, float32 = cases.gradients(logits, targets, None, Transform(0.7), tuple(weights))
+        # The others' entries alone: the target's is another formula's.
+        others = torch.ones_like(logits, dtype=torch.bool).view(4, 1000)
+        others[torch.arange(4), targets] = False
+        out, truth, float32 = (x.view(4, 1000)[others].view(1, 4, 999) for x in (out, truth, float32))
+        assert cases.gradient_error(out, truth) <= cases.gradient_error(float32, truth) + 1e-6
+
+
+def _extreme_rows(vocab: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, int]]:
+    """Rows and their targets."""
+    random = torch.randn(vocab, generator=cases.generator()) * 3
+    column, lowest = torch.arange(vocab), torch.finfo(dtype).min
+    last = vocab - 1
+    return {
+        "first block -inf": (random.where(column >= vocab // 2, -torch.inf), last),
+        "all but the last -inf": (random.where(column >= last, -torch.inf), last),
+        "a block in the middle -inf": (random.where((column < 1024) | (column >= 2048), -torch.inf), vocab // 2 + 7),
+        "the ragged end -inf": (random.where(column < vocab - 1000, -torch.inf), 5),
+        "all but the target -inf": (random.where(column == 1234, -torch.inf), 1234),
+        "all but another -inf": (random.where(column == 0, -torch.inf), last),
+        "target -inf": (random.where(column != 77, -torch.inf), 77),
+        "all the lowest": (torch.full((vocab,), lowest), 3),
+        "all the lowest but the target": (torch.full((vocab,), lowest).where(column != 3, 0.0), 3),
+        "all the lowest but another": (torch.full((vocab,), lowest).where(column != 3, 1.0), 5),
+        "the highest and the lowest": (torch.full((vocab,), lowest).where(column != last, -lowest), last),
+        "far below": (random.where(column % 2 == 1, -3e4), 1),
+        "target far below": (random.where(column % 2 == 1, -1000.0), 2098),
+    }
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "first block -inf",
-        "all but the target -inf",
-        "all but another -inf",
-        "target -inf",
-        "all finfo.min",
-        "all finfo.min but one",
-        "finfo.max and min",
-    ],
-)
-def test_extreme_rows(kind: str, softcap: float, device: str) -> None:
-    row, target = _special(kind, 40000)
-    logits = row.to(device)[None, None]
-    targets = torch.tensor([target], device=device)
-    transform = Transform(1.0, None, 1.0, softcap)
-    actual = backend.row_statistics(logits, targets, None, transform)
-    z, _ = reference.transformed(logits[0].double(), transform)
-    logprob = torch.log_softmax(z, -1)[0, target]
-    if kind == "all finfo.min but one" and not softcap:
-        # 3.4e38 below the maximum: torch's own log_softmax is asked, for the oracle stops at -1e4.
-        torch.testing.assert_close(actual.logprobs[0].double(), logprob, rtol=1e-6, atol=0)
-        assert actual.entropy.item() == 0.0
-        return
-    truth = cases.assert_statistics(actual, logits, targets, None, transform)
-    assert truth.logprobs.item() == pytest.approx(logprob.item(), abs=1e-9)
-    assert not truth.entropy.isnan().any()
+@pytest.mark.parametrize(("backend", "dtype"), TYPES, indirect=["backend"], ids=str)
+def test_extreme_rows(dtype: torch.dtype, softcap: float, device: str) -> None:
+    rows, t = _extreme_rows(40000, dtype), Transform(softcap=softcap)
+    logits = torch.stack([row for row, _ in rows.values()]).to(dtype).to(device)[None]
+    targets = torch.tensor([target for _, target in rows.values()], device=device)
+    c, h = torch.randn(2, len(rows), generator=cases.generator()).to(device)
+    cases.check(logits, targets, c, None, None, t)
+    found = cases.check(logits, targets, c, h, None, t)
+    z, _ = reference.transformed(logits[0].double(), t)
+    logprobs = torch.log_softmax(z, -1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=1e-6, atol=1e-6)
+    place = {kind: i for i, kind in enumerate(rows)}
+    for kind in ("target far below", "all the lowest but another"):
+        torch.testing.assert_close(found.logprobs[place[kind]].double(), logprobs[place[kind]], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.entropy[place["all the lowest"]].cpu(), torch.tensor(40000.0).log())
+    certain = ["all but the target -inf"]
+    if not softcap:
+        certain += ["all the lowest but the target", "the highest and the lowest"]
+        assert found.entropy[place["all the lowest but another"]] == 0
+    for kind in certain:
+        assert found.logprobs[place[kind]] == 0 and found.entropy[place[kind]] == 0, kind
+    for kind in ("all but another -inf", "target -inf"):
+        assert found.logprobs[place[kind]] == -torch.inf, kind
+    assert not found.entropy.isnan().any()
+    banned = (logits == -torch.inf).scatter(-1, targets.view(1, -1, 1), False)
+    for weights in ((c, None), (c, h)):
+        gradient = cases.gradient(logits, targets, *weights, None, t)
+        assert gradient.isfinite().all()
+        assert (gradient[banned] == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["NaN", "NaN target", "+inf", "all -inf", "NaN and target -inf"])
-def test_only_the_row_with_the_nan_is_nan(kind: str, device: str) -> None:
-    logits, targets = cases.random_rows(5000, torch.float32, device)
-    sane = backend.row_statistics(logits, targets, None, IDENTITY)
-    row = logits[0, 1]
-    if kind == "all -inf":
-        row[:] = -torch.inf
-    elif kind == "NaN target":
-        row[targets[1]] = torch.nan
-    else:
-        row[(targets[1] + 1) % 5000] = torch.inf if kind == "+inf" else torch.nan
-        if kind == "NaN and target -inf":
-            row[targets[1]] = -torch.inf
-    actual = backend.row_statistics(logits, targets, None, IDENTITY)
-    for name in ("logprobs", "entropy", "log_sum"):
-        assert getattr(actual, name)[1].isnan(), name
-    others = [0, 2, 3]
-    for a, b in zip(actual, sane, strict=True):
-        assert torch.equal(a[others], b[others])
+@pytest.mark.parametrize(("backend", "dtype"), TYPES, indirect=["backend"], ids=str)
+@pytest.mark.parametrize(("bad", "softcap"), [(torch.nan, 0.0), (torch.nan, 25.0), (torch.inf, 0.0), (-torch.inf, 0.0)])
+def test_only_the_row_with_the_nan_is_nan(bad: float, softcap: float, dtype: torch.dtype, device: str) -> None:
+    # The target's column (40), its segment, a whole one, the ragged one. -inf: the whole row.
+    columns = [slice(None)] if bad == -torch.inf else [0, 40, 1023, 1030, 2050, 5000, 5001]
+    logits, targets, c, h = cases.random_rows(5002, dtype, device, (1, 3 * len(columns)))
+    targets[:] = 40
+    t = Transform(softcap=softcap)
+    sane = *cases.row_statistics(logits, targets, None, t), cases.gradient(logits, targets, c, h, None, t)[0]
+    logits[0, 2::3, 40] = -torch.inf  # beside a target of probability 0
+    for i, column in enumerate(columns):
+        logits[0, 3 * i + 1 : 3 * i + 3, column] = bad
+    expected = [False, True, True] * len(columns)
+    found = cases.row_statistics(logits, targets, None, t)
+    for field in Statistics._fields if bad != bad else ("logprobs", "entropy", "log_sum"):
+        assert getattr(found, field).isnan().tolist() == expected, field
+    for weights in ((0 * c, 0 * h), (c, None), (c, h)):  # an idle row is NaN too
+        out = cases.gradient(logits, targets, *weights, None, t)
+        assert out[0].isnan().all(-1).tolist() == expected
+        assert out[0].isnan().any(-1).tolist() == expected
+    assert all(cases.same_bits(a[::3], b[::3]) for a, b in zip((*found, out[0]), sane, strict=True))
 
 
-def test_a_target_outside_the_vocabulary_gives_nan_for_its_logprob_only(device: str) -> None:
-    logits, _ = cases.random_rows(1000, torch.float32, device)
-    targets = torch.tensor([-1, 1000, 2**40, 5], device=device)
-    actual = backend.row_statistics(logits, targets, None, IDENTITY)
-    assert actual.logprobs.isnan().tolist() == [True, True, True, False]
-    cases.assert_statistics(actual, logits, targets, None, IDENTITY)
+def test_nan_of_any_payload(device: str) -> None:
+    bits = torch.tensor([0x7F800001, 0x7FC00001, 0x7FFFFFFF, -1, -0x400000, -0x7FFFFF], dtype=torch.int32)
+    logits = torch.zeros(1, len(bits), 64, device=device)
+    logits[0, :, 33] = bits.view(torch.float32).to(device)
+    targets = torch.zeros(len(bits), dtype=torch.int64, device=device)
+    for t in (PLAIN, Transform(softcap=3.0)):
+        found = cases.row_statistics(logits, targets, None, t)
+        assert all(statistic.isnan().all() for statistic in found)
 
 
-def test_masked_rows_are_0_and_not_read(device: str) -> None:
-    logits, targets = cases.random_rows(1000, torch.float32, device)
-    sane = backend.row_statistics(logits, targets, None, IDENTITY)
-    mask = torch.tensor([True, False, True, False], device=device)
-    logits.view(4, -1)[~mask] = torch.nan
+def test_a_target_outside_the_vocabulary(device: str) -> None:
+    logits, _, c, h = cases.random_rows(1000, torch.float32, device, (2, 3))
+    targets = torch.tensor([-1, 1000, -100, 2**40, -(2**63), 5], device=device)
+    found = cases.check(logits, targets, c, h)  # the other statistics are as ever, the gradient is NaN
+    assert found.logprobs.isnan().tolist() == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), TYPES, indirect=["backend"], ids=str)
+def test_masked_and_idle_rows(dtype: torch.dtype, device: str) -> None:
+    logits, targets, c, h = cases.random_rows(1031, dtype, device, (2, 4))
+    sane = cases.row_statistics(logits, targets, None, PLAIN)
+    mask = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0], device=device).bool()
     targets[~mask] = -100
-    actual = backend.row_statistics(logits, targets, mask, IDENTITY)
-    for a, b in zip(actual, sane, strict=True):
+    logits[0, 1], logits[1, 1] = torch.nan, torch.inf  # not read
+    c[5] = h[5] = torch.nan
+    c[3] = h[3] = 0.0
+    cases.check(logits, targets, c, None, mask)
+    found = cases.check(logits, targets, c, h, mask)
+    for a, b in zip(found, sane, strict=True):
         assert torch.equal(a, b.where(mask, 0.0))
-
-
-@pytest.mark.parametrize("vocab", [1000, 1001])
-def test_strided_views(vocab: int, device: str) -> None:
-    full = torch.randn(2, 3, vocab, device=device)
-    targets = torch.randint(0, vocab, (4,), device=device)
-    for view in (full[:, :-1], full[:, 1:], full.transpose(0, 1)[:2], full[:, ::2], full[:, :1].expand(2, 2, vocab)):
-        actual = backend.row_statistics(view, targets, None, IDENTITY)
-        packed = backend.row_statistics(view.contiguous(), targets, None, IDENTITY)
-        assert all(torch.equal(a, b) for a, b in zip(actual, packed, strict=True))
-        cases.assert_statistics(actual, view, targets, None, IDENTITY)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [24, 4104, 40000])  # aligned by nature; 1, 1 and several segments
-def test_a_row_is_bitwise_the_same_anywhere(vocab: int, dtype: torch.dtype, device: str) -> None:
-    row = (torch.randn(vocab) * 3).to(dtype).to(device)
-    target = vocab // 3
-
-    def statistics(logits: Tensor, at: int) -> Statistics:
-        rows = logits.shape[0] * logits.shape[1]
-        targets = torch.randint(0, vocab, (rows,), device=device)
-        targets[at] = target
-        found = backend.row_statistics(logits, targets, None, IDENTITY)
-        return Statistics(*(x[at] for x in found))
-
-    alone = statistics(row[None, None], 0)
-    batch = torch.randn(1, 3, vocab, device=device).to(dtype)
-    batch[0, 2] = row
-    shifted = torch.empty(vocab + 1, dtype=dtype, device=device)[1:]  # at no 16-byte address
-    shifted.copy_(row)
-    gapped = torch.empty(2, 2, vocab + 3, dtype=dtype, device=device)[:, :, 1:-2]  # each row aligned otherwise
-    gapped.copy_(row)
-    for other in (statistics(batch, 2), statistics(shifted[None, None], 0), statistics(gapped, 3)):
-        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
-
-
-@pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [40_000, 40_001, 70_000])  # two or four segments, aligned or not
-def test_segments_apart_give_the_same_bits(
-    vocab: int, dtype: torch.dtype, name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits, targets = cases.random_rows(vocab, dtype, device)
-    mask = torch.tensor([True, True, False, True], device=device)
-    logits[0, 1, 30_000] = torch.nan
-    logits[1, 1, : vocab // 2] = -torch.inf
-    transform = cases.transform(name, device)
-    found, grids = [], []
-    kernel = row_statistics.row_statistics_kernel
-
-    class Spy:
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            grids.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(row_statistics, "row_statistics_kernel", Spy())
-    for programs in (0, 1 << 20):
-        monkeypatch.setattr(row_statistics, "_PROGRAMS", programs)
-        found.append(backend.row_statistics(logits, targets, mask, transform))
-    whole, apart = grids
-    assert whole == (4, 1) and apart == (4, configuration(vocab, dtype.itemsize).segments) != whole
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a.view(torch.int32)[[0, 2, 3]], b.view(torch.int32)[[0, 2, 3]])  # the bits, of zeros too
-    assert found[1].logprobs[1].isnan()
+    out = cases.gradient(logits, targets, c, h, mask).flatten(0, 1)
+    assert (out.abs().amax(-1) == 0).tolist() == [False, True, True, True, False, True, False, True]
+    nothing = torch.zeros_like(mask)
+    assert not any(s.any() for s in cases.row_statistics(logits, targets, nothing, PLAIN))
 
 
 def test_no_rows(device: str) -> None:
-    found = backend.row_statistics(
-        torch.empty(0, 3, 8, device=device), torch.empty(0, dtype=torch.int64, device=device), None, IDENTITY
-    )
+    logits, none = torch.empty(0, 3, 8, device=device), torch.empty(0, device=device)
+    found = cases.row_statistics(logits, none.long(), None, PLAIN)
     assert all(x.shape == (0,) for x in found)
+    cases.row_gradient(logits, none.long(), None, PLAIN, found, none, None, out=logits)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [97, 1000])
+def test_strided_views(vocab: int, device: str) -> None:
+    whole = torch.randn(2, 3, vocab + 3, generator=cases.generator()).to(device)
+    _, targets, c, h = cases.random_rows(vocab - 7, torch.float32, device, (1, 6))
+    views = whole[:, :-1], whole[:, 1:, 5:-2], whole.transpose(0, 1)[:2], whole[:, ::2][:, :, 1:-5]
+    for view in (*views, whole[:, :1].expand(2, 2, vocab + 3)):
+        rows = [x[: view.shape[0] * view.shape[1]] for x in (targets, c, h)]
+        found = cases.check(view, *rows)
+        dense = view.contiguous()
+        assert all(map(torch.equal, found, cases.row_statistics(dense, rows[0], None, PLAIN)))
+        fresh = cases.gradient(dense, *rows)
+        assert torch.equal(cases.gradient(dense, *rows, out=dense), fresh)
+        if 0 in view.stride():
+            continue  # rows that share their memory
+        copy = whole.clone()
+        inside = copy.as_strided(view.shape, view.stride(), view.storage_offset())
+        assert torch.equal(cases.gradient(inside, *rows, out=inside), fresh)
+        inside.copy_(view)
+        assert torch.equal(copy, whole)  # nothing outside the view was written
+        wide = torch.full((*view.shape[:1], view.shape[1] + 1, view.shape[2] + 3), 7.0, device=device)
+        part = wide[:, :-1, 1:-2]
+        assert torch.equal(cases.gradient(view, *rows, out=part), fresh)
+        part.fill_(7.0)
+        assert (wide == 7.0).all()
+
+
+@pytest.mark.parametrize("cut", [8, 640, 1000])  # within a vector's reach of the start, in the middle, at a ragged end
+def test_slices_of_a_vocabulary_have_the_gradient_of_the_whole(cut: int, device: str) -> None:
+    """Two slices with the whole row's statistics: the target is in one, and no column takes its place in the other."""
+    logits, targets, c, h = cases.random_rows(1001, torch.float32, device)
+    statistics = cases.row_statistics(logits, targets, None, PLAIN)
+    whole = cases.gradient(logits, targets, c, h)
+    parts = [
+        cases.row_gradient(x, targets - first, None, PLAIN, statistics, c, h, out=torch.empty_like(x))
+        for x, first in ((logits[..., :cut].contiguous(), 0), (logits[..., cut:].contiguous(), cut))
+    ]
+    assert torch.equal(torch.cat(parts, -1), whole)

@@ -104,11 +104,6 @@ def _gradient(
     return out
 
 
-def _margin(t: Transform) -> float:
-    """`cases.margin`, at the lowest temperature."""
-    return cases.margin(t) if t.temperatures is None else 1e-6 + 3e-7 * t.softcap / t.temperatures.min().item()
-
-
 @pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
 def test_statistics_against_float64(name: str, device: str) -> None:
     values, targets, support = _case(device)
@@ -116,7 +111,7 @@ def test_statistics_against_float64(name: str, device: str) -> None:
     actual = _statistics(values, targets, support, t)
     truth, float32 = (_oracle(values, targets, support, t, d)[0] for d in (torch.float64, torch.float32))
     for i, field in enumerate(Statistics._fields):
-        cases.assert_close(actual[i], truth[i], float32[i], _margin(t), field)
+        cases.assert_close(actual[i], truth[i], float32[i], cases.margin(t), field)
         assert actual[i][[2, 4]].tolist() == [0.0, 0.0]  # no entries; does not count
 
 
@@ -132,7 +127,7 @@ def test_gradient_against_float64(name: str, entropy: bool, device: str) -> None
     for row, span in support_cases.row_ranges(support):
         if span.stop - span.start > 1:
             mine, theirs = (cases.gradient_error(x[None, span], truth[None, span]) for x in (actual, float32))
-            assert mine <= theirs + 2 * _margin(t), (row, mine, theirs)
+            assert mine <= theirs + 2 * cases.margin(t), (row, mine, theirs)
     assert not actual[support.offsets[4] : support.offsets[5]].any()
     in_place = values.clone()
     assert torch.equal(_gradient(in_place, targets, support, t, c, h, in_place), actual)
