@@ -104,7 +104,7 @@ def combinations(vocab: int) -> list[tuple[float, int, float, float]]:
 @pytest.mark.parametrize("vocab", [1, 2, 127, 1000, 4099])
 def test_random_rows(backend: str, vocab: int, dtype: torch.dtype, device: str) -> None:
     arguments = combinations(vocab)
-    if backend == "triton":  # the interpreter takes a tenth of a second a row
+    if backend == "triton":  # the interpreter takes a tenth of a second per row
         arguments = (
             arguments[DTYPES.index(dtype) :: 3] if vocab in (127, 1000) else arguments[-3 + DTYPES.index(dtype) :][:1]
         )

@@ -23,7 +23,7 @@ def compiled(program: ModuleType, slow: bool = False) -> dict[str, Any]:
 
 
 def _assert_rows(case: aot.Case, found: dict[str, Any]) -> None:
-    assert found["registers"] <= 128  # AMD: 512 a lane for four waves a unit
+    assert found["registers"] <= 128  # AMD: 512 per lane for four waves per unit
     if case.gpu == "gfx942":
         assert found["wide"] > 0 or not case.aligned
         return
@@ -55,7 +55,7 @@ def _assert_support(case: support_aot.Case, found: dict[str, Any]) -> None:
 
 
 def _assert_find_support(case: find_support_aot.Case, found: dict[str, Any]) -> None:
-    assert found["registers"] <= 128  # two programs of 256 threads a multiprocessor
+    assert found["registers"] <= 128  # two programs of 256 threads per multiprocessor
     assert (found["wide"] > 0) == case.aligned
     # The quotient's last bit decides which entries are tied.
     assert (found["divisions"] > 0) == case.scaled
@@ -97,13 +97,13 @@ def test_compiles_without_spills_and_with_wide_accesses(program: ModuleType, cas
     ],
     ids=lambda x: x.name if isinstance(x, aot.Case) else "",
 )
-def test_instructions_an_entry(case: aot.Case, limits: list[float]) -> None:
+def test_instructions_per_entry(case: aot.Case, limits: list[float]) -> None:
     found = [loop["instructions"] for loop in compiled(aot)[case.name]["loops"]]
     assert all(n <= limit for n, limit in zip(found, limits, strict=True)), found
 
 
-def test_special_functions_an_entry() -> None:
-    # One exponential an entry and one a vector of eight.
+def test_special_functions_per_entry() -> None:
+    # One exponential per entry and one per vector of eight.
     (loop,) = compiled(aot)[aot.Case("statistics", "sm_90").name]["loops"]
     assert loop["special"] == 1.125
 

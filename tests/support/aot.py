@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the kernels without a GPU, and what can be read from the machine code.
 
 Run as a program, `python tests/support/aot.py NAME...`, it compiles the named cases and writes a JSON object of
-findings; without names it prints the table of instructions an entry. It must not see TRITON_INTERPRET.
+findings; without names it prints the table of instructions per entry. It must not see TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def slow_cases() -> list[Case]:
 
 @dataclass
 class Loop:
-    """An innermost loop of SASS, a number of instructions an entry; blocks that are usually jumped over left out."""
+    """An innermost loop of SASS: instructions per entry, without the blocks that are usually jumped over."""
 
     instructions: float
     special: float  # MUFU, the special-function unit
-    arithmetic: dict[str, int]  # floating-point opcodes, an iteration
+    arithmetic: dict[str, int]  # floating-point opcodes, per iteration
     loads: dict[str, int]
     stores: dict[str, int]
 
