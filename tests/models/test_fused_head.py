@@ -11,7 +11,7 @@ from datasets import Dataset
 from places import EXAMPLES
 from tiny_models import tiny_model
 from transformers import Trainer, TrainingArguments
-from vocabulary import token_stats
+from vocabulary import target_stats, transformed
 
 import fastrl.models.lm_head as module
 from fastrl.bench.measure import Outcome, Run, peak_temporary_bytes
@@ -89,15 +89,16 @@ def test_loss_and_gradients_are_the_models_own(batch, kind):
 
 def test_numbers_are_aligned_with_labels(batch):
     model = make("gemma2")
-    truth = token_stats(model(**batch).logits[:, :-1], batch["input_ids"][:, 1:], temperature=0.7)
+    logits = model(**batch).logits[:, :-1].double()
+    logprobs, entropy = target_stats(transformed(logits, temperature=0.7), batch["input_ids"][:, 1:])
     fused_lm_head(model, temperature=0.7, memory_budget="2MiB")
     out = model(**batch, return_token_stats=True)
     counted = batch["labels"] != -100
     counted[:, 0] = False
     assert not out.logprobs[~counted].any() and not out.entropy[~counted].any()
     counted = counted[:, 1:]
-    torch.testing.assert_close(out.logprobs[:, 1:][counted].double(), truth.logprobs[counted], rtol=0, atol=2e-6)
-    torch.testing.assert_close(out.entropy[:, 1:][counted].double(), truth.entropy[counted], rtol=0, atol=4e-6)
+    torch.testing.assert_close(out.logprobs[:, 1:][counted].double(), logprobs[counted], rtol=0, atol=2e-6)
+    torch.testing.assert_close(out.entropy[:, 1:][counted].double(), entropy[counted], rtol=0, atol=4e-6)
 
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     again = model(batch["input_ids"], batch["attention_mask"], shift_labels=shifted, return_token_stats=True)
