@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from fastrl.backends.cpp import build as cpp_build
@@ -22,8 +24,10 @@ def missing_for_train() -> list[str]:
     return dependencies.missing(dependencies.TRAIN)
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Print versions, devices, compiler and backends; always returns 0, because a missing backend is not an error."""
+    about = "versions, devices, backends, and why one is missing"
+    argparse.ArgumentParser(prog="fastrl doctor", description=about).parse_args(argv)
     facts = machine.describe(())
     _section("versions", {name: _version(name, value) for name, value in facts["versions"].items()})
     _section("machine", facts["machine"])
