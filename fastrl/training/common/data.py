@@ -39,10 +39,8 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
     """
     examples: list[Example] = []
     fields: list[str] = []
-    for line, row in read_rows(path):
-        where = f"{path}:{line}"
-        if "prompt" not in row:
-            raise UserError(f'{where}: no field "prompt"; the row has {", ".join(row) or "no fields"}')
+    for where, row in read_rows(path):
+        prompt = field(row, "prompt", where)
         fields = fields or sorted(row)
         if sorted(row) != fields:
             raise UserError(
@@ -51,40 +49,49 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
         for name in RESERVED:
             if name in row:
                 raise UserError(f'{where}: the field name "{name}" is taken by an argument of the reward function')
-        prompt = row.pop("prompt")
         token_ids = _tokenize(prompt, tokenizer, where)
         if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
             raise UserError(
                 f"{where}: the prompt has {len(token_ids)} tokens, but the model's context leaves room for "
                 f"{max_prompt_tokens} besides rollout.max_new_tokens"
             )
-        examples.append(Example(prompt, row, token_ids, where))
-    if not examples:
-        raise UserError(f"{path}: the dataset is empty; expected one JSON object per line")
+        examples.append(Example(row.pop("prompt"), row, token_ids, where))
     return examples
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their line numbers; empty lines are skipped."""
+def field(row: dict[str, Any], name: str, where: str) -> Any:
+    """The value of a field that a row must have."""
+    if name not in row:
+        raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
+    return row[name]
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file with their file:line; empty lines are skipped. Raises UserError if there are none."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"{path}: cannot read the dataset: {error.strerror}") from error
+    empty = True
     for number, raw in enumerate(lines, start=1):
+        where = f"{path}:{number}"
         try:
             text = raw.decode("utf-8").strip()
             row = json.loads(text) if text else None
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
+            raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
+            raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
         except (ValueError, RecursionError) as error:  # a number too long, or brackets nested too deep
-            raise UserError(f"{path}:{number}: cannot be read: {error}") from error
+            raise UserError(f"{where}: cannot be read: {error}") from error
         if not text:
             continue
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
-        yield number, row
+            raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        empty = False
+        yield where, row
+    if empty:
+        raise UserError(f"{path}: the dataset is empty; expected one JSON object per line")
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: Any) -> list[int]:

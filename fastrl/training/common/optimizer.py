@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import get_scheduler
+from transformers import get_scheduler, set_seed
+from transformers.utils import logging as transformers_logging
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.sections import OptimizerConfig
+from fastrl.training.common.sections import MachineConfig, OptimizerConfig
 
 
 def make_optimizer(
@@ -38,6 +39,13 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def start(machine: MachineConfig) -> torch.device:
+    """Seed everything, quiet transformers' bars (ours show the progress), and return the device."""
+    set_seed(machine.seed)
+    transformers_logging.disable_progress_bar()
+    return find_device(machine.device)
 
 
 def find_device(name: str) -> torch.device:

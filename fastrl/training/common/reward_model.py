@@ -17,7 +17,7 @@ from fastrl.training.common.data import Example, tokenize_pair
 from fastrl.training.common.loading import load_config, load_tokenizer
 from fastrl.training.common.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
 from fastrl.training.common.reward import Rewards, load_rewards
-from fastrl.training.common.sections import ModelConfig
+from fastrl.training.common.sections import ModelConfig, RewardConfig
 
 # In a model's config.json: the mean of its scores over the reference set of the run that trained it.
 MEAN = "fastrl_score_mean"
@@ -101,21 +101,14 @@ def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) 
     check_token_ids([*tokenizer.get_vocab().values()], model.get_input_embeddings().weight.shape[0], name)
 
 
-def make_rewards(
-    functions: Sequence[str],
-    weights: Sequence[float] | None,
-    model: str | None,
-    model_weight: float,
-    device: torch.device,
-    trust_remote_code: bool,
-) -> Rewards:
-    """The weighted sum of functions (`path/to/file.py:function`) and a reward model, as a config names them.
+def make_rewards(config: RewardConfig, device: torch.device, trust_remote_code: bool) -> Rewards:
+    """The weighted sum of the functions and the reward model that a config names.
 
     Raises UserError for one that cannot be loaded, and if two have the same name.
     """
-    scorers = load_rewards(functions, weights)
-    if model is not None:
+    scorers = load_rewards(config.functions, config.weights)
+    if config.model is not None:
         if any(scorer.name == RewardModel.name for scorer, _ in scorers):
             raise UserError(f'reward.function: the name "{RewardModel.name}" is the reward model\'s')
-        scorers.append((RewardModel.load(model, device, trust_remote_code), model_weight))
+        scorers.append((RewardModel.load(config.model, device, trust_remote_code), config.model_weight))
     return Rewards(scorers)

@@ -98,20 +98,12 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
         parts = [(getattr(part, name), longest - part.prompt_length) for part in rollouts]
         if parts[0][0] is not None:
             # Padding repeats the first token of the sequence: it is not attended to.
-            changes[name] = torch.cat(
-                [
-                    torch.cat(
-                        [
-                            x[:, :1].expand(-1, more, *x.shape[2:])
-                            if fill is None
-                            else x.new_full((len(x), more, *x.shape[2:]), fill),
-                            x,
-                        ],
-                        1,
-                    )
-                    for x, more in parts
-                ]
-            )
+            columns = [x[:, :1] if fill is None else torch.full_like(x[:, :1], fill) for x, _ in parts]
+            padded = [
+                torch.cat([column.expand(-1, more, *x.shape[2:]), x], 1)
+                for column, (x, more) in zip(columns, parts, strict=True)
+            ]
+            changes[name] = torch.cat(padded)
     for name in (*ROWS, *TOKENS):
         values = [getattr(part, name) for part in rollouts]
         if values[0] is not None:

@@ -1,4 +1,4 @@
-"""The tables that several commands' configs share: model, machine, optimizer, sampling, and what a run writes."""
+"""Tables that several commands' configs share: model, machine, optimizer, sampling, reward, and what a run writes."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -120,6 +120,40 @@ class RolloutConfig(Section):
     def truncates(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class RewardConfig(Section):
+    """The reward: functions and a reward model, summed with their weights, and a length penalty."""
+
+    function: Annotated[str | list[str], Location()] = Field(default_factory=list)
+    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None], or several.
+    A completion for which all return None is left out of its group."""
+    weights: list[float] | None = None
+    """One per function; the default is 1 for each."""
+    model: ModelLocation = None
+    """A reward model: the directory or hub name of a sequence classifier with one label."""
+    model_weight: float = 1.0
+    """Its weight beside the functions'."""
+    steps: Annotated[str | None, Location()] = None
+    """A function that rewards steps, for advantages.estimator = "process": for each completion a list of pairs (end,
+    reward), end the number of characters up to the end of the step."""
+    overlong_cache: int | None = Field(None, ge=0)
+    """DAPO's soft punishment: the reward falls by up to 1 over this many tokens before rollout.max_new_tokens."""
+    overlong_filter: bool = False
+    """DAPO's filter: completions that were cut off at rollout.max_new_tokens do not count in the loss."""
+
+    @property
+    def functions(self) -> list[str]:
+        """All outcome reward functions."""
+        return [self.function] if isinstance(self.function, str) else self.function
+
+    @model_validator(mode="after")
+    def _weighted(self) -> "RewardConfig":
+        if not self.functions and self.model is None:
+            raise ValueError("function: required without a reward model, but not given")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(f"weights: expected one for each of {len(self.functions)} functions, got {self.weights}")
+        return self
 
 
 class LoggingConfig(Section):

@@ -11,6 +11,7 @@ from fastrl.training.common.sections import (
     MachineConfig,
     ModelConfig,
     OptimizerConfig,
+    RewardConfig,
     RolloutConfig,
     check_input,
 )
@@ -26,40 +27,6 @@ class DataConfig(Section):
     """Training prompts: JSONL with a field "prompt" and any other columns, which go to the reward function."""
     eval_path: Annotated[Path | None, Location()] = None
     """Held-out prompts of the same form; without it there is no evaluation."""
-
-
-class RewardConfig(Section):
-    """The reward: functions and a reward model, summed with their weights, and a length penalty."""
-
-    function: Annotated[str | list[str], Location()] = Field(default_factory=list)
-    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None], or several.
-    A completion for which all return None is left out of its group."""
-    weights: list[float] | None = None
-    """One per function; the default is 1 for each."""
-    model: Annotated[str | None, Location(hub=True)] = None
-    """A reward model: the directory or hub name of a sequence classifier with one label."""
-    model_weight: float = 1.0
-    """Its weight beside the functions'."""
-    steps: Annotated[str | None, Location()] = None
-    """A function that rewards steps, for advantages.estimator = "process": for each completion a list of pairs (end,
-    reward), end the number of characters up to the end of the step."""
-    overlong_cache: int | None = Field(None, ge=0)
-    """DAPO's soft punishment: the reward falls by up to 1 over this many tokens before rollout.max_new_tokens."""
-    overlong_filter: bool = False
-    """DAPO's filter: completions that were cut off at rollout.max_new_tokens do not count in the loss."""
-
-    @property
-    def functions(self) -> list[str]:
-        """All outcome reward functions."""
-        return [self.function] if isinstance(self.function, str) else self.function
-
-    @model_validator(mode="after")
-    def _weighted(self) -> "RewardConfig":
-        if not self.functions and self.model is None:
-            raise ValueError("function: required without a reward model, but not given")
-        if self.weights is not None and len(self.weights) != len(self.functions):
-            raise ValueError(f"weights: expected one for each of {len(self.functions)} functions, got {self.weights}")
-        return self
 
 
 class AdvantagesConfig(Section):
@@ -229,74 +196,50 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        for problem, message in self._problems():
-            if problem:
-                raise ValueError(message)
-        check_input("model.path", self.model.path, self.logging)
-        check_input("reward.model", self.reward.model, self.logging)
-        return self
-
-    def _problems(self) -> list[tuple[bool, str]]:
-        """Pairs of whether a combination of tables is meaningless, and its error message."""
         evaluates = bool(self.evaluation.every or self.evaluation.metrics or self.evaluation.samples)
         estimator, objective, lora = self.advantages.estimator, self.objective.build(), self.model.lora_rank is not None
         single = self.rollout.num_generations == 1
         sequences = self.rollout.prompts_per_step * self.rollout.num_generations
         updates = self.training.epochs * self.training.minibatches
-        return [
-            (
-                self.data.eval_path is None and evaluates,
-                "evaluation is configured but data.eval_path names no prompts to evaluate on",
-            ),
-            (
-                single and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling),
-                "rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1",
-            ),
-            (
-                (estimator == "gae") != (self.critic is not None),
-                'advantages.estimator = "gae" and a [critic] table go together',
-            ),
-            (
-                (estimator == "process") != (self.reward.steps is not None),
-                'advantages.estimator = "process" and reward.steps go together',
-            ),
-            (
-                self.entropy is not None and not float(objective.entropy_coef) > 0,
-                "entropy: objective.entropy_coef must be the positive coefficient to start from",
-            ),
-            (
-                self.kl is not None and self.kl.place == "reward" and estimator == "process",
-                'kl.place: a KL in the reward does not go with advantages.estimator = "process"',
-            ),
-            (
-                self.kl is not None and self.kl.sync_every is not None and lora,
-                "kl.sync_every: with model.lora_rank the reference is the model without its adapters",
-            ),
-            (
-                self.critic is not None and self.critic.shared and lora,
-                "critic.shared: does not go with model.lora_rank; leave one of them out",
-            ),
-            (
-                estimator == "process" and self.reward.overlong_cache is not None,
-                'reward.overlong_cache: with advantages.estimator = "process" only reward.steps is learned from',
-            ),
-            (
-                self.kl is not None and self.kl.kind == "old-new" and updates == 1,
-                'kl.kind: "old-new" is always 0 with one update a rollout; set training.minibatches or training.epochs',
-            ),
-            (
-                self.training.minibatches > sequences,
+        if self.data.eval_path is None and evaluates:
+            raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
+        if single and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling):
+            raise ValueError("rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1")
+        if (estimator == "gae") != (self.critic is not None):
+            raise ValueError('advantages.estimator = "gae" and a [critic] table go together')
+        if (estimator == "process") != (self.reward.steps is not None):
+            raise ValueError('advantages.estimator = "process" and reward.steps go together')
+        if self.entropy is not None and not float(objective.entropy_coef) > 0:
+            raise ValueError("entropy: objective.entropy_coef must be the positive coefficient to start from")
+        if self.kl is not None and self.kl.place == "reward" and estimator == "process":
+            raise ValueError('kl.place: a KL in the reward does not go with advantages.estimator = "process"')
+        if self.kl is not None and self.kl.sync_every is not None and lora:
+            raise ValueError("kl.sync_every: with model.lora_rank the reference is the model without its adapters")
+        if self.critic is not None and self.critic.shared and lora:
+            raise ValueError("critic.shared: does not go with model.lora_rank; leave one of them out")
+        if estimator == "process" and self.reward.overlong_cache is not None:
+            raise ValueError(
+                'reward.overlong_cache: with advantages.estimator = "process" only reward.steps is learned from'
+            )
+        if self.kl is not None and self.kl.kind == "old-new" and updates == 1:
+            raise ValueError(
+                'kl.kind: "old-new" is always 0 with one update a rollout; set training.minibatches or training.epochs'
+            )
+        if self.training.minibatches > sequences:
+            raise ValueError(
                 f"training.minibatches: expected at most the rollout's {sequences} sequences, got "
-                f"{self.training.minibatches}",
-            ),
-            (
-                (self.reward.overlong_cache or 0) > self.rollout.max_new_tokens,
+                f"{self.training.minibatches}"
+            )
+        if (self.reward.overlong_cache or 0) > self.rollout.max_new_tokens:
+            raise ValueError(
                 f"reward.overlong_cache: expected at most rollout.max_new_tokens = {self.rollout.max_new_tokens}, got "
-                f"{self.reward.overlong_cache}",
-            ),
-            (
-                objective.top_entropy_fraction is not None and self.training.micro_batch_size is not None,
+                f"{self.reward.overlong_cache}"
+            )
+        if objective.top_entropy_fraction is not None and self.training.micro_batch_size is not None:
+            raise ValueError(
                 "objective.top_entropy_fraction ranks the tokens of a whole minibatch, so it does not go with "
-                f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out",
-            ),
-        ]
+                f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out"
+            )
+        check_input("model.path", self.model.path, self.logging)
+        check_input("reward.model", self.reward.model, self.logging)
+        return self

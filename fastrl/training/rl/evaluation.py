@@ -22,7 +22,25 @@ def evaluate(run: Run) -> dict[str, float]:
     functions draw random numbers that are separate from the run's and the same each time.
     """
     with _random_numbers_of_its_own(run):
-        return _scores(run)
+        examples, settings = run.held_out, run.config.rollout
+        completions = completion_texts(run.policy, generate(run.policy, examples, settings, greedy=True))
+        numbers = {"eval/reward": average(run.rewards(examples, completions))}
+        for name, function in run.metrics.items():
+            numbers[f"eval/{name}"] = average(function(examples, completions))
+        count = run.config.evaluation.samples
+        if not count:
+            return numbers
+        repeated = [example for example in examples for _ in range(count)]
+        texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
+        for name, function in run.metrics.items():
+            solved = [value is not None and value >= 1 for value in function(repeated, texts)]
+            prompts = range(0, len(texts), count)
+            for k in run.config.evaluation.k:
+                passes = [pass_at_k(solved[i : i + count], k) for i in prompts]
+                majorities = [majority_at_k(texts[i : i + count], solved[i : i + count], k) for i in prompts]
+                numbers[f"eval/{name}/pass@{k}"] = average(passes)
+                numbers[f"eval/{name}/maj@{k}"] = average(majorities)
+        return numbers
 
 
 @contextmanager
@@ -36,28 +54,6 @@ def _random_numbers_of_its_own(run: Run) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
-
-
-def _scores(run: Run) -> dict[str, float]:
-    examples, settings = run.held_out, run.config.rollout
-    completions = completion_texts(run.policy, generate(run.policy, examples, settings, greedy=True))
-    numbers = {"eval/reward": average(run.rewards(examples, completions))}
-    for name, function in run.metrics.items():
-        numbers[f"eval/{name}"] = average(function(examples, completions))
-    count = run.config.evaluation.samples
-    if not count:
-        return numbers
-    repeated = [example for example in examples for _ in range(count)]
-    texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
-    for name, function in run.metrics.items():
-        solved = [value is not None and value >= 1 for value in function(repeated, texts)]
-        prompts = range(0, len(texts), count)
-        for k in run.config.evaluation.k:
-            passes = [pass_at_k(solved[i : i + count], k) for i in prompts]
-            majorities = [majority_at_k(texts[i : i + count], solved[i : i + count], k) for i in prompts]
-            numbers[f"eval/{name}/pass@{k}"] = average(passes)
-            numbers[f"eval/{name}/maj@{k}"] = average(majorities)
-    return numbers
 
 
 def pass_at_k(solved: Sequence[bool], k: int) -> float:

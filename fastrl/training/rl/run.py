@@ -70,10 +70,7 @@ def make_run(config: Config) -> Run:
     objective, kl, entropy = _objective(config, device)
     calls = _loss_calls(config, objective)
     check_budget(config.training, config.model, device, calls)
-    reward = config.reward
-    rewards = make_rewards(
-        reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
-    )
+    rewards = make_rewards(config.reward, device, config.model.trust_remote_code)
     steps_reward = None if config.reward.steps is None else load_reward(config.reward.steps)
     metrics = {scorer.name: scorer for scorer, _ in load_rewards(config.evaluation.metrics, None)}
     if "reward" in metrics:

@@ -2,16 +2,12 @@
 
 import math
 import time
-from pathlib import Path
 from typing import Any
-
-from transformers import set_seed
-from transformers.utils import logging as transformers_logging
 
 from fastrl.training.common.checkpoint import checkpoint_of, due, run_folder
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.training.common.log import RunLog
-from fastrl.training.common.optimizer import cpu_threads
+from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.common.timing import peak_memory, timed
 from fastrl.training.rl.checkpoint import load_checkpoint, save_checkpoint
@@ -48,39 +44,33 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     dataset, model or reward that cannot be used, later for a reward or a loss that fails, and if another process writes
     to logging.output_dir.
     """
-    with run_folder(config, config.logging, "train", "training.steps", resume) as checkpoint:
-        return _train(config, checkpoint)
-
-
-def _train(config: Config, checkpoint: Path | None) -> dict[str, Any]:
-    started = time.perf_counter()
-    set_seed(config.training.seed)
-    transformers_logging.disable_progress_bar()  # ours shows the progress
-    run = make_run(config)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, run)
-
     interrupted, logging, steps = None, config.logging, config.training.steps
-    with (
-        cpu_threads(config.training.threads),
-        RunLog(config, logging, config.objective.name, steps, SHOWN, run.step) as log,
-        stop_signals() as signals,
-    ):
-        for step in range(run.step + 1, steps + 1):
-            run.step, last = step, step == steps
-            numbers, samples = take_step(run)
-            if run.held_out and due(step, config.evaluation.every, last):
-                with timed("time/evaluation", numbers):
-                    numbers |= evaluate(run)
-            log.write(step, numbers, samples)
-            interrupted = None if last or not signals else signals[0]
-            if interrupted or due(step, logging.checkpoint_every, last):
-                log.sync()
-                save_checkpoint(run)
-            if interrupted:
-                break
-        seconds = time.perf_counter() - started
-        return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
+    with run_folder(config, logging, "train", "training.steps", resume) as checkpoint:
+        started = time.perf_counter()
+        start(config.training)
+        run = make_run(config)
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, run)
+        with (
+            cpu_threads(config.training.threads),
+            RunLog(config, logging, config.objective.name, steps, SHOWN, run.step) as log,
+            stop_signals() as signals,
+        ):
+            for step in range(run.step + 1, steps + 1):
+                run.step, last = step, step == steps
+                numbers, samples = take_step(run)
+                if run.held_out and due(step, config.evaluation.every, last):
+                    with timed("time/evaluation", numbers):
+                        numbers |= evaluate(run)
+                log.write(step, numbers, samples)
+                interrupted = None if last or not signals else signals[0]
+                if interrupted or due(step, logging.checkpoint_every, last):
+                    log.sync()
+                    save_checkpoint(run)
+                if interrupted:
+                    break
+            seconds = time.perf_counter() - started
+            return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
 
 
 def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:

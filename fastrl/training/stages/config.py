@@ -62,3 +62,9 @@ class StageConfig(Section):
     def _keeps_its_input(self) -> "StageConfig":
         check_input("model.path", self.model.path, self.logging)
         return self
+
+
+class TokenStageConfig(StageConfig):
+    """Everything that a stage with a loss over the vocabulary depends on."""
+
+    training: TokenTrainingConfig = TokenTrainingConfig()

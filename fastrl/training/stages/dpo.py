@@ -15,13 +15,12 @@ from tqdm import tqdm
 
 from fastrl import linear_dpo_loss
 from fastrl.base.errors import UserError
-from fastrl.training.common.memory_needs import LossCall, check_budget
-from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
+from fastrl.training.common.policy import Policy, reference_of
 from fastrl.training.common.rollout import hidden_states, rollout_logprobs
 from fastrl.training.common.settings import Section
-from fastrl.training.stages.config import StageConfig, TokenTrainingConfig
-from fastrl.training.stages.loop import PolicyStage, command, fit, prepared
-from fastrl.training.stages.rows import Reader, Tokens, as_rollout, largest_call, smallest
+from fastrl.training.stages.config import TokenStageConfig, TokenTrainingConfig
+from fastrl.training.stages.loop import PolicyStage, command, train_policy
+from fastrl.training.stages.rows import Reader, Tokens, as_rollout
 
 
 class LossConfig(Section):
@@ -31,10 +30,9 @@ class LossConfig(Section):
     """How strongly the policy is held to the reference."""
 
 
-class Config(StageConfig):
+class Config(TokenStageConfig):
     """Everything that direct preference optimisation depends on."""
 
-    training: TokenTrainingConfig = TokenTrainingConfig()
     loss: LossConfig = LossConfig()
 
 
@@ -53,8 +51,8 @@ class DPO(PolicyStage[Pair]):
     shown = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "lr", "grad_norm")
 
     def __init__(self, policy: Policy, training: TokenTrainingConfig, beta: float) -> None:
-        super().__init__(policy)
-        self.packing, self.memory_budget, self.beta = training.packing, training.memory_budget, beta
+        super().__init__(policy, training)
+        self.beta = beta
 
     def part(self, rows: Sequence[Pair], total: int) -> tuple[Tensor, dict[str, float]]:
         """The loss summed over the pairs, divided by the number of the update's pairs."""
@@ -115,26 +113,16 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
     return pair
 
 
-def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall:
-    pairs = training.micro_batch_size or training.batch_size
-    return largest_call("the loss", lengths, 2 * pairs, training.packing)
-
-
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
     """
-    training = config.training
-    with prepared(config, "dpo", resume) as (device, checkpoint):
-        check_budget(training, config.model, device, [_largest_call(training, [1, 1])])
-        policy = load_policy(config.model, device, packing=training.packing)
-        reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
-        rows = reader.load(config.data.path, parse)
-        held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
-        lengths = [len(tokens.completion) for tokens in both(rows + held_out)]
-        check_budget(training, config.model, device, [_largest_call(training, lengths)], policy)
-        return fit(DPO(policy, training, config.loss.beta), rows, held_out, config, "dpo", checkpoint)
+
+    def make(policy: Policy) -> DPO:
+        return DPO(policy, config.training, config.loss.beta)
+
+    return train_policy(make, parse, both, config, "dpo", resume, per_row=2)
 
 
 def main(argv: list[str]) -> int:

@@ -12,20 +12,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerBase
 
+from fastrl import Objective
 from fastrl.base.errors import UserError
 from fastrl.training.common.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.files import whole_directory
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.training.common.log import RunLog
-from fastrl.training.common.optimizer import cpu_threads, find_device, make_optimizer
-from fastrl.training.common.policy import Policy, checkpointing
-from fastrl.training.common.sections import MachineConfig
+from fastrl.training.common.memory_needs import LossCall, check_budget
+from fastrl.training.common.optimizer import cpu_threads, make_optimizer, start
+from fastrl.training.common.policy import Policy, checkpointing, load_policy
 from fastrl.training.common.settings import parse_command_line
-from fastrl.training.stages.config import StageConfig
+from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
+from fastrl.training.stages.rows import Reader, Tokens
 
 Row = TypeVar("Row")
 Config = TypeVar("Config", bound=StageConfig)
@@ -68,11 +69,12 @@ class Stage(ABC, Generic[Row]):
 
 
 class PolicyStage(Stage[Row]):
-    """A stage that trains a policy."""
+    """A stage that trains a policy, with a loss over the vocabulary."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, training: TokenTrainingConfig) -> None:
         self.policy, self.model, self.tokenizer = policy, policy.model, policy.tokenizer
         self.has_adapters = policy.has_adapters
+        self.packing, self.memory_budget = training.packing, training.memory_budget
 
     def save(self, directory: Path) -> None:
         """As every stage; adapters go to `adapters` in the directory, and merged into the model's weights beside it.
@@ -83,13 +85,6 @@ class PolicyStage(Stage[Row]):
             self.model.save_pretrained(directory / "adapters")
             self.model = self.model.merge_and_unload()
         super().save(directory)
-
-
-def start(machine: MachineConfig) -> torch.device:
-    """Seed everything, quiet transformers' bars (ours show the progress), and return the device."""
-    set_seed(machine.seed)
-    transformers_logging.disable_progress_bar()
-    return find_device(machine.device)
 
 
 @contextmanager
@@ -103,6 +98,44 @@ def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[tor
         cpu_threads(config.training.threads),
     ):
         yield start(config.training), checkpoint
+
+
+def train_policy(
+    make: Callable[[Policy], PolicyStage[Row]],
+    parse: Callable[[Reader, dict[str, Any], str], Row],
+    completions: Callable[[Sequence[Row]], list[Tokens]],
+    config: TokenStageConfig,
+    name: str,
+    resume: bool,
+    *,
+    per_row: int = 1,
+    objective: Objective | None = None,
+) -> dict[str, Any]:
+    """Run a stage that trains a policy, or the rest of it; returns the run's summary.
+
+    `completions` returns the `per_row` completions of each row, and `objective` is as in `LossCall`. Raises UserError
+    before the first update for input that cannot be used.
+    """
+    training, data = config.training, config.data
+    with prepared(config, name, resume) as (device, checkpoint):
+        check_budget(training, config.model, device, [largest_call(training, [1] * per_row, per_row, objective)])
+        policy = load_policy(config.model, device, packing=training.packing)
+        reader = Reader.of(policy.model, policy.tokenizer, training.max_length)
+        rows = reader.load(data.path, parse)
+        held_out = reader.load(data.eval_path, parse) if data.eval_path else []
+        lengths = [len(tokens.completion) for tokens in completions(rows + held_out)]
+        check_budget(training, config.model, device, [largest_call(training, lengths, per_row, objective)], policy)
+        return fit(make(policy), rows, held_out, config, name, checkpoint)
+
+
+def largest_call(
+    training: TokenTrainingConfig, lengths: list[int], per_row: int, objective: Objective | None
+) -> LossCall:
+    """The largest call of the loss over rows with `per_row` completions of these lengths, in tokens."""
+    sequences = per_row * (training.micro_batch_size or training.batch_size)
+    tokens, padded = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
+    rows = tokens if training.packing else padded
+    return LossCall("the loss", tokens, rows, max(lengths), training.packing, objective)
 
 
 def fit(

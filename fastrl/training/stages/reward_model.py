@@ -17,13 +17,14 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
+from fastrl.training.common.data import field
 from fastrl.training.common.loading import load_tokenizer
-from fastrl.training.common.policy import load_model, max_positions
+from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, score_sequences
 from fastrl.training.common.settings import Location
 from fastrl.training.stages import config as shared
 from fastrl.training.stages.loop import Stage, command, fit, prepared
-from fastrl.training.stages.rows import Reader, field, smallest
+from fastrl.training.stages.rows import Reader
 
 
 class DataConfig(shared.DataConfig):
@@ -122,7 +123,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
         check_classifier(model, tokenizer, str(config.model.path or config.model.config))
         setattr(model.config, MEAN, 0.0)
-        reader = Reader(tokenizer, smallest(config.training.max_length, max_positions(model)))
+        reader = Reader.of(model, tokenizer, config.training.max_length)
         all_rows = reader.load(config.data.path, parse)
         rows = _with_pairs(all_rows, config.data.path)
         held_out = _with_pairs(reader.load(path, parse), path) if (path := config.data.eval_path) else []

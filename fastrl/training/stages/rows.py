@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import read_rows, tokenize_pair
-from fastrl.training.common.memory_needs import LossCall
-from fastrl.training.common.policy import Policy
+from fastrl.training.common.data import field, read_rows, tokenize_pair
+from fastrl.training.common.policy import Policy, max_positions
 from fastrl.training.common.rollout import Rollout
 
 Row = TypeVar("Row")
@@ -37,12 +36,15 @@ class Reader:
     tokenizer: PreTrainedTokenizerBase
     limit: int | None
 
+    @classmethod
+    def of(cls, model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> "Reader":
+        """The reader of a model's rows, whose limit is the smaller one of `max_length` and the model's context."""
+        limits = (max_length, max_positions(model))
+        return cls(tokenizer, min((limit for limit in limits if limit is not None), default=None))
+
     def load(self, path: Path, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
         """Every row of a JSONL file, parsed; `parse` also gets its file:line. Raises UserError if there are none."""
-        rows = [parse(self, row, f"{path}:{line}") for line, row in read_rows(path)]
-        if not rows:
-            raise UserError(f"{path}: the dataset is empty; expected one JSON object per line")
-        return rows
+        return [parse(self, row, where) for where, row in read_rows(path)]
 
     def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:
         """The row's prompt with the completion in field `name`. Raises UserError naming `where`."""
@@ -59,24 +61,6 @@ class Reader:
                 "(training.max_length and the model's context)"
             )
         return tokens
-
-
-def field(row: dict[str, Any], name: str, where: str) -> Any:
-    """The value of a field that a row must have."""
-    if name not in row:
-        raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
-    return row[name]
-
-
-def smallest(*limits: int | None) -> int | None:
-    """The smallest of the limits that are not None."""
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def largest_call(what: str, lengths: list[int], sequences: int, packed: bool, **options: Any) -> LossCall:
-    """The largest call of a loss over `sequences` of completions of these lengths, in tokens."""
-    tokens, rows = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
-    return LossCall(what, tokens, tokens if packed else rows, max(lengths), packed, **options)
 
 
 def as_rollout(policy: Policy, batch: Sequence[Tokens]) -> Rollout:

@@ -6,10 +6,9 @@ and "truncated" for a completion that did not end with EOS. `fastrl sft` trains 
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from pydantic import Field, model_validator
 from tqdm import tqdm
@@ -18,14 +17,12 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, load_examples
 from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
 from fastrl.training.common.lock import sole_writer
-from fastrl.training.common.optimizer import cpu_threads
+from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.policy import Policy, load_policy, max_positions
 from fastrl.training.common.reward import Rewards
 from fastrl.training.common.reward_model import make_rewards
-from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RolloutConfig
+from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RewardConfig, RolloutConfig
 from fastrl.training.common.settings import Section, parse_command_line
-from fastrl.training.rl.config import RewardConfig
-from fastrl.training.stages.loop import start
 
 # The fields of a line besides the prompt row's own.
 WRITTEN = ("completion", "reward", "rewards", "truncated")
@@ -99,10 +96,6 @@ class Completion:
         return json.dumps({**row, **several, "truncated": self.truncated}, ensure_ascii=False) + "\n"
 
 
-# Some prompts, each with its completions.
-Chunk = list[tuple[Example, list[Completion]]]
-
-
 @dataclass
 class Tally:
     """The totals that are printed at the end."""
@@ -144,10 +137,7 @@ def sample(config: Config) -> Tally:
         if output.exists() and not config.output.overwrite:
             raise UserError(f"{output}: is there already; choose another --output.path, or add --output.overwrite true")
         device = start(config.training)
-        reward = config.reward
-        rewards = make_rewards(
-            reward.functions, reward.weights, reward.model, reward.model_weight, device, config.model.trust_remote_code
-        )
+        rewards = make_rewards(config.reward, device, config.model.trust_remote_code)
         policy = load_policy(config.model, device)
         limit = max_positions(policy.model)
         room = None if limit is None else limit - config.rollout.max_new_tokens
@@ -160,13 +150,22 @@ def sample(config: Config) -> Tally:
             file = unfinished.open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{output}: cannot write the output: {error}") from error
+        tally, best = Tally(), config.output.best
         with file, tqdm(desc="sample", unit="prompt", total=len(examples), disable=None) as bar:
-            tally = _write(file, _groups(policy, rewards, examples, config), config.output.best, bar)
+            for chunk in _groups(policy, rewards, examples, config):
+                for example, group in chunk:
+                    chosen = group if best is None else best_of(group, best)
+                    file.writelines(completion.line(example) for completion in chosen)
+                    tally.add(group, len(chosen))
+                file.flush()
+                bar.update(len(chunk))
         unfinished.replace(output)
     return tally
 
 
-def _groups(policy: Policy, rewards: Rewards, examples: list[Example], config: Config) -> Iterator[Chunk]:
+def _groups(
+    policy: Policy, rewards: Rewards, examples: list[Example], config: Config
+) -> Iterator[list[tuple[Example, list[Completion]]]]:
     """The completions of each prompt, rollout.prompts_per_step prompts at a time."""
     settings = config.rollout
     for first in range(0, len(examples), settings.prompts_per_step):
@@ -182,18 +181,6 @@ def _groups(policy: Policy, rewards: Rewards, examples: list[Example], config: C
         ]
         size = settings.num_generations
         yield [(example, generated[i * size : (i + 1) * size]) for i, example in enumerate(chunk)]
-
-
-def _write(file: TextIO, chunks: Iterable[Chunk], best: int | None, bar: tqdm) -> Tally:
-    tally = Tally()
-    for chunk in chunks:
-        for example, group in chunk:
-            chosen = group if best is None else best_of(group, best)
-            file.writelines(completion.line(example) for completion in chosen)
-            tally.add(group, len(chosen))
-        file.flush()
-        bar.update(len(chunk))
-    return tally
 
 
 def main(argv: list[str]) -> int:

@@ -9,28 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from fastrl import REINFORCE, linear_cross_entropy
-from fastrl.training.common.memory_needs import LossCall, check_budget
-from fastrl.training.common.policy import Policy, load_policy, max_positions
 from fastrl.training.common.rollout import hidden_states
-from fastrl.training.stages.config import StageConfig, TokenTrainingConfig
-from fastrl.training.stages.loop import PolicyStage, command, fit, prepared
-from fastrl.training.stages.rows import Reader, Tokens, as_rollout, largest_call, smallest
+from fastrl.training.stages.config import TokenStageConfig
+from fastrl.training.stages.loop import PolicyStage, command, train_policy
+from fastrl.training.stages.rows import Reader, Tokens, as_rollout
 
 
-class Config(StageConfig):
+class Config(TokenStageConfig):
     """Everything that supervised fine-tuning depends on."""
-
-    training: TokenTrainingConfig = TokenTrainingConfig()
 
 
 class SFT(PolicyStage[Tokens]):
     """Cross-entropy on completions."""
 
     shown = ("loss", "eval/loss", "lr", "grad_norm")
-
-    def __init__(self, policy: Policy, training: TokenTrainingConfig) -> None:
-        super().__init__(policy)
-        self.packing, self.memory_budget = training.packing, training.memory_budget
 
     def weight(self, row: Tokens) -> int:
         """The number of valid tokens."""
@@ -59,26 +51,14 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
     return reader.tokens(row, "completion", where)
 
 
-def _largest_call(training: TokenTrainingConfig, lengths: list[int]) -> LossCall:
-    size = training.micro_batch_size or training.batch_size
-    return largest_call("the loss", lengths, size, training.packing, objective=REINFORCE())
-
-
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
     """
-    with prepared(config, "sft", resume) as (device, checkpoint):
-        training = config.training
-        check_budget(training, config.model, device, [_largest_call(training, [1])])
-        policy = load_policy(config.model, device, packing=training.packing)
-        reader = Reader(policy.tokenizer, smallest(training.max_length, max_positions(policy.model)))
-        rows = reader.load(config.data.path, parse)
-        held_out = reader.load(config.data.eval_path, parse) if config.data.eval_path else []
-        lengths = [len(row.completion) for row in rows + held_out]
-        check_budget(training, config.model, device, [_largest_call(training, lengths)], policy)
-        return fit(SFT(policy, training), rows, held_out, config, "sft", checkpoint)
+    return train_policy(
+        lambda policy: SFT(policy, config.training), parse, list, config, "sft", resume, objective=REINFORCE()
+    )
 
 
 def main(argv: list[str]) -> int:
