@@ -34,6 +34,15 @@ LOSS_TYPES: dict[str, tuple[Aggregation, Denominator]] = {
 #: The loss types with PPO's clip, which take `delta`.
 CLIPPED = ("grpo", "dr_grpo", "luspo", "bnpo", "dapo")
 _SMALLEST_LAMBDA = 1e-4  # the lower bound of VESPO's rates in both packages
+#: The arguments of `grpo_objective` that the gate of one loss type reads.
+GATE_OPTIONS = (
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 #: The bounds of the engine's log-ratios in VESPO, in both packages.
 ENGINE_LOG_RATIOS = (math.log(1e-8), 20.0)
 

@@ -13,6 +13,7 @@ its code differ.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -43,26 +44,22 @@ _DPO_LOSS_TYPES = (
 )
 
 
+#: The arguments of `grpo_objective`. Both GRPO losses have them by the same names, except for eps_low and eps_high.
+_OPTIONS = [name for name in inspect.signature(grpo_objective).parameters if name != "fields"]
+
+
 class _Batch(NamedTuple):
-    """The inputs of both GRPO losses besides the log-probabilities; all (B, T) except advantages."""
+    """The inputs of both GRPO losses besides the log-probabilities; all (B, T) except advantages.
+
+    The names are those of fastrl's arguments, so `_asdict` gives a call's keyword arguments.
+    """
 
     mask: Tensor
     advantages: Tensor
-    old: Tensor | None
-    ref: Tensor | None
-    weights: Tensor | None = None  # on the policy term
-    rollout: Tensor | None = None
-
-    def inputs(self) -> dict[str, Any]:
-        """The keyword arguments of fastrl's losses."""
-        return {
-            "mask": self.mask,
-            "advantages": self.advantages,
-            "old_logprobs": self.old,
-            "ref_logprobs": self.ref,
-            "token_weights": self.weights,
-            "rollout_logprobs": self.rollout,
-        }
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    token_weights: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
 
     def with_engine(self, choice: GRPOChoice, ratios: Tensor | None) -> _Batch:
         """Add vLLM's ratios (B,), (B, 1) or (B, T): token weights, or in VESPO part of the response's ratio."""
@@ -76,12 +73,12 @@ class _Batch(NamedTuple):
                 f"vllm_is_ratio must have shape ({rows},), ({rows}, 1) or ({rows}, {length}), got {tuple(ratios.shape)}"
             )
         if choice.objective.ratio != "sequence-product":
-            return self._replace(weights=ratios.expand(rows, length))
-        assert self.old is not None
+            return self._replace(token_weights=ratios.expand(rows, length))
+        assert self.old_logprobs is not None
         logs = ratios.log().clamp(*ENGINE_LOG_RATIOS)
         if logs.shape[1] == 1:  # one per response counts once, so it is spread over the tokens
             logs = logs / (self.mask != 0).sum(-1, keepdim=True).clamp(min=1)
-        return self._replace(rollout=self.old.float() - logs)
+        return self._replace(rollout_logprobs=self.old_logprobs.float() - logs)
 
 
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
@@ -123,23 +120,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.beta, self.use_ref_model = beta, use_ref_model
         self.temperature = checks.number("temperature", temperature, positive=True)
         self.memory_budget = parse_budget(memory_budget)
-        self.choice = _choice(
-            loss_type,
-            importance_sampling_level=importance_sampling_level,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-            delta=delta,
-            use_bias_correction_kl=use_bias_correction_kl,
-            # Without a reference model the reference is the policy itself, so the KL's value and gradient are 0.
-            beta=beta if use_ref_model else 0.0,
-            sapo_temperature_pos=sapo_temperature_pos,
-            sapo_temperature_neg=sapo_temperature_neg,
-            vespo_k_pos=vespo_k_pos,
-            vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg,
-            max_completion_length=max_completion_length,
-        )
+        # Without a reference model the reference is the policy itself, so the KL's value and gradient are 0.
+        self.choice = _choice(locals() | {"beta": beta if use_ref_model else 0.0})
 
     def forward(
         self,
@@ -183,7 +165,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             bias=head["bias"],
             denominator=_denominator(self.choice, attention_mask, num_items_in_batch),
             **options,
-            **batch.inputs(),
+            **batch._asdict(),
         )
         clipped = _clipped(self.choice.objective, result.logprobs, batch).sum() / result.metrics["tokens"].clamp(min=1)
         return result.loss, (clipped,) if self.beta == 0.0 else (result.metrics["kl"], clipped)
@@ -231,22 +213,8 @@ def triton_grpo_loss(
     if beta != 0.0 and ref_logp is None:
         raise ValueError("ref_logp is needed where beta is not 0, got None")
     length = completion_ids.shape[1]
-    choice = _choice(
-        loss_type,
-        importance_sampling_level=importance_sampling_level,
-        epsilon_low=eps_low,
-        epsilon_high=eps_high,
-        delta=delta,
-        beta=beta,
-        use_bias_correction_kl=use_bias_correction_kl,
-        sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        max_completion_length=length if max_completion_length is None else max_completion_length,
-    )
+    max_completion_length = length if max_completion_length is None else max_completion_length
+    choice = _choice(locals() | {"epsilon_low": eps_low, "epsilon_high": eps_high})
     mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
     pad = torch.nn.functional.pad
     stats = token_logprobs(
@@ -262,10 +230,10 @@ def triton_grpo_loss(
     batch = _Batch(mask, advantages, old, None if beta == 0.0 else ref_logp).with_engine(choice, vllm_is_ratio)
     clipped = _clipped(choice.objective, logprobs.detach(), batch)
     if not reduce:
-        per_token = token_losses(choice.objective, logprobs, **batch.inputs())
+        per_token = token_losses(choice.objective, logprobs, **batch._asdict())
         return per_token.losses, None if beta == 0.0 else per_token.kl, clipped
     denominator = _denominator(choice, mask, num_items_in_batch)
-    result = policy_loss(logprobs, objective=choice.objective, denominator=denominator, **batch.inputs())
+    result = policy_loss(logprobs, objective=choice.objective, denominator=denominator, **batch._asdict())
     fraction = clipped.sum() / result.metrics["tokens"].clamp(min=1)
     return result.loss, [fraction] if beta == 0.0 else [result.metrics["kl"], fraction]
 
@@ -341,14 +309,16 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         return loss, (logged[:pairs], logged[pairs:], *means, nll.detach(), rewards[:pairs], rewards[pairs:])
 
 
-def _choice(loss_type: str, *, importance_sampling_level: str, delta: float | None, **options: Any) -> GRPOChoice:
-    """Check the options of both GRPO losses, and return their objective."""
+def _choice(arguments: dict[str, Any]) -> GRPOChoice:
+    """Check the options of both GRPO losses, which are among their arguments, and return their objective."""
+    options = {name: arguments[name] for name in _OPTIONS}
+    loss_type, delta = options["loss_type"], options["delta"]
     check_loss_type(loss_type)
-    if loss_type in ("cispo", "sapo", "vespo") and importance_sampling_level == "sequence":
+    if loss_type in ("cispo", "sapo", "vespo") and options["importance_sampling_level"] == "sequence":
         raise ValueError(f"importance_sampling_level='sequence' is not supported for loss_type={loss_type!r}")
     if delta is not None and loss_type not in CLIPPED:
         raise ValueError(f"delta is not supported for loss_type={loss_type!r}, got {delta}")
-    return grpo_objective(loss_type, importance_sampling_level=importance_sampling_level, delta=delta, **options)
+    return grpo_objective(**options)
 
 
 def _denominator(choice: GRPOChoice, mask: Tensor, items: float | Tensor | None) -> Tensor | None:
@@ -369,7 +339,7 @@ def _denominator(choice: GRPOChoice, mask: Tensor, items: float | Tensor | None)
 def _clipped(objective: Objective, logprobs: Tensor, batch: _Batch) -> Tensor:
     """1 for Liger's clipped tokens (B, T): outside the epsilons, whatever delta is; in CISPO only for A > 0."""
     gate = Clip(objective.gate.low, objective.gate.high) if isinstance(objective.gate, Clip) else objective.gate
-    inputs = batch.inputs() | {"ref_logprobs": None, "token_weights": None}
+    inputs = batch._asdict() | {"ref_logprobs": None, "token_weights": None}
     side = token_losses(objective.replace(gate=gate, kl=None), logprobs, **inputs).side
     if isinstance(gate, StopGradientClip):
         advantages = batch.advantages[:, None] if batch.advantages.dim() == 1 else batch.advantages

@@ -183,16 +183,11 @@ def _token_stats(
     if routers is None and getattr(config, "output_router_logits", False):
         arguments["output_router_logits"] = routers = True
     outputs = decoder_of(model)(**arguments)
-    if defer:
-        head = LMHead.of(model)  # returned too: DistributedDataParallel finds the used parameters in the outputs
+    head, states = LMHead.of(model), outputs.last_hidden_state
+    if defer:  # the head is returned too: DistributedDataParallel finds the used parameters in the outputs
         used = [x.view_as(x) for x in (head.weight, head.arguments["bias"]) if x is not None]
-        return CausalLMOutputWithPast(logits=None, hidden_states=(outputs.last_hidden_state, *used))
-    hidden, targets = outputs.last_hidden_state, labels
-    if shifted_labels is None:
-        hidden, targets = hidden[:, :-1], labels[:, 1:]
-    else:
-        targets = shifted_labels
-    head = LMHead.of(model)
+        return CausalLMOutputWithPast(logits=None, hidden_states=(states, *used))
+    hidden, targets = (states[:, :-1], labels[:, 1:]) if shifted_labels is None else (states, shifted_labels)
     mask = targets != IGNORED
     stats = linear_token_logprobs(hidden, head.weight, targets, mask=mask, entropy=True, **options, **head.arguments)
     aligned = (1, 0) if shifted_labels is None else (0, 0)

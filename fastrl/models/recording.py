@@ -25,6 +25,7 @@ from torch import Tensor
 from fastrl import SamplingMask, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
+from fastrl.models.patching import replaced
 
 try:
     import transformers
@@ -223,15 +224,8 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
         recorder.reset()
         return LogitsProcessorList([*build(generation_config, *args, **kwargs), recorder])
 
-    before = vars(owner).get(_BUILDER)  # the method of an outer block
-    setattr(owner, _BUILDER, MethodType(build_with_recorder, owner))
-    try:
+    with replaced(owner, _BUILDER, MethodType(build_with_recorder, owner)):
         yield recorder
-    finally:
-        if before is None:
-            delattr(owner, _BUILDER)
-        else:
-            setattr(owner, _BUILDER, before)
 
 
 def _counted(rows: Tensor, counts: Tensor, unrecorded: int) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base.dependencies import how_to_install
+from fastrl.models.patching import replaced
 
 try:
     import transformers
@@ -170,8 +171,8 @@ def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRe
         return build(config, *args, **kwargs)
 
     with ExitStack() as stack:
-        _replace(stack, owner, "generate", MethodType(generate_recorded, owner))
-        _replace(stack, owner, "_get_logits_processor", MethodType(build_and_begin, owner))
+        stack.enter_context(replaced(owner, "generate", MethodType(generate_recorded, owner)))
+        stack.enter_context(replaced(owner, "_get_logits_processor", MethodType(build_and_begin, owner)))
         for layer, (router, adapter) in enumerate(routers):
             stack.callback(router.register_forward_hook(partial(recorder._record, layer, adapter)).remove)
         yield recorder
@@ -196,7 +197,8 @@ def replay_routing(model: Any, routing: Tensor, adapters: _Adapters = None) -> I
     _check_routing(routing, routers)
     with ExitStack() as stack:
         for layer, (router, adapter) in enumerate(routers):
-            _replace(stack, router, "forward", _imposing(router, adapter, routing[:, :, layer].flatten(0, 1)))
+            forward = _imposing(router, adapter, routing[:, :, layer].flatten(0, 1))
+            stack.enter_context(replaced(router, "forward", forward))
         yield
 
 
@@ -263,10 +265,3 @@ def routers_of(model: Any, adapters: _Adapters) -> list[tuple[Any, RouterAdapter
     if len(chosen := {adapter.sizes(router)[1] for router, adapter in routers}) > 1:
         raise ValueError(f"model must have routers that all choose the same number of experts, got {sorted(chosen)}")
     return routers
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set the owner's attribute until the stack unwinds, which restores the old one, or the class's."""
-    undo = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)
-    stack.callback(*undo)
-    setattr(owner, name, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,9 +16,7 @@ from trl.trainer import utils
 from fastrl import linear_policy_loss, linear_token_logprobs
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
-from fastrl.integrations.trl import objective as trl_objective
-from fastrl.integrations.trl.forward import LOSS, HeadCall, add_loss_forward
-from fastrl.integrations.trl.metrics import Found, log_entropy_bonus, log_policy
+from fastrl.integrations.trl.metrics import Scores, log_entropy_bonus, log_policy
 from fastrl.integrations.trl.objective import (
     KNOWN_READS,
     MULTIMODAL,
@@ -28,6 +28,8 @@ from fastrl.integrations.trl.objective import (
 )
 from fastrl.integrations.trl.patches import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
 from fastrl.planning.budget import parse_budget
+
+_STEP = "fastrl_step"  # the argument of the forward that `_add_step_forward` adds
 
 
 class FastGRPOTrainer(GRPOTrainer):
@@ -57,7 +59,7 @@ class FastGRPOTrainer(GRPOTrainer):
             caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
             say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
         model: Any = self.model
-        add_loss_forward(model.get_base_model() if is_peft_model(model) else model)
+        _add_step_forward(model.get_base_model() if is_peft_model(model) else model)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         if self._why_not is not None:
@@ -68,8 +70,9 @@ class FastGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if self._why_not is None:
-            self._why_not = _why_not_these(inputs)
+        multimodal = [name for name in MULTIMODAL if inputs.get(name) is not None]
+        if self._why_not is None and multimodal:
+            self._why_not = f"the inputs are multimodal ({', '.join(multimodal)})"
         if self._why_not is None:
             try:
                 return self._fused_loss(model, inputs)
@@ -87,8 +90,8 @@ class FastGRPOTrainer(GRPOTrainer):
         labels[:, : -batch.targets.shape[1]] = -100
         step = _Step(self, inputs, batch, input_ids.shape[1])
         with self.accelerator.autocast():
-            out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{LOSS: step})
-        results = Found(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
+            out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{_STEP: step})
+        results = Scores(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
         if self._entropy_bonus_enabled:
             with torch.no_grad():
                 tokens = step.entropy_tokens
@@ -106,7 +109,7 @@ class _NotHere(Exception):
 
 
 class _Step:
-    """The loss of one micro-batch, as a function of the inputs of TRL's fused head."""
+    """The loss of one micro-batch, in the place of TRL's fused head."""
 
     def __init__(self, trainer: Any, inputs: dict[str, Any], batch: Batch, length: int) -> None:
         self.trainer, self.inputs, self.batch, self.length = trainer, inputs, batch, length
@@ -122,48 +125,56 @@ class _Step:
         """(B, T) bool: the tokens of the entropy bonus."""
         return self.batch.mask if self.high_entropy is None else self.batch.mask & self.high_entropy
 
-    def __call__(self, head: HeadCall) -> dict[str, Tensor]:
-        """The loss, and detached logprobs and entropy (B, T)."""
-        reason = why_not_fused(head.hidden, head.weight, head.logit_scale)
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """As `FusedHead.apply`, with only zeros for TRL to sum.
+
+        `results` are then the loss, and detached logprobs and entropy (B, T).
+        """
+        reason = why_not_fused(hidden, logit_scale)
         if reason is not None:
             raise _NotHere(reason)
-        rows = _Rows(self.batch, head.hidden, self.length)
-        hidden, weight = rows.hidden, head.weight.to(head.hidden.dtype)
+        rows = _Rows(self.batch, hidden, self.length)
+        weight = weight.to(hidden.dtype)
         options: dict[str, Any] = {
-            "bias": None if head.bias is None else head.bias.to(head.hidden.dtype),
-            "temperature": head.temperature,
-            "softcap": head.softcap,
-            "logit_scale": head.logit_scale,
+            "bias": None if bias is None else bias.to(hidden.dtype),
+            "temperature": temperature,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
             "memory_budget": self.trainer.memory_budget,
             "mask": rows.of(self.batch.mask),
         }
-        targets = rows.of(self.batch.targets)
+        tokens = rows.of(self.batch.targets)
         off_policy = self.trainer.off_policy_mask_threshold
         first = self.trainer.top_entropy_quantile < 1.0 or (off_policy is not None and self.batch.sampling is not None)
         weights = self.batch.rho if self.trainer.loss_type != "vespo" else None
         if first:
             with torch.no_grad():
-                stats = linear_token_logprobs(hidden.detach(), weight, targets, entropy=True, **options)
+                stats = linear_token_logprobs(rows.hidden.detach(), weight, tokens, entropy=True, **options)
                 weights = self._weights(weights, rows.back(stats.logprobs), rows.back(stats.entropy))
+        delta = None if self.batch.sampling is not None else off_policy  # then the weights hold the mask
         out = linear_policy_loss(
-            hidden,
+            rows.hidden,
             weight,
-            targets,
+            tokens,
+            objective=objective_of(self.trainer, entropy_coef=self.entropy_coef, off_policy_delta=delta).objective,
+            denominator=denominator_of(self.trainer, self.inputs, self.batch, self.accumulation),
             cu_seqlens=rows.cu_seqlens,
             **options,
-            **self._objective(None if self.batch.sampling is not None else off_policy),
             **rows.inputs(self.batch, weights, self._entropy_weights(), self._rollout()),
         )
-        return {"loss": out.loss, "logprobs": rows.back(out.logprobs), "entropy": rows.back(out.entropy)}
-
-    def _objective(self, off_policy_delta: float | None) -> dict[str, Any]:
-        trainer = self.trainer
-        return {
-            "objective": objective_of(
-                trainer, entropy_coef=self.entropy_coef, off_policy_delta=off_policy_delta
-            ).objective,
-            "denominator": denominator_of(trainer, self.inputs, self.batch, self.accumulation),
-        }
+        self.results = {"loss": out.loss, "logprobs": rows.back(out.logprobs), "entropy": rows.back(out.entropy)}
+        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
 
     def _weights(self, weights: Tensor | None, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Token weights (B, T), times the masks that need statistics of the whole batch, by the trainer's own rules."""
@@ -238,6 +249,25 @@ class _Rows:
         return {**flat, "advantages": advantages}
 
 
+def _add_step_forward(model: Any) -> None:
+    """Give the model's forward an argument `fastrl_step`, a `_Step`; with it the forward returns the step's results.
+
+    The loss runs inside the forward and is its output, because wrappers (DDP, accelerate's autocast) act on both.
+    """
+    fused_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = kwargs.pop(_STEP, None)
+        if step is None:
+            return fused_forward(*args, **kwargs)
+        with replaced_head(step):
+            fused_forward(*args, fused_lm_head=True, **kwargs)
+        return step.results
+
+    model.forward = MethodType(forward, model)
+
+
 def _why_not_here(trainer: Any) -> str | None:
     """The reason why the trainer's settings need TRL's own code, or None."""
     try:
@@ -263,12 +293,10 @@ def _why_not_here(trainer: Any) -> str | None:
         "a PEFT method that lengthens the prompt is used": any(c.is_prompt_learning for c in peft),
         "the output head has a PEFT adapter": hasattr(base.get_output_embeddings(), "base_layer"),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None) or trl_objective.why_not_configured(
-        trainer
-    )
-
-
-def _why_not_these(inputs: dict[str, Any]) -> str | None:
-    """The reason why this batch needs TRL's own code, or None."""
-    multimodal = [name for name in MULTIMODAL if inputs.get(name) is not None]
-    return f"the inputs are multimodal ({', '.join(multimodal)})" if multimodal else None
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is None:
+        try:
+            objective_of(trainer)
+        except (TypeError, ValueError) as error:
+            return str(error)
+    return reason

@@ -12,7 +12,7 @@ from fastrl.integrations.trl.objective import Batch
 from fastrl.objectives.formulas import kl_k3_value
 
 
-class Found(NamedTuple):
+class Scores(NamedTuple):
     """The detached (B, T) results of a loss call."""
 
     logprobs: Tensor
@@ -21,33 +21,29 @@ class Found(NamedTuple):
 
 
 @torch.no_grad()
-def log_policy(trainer: Any, batch: Batch, found: Found, inputs: dict[str, Any]) -> None:
+def log_policy(trainer: Any, batch: Batch, scores: Scores, inputs: dict[str, Any]) -> None:
     """Append kl, entropy and the loss type's metrics to the trainer's, reduced over processes as in TRL."""
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     means = _Means(trainer.accelerator, batch.mask)
-    log_ratio = (found.logprobs - (found.logprobs if batch.old is None else batch.old)).where(batch.mask, 0.0)
+    log_ratio = (scores.logprobs - (scores.logprobs if batch.old is None else batch.old)).where(batch.mask, 0.0)
     level = log_ratio
     if trainer.importance_sampling_level == "sequence":
         level = log_ratio.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
     ratio = level.exp()
     if batch.ref is not None:
-        d = (batch.ref - found.logprobs).where(batch.mask, 0.0)
+        d = (batch.ref - scores.logprobs).where(batch.mask, 0.0)
         kl = kl_k3_value(d, log_ratio)
         metrics["kl"].append(means.overall(kl * ratio if trainer.args.use_bias_correction_kl else kl))
-    metrics["entropy"].append(means.overall(found.entropy))
+    metrics["entropy"].append(means.overall(scores.entropy))
     if trainer.loss_type == "cispo":
         metrics["cispo_clip_ratio"].append(means.overall((ratio > trainer.epsilon_high) & (batch.advantages > 0)))
     elif trainer.loss_type == "vespo":
-        args = trainer.args
         phi = trainer.get_gamma_weights(
             advantages=batch.advantages,
             log_ratio_per_token=log_ratio,
             mask=batch.mask.to(log_ratio.dtype),
             importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
-            k_pos=args.vespo_k_pos,
-            lambda_pos=args.vespo_lambda_pos,
-            k_neg=args.vespo_k_neg,
-            lambda_neg=args.vespo_lambda_neg,
+            **{name: getattr(trainer.args, f"vespo_{name}") for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
         )
         metrics["vespo/phi_seq_mean"].append(means.overall(phi))
     elif trainer.loss_type != "sapo":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.integrations.grpo_options import ENGINE_LOG_RATIOS, LOSS_TYPES, GRPOChoice, grpo_objective
+from fastrl.integrations.grpo_options import ENGINE_LOG_RATIOS, GATE_OPTIONS, LOSS_TYPES, GRPOChoice, grpo_objective
 
 #: What `GRPOTrainer._compute_loss` of the known versions reads from the trainer ("self."), its arguments ("args.") and
 #: the batch. A version that reads anything else computes another loss, so its own loss is used.
@@ -63,35 +63,12 @@ def reads(function: Callable[..., Any]) -> set[str]:
     return names
 
 
-def why_not_configured(trainer: Any) -> str | None:
-    """The reason why the trainer's configuration has no fastrl objective, or None."""
-    try:
-        objective_of(trainer)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
 def objective_of(trainer: Any, **fields: Any) -> GRPOChoice:
     """The objective for the trainer's loss type, level and KL; `fields` are those that depend on the batch."""
-    args = trainer.args
-    return grpo_objective(
-        trainer.loss_type,
-        importance_sampling_level=trainer.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        delta=args.delta,
-        beta=trainer.beta,
-        use_bias_correction_kl=args.use_bias_correction_kl,
-        sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg,
-        vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos,
-        vespo_k_neg=args.vespo_k_neg,
-        vespo_lambda_neg=args.vespo_lambda_neg,
-        max_completion_length=trainer.max_completion_length,
-        **fields,
-    )
+    of_trainer = ("importance_sampling_level", "epsilon_low", "epsilon_high", "beta", "max_completion_length")
+    options = {name: getattr(trainer, name) for name in of_trainer}
+    options |= {name: getattr(trainer.args, name) for name in ("delta", "use_bias_correction_kl", *GATE_OPTIONS)}
+    return grpo_objective(trainer.loss_type, **options, **fields)
 
 
 class Batch(NamedTuple):
@@ -140,12 +117,11 @@ def denominator_of(trainer: Any, inputs: dict[str, Any], batch: Batch, accumulat
     return max(batch.targets.shape[0], 1) * accumulation
 
 
-def vespo_rollout(batch: Batch) -> Tensor | None:
+def vespo_rollout(batch: Batch) -> Tensor:
     """Rollout log-probabilities (B, T) whose log-ratios to the old ones have the sum that TRL adds to VESPO's log W.
 
     TRL clamps the ratios' logarithms and sums them over all positions; here the sum is spread over the unmasked tokens.
     """
-    if batch.rho is None or batch.old is None:
-        return None
+    assert batch.rho is not None and batch.old is not None
     total = batch.rho.log().clamp(*ENGINE_LOG_RATIOS).sum(-1, keepdim=True)
     return batch.old - total / batch.mask.sum(-1, keepdim=True).clamp(min=1)

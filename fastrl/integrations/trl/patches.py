@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from fastrl import linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
+from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
 
 try:
@@ -73,7 +73,7 @@ class FusedHead:
 
         Results are (N,); those not named in `outputs` are None. fastrl chooses its own chunks and ignores `chunk_size`.
         """
-        reason = why_not_fused(hidden, weight, logit_scale)
+        reason = why_not_fused(hidden, logit_scale)
         unknown = [name for name in outputs if name not in ("log_probs", *_OUTPUTS)]
         if unknown:  # a newer TRL's outputs
             reason = f"outputs {', '.join(unknown)} are not known"
@@ -98,7 +98,7 @@ class FusedHead:
         return stats.logprobs, stats.entropy, stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1
 
 
-def why_not_fused(hidden: Tensor, weight: Tensor, logit_scale: float) -> str | None:
+def why_not_fused(hidden: Tensor, logit_scale: float) -> str | None:
     """The reason why fastrl cannot compute this head, or None."""
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if not autocast and hidden.dtype not in checks.LOGIT_DTYPES:
@@ -164,15 +164,13 @@ def _stats(
     return stats.logprobs, stats.entropy
 
 
-@dataclass
-class _Enabled:
-    """The current replacements: the head, and TRL's own and fastrl's objects for the three functions."""
-
-    head: FusedHead
-    functions: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # name -> (TRL's, fastrl's)
-
-
-_now: _Enabled | None = None
+_FACTORIES = {
+    "selective_log_softmax": _fused_selective_log_softmax,
+    "selective_log_softmax_and_entropy": _fused_selective_log_softmax_and_entropy,
+    "entropy_from_logits": _fused_entropy_from_logits,
+}
+_head: FusedHead | None = None  # while enabled
+_replaced: dict[str, tuple[Any, Any]] = {}  # function -> TRL's own and fastrl's
 
 
 def check_layout() -> None:
@@ -226,55 +224,42 @@ def enable(*, memory_budget: int | str | None = None) -> None:
     Raises:
         RuntimeError: if TRL has another layout, before anything is changed.
     """
-    global _now
+    global _head
     budget = parse_budget(memory_budget)
     disable()
     check_layout()
-    factories = {
-        "selective_log_softmax": _fused_selective_log_softmax,
-        "selective_log_softmax_and_entropy": _fused_selective_log_softmax_and_entropy,
-        "entropy_from_logits": _fused_entropy_from_logits,
-    }
-    replacements = _Enabled(FusedHead(getattr(utils, _HEAD), budget))
-    replacements.functions = {
-        name: (getattr(utils, name), factory(getattr(utils, name))) for name, factory in factories.items()
-    }
-    for name, (old, new) in replacements.functions.items():
-        exchange("trl", name, old, new)
-    setattr(utils, _HEAD, replacements.head)
-    _now = replacements
+    for name, factory in _FACTORIES.items():
+        original = getattr(utils, name)
+        _replaced[name] = original, factory(original)
+        exchange("trl", name, *_replaced[name])
+    _head = FusedHead(getattr(utils, _HEAD), budget)
+    setattr(utils, _HEAD, _head)
 
 
 def disable() -> None:
     """Restore what `enable()` replaced, also in modules imported since; no effect if nothing was replaced."""
-    global _now
-    if _now is None:
+    global _head
+    if _head is None:
         return
-    for name, (old, new) in _now.functions.items():
+    for name, (old, new) in _replaced.items():
         exchange("trl", name, new, old)
-    setattr(utils, _HEAD, _now.head.original)
-    _now = None
+    setattr(utils, _HEAD, _head.original)
+    _head = None
 
 
 @contextmanager
 def enabled(*, memory_budget: int | str | None = None) -> Iterator[None]:
     """`enable()` inside the block; restores the previous state afterwards, enabled or not."""
-    before = _now
+    before = _head
     enable(memory_budget=memory_budget)
     try:
         yield
     finally:
         disable()
         if before is not None:
-            enable(memory_budget=before.head.memory_budget)
+            enable(memory_budget=before.memory_budget)
 
 
-@contextmanager
-def replaced_head(head: Any) -> Iterator[None]:
+def replaced_head(head: Any) -> AbstractContextManager[None]:
     """Make TRL's fused head call `head.apply` inside the block. Not thread-safe."""
-    before = getattr(utils, _HEAD)
-    setattr(utils, _HEAD, head)
-    try:
-        yield
-    finally:
-        setattr(utils, _HEAD, before)
+    return replaced(utils, _HEAD, head)
