@@ -9,6 +9,7 @@ Neither package is needed to import this module. The interfaces are those of sli
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,22 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import logits_policy_loss, token_logprobs
+from fastrl import logits_policy_loss, policy_loss, token_logprobs
 from fastrl.losses.problem import make_problem
 from fastrl.objectives.evaluate import objective_loss
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.rows import TERMS
 
-_OPTIONAL = (
-    "mask",
-    "old_logprobs",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "token_weights",
-    "entropy_weights",
-    "entropy_threshold",
-    "cu_seqlens",
-)
+#: The optional arguments of `policy_loss`, except those that `token_losses` names or does not have.
+_OPTIONAL = {name for name, argument in inspect.signature(policy_loss).parameters.items() if argument.default is None}
+_OPTIONAL -= {"entropy", "denominator"}
 SlimeLoss = Callable[[Any, Mapping[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -57,7 +51,7 @@ def token_losses(
 
     Raises: as `fastrl.policy_loss`; TypeError for an argument that it does not have.
     """
-    unknown = inputs.keys() - set(_OPTIONAL)
+    unknown = inputs.keys() - _OPTIONAL
     if unknown:
         raise TypeError(f"token_losses has no argument {sorted(unknown)[0]!r}")
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
@@ -260,19 +254,19 @@ class NeMoPolicyLoss:
 
 @torch.no_grad()
 def _nemo_metrics(
-    found: Any, data: Mapping[str, Any], samples: Tensor, mask: Tensor, valid_tokens: Tensor
+    result: Any, data: Mapping[str, Any], samples: Tensor, mask: Tensor, valid_tokens: Tensor
 ) -> dict[str, float]:
     """Sums over this micro-batch's tokens divided by the global count, and the largest ratio; one synchronisation."""
-    share = found.metrics["tokens"] / torch.as_tensor(valid_tokens).to(mask.device).clamp(min=1)
+    share = result.metrics["tokens"] / torch.as_tensor(valid_tokens).to(mask.device).clamp(min=1)
     error = (data["generation_logprobs"] - data["prev_logprobs"]).to(mask.device).abs().roll(-1, 1)
     engine = error.exp().where(mask, 0.0).sum() / mask.sum().clamp(min=1)
     numbers = {
-        "loss": found.loss.detach(),
-        "probs_ratio": found.metrics["ratio_mean"] * share,
-        "probs_ratio_max": found.metrics["ratio_max"],
-        "kl_penalty": found.metrics["kl"] * share,
-        "clip_fraction": found.metrics["clip_frac"] * share,
-        "approx_entropy": found.metrics["entropy"] * share,
+        "loss": result.loss.detach(),
+        "probs_ratio": result.metrics["ratio_mean"] * share,
+        "probs_ratio_max": result.metrics["ratio_max"],
+        "kl_penalty": result.metrics["kl"] * share,
+        "clip_fraction": result.metrics["clip_frac"] * share,
+        "approx_entropy": result.metrics["entropy"] * share,
         "token_mult_prob_error": engine * share,
         "num_valid_samples": samples.sum(),
     }

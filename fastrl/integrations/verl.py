@@ -209,17 +209,17 @@ def _geometric_means(weights: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _metrics(
-    objective: Objective, found: dict[str, Tensor], log_prob: Tensor, inputs: dict[str, Any]
+    objective: Objective, metrics: dict[str, Tensor], log_prob: Tensor, inputs: dict[str, Any]
 ) -> dict[str, float]:
     """verl's three metrics as floats, in one synchronisation."""
-    clipped, lower = found["clip_frac"], torch.zeros_like(found["clip_frac"])
+    clipped, lower = metrics["clip_frac"], torch.zeros_like(metrics["clip_frac"])
     gate = objective.gate
     if gate.token_clip is not None:
-        clipped, lower = found["clip_frac_high"], found["clip_frac_low"]
+        clipped, lower = metrics["clip_frac_high"], metrics["clip_frac_low"]
     elif isinstance(gate, Clip) and gate.dual is not None:  # `lower`: tokens that only the dual clip stopped
         plain = objective.replace(gate=dataclasses.replace(gate, dual=None))
         clipped = policy_loss(log_prob, objective=plain, **inputs).metrics["clip_frac"]
-        lower = found["clip_frac"] - clipped
+        lower = metrics["clip_frac"] - clipped
     bound, mask = objective.max_log_ratio, inputs["mask"] != 0
     drift = (inputs["old_logprobs"].float() - log_prob.float()).clamp(-bound, bound).where(mask, 0.0)
     kl = drift.sum() / mask.sum().clamp(min=1)
@@ -230,7 +230,7 @@ def _metrics(
 # --- log-probabilities and entropies ----------------------------------------------------------------------------------
 
 _memory_budget: int | None = None
-_replaced: list[tuple[str, Any, Any]] = []  # name, verl's, fastrl's
+_replaced: dict[str, tuple[Any, Any]] = {}  # name -> verl's own and fastrl's
 
 
 class FusedLinearForPPO(torch.nn.Module):
@@ -271,10 +271,10 @@ def linear_cross_entropy(
     shards = 1 if dist_process_group is None else torch.distributed.get_world_size(dist_process_group)
     if shards > 1 or reduction != "none":
         what = f"reduction {reduction!r}" if shards == 1 else f"a head sharded over {shards} processes"
-        original = next((old for name, old, _ in _replaced if name == "linear_cross_entropy"), None)
-        if original is None:
+        if "linear_cross_entropy" not in _replaced:
             raise NotImplementedError(f"linear_cross_entropy does not take {what}")
         say_once(log, f"verl's own kernel is used: fastrl does not take {what}")
+        original, _ = _replaced["linear_cross_entropy"]
         result: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
         return result
     return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
@@ -314,16 +314,15 @@ def enable(*, memory_budget: int | str | None = None) -> None:
     modules = {name: _imported(path) for name, (path, _) in _PLACES.items()}
     disable()
     for name, module in modules.items():
-        _replaced.append((name, getattr(module, name), _PLACES[name][1]))
-    for name, old, new in _replaced:
-        exchange("verl", name, old, new)
+        _replaced[name] = getattr(module, name), _PLACES[name][1]
+        exchange("verl", name, *_replaced[name])
     _memory_budget = budget
 
 
 def disable() -> None:
     """Restore what `enable()` replaced."""
     global _memory_budget
-    for name, old, new in _replaced:
+    for name, (old, new) in _replaced.items():
         exchange("verl", name, new, old)
     _replaced.clear()
     _memory_budget = None

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.base import checks
+from fastrl.base.responses import token_mask
 from fastrl.models.routing import RouterAdapter, routers_of
 from fastrl.sampling_mask.sources import field_of, has_field
 
@@ -66,7 +66,11 @@ def routing_from_vllm(
     routers = routers_of(model, adapters)
     sizes = [adapter.sizes(router) for router, adapter in routers]
     experts, chosen = max(count for count, _ in sizes), sizes[0][1]
-    mask = _checked_mask(attention_mask)
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must have shape (B, S), got {tuple(attention_mask.shape)}")
+    mask = token_mask(attention_mask, "attention_mask", attention_mask).cpu()
     records = _records(routed_experts, "routed_experts", None)
     if len(records) != mask.shape[0]:
         raise ValueError(
@@ -92,54 +96,44 @@ def routing_from_vllm(
     return routing.to(attention_mask.device)
 
 
-def _checked_mask(attention_mask: Any) -> Tensor:
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
-    if attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask must have shape (B, S), got {tuple(attention_mask.shape)}")
-    mask = checks.mask(attention_mask, attention_mask, "attention_mask")
-    assert mask is not None
-    return mask.cpu()
-
-
-def _records(given: Any, name: str, prompt: Any) -> list[tuple[str, Tensor]]:
+def _records(source: Any, name: str, prompt: Any) -> list[tuple[str, Tensor]]:
     """The sequences' arrays (tokens, layers, K), with their names; the rows `prompt` are put before them."""
-    if given is None:
+    if source is None:
         raise ValueError(f"{name} must be recorded experts, got None. {_HOW}")
     for several in ("outputs", "choices"):  # fields of a RequestOutput and of the server's response
-        if has_field(given, several):
-            shared = field_of(given, "prompt_routed_experts")
-            parts = enumerate(field_of(given, several))
+        if has_field(source, several):
+            shared = field_of(source, "prompt_routed_experts")
+            parts = enumerate(field_of(source, several))
             return [named for i, part in parts for named in _records(part, f"{name}.{several}[{i}]", shared)]
-    if has_field(given, "routed_experts"):
+    if has_field(source, "routed_experts"):
         name = f"{name}.routed_experts"
-        record = _array(name, field_of(given, "routed_experts"))
+        record = _array(name, field_of(source, "routed_experts"))
         if prompt is not None:
             before = _array(f"{name} (the prompt's)", prompt)
             if before.shape[1:] != record.shape[1:]:
                 raise ValueError(f"{name} must have the prompt's {_two(before)} layers and experts, got {_two(record)}")
             record = torch.cat([before, record])
         return [(name, record)]
-    if isinstance(given, list | tuple) and not _is_nested(given):
-        return [named for i, part in enumerate(given) for named in _records(part, f"{name}[{i}]", prompt)]
-    if getattr(given, "ndim", 3) == 4:
-        return [(f"{name}[{i}]", _array(f"{name}[{i}]", part)) for i, part in enumerate(given)]
-    return [(name, _array(name, given))]
+    if isinstance(source, list | tuple) and not _is_nested(source):
+        return [named for i, part in enumerate(source) for named in _records(part, f"{name}[{i}]", prompt)]
+    if getattr(source, "ndim", 3) == 4:
+        return [(f"{name}[{i}]", _array(f"{name}[{i}]", part)) for i, part in enumerate(source)]
+    return [(name, _array(name, source))]
 
 
-def _array(name: str, given: Any) -> Tensor:
+def _array(name: str, values: Any) -> Tensor:
     """One sequence's array, in an integer type that torch can compute with."""
     import numpy
 
-    if given is None:
+    if values is None:
         raise ValueError(f"{name} must be recorded experts, got None. {_HOW}")
-    if isinstance(given, str | bytes):
+    if isinstance(values, str | bytes):
         try:
-            given = numpy.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
+            values = numpy.load(io.BytesIO(base64.b64decode(values, validate=True)), allow_pickle=False)
         except (binascii.Error, ValueError, EOFError) as error:
             raise ValueError(f"{name} must be base64 of an .npy file where it is text ({error})") from error
     try:
-        array = given.detach().cpu().numpy() if isinstance(given, Tensor) else numpy.asarray(given)
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else numpy.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name} must have shape (tokens, layers, K), got nested lists that are ragged") from error
     if array.ndim != 3:
@@ -150,29 +144,29 @@ def _array(name: str, given: Any) -> Tensor:
     return torch.from_numpy(numpy.array(array, dtype=wider.get(array.dtype.name, array.dtype.name)))
 
 
-def _layers(name: str, model: Any, routers: list[Any], given: int) -> list[int]:
+def _layers(name: str, model: Any, routers: list[Any], recorded: int) -> list[int]:
     """The record's layer of each router: all of them, or the decoder layers that contain the routers."""
-    if given == len(routers):
-        return list(range(given))
+    if recorded == len(routers):
+        return list(range(recorded))
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     decoder = getattr(config, "num_hidden_layers", None)
     named = {id(module): path for path, module in model.named_modules()}
     matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", named[id(router)]) for router, _ in routers]
     layers = [int(match[1]) for match in matches if match]
-    if given != decoder or len(layers) != len(routers) or max(layers) >= given:
+    if recorded != decoder or len(layers) != len(routers) or max(layers) >= recorded:
         expected = f"{len(routers)} layers, one a router" + (f", or {decoder}, one a decoder layer" if decoder else "")
-        raise ValueError(f"{name} must have {expected}, got {given}")
+        raise ValueError(f"{name} must have {expected}, got {recorded}")
     return layers
 
 
-def _is_nested(given: Any) -> bool:
+def _is_nested(value: Any) -> bool:
     """Whether this is one array as nested lists (tokens, layers, K): integers three deep."""
     for _ in range(2):
-        if not isinstance(given, list | tuple) or not given:
+        if not isinstance(value, list | tuple) or not value:
             return False
-        given = given[0]
-    return isinstance(given, list | tuple) and (not given or isinstance(given[0], int))
+        value = value[0]
+    return isinstance(value, list | tuple) and (not value or isinstance(value[0], int))
 
 
 def _two(record: Tensor) -> str:

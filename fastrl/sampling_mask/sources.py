@@ -46,16 +46,16 @@ class Record(NamedTuple):
 # --- records of engines -----------------------------------------------------------------------------------------------
 
 
-def vllm_record(given: Any, name: str = "mask") -> Record:
+def vllm_record(source: Any, name: str = "mask") -> Record:
     """Read the input of `SamplingMask.from_vllm`; error messages use `name` for the part that is wrong."""
-    given = _plain(name, given)
-    if given is None:
+    source = _plain(name, source)
+    if source is None:
         raise ValueError(f"{name} must be a recorded sampling mask, got None. {_VLLM}")
     for several in ("outputs", "choices"):  # fields of a RequestOutput and of the server's response
-        if has_field(given, several):
-            return vllm_record(field_of(given, several), f"{name}.{several}")
-    if has_field(given, "sampling_mask"):
-        tokens, mask = field_of(given, "token_ids"), field_of(given, "sampling_mask")
+        if has_field(source, several):
+            return vllm_record(field_of(source, several), f"{name}.{several}")
+    if has_field(source, "sampling_mask"):
+        tokens, mask = field_of(source, "token_ids"), field_of(source, "sampling_mask")
         if mask is None and tokens is not None and len(tokens) == 0:
             return Record([], [])  # aborted before its first token: nothing is missing
         record = vllm_record(mask, f"{name}.sampling_mask")
@@ -65,35 +65,35 @@ def vllm_record(given: Any, name: str = "mask") -> Record:
                 f" {len(record.lengths)}"
             )
         return record
-    if has_field(given, "token_ids"):
-        ids = _plain(f"{name}.token_ids", field_of(given, "token_ids"))
-        offsets = field_of(given, "offsets")
+    if has_field(source, "token_ids"):
+        ids = _plain(f"{name}.token_ids", field_of(source, "token_ids"))
+        offsets = field_of(source, "offsets")
         return _flat(name, ids, offsets) if offsets is not None else _nested(name, ids)
-    if not isinstance(given, list | tuple):
-        got = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
+    if not isinstance(source, list | tuple):
+        got = f"a dict with {', '.join(map(repr, source))}" if isinstance(source, Mapping) else type(source).__name__
         raise TypeError(f"{name} must have token_ids, as vLLM's SamplingMask, or be nested lists of ids, got {got}")
-    for i, part in enumerate(given):
+    for i, part in enumerate(source):
         if part is None:
             raise ValueError(f"{name}[{i}] must be a recorded sampling mask, got None. {_VLLM}")
         if isinstance(part, Integral):
-            raise TypeError(f"{name} must hold a list of ids for each token, or completions, got {given!r:.80}")
-    if all(_is_row(part) for part in given):
-        return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(given)])
-    return _joined([vllm_record(part, f"{name}[{i}]") for i, part in enumerate(given)])
+            raise TypeError(f"{name} must hold a list of ids for each token, or completions, got {source!r:.80}")
+    if all(_is_row(part) for part in source):
+        return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(source)])
+    return _joined([vllm_record(part, f"{name}[{i}]") for i, part in enumerate(source)])
 
 
-def listed_record(given: Any, name: str = "lists") -> Record:
+def listed_record(source: Any, name: str = "lists") -> Record:
     """Read the input of `SamplingMask.from_lists`; error messages use `name` for the part that is wrong."""
-    given = _plain(name, given)
-    if given is None:
+    source = _plain(name, source)
+    if source is None:
         raise ValueError(f"{name} must hold a list of token ids for each token, got None. {_SGLANG}")
     for inner in ("meta_info", "output_token_sampling_mask"):
-        if has_field(given, inner):
-            return listed_record(field_of(given, inner), f"{name}.{inner}")
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        got = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
+        if has_field(source, inner):
+            return listed_record(field_of(source, inner), f"{name}.{inner}")
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        got = f"a dict with {', '.join(map(repr, source))}" if isinstance(source, Mapping) else type(source).__name__
         raise TypeError(f"{name} must hold a list of token ids for each token, got {got}")
-    parts = list(given)
+    parts = list(source)
     if any(
         isinstance(part, str | bytes | Mapping) or has_field(part, "meta_info") or _is_nested(part) for part in parts
     ):
@@ -105,14 +105,14 @@ def listed_record(given: Any, name: str = "lists") -> Record:
     return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(parts)])
 
 
-def _plain(name: str, given: Any) -> Any:
+def _plain(name: str, value: Any) -> Any:
     """JSON text is parsed, arrays become lists, anything else is returned unchanged."""
-    if isinstance(given, str | bytes):
+    if isinstance(value, str | bytes):
         try:
-            return json.loads(given)
+            return json.loads(value)
         except ValueError as error:
-            raise ValueError(f"{name} must be JSON where it is text, got {given!r:.60} ({error})") from error
-    return given.tolist() if hasattr(given, "tolist") else given
+            raise ValueError(f"{name} must be JSON where it is text, got {value!r:.60} ({error})") from error
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def has_field(record: Any, field: str) -> bool:
