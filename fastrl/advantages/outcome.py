@@ -51,13 +51,11 @@ def group_advantages(
     centred, counts = _centred(rewards.detach(), present, groups)
     if scale == "none":
         return centred.float()
+    deviation = centred
     if scale == "batch":
         # One group for the whole batch: the spread between prompts counts too.
-        whole_batch = torch.zeros_like(groups)
-        deviation, counts = _centred(rewards.detach(), present, whole_batch)
-        groups = whole_batch
-    else:
-        deviation = centred
+        groups = torch.zeros_like(groups)
+        deviation, counts = _centred(rewards.detach(), present, groups)
     variance = _group_sum(deviation.square(), groups) / (counts - ddof).clamp(min=1)
     divisor = variance.sqrt() + eps
     # With eps=0 a zero divisor means that all of its numerators are zero as well.
