@@ -97,11 +97,11 @@ def write_checkpoint(
         with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
             _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {})
     except (OSError, SafetensorError) as error:
-        earlier = _found(directory.parent)
+        earlier = _checkpoints(directory.parent)
         hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
         raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {hint}") from error
     if logging.keep_checkpoints is not None:
-        for old in _found(directory.parent)[: -logging.keep_checkpoints]:
+        for old in _checkpoints(directory.parent)[: -logging.keep_checkpoints]:
             remove(old)
 
 
@@ -152,7 +152,7 @@ def run_folder(
 
 def _newest(config: Section, directory: Path, length: str) -> Path:
     """The newest checkpoint in a directory, after checking that all its files are as they were written."""
-    checkpoints = _found(directory)
+    checkpoints = _checkpoints(directory)
     if not checkpoints:
         raise UserError(f"{directory}: holds no complete checkpoint to resume from; start the run without --resume")
     checkpoint = checkpoints[-1]
@@ -248,16 +248,16 @@ def _verify(directory: Path, *names: str) -> None:
 
 
 def _damaged(directory: Path, problem: str) -> UserError:
-    older = [path for path in _found(directory.parent) if _step(path) < _step(directory)]
+    older = [path for path in _checkpoints(directory.parent) if _step(path) < _step(directory)]
     intact = next((path for path in reversed(older) if damage(path) is None), None)
     hint = "there is no intact one before it"
     if intact is not None:
-        newer = " ".join(path.name for path in _found(directory.parent) if _step(path) > _step(intact))
+        newer = " ".join(path.name for path in _checkpoints(directory.parent) if _step(path) > _step(intact))
         hint = f"the newest intact one is {intact.name}; move {newer} away to go on from there"
     return UserError(f"{directory}: the checkpoint is damaged: {problem}; {hint}")
 
 
-def _found(directory: Path) -> list[Path]:
+def _checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, oldest first. They are complete unless files were removed."""
     paths = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
     return sorted((path for path in paths if any((path / name).is_file() for name in (NUMBERS, CHECKSUMS))), key=_step)

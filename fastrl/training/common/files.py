@@ -17,7 +17,8 @@ def whole_directory(directory: Path, unfinished: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        flush(unfinished)
+        for path in (*unfinished.rglob("*"), unfinished):  # a machine that dies could leave names of empty files
+            _wait_for(path)
         earlier = directory.exists() and _put_aside(directory)
         unfinished.rename(directory)
         _wait_for(directory.parent)
@@ -40,13 +41,8 @@ def _put_aside(directory: Path) -> Path:
     return removed
 
 
-def flush(directory: Path) -> None:
-    """Wait until a directory and its contents are on disk: a machine that dies could leave names of empty files."""
-    for path in (*directory.rglob("*"), directory):
-        _wait_for(path)
-
-
 def _wait_for(path: Path) -> None:
+    """Wait until a file or a directory's list of names is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

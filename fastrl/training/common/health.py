@@ -32,20 +32,13 @@ def describe(
     for row, (value, group) in enumerate(zip(rewards, groups, strict=True)):
         if value is not None:
             distinct[group].update([value] if steps is None else [reward for _, reward in steps[row]])
-    compared = len(distinct) < len(groups)
-    return {
-        "reward": average(rewards),
-        "reward_std": statistics.pstdev(present) if present else math.nan,
-        **parts,
-        "without_reward": 1 - len(present) / len(rewards),
-        **(
-            {"without_variance": sum(len(values) < 2 for values in distinct.values()) / len(distinct)}
-            if compared
-            else {}
-        ),
-        "length": rollout.completion_mask.sum(1).double().mean().item(),
-        "truncated": 1 - ended.double().mean().item(),
-    }
+    deviation = statistics.pstdev(present) if present else math.nan
+    numbers = {"reward": average(rewards), "reward_std": deviation, **parts}
+    numbers["without_reward"] = 1 - len(present) / len(rewards)
+    if len(distinct) < len(groups):
+        numbers["without_variance"] = sum(len(values) < 2 for values in distinct.values()) / len(distinct)
+    numbers["length"] = rollout.completion_mask.sum(1).double().mean().item()
+    return {**numbers, "truncated": 1 - ended.double().mean().item()}
 
 
 def average(values: Sequence[float | None]) -> float:
@@ -62,7 +55,7 @@ class Watch:
         self.patience = min(PATIENCE, steps)
         self.estimator = getattr(getattr(config, "advantages", None), "estimator", None)  # None: no rewards
         self.rows: Counter[str] = Counter()  # cause -> steps in a row so far
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.reward = math.nan
 
     def look(self, numbers: dict[str, float]) -> list[str]:
@@ -73,8 +66,8 @@ class Watch:
         warnings = []
         for cause, text in causes.items():
             # A step without any reward is not chance, as the first steps with equal rewards may be.
-            if cause not in self.told and self.rows[cause] >= (1 if cause == "none" else self.patience):
-                self.told.add(cause)
+            if cause not in self.warned and self.rows[cause] >= (1 if cause == "none" else self.patience):
+                self.warned.add(cause)
                 warnings.append(text)
         return warnings
 

@@ -9,18 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
 from fastrl.training.common.health import Watch
 from fastrl.training.common.report import plot_curves, write_report
 from fastrl.training.common.sections import LoggingConfig
-from fastrl.training.common.settings import Section
+from fastrl.training.common.settings import Section, import_for
 
 # Everything a run writes; overwriting a run removes these and nothing else.
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
@@ -42,7 +40,8 @@ class RunLog:
         self.path = self.directory / "metrics.jsonl"
         self.last: dict[str, float | None] = {}
         self.watch = Watch(config, steps)
-        wandb = _import_wandb() if settings.wandb is not None else None  # before anything is replaced
+        # Before anything is replaced.
+        wandb = import_for("logging.wandb", "wandb") if settings.wandb is not None else None
         if step == 0:
             _prepare(self.directory, settings.overwrite)
         else:
@@ -64,9 +63,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.bar.close()
         self.file.close()
         if self.writer is not None:
@@ -189,14 +186,6 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         (directory / "metrics.jsonl").touch()  # empty: the run has started, and has nothing to lose yet
     except OSError as error:
         raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb  # optional: only runs that log there need it
-    except ImportError as error:
-        raise UserError(f"logging.wandb needs wandb ({error}): {how_to_install(['wandb'])}") from error
-    return wandb
 
 
 def _start_wandb(wandb: Any, settings: LoggingConfig, config: dict[str, Any], resume: bool) -> Any:

@@ -34,7 +34,7 @@ class LossCall:
     longest: int  # tokens of the longest response
     packed: bool
     objective: Objective | None = None  # None: log-probabilities
-    given: Given = ON_POLICY
+    inputs: Given = ON_POLICY  # what the loss is called with
     gradients: bool = True
     own_leaf: bool = False  # the hidden states are detached from their model, so autograd keeps their gradient's layout
     truncated: RolloutConfig | None = None  # the sampling, if it records the tokens' supports
@@ -49,7 +49,7 @@ class LossCall:
             copied += 2 * (self.rows + vocab) * hidden * dtype.itemsize
         head = self.gradients and config.lora_rank is None
         kept, wide = self._kept(vocab, dtype, device)
-        depends = ANY if self.objective is None else scope(self.objective, self.given)
+        depends = ANY if self.objective is None else scope(self.objective, self.inputs)
         return Call(
             rows=self.tokens if wide or not kept else 0,
             hidden=hidden,

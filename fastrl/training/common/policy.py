@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
 from fastrl.models.lm_head import TOLERANCE, LMHead
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
+from fastrl.training.common.settings import import_for
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = Fa
     """
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
-    head, dtype, adapters = _head(model, name_of(config)), getattr(torch, config.dtype), config.lora_rank is not None
+    dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
+    try:
+        head = LMHead.of(model)
+    except TypeError as error:
+        raise UserError(f"{name_of(config)}: {error}") from error
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
         raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
@@ -138,13 +142,6 @@ def check_token_ids(ids: Sequence[int], vocabulary: int, name: str) -> None:
         raise UserError(
             f"{name}: the tokenizer has a token id {largest}, but the model's vocabulary ends at {vocabulary - 1}"
         )
-
-
-def _head(model: PreTrainedModel, name: str) -> LMHead:
-    try:
-        return LMHead.of(model)
-    except TypeError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def load_model(
@@ -172,10 +169,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
     """The model wrapped by peft, its own weights frozen, if the config asks for LoRA."""
     if config.lora_rank is None:
         return model
-    try:
-        import peft  # optional: only runs with adapters need it
-    except ImportError as error:
-        raise UserError(f"model.lora_rank needs peft ({error}): {how_to_install(['peft'])}") from error
+    peft = import_for("model.lora_rank", "peft")
     settings = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.lora_targets, task_type="CAUSAL_LM"
     )

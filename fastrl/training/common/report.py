@@ -166,9 +166,9 @@ def _number(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def sections(found: dict[str, Series]) -> dict[str, list[Panel]]:
+def sections(metrics: dict[str, Series]) -> dict[str, list[Panel]]:
     """The report's panels by section: every metric is in exactly one of them, except the times, which share one."""
-    pending = dict(found)
+    pending = dict(metrics)
     result: dict[str, list[Panel]] = {}
     for title, groups in SECTIONS.items():
         panels = [{name: pending.pop(name) for name in names if name in pending} for names in _groups(groups, pending)]

@@ -138,7 +138,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
 def _style(axes: Axes) -> None:
     names = axes.get_legend_handles_labels()[1]
     if len(names) == 1:
-        unit = unit_of(names[0])
+        unit = "s" if is_phase(names[0]) else UNITS.get(names[0])
         axes.set_title(f"{names[0]} [{unit}]" if unit else names[0], loc="left", fontsize=9, color=INK)
     else:
         legend: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3, "borderaxespad": 0.2}
@@ -151,11 +151,6 @@ def _style(axes: Axes) -> None:
     axes.margins(x=0.02)
     for side, spine in axes.spines.items():
         spine.set(visible=side in ("left", "bottom"), color=GRID)
-
-
-def unit_of(name: str) -> str:
-    """A metric's unit; empty for a bare number."""
-    return "s" if is_phase(name) else UNITS.get(name, "")
 
 
 def is_phase(name: str) -> bool:

@@ -80,11 +80,11 @@ def _facts(content: Page) -> str:
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _best(found: dict[str, Series]) -> str:
+def _best(series: dict[str, Series]) -> str:
     rows = []
-    for name, line in found.items():
+    for name, line in series.items():
         # A policy's surrogate says nothing about progress: on-policy it is always about 0.
-        sign = 0 if name in ("loss", "policy_loss") and "policy_loss" in found else direction(name)
+        sign = 0 if name in ("loss", "policy_loss") and "policy_loss" in series else direction(name)
         steps, values = line.finite()
         if sign and len(values):
             best = int(np.argmax(sign * values))
@@ -103,9 +103,9 @@ def direction(name: str) -> int:
     return 1 if last in HIGHER or name.startswith("eval/") else 0
 
 
-def _timings(found: dict[str, Series]) -> str:
+def _timings(series: dict[str, Series]) -> str:
     """Bar and table of the phases; they follow the curves of the times, which are the last section."""
-    times = {name: line.finite()[1] for name, line in found.items() if is_phase(name)}
+    times = {name: line.finite()[1] for name, line in series.items() if is_phase(name)}
     times = {name: values for name, values in times.items() if len(values)}
     if not times:
         return ""

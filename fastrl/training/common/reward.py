@@ -68,7 +68,7 @@ class RewardFunction:
             raise
         except BaseException as error:  # foreign code: its user must fix whatever it raises
             culprit = self._culprit(examples, completions)
-            raise UserError(f"{self.source}: raised {_told(error)} on {culprit}") from error
+            raise UserError(f"{self.source}: raised {_description(error)} on {culprit}") from error
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
             raise UserError(f"{self.source}: expected a list of {len(examples)} rewards, got {type(results).__name__}")
         if len(results) != len(examples):
@@ -187,11 +187,11 @@ def _import(path: Path) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # foreign code, as above
-        raise UserError(f"{path}: importing it raised {_told(error)}") from error
+        raise UserError(f"{path}: importing it raised {_description(error)}") from error
     return module
 
 
-def _told(error: BaseException) -> str:
+def _description(error: BaseException) -> str:
     """An exception's name, its message, and where it was raised."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}{f': {error}' if str(error) else ''} ({line.filename}:{line.lineno})"

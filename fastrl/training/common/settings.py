@@ -13,12 +13,14 @@ import argparse
 import os
 import tomllib
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
+from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
 
 
@@ -119,6 +121,14 @@ def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> N
                 tree[name] = _resolve(value, base, mark.hub)
             elif isinstance(mark, Location) and isinstance(value, list):
                 tree[name] = [_resolve(item, base, mark.hub) if isinstance(item, str) else item for item in value]
+
+
+def import_for(field: str, package: str) -> Any:
+    """Import an optional package, which only runs that set this field need. Raises UserError if it is missing."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(f"{field} needs {package} ({error}): {how_to_install([package])}") from error
 
 
 def looks_like_path(text: str, base: Path = Path()) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastrl import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
-from fastrl.training.common.data import Example
 from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
@@ -72,7 +71,9 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         values += new_rewards
         for name, scores in parts.items():
             by_scorer.setdefault(name, []).extend(scores)
-        samples += _shown(examples, texts, new_rewards)[: run.config.logging.samples - len(samples)]
+        shown = slice(run.config.logging.samples - len(samples))
+        for example, text, value in zip(examples[shown], texts[shown], new_rewards[shown], strict=True):
+            samples.append({"prompt": example.prompt, "completion": text, "reward": value})
         kept = _kept(values, groups, settings.dynamic_sampling)
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
@@ -106,13 +107,6 @@ def _kept(values: list[float | None], groups: list[int], varied: bool) -> list[i
         distinct.setdefault(group, set()).update(() if value is None else (value,))
     required = 2 if varied else 1
     return [row for row, value in enumerate(values) if value is not None and len(distinct[groups[row]]) >= required]
-
-
-def _shown(examples: list[Example], texts: list[str], values: list[float | None]) -> list[dict[str, object]]:
-    return [
-        {"prompt": example.prompt, "completion": text, "reward": value}
-        for example, text, value in zip(examples, texts, values, strict=True)
-    ]
 
 
 def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:

@@ -63,21 +63,21 @@ class _ObjectiveBase(Section):
             raise ValueError(f"name: expected one of {', '.join(_BY_NAME)}, got {self.name!r}")
         for preset, options in self.presets.items():
             _check_options(f"presets.{preset}", preset, options)
-        _check_options("", self.name, self._given())
+        _check_options("", self.name, self._chosen_options())
         try:
             self.build()
         except (TypeError, ValueError) as error:  # from the preset's own checks, or for a missing argument
             raise ValueError(str(error)) from error
         return self
 
-    def _given(self) -> dict[str, Any]:
+    def _chosen_options(self) -> dict[str, Any]:
         return {name: value for name, value in self if name not in ("name", "presets") and value is not None}
 
     def build(self) -> Objective:
         """The objective: the preset called with its options."""
         name = self.name.lower()
         options = next((table for key, table in self.presets.items() if key.lower() == name), {})
-        return _BY_NAME[name](**(self._given() | options))
+        return _BY_NAME[name](**(self._chosen_options() | options))
 
 
 def _check_options(where: str, preset: str, options: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""All objects of a run, made from its config: models, objective, rewards, data, and what changes by step."""
+"""All objects of a run, made from its config: models, objective, rewards, data, what changes by step; checkpoints."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from fastrl import KL, REINFORCE, Objective, RolloutCorrection
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
+from fastrl.training.common.checkpoint import Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptSampler, TextStream, load_examples
 from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import find_device, make_optimizer
@@ -83,20 +85,17 @@ def make_run(config: Config) -> Run:
     room = None if limit is None else limit - config.rollout.max_new_tokens
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
-    sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), config.training.seed)
+    training, settings = config.training, config.optimizer
+    sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), training.seed)
     held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
-    reference = reference_of(policy) if reads_reference else None
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
     pretraining = config.pretraining
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
-
-    training, settings = config.training, config.optimizer
     groups = [(list(policy.model.parameters()), settings.lr)]
     if critic is not None and config.critic is not None:
         groups.append((list(critic.parameters()), config.critic.lr or settings.lr))
     updates = training.steps * training.epochs * training.minibatches
     optimizer, scheduler = make_optimizer(groups, settings, updates)
-    generator = torch.Generator().manual_seed(training.seed)
     return Run(
         config,
         policy,
@@ -106,14 +105,14 @@ def make_run(config: Config) -> Run:
         sampler,
         held_out,
         metrics,
-        reference,
+        reference_of(policy) if reads_reference else None,
         critic,
         kl,
         entropy,
         stream,
         optimizer,
         scheduler,
-        generator,
+        torch.Generator().manual_seed(training.seed),
     )
 
 
@@ -125,9 +124,9 @@ def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
     update = min(micro, -(-sequences // training.minibatches)) * longest
     on_policy = training.epochs * training.minibatches == 1
     uneven = config.advantages.estimator in ("batch", "process", "gae")
-    given = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
+    inputs = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
     shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
-    calls = [LossCall("the policy's loss", update, update, objective=objective, given=given, own_leaf=True, **shared)]
+    calls = [LossCall("the policy's loss", update, update, objective=objective, inputs=inputs, own_leaf=True, **shared)]
     if not on_policy or config.kl is not None or (objective.kl is not None and objective.kl.needs_reference):
         calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
     if pretraining is not None:
@@ -156,3 +155,44 @@ def _objective(config: Config, device: torch.device) -> tuple[Objective, Adaptiv
         entropy = LearnedEntropy(config.entropy, float(objective.entropy_coef), device)
         objective = objective.replace(entropy_coef=entropy.coef)
     return objective, kl, entropy
+
+
+# --- checkpoints; `fastrl.training.common.checkpoint` writes and checks the files -------------------------------------
+
+
+def save_checkpoint(run: Run) -> None:
+    """Write the checkpoint of the run's current step. Raises UserError if that fails."""
+    numbers = {
+        "skipped": run.skipped,
+        "order": run.sampler.order,
+        "text": run.text and run.text.position,
+        "kl": run.kl and run.kl.state(),
+        "entropy": run.entropy and run.entropy.state(),
+    }
+    write_checkpoint(run.config, run.config.logging, _trained(run), run.step, numbers)
+
+
+def load_checkpoint(directory: Path, run: Run) -> None:
+    """Restore a new run's objects, and the process' random generators, from a checkpoint.
+
+    Raises UserError if the dataset is a different one.
+    """
+    numbers, _ = read_checkpoint(directory, _trained(run))
+    run.step, run.skipped, run.sampler.order = numbers["step"], numbers["skipped"], numbers["order"]
+    if run.text is not None:
+        run.text.position = numbers["text"]
+    for name, controller in (("kl", run.kl), ("entropy", run.entropy)):
+        if controller is not None:
+            controller.load(numbers[name])
+
+
+def _trained(run: Run) -> Trained:
+    policy, sampler = run.policy, run.sampler
+    models: dict[str, torch.nn.Module] = {} if run.critic is None else {"critic.safetensors": run.critic}
+    if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
+        models["reference.safetensors"] = run.reference.model
+    generators = {"shuffle": run.generator, "prompts": sampler.generator}
+    data = {"data.path": (len(sampler.examples), sampler.digest)}
+    return Trained(
+        policy.model, policy.tokenizer, policy.has_adapters, run.optimizer, run.scheduler, generators, data, models
+    )

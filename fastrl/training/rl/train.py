@@ -10,11 +10,10 @@ from fastrl.training.common.log import RunLog
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.common.timing import peak_memory, timed
-from fastrl.training.rl.checkpoint import load_checkpoint, save_checkpoint
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Run, make_run
+from fastrl.training.rl.run import Run, load_checkpoint, make_run, save_checkpoint
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.

@@ -1,26 +1,30 @@
 """Optimisation on one rollout: shuffled minibatches, accumulated gradients, AdamW."""
 
+import json
 import math
+import shutil
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fastrl import linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
 from fastrl.objectives.formulas import kl_k3_value
-from fastrl.training.common.policy import checkpointing, decoder_states
+from fastrl.training.common.policy import Policy, checkpointing, decoder_states
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.run import Run
-from fastrl.training.rl.skipped import save_batch
 
 # How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
 # Parts of a minibatch's loss, so they are summed over its micro-batches.
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
 MAXIMA = ("ratio_max",)
+KEPT = 3  # saved batches of skipped updates; more would repeat the same
 
 
 def update(run: Run, rollout: Rollout) -> dict[str, float]:
@@ -79,6 +83,27 @@ def _skip(run: Run, batch: Rollout, name: str) -> None:
             f"step {run.step}: the loss or its gradient was not finite in {run.skipped} updates in a row "
             f"(training.max_skipped_updates); the last one's batch is in {directory}"
         )
+
+
+def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
+    """Write `rollout.safetensors` (every tensor of the batch) and `texts.jsonl` (its rows, with special tokens).
+
+    Keeps the newest of the directory's siblings, KEPT including this one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    values = dict(vars(batch))
+    if batch.sampling_mask is not None:
+        values |= {f"sampling_mask.{name}": value for name, value in batch.sampling_mask.state_dict().items()}
+    tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+    save_file(tensors, directory / "rollout.safetensors", {"prompt_length": str(batch.prompt_length)})
+    with (directory / "texts.jsonl").open("w", encoding="utf-8") as file:
+        halves = {"prompt": slice(batch.prompt_length), "completion": slice(batch.prompt_length, None)}
+        for tokens, used in zip(batch.input_ids, batch.attention_mask, strict=True):
+            row = {name: policy.tokenizer.decode(tokens[half][used[half]]) for name, half in halves.items()}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    others = [path for path in directory.parent.iterdir() if path != directory]
+    for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - KEPT]:
+        shutil.rmtree(old)
 
 
 def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwatch) -> list[dict[str, Tensor]]:

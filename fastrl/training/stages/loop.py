@@ -154,15 +154,9 @@ def fit(
     optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.lr)], config.optimizer, steps)
     batches = Batches(len(rows), training.batch_size, training.seed)
     sets = {"data.path": rows, "data.eval_path": held_out}
-    trained = Trained(
-        stage.model,
-        stage.tokenizer,
-        stage.has_adapters,
-        optimizer,
-        scheduler,
-        {"shuffle": batches.generator},
-        {field: (len(dataset), digest(dataset)) for field, dataset in sets.items()},
-    )
+    generators = {"shuffle": batches.generator}
+    data = {field: (len(dataset), digest(dataset)) for field, dataset in sets.items()}
+    trained = Trained(stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, generators, data)
     if checkpoint is None:
         step, computed = 0, {field: stage.before(dataset, size) for field, dataset in sets.items()}
         kept = {field: tensor for field, tensor in computed.items() if tensor is not None}
