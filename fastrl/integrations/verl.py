@@ -141,27 +141,26 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
     """A preset with verl's numbers. Its KL is off if it needs a reference, because verl adds its own."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    both, range_ = {"clip": low, "clip_high": high}, {"clip_low": low, "clip_high": high}
-    numbers: dict[str, dict[str, Any]] = {
-        "PPO": {**both, "dual_clip": getattr(config, "clip_ratio_c", 3.0)},
-        "GRPO": {**both, "kl_coef": 0.0},
-        "BNPO": both,
-        "DAPO": range_,
-        "GSPO": range_,
-        "GSPOToken": range_,
-        "LUSPO": range_,
-        "GMPO": {"clip": high},
-        "CISPO": {"cap": 1 + high, "low": max(1 - low, 0.0)},
+    from_config: dict[str, Callable[[], Any]] = {
+        "clip": lambda: low,
+        "clip_low": lambda: low,
+        "clip_high": lambda: high,
+        "dual_clip": lambda: getattr(config, "clip_ratio_c", 3.0),
+        "tau_pos": lambda: config.tau_pos,
+        "tau_neg": lambda: config.tau_neg,
+        "coef": lambda: config.policy_loss.ppo_kl_coef,
+        "kl_coef": lambda: 0.0,
     }
-    arguments = numbers.get(preset, {})
-    if preset in ("DrGRPO", "DeepSeekV32"):
-        arguments = {"gate": Clip(low, high)} | ({"kl_coef": 0.0} if preset == "DeepSeekV32" else {})
-    elif preset == "SAPO":
-        arguments = {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg}
-    elif preset == "PPOKL":
-        arguments = {"coef": config.policy_loss.ppo_kl_coef}
-    elif preset == "GMPO" and low != high and "clip" not in fields:
-        raise ValueError(f"clip_ratio_low and clip_ratio_high must be equal for fastrl_GMPO, got {low} and {high}")
+    parameters = inspect.signature(PRESETS[preset]).parameters
+    arguments = {name: number() for name, number in from_config.items() if name in parameters}
+    if preset == "CISPO":
+        arguments = {"cap": 1 + high, "low": max(1 - low, 0.0)}
+    elif preset == "GMPO":
+        if low != high and "clip" not in fields:
+            raise ValueError(f"clip_ratio_low and clip_ratio_high must be equal for fastrl_GMPO, got {low} and {high}")
+    elif "clip" in arguments and "clip_high" not in arguments:  # the preset's one number is both of its clip's
+        del arguments["clip"]
+        arguments["gate"] = Clip(low, high)
     if preset == "DeepSeekV32" and "off_policy_delta" not in fields:
         raise ValueError(
             "off_policy_delta is needed by fastrl_DeepSeekV32 and not in verl's config:"

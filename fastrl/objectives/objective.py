@@ -195,9 +195,6 @@ class GammaWeight(Gate):
         return (self.k_pos, self.lam_pos, self.k_neg, self.lam_neg)
 
 
-_GATES = (NoGate, Clip, SoftGate, StopGradientClip, GeometricMean, GammaWeight)
-
-
 @dataclass(frozen=True)
 class KL:
     """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
@@ -268,8 +265,8 @@ class Objective:
     top_entropy_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gate, _GATES):
-            names = ", ".join(g.__name__ for g in _GATES)
+        if not issubclass(type(self.gate), Gate):
+            names = ", ".join(g.__name__ for g in Gate.__subclasses__())
             raise TypeError(f"Objective.gate must be one of {names}, got {self.gate!r}")
         for name, options in (("ratio", RATIO_LEVELS), ("aggregate", AGGREGATIONS)):
             if getattr(self, name) not in options:

@@ -14,7 +14,7 @@ from vocabulary import assert_as_good_as_torch, target_stats
 
 import fastrl
 from fastrl.base import checks
-from fastrl.losses import supports
+from fastrl.losses import call
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
@@ -28,7 +28,7 @@ KINDS = ("narrow", "mixed", "targets alone", "wide", "full")
 @pytest.fixture(autouse=True)
 def few_wide_rows_are_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """In problems as small as these it would be cheaper to gather them."""
-    monkeypatch.setattr(supports, "gathers", lambda rows, ids, sizes: False)
+    monkeypatch.setattr(call, "gathers", lambda rows, ids, sizes: False)
 
 
 #: The second response has tokens at its beginning alone.
@@ -94,7 +94,7 @@ def test_dtypes_and_transforms(
     if backend == "triton" and backend_device == "cpu" and (dtype != torch.float32 or kind not in ("narrow", "mixed")):
         pytest.skip("Triton's interpreter is slow, and rounds 16-bit casts otherwise than a GPU")
     if gathers:  # however wide
-        monkeypatch.setattr(supports, "widest_support", lambda vocab, device, itemsize: vocab)
+        monkeypatch.setattr(call, "widest_support", lambda vocab, device, itemsize: vocab)
     objective = fastrl.GRPO(entropy_coef=0.01)
     options = {"temperature": 0.7, "logit_scale": 1.5, "softcap": 8.0}
     problem = recorded(backend_device, kind, dtype)
@@ -132,7 +132,7 @@ def test_sets_of_thousands(backend: str, backend_device: str, monkeypatch: pytes
         logp, _ = target_stats((h @ w.T).masked_fill(~sets.to_dense(vocab), -torch.inf), targets)
         truths.append((logp.detach(), *torch.autograd.grad(logp.sum(), (h, w))))
     for widest in (20_000, 200):
-        monkeypatch.setattr(supports, "widest_support", lambda vocab, device, itemsize, most=widest: most)
+        monkeypatch.setattr(call, "widest_support", lambda vocab, device, itemsize, most=widest: most)
         h, w = (x.clone().requires_grad_() for x in (hidden, weight))
         logp = fastrl.linear_token_logprobs(h, w, targets, sampling_mask=sets).logprobs
         found = (logp.detach(), *torch.autograd.grad(logp.sum(), (h, w)))

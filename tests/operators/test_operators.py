@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 import torch
 
 import fastrl
+from fastrl import linear as linear_folder
+from fastrl import operators
 from fastrl.backends.contract import Statistics, Support, Transform
 from fastrl.linear import forward_gradient
 from fastrl.linear import operators as linear
@@ -16,6 +20,7 @@ from fastrl.linear.head import Head
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators import rows, support
 from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.operator import Operator
 from fastrl.planning.tiling import Limits, Needs
 
 SLOW = pytest.mark.slow
@@ -101,6 +106,9 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
             ),
         ),
     ]
+    names = [f"{p.__name__}.{m.name}" for p in (operators, linear_folder) for m in iter_modules(p.__path__)]
+    every = {x for name in names for x in vars(import_module(name)).values() if isinstance(x, Operator)}
+    assert every == {operator for operator, _ in calls}
     for operator, arguments in calls:
         overload = getattr(torch.ops.fastrl, operator.__name__).default
         torch.library.opcheck(overload, tuple(operator.unpacked(*arguments)))

@@ -112,6 +112,7 @@ def gated_terms(
         weight = ratio / torch.cosh((z / 2).clamp(max=350)) ** 2
         gated = Gated(-(4 / tau) * sigmoid * advantage, weight, unclipped)
     else:
+        assert isinstance(gate, fastrl.NoGate | fastrl.GeometricMean), gate
         gated = Gated(-ratio * advantage, torch.where(clipped == 0, ratio, 0.0), clipped)
     gated.weight = torch.where(held, 0.0, gated.weight)
     return gated

@@ -179,7 +179,8 @@ def penalty_call(draw: Draw, compare: Comparison) -> None:
     draw.tell(kind=kind, beta=beta, shape=layout.shape)
     value, size = expected = torch.zeros(2, layout.tokens, dtype=torch.float64)
     for score, response in zip(scores.tolist(), layout.responses, strict=True):
-        expected[:, response] = exact.penalised(score, logp[response], ref[response], mask[response], beta, kind)
+        columns = (x[response].tolist() for x in (logp, ref, mask))
+        expected[:, response] = torch.tensor(exact.penalised(score, *columns, beta, kind), dtype=torch.float64)
     given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (logp, ref)]
     argument = mask.view(layout.shape) if argument is None else argument
     weight = torch.tensor(beta) if draw.often(0.3) else beta

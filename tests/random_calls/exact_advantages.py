@@ -6,9 +6,6 @@ import math
 import statistics
 from collections.abc import Hashable, Sequence
 
-import torch
-from torch import Tensor
-
 Numbers = Sequence[float]
 
 
@@ -58,19 +55,24 @@ def gae(
     return advantages, returns
 
 
-def penalised(score: float, logp: Tensor, ref: Tensor, mask: Tensor, beta: float, kind: str) -> Tensor:
-    """One response's token rewards, and what their errors are relative to, (2, T)."""
-    d = ref - logp
-    x = d.clamp(-20.0, 20.0)
-    kl, slope, parts = {
-        "k1": (-d, torch.ones_like(d), d.abs()),
-        "k2": (d * d / 2, d.abs(), d * d / 2),
-        "k3": (torch.expm1(x) - x, torch.expm1(x).abs(), torch.expm1(x).abs() + x.abs()),
-    }[kind]
-    bonus = torch.zeros_like(d)
-    bonus[mask.nonzero()[-1:, 0]] = score
-    sizes = bonus.abs() + abs(beta) * (parts + slope * (ref.abs() + logp.abs()))
-    return torch.where(mask, torch.stack((bonus - beta * kl, sizes)), 0.0)
+def penalised(
+    score: float, logp: Numbers, ref: Numbers, mask: Sequence[bool], beta: float, kind: str
+) -> tuple[list[float], list[float]]:
+    """One response's token rewards, and what their errors are relative to."""
+    found, sizes = [0.0] * len(logp), [0.0] * len(logp)
+    last = max((t for t in range(len(logp)) if mask[t]), default=None)
+    for t in range(len(logp)):
+        if not mask[t]:
+            continue
+        d = ref[t] - logp[t]
+        x = max(-20.0, min(20.0, d))
+        kl = {"k1": -d, "k2": d * d / 2, "k3": math.expm1(x) - x}[kind]
+        slope = {"k1": 1.0, "k2": abs(d), "k3": abs(math.expm1(x))}[kind]
+        bonus = score if t == last else 0.0
+        found[t] = bonus - beta * kl
+        parts = abs(math.expm1(x)) + abs(x) if kind == "k3" else abs(kl)
+        sizes[t] = abs(bonus) + abs(beta) * (parts + slope * (abs(ref[t]) + abs(logp[t])))
+    return found, sizes
 
 
 def overlong(length: int, max_length: int, cache: int) -> float:
@@ -101,6 +103,10 @@ def process(
                 found[i][t] += value
                 scales[i][t] += size
     return found, scales
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > -30 else x - math.log1p(math.exp(x))
 
 
 def kept(logits: Numbers, top_k: int, top_p: float, min_p: float, temperature: float) -> tuple[list[bool], float]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, serve
 
+from fastrl.objectives.objective import GATE_FORMULAS
+
 
 @dataclass(frozen=True)
 class Case:
@@ -71,17 +73,11 @@ def slow_cases() -> list[Case]:
         Case("forward-gradient", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)
     ]
     found += [Case("forward-gradient", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
+    kinds, corrections = ("k1", "none", "k2", "k1+", "k3+", "old-new"), ("none", "mask", "truncate")
     found += [
         Case("forward-gradient", gpu, objective=objective)
         for gpu in VENDORS
-        for objective in (
-            ("surrogate", "k1", "none"),
-            ("reinforce", "none", "mask"),
-            ("clip", "k2", "truncate"),
-            ("soft", "k1+", "none"),
-            ("stop-gradient-clip", "k3+", "none"),
-            ("gamma", "old-new", "none"),
-        )
+        for objective in zip(GATE_FORMULAS, itertools.cycle(kinds), itertools.cycle(corrections), strict=False)
     ]
     return [case for case in found if case not in set(fast_cases())]
 

@@ -1,0 +1,20 @@
+"""What holds for the three backends together."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from fastrl.backends import contract
+
+pytest.importorskip("triton")
+
+
+def test_every_backend_has_every_function_of_the_contract() -> None:
+    cpp, triton, torch = (
+        set(import_module(f"fastrl.backends.{name}.backend").__all__) - {"why_unavailable"}
+        for name in ("cpp", "triton", "torch")
+    )
+    assert cpp == triton == torch
+    assert contract.__doc__ is not None and all(f"{name}(" in contract.__doc__ for name in torch)
