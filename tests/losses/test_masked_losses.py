@@ -72,8 +72,15 @@ check = partial(assert_loss_as_good_as_torch, smallest=1e-3)
 MARGIN = 2e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+#: Every objective over every way to treat a row, and every kind of support under two objectives; the others are slow.
+PAIRS = [
+    pytest.param(name, kind, marks=() if kind == "mixed" or name in ("GSPO", "PPO") else pytest.mark.slow)
+    for name in sorted(OBJECTIVES)
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_all_objectives_agree_with_dense_float64(backend: str, backend_device: str, name: str, kind: str) -> None:
     if backend == "triton" and backend_device == "cpu" and (kind != "mixed" or name not in ("GSPO", "PPO")):
         pytest.skip("Triton's interpreter is slow, and objectives run in torch here")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
+from machine_code import GPUS, Recorder, compile_kernel, inspect, serve
 
 VOCABULARY = 151936
 
@@ -44,11 +44,11 @@ def _cases(gpus: Iterable[str]) -> list[Case]:
 
 
 def fast_cases() -> list[Case]:
-    return _cases(VENDORS)
+    return [*_cases(["sm_90"]), Case("choose", "gfx942", "bf16"), Case("write", "gfx942", "bf16", False, True, False)]
 
 
 def slow_cases() -> list[Case]:
-    return _cases(gpu for gpu in GPUS if gpu not in VENDORS)
+    return [case for case in _cases(GPUS) if case not in fast_cases()]
 
 
 def compile_case(case: Case) -> dict[str, Any]:
