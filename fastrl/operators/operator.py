@@ -22,20 +22,27 @@ class _Parameter(NamedTuple):
     """A parameter of an operator's function."""
 
     name: str
-    fields: tuple[str, ...]  # of the NamedTuple that it is, each an argument of the schema; empty: it is one argument
     kind: Any  # its type
+    fields: tuple[str, ...]  # of the NamedTuple that it is; empty: it is something else
+    scalars: tuple[type, ...]  # their types if they are whole numbers: these are one argument, a list
 
     @classmethod
     def of(cls, name: str, hint: Any) -> _Parameter:
         kind = next((x for x in (hint, *get_args(hint)) if hasattr(x, "_fields")), hint)
-        return cls(name, getattr(kind, "_fields", ()), kind)
+        fields = getattr(kind, "_fields", ())
+        types = tuple(get_type_hints(kind).values()) if fields else ()
+        return cls(name, kind, fields, types if {int, bool}.issuperset(types) else ())
 
     def schema(self, hint: Any) -> Iterator[inspect.Parameter]:
         """The arguments of the schema; the fields of an optional NamedTuple are optional."""
-        types = get_type_hints(self.kind) if self.fields else {"": hint}
+        types = {"": hint}
+        if self.scalars:  # torch takes time for each pair of arguments
+            types = {"": Sequence[bool] if set(self.scalars) == {bool} else Sequence[int]}
+        elif self.fields:
+            types = get_type_hints(self.kind)
         for field, field_type in types.items():
             of_list = Sequence[float] if get_origin(field_type) is tuple else field_type
-            kind = of_list | None if self.fields and NoneType in get_args(hint) else of_list
+            kind = of_list | None if field and NoneType in get_args(hint) else of_list
             name = f"{self.name}_{field}" if field else self.name
             yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
 
@@ -43,15 +50,19 @@ class _Parameter(NamedTuple):
         """The parameter, from the values of its arguments. An optional NamedTuple is None if all fields are."""
         if not self.fields:
             return next(values)
+        if self.scalars:
+            return self.kind(*(bool(x) if t is bool else x for t, x in zip(self.scalars, next(values), strict=True)))
         fields = [next(values) for _ in self.fields]
         if all(x is None for x in fields):
             return None
         return self.kind(*(tuple(x) if isinstance(x, list) else x for x in fields))
 
     def unpacked(self, value: Any) -> Sequence[Any]:
-        """The values of its arguments."""
+        """The values of its arguments, or of their gradients."""
         if not self.fields:
             return (value,)
+        if self.scalars:
+            return (None if value is None else list(value),)
         return (None,) * len(self.fields) if value is None else value
 
 
