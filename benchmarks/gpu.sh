@@ -59,14 +59,14 @@ correct() {
     --ignore tests/training --ignore tests/integrations
   # All others but those that no GPU changes (ahead-of-time compilation, C++, packaging, this program) and the trainer's.
   part tests 240 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
-    -m "not slow" tests --ignore-glob '*_aot.py' --ignore-glob '*/test_cpp*' --ignore tests/training \
+    -m "not slow" -k "not cpp" tests --ignore-glob '*_aot.py' --ignore-glob '*/test_cpp*' --ignore tests/training \
     --ignore tests/integrations --ignore tests/test_package.py --ignore tests/training/common/test_report.py \
     --ignore tests/bench/test_plot_gates.py --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py \
     --ignore tests/models
   if command -v compute-sanitizer >/dev/null; then
     # Without torch's caching of memory: a read beyond a tensor would find the next one. Kernels as compiled above.
     part sanitizer 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-      --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/backends/test_find_support.py \
+      --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/backend/test_find_support.py \
       tests/bench/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
       or (transforms_and_sizes and 4097) or (beside and 4097) or masked or strided or any_strides or segments_apart \
       or wide_row or long_segments or minus_infinity_is_a or (not_kept_is and bfloat16) \

@@ -25,8 +25,8 @@ from unittest.mock import patch
 import torch
 from triton import TritonError
 
-from fastrl.backends.contract import Transform
-from fastrl.backends.triton import backend as triton_backend
+from fastrl.backend.contract import Transform
+from fastrl.backend.triton import backend as triton_backend
 from fastrl.bench import machine
 from fastrl.bench.clock import time_runs
 from fastrl.bench.contenders import without_results

@@ -1,4 +1,4 @@
-// The C interface of `find_support` (fastrl/backends/contract.py); rows are distributed over torch's own threads.
+// The C interface of `find_support` (fastrl/backend/contract.py); rows are distributed over torch's own threads.
 #include "find_support.h"
 
 #include "parallel.h"
@@ -8,7 +8,7 @@ namespace {
 using namespace fastrl;
 using namespace fastrl::search;
 
-// Mirrors `_Search` in fastrl/backends/cpp/find_support.py, field by field.
+// Mirrors `_Search` in fastrl/backend/cpp/find_support.py, field by field.
 struct Search {
   const void* logits;  // (a, b, vocab), strides in elements
   int64_t a, b, vocab, stride_a, stride_b, top_k;

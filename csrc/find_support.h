@@ -1,5 +1,5 @@
 // The vocabulary entries of one row that a sampler keeps, without a sort: `find_support` of
-// fastrl/backends/contract.py.
+// fastrl/backend/contract.py.
 //
 // Every cut is a pivot: the smallest z such that the entries <= z weigh more than a limit. The weights are 1 (top-k) or
 // e^(z - maximum) (top-p). A row is swept as follows:

@@ -1,4 +1,4 @@
-// The CPU backend's C interface: rows of logits, distributed over torch's threads. See fastrl/backends/contract.py.
+// The CPU backend's C interface: rows of logits, distributed over torch's threads. See fastrl/backend/contract.py.
 #include "rows.h"
 
 #include <array>
@@ -21,7 +21,7 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/backends/cpp/backend.py, field by field.
+// The structs mirror those of fastrl/backend/cpp/backend.py, field by field.
 struct Rows {
   void* logits;  // (a, b, vocab), strides in elements
   int64_t a, b, vocab, stride_a, stride_b;

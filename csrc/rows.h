@@ -1,4 +1,4 @@
-// The row functions of fastrl/backends/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
+// The row functions of fastrl/backend/contract.py for one row of logits: sweeps over the vocabulary, no allocation.
 //
 // A lane's columns, a sum's grouping and the order in which groups are folded depend only on V. So a row's results are
 // bitwise the same at any position, stride or alignment and with any number of threads.

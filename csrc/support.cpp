@@ -1,4 +1,4 @@
-// Rows that keep a few vocabulary entries each: their logits and gradients. See fastrl/backends/contract.py.
+// Rows that keep a few vocabulary entries each: their logits and gradients. See fastrl/backend/contract.py.
 #include <vector>
 
 #include "parallel.h"
@@ -8,7 +8,7 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/backends/cpp/support.py, field by field.
+// The structs mirror those of fastrl/backend/cpp/support.py, field by field.
 struct Support {
   const int32_t* ids;      // (nnz,), ascending within a row
   const int64_t* offsets;  // (rows + 1,)

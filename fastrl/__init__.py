@@ -7,7 +7,7 @@ states and the output head, without an (N, V) float32 tensor.
 from fastrl.advantages.outcome import gae, group_advantages, rloo_advantages, value_loss
 from fastrl.advantages.process import process_advantages
 from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
-from fastrl.backends.choice import backends, use_backend
+from fastrl.backend.choice import backends, use_backend
 from fastrl.base.checks import check_inputs
 from fastrl.losses.cross_entropy import linear_cross_entropy
 from fastrl.losses.logprobs import TokenStats, linear_token_logprobs, token_logprobs

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from fastrl.backends.cpp import build as cpp_build
+from fastrl.backend.cpp import build as cpp_build
 from fastrl.base import dependencies
 from fastrl.bench import machine
 

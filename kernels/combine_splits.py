@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import Transform
+from fastrl.backend.contract import Transform
 from fastrl.kernels.configuration import numbers, on_device
 from fastrl.kernels.device_functions import LOG2E, LOWEST, finish, fold, load_target, scales
 

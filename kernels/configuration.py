@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Transform
+from fastrl.backend.contract import Transform
 
 _MIN_BLOCK = 256
 _BLOCK = 4096  # 8 warps, 16 entries per thread: 2048 is issue-bound, 16384 has too few warps per multiprocessor

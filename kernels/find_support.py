@@ -1,4 +1,4 @@
-"""The vocabulary entries that a sampler keeps (`find_support` of `fastrl.backends.contract`), without a sort.
+"""The vocabulary entries that a sampler keeps (`find_support` of `fastrl.backend.contract`), without a sort.
 
 A program owns a row. Every cut is a pivot: the smallest z such that the entries <= z weigh more than a limit. The
 weights are 1 (top-k) or the probability (top-p). The pivot is found by an 8-ary search. Each sweep sums the weights

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import LossTerms, Transform
+from fastrl.backend.contract import LossTerms, Transform
 from fastrl.kernels.configuration import configuration, is_aligned, launch_options, numbers, on_device, row_strides
 from fastrl.kernels.device_functions import (
     LOG2E,
@@ -260,7 +260,7 @@ def row_forward_gradient(
     inputs: RowInputs,
     gradient: Tensor | None,  # (A, B, V) contiguous, or None: the logits become the gradient
 ) -> LossTerms:
-    """See `fastrl.backends.contract`; the objective is in the form of `fastrl.backends.triton.formulas`."""
+    """See `fastrl.backend.contract`; the objective is in the form of `fastrl.backend.triton.formulas`."""
     rows, vocab = targets.numel(), logits.shape[-1]
     out = torch.empty(10, rows, dtype=torch.float32, device=logits.device)
     result = LossTerms(out[0], out[1], out[2:])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.kernels.configuration import configuration, is_aligned, launch_options, numbers, on_device, row_strides
 from fastrl.kernels.device_functions import (
     gradient_scalars,
@@ -163,7 +163,7 @@ def row_gradient(
     h: Tensor | None,  # (N,) float32
     out: Tensor,  # (A, B, V), may be logits
 ) -> None:
-    """See `fastrl.backends.contract`; `out` may be `logits`."""
+    """See `fastrl.backend.contract`; `out` may be `logits`."""
     rows, vocab = targets.numel(), logits.shape[-1]
     if rows == 0:
         return

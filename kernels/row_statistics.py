@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.kernels.combine_splits import combine_splits
 from fastrl.kernels.configuration import (
     configuration,
@@ -155,7 +155,7 @@ def row_statistics(
     mask: Tensor | None,  # (N,) bool
     transform: Transform,
 ) -> Statistics:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     rows, vocab = targets.numel(), logits.shape[-1]
     if rows == 0:
         return Statistics(*torch.empty(4, 0, dtype=torch.float32, device=logits.device))

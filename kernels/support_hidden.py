@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.backends.contract import Support
+from fastrl.backend.contract import Support
 from fastrl.kernels.configuration import check_unit_strides
 from fastrl.kernels.support_products import entry_rows
 from fastrl.kernels.support_weight import segment_sums
@@ -20,7 +20,7 @@ def support_hidden(
     support: Support,
     out: Tensor,  # (N, H), unit stride on H
 ) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     check_unit_strides(weight=weight, out=out)
     if support.token_ids.numel():
         ids, rows = entry_rows(support), support.valid.numel()

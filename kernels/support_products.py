@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import Support
+from fastrl.backend.contract import Support
 from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
 
 ENTRIES = 4  # 8 KB of the head in flight per program in bfloat16, 32 registers of sums per thread
@@ -131,7 +131,7 @@ def support_products(
     bias: Tensor | None,  # (V,)
     support: Support,
 ) -> Tensor:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     check_unit_strides(hidden=hidden, weight=weight, bias=bias)
     nnz, (rows, hidden_size) = support.token_ids.numel(), hidden.shape
     values = torch.empty(nnz, dtype=torch.float32, device=hidden.device)

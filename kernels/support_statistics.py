@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import Statistics, Support, Transform
+from fastrl.backend.contract import Statistics, Support, Transform
 from fastrl.kernels.configuration import numbers, on_device
 from fastrl.kernels.device_functions import (
     LOG2E,
@@ -109,7 +109,7 @@ def support_statistics(
     support: Support,
     transform: Transform,
 ) -> Statistics:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     rows = targets.numel()
     out = torch.empty(4, rows, dtype=torch.float32, device=targets.device)
     if rows == 0:
@@ -220,7 +220,7 @@ def support_gradient(
     h: Tensor | None,  # (N,) float32
     out: Tensor,  # (nnz,) float32, may be values
 ) -> None:
-    """See `fastrl.backends.contract`; `out` may be `values`."""
+    """See `fastrl.backend.contract`; `out` may be `values`."""
     rows = targets.numel()
     if rows == 0 or values.numel() == 0:
         return

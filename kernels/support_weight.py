@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backends.contract import ByToken
+from fastrl.backend.contract import ByToken
 from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
 from fastrl.kernels.support_products import chunk, launch_options, vector
 
@@ -342,7 +342,7 @@ def support_weight(
     out_bias: Tensor | None,  # (V,)
     add: bool,
 ) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
     ids, entries, rows = by_token
     nnz = ids.numel()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import fastrl
+
 ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. The kernels are part of the backends; of the rest they import the plain tuples only.
@@ -14,7 +16,7 @@ ORDER = (
     "base",
     "objectives",
     "advantages",
-    "backends",
+    "backend",
     "planning",
     "operators",
     "sampling_mask",
@@ -25,7 +27,7 @@ ORDER = (
     "training",
     "bench",
 )
-TUPLES = ("fastrl.backends.contract", "fastrl.objectives.rows")
+TUPLES = ("fastrl.backend.contract", "fastrl.objectives.rows")
 #: Above the losses the package is used as its users do: by `import fastrl`.
 USERS = ORDER[ORDER.index("models") :]
 
@@ -53,7 +55,7 @@ def imports(tree: ast.Module, names: set[str]) -> Iterator[str]:
 def folder(module: str) -> str:
     """The folder of a module, "" for those at the root."""
     parts = module.split(".")
-    return "backends" if parts[1:2] == ["kernels"] else parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
+    return "backend" if parts[1:2] == ["kernels"] else parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
 
 
 def test_imports_point_down() -> None:
@@ -79,3 +81,9 @@ def test_every_folder_says_what_it_is_for() -> None:
     for name in ORDER:
         assert ast.get_docstring(ast.parse((ROOT / "fastrl" / name / "__init__.py").read_text())), name
     assert {p.name for p in (ROOT / "fastrl").glob("*.py")} == {"__init__.py", "cli.py", "doctor.py"}
+
+
+def test_no_module_has_the_name_of_a_public_one() -> None:
+    """`import fastrl.name.part` would find the function, which has no parts."""
+    public = set(fastrl.__all__)
+    assert not public & {name.split(".")[1] for name in modules() if "." in name}

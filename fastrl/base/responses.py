@@ -1,6 +1,6 @@
 """Each token's response, in three layouts: padded `(B, T)`, packed `(N,)` with `cu_seqlens`, or one response `(N,)`.
 
-The functions of `advantages.py` and `rewards.py` work on flattened tokens and a response number per token, so that the
+The functions of `fastrl/advantages/` work on flattened tokens and a response number per token, so that the
 three layouts share one code path and none of them needs the longest length on the host.
 """
 

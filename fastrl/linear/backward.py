@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, HeadSums, Held, slices
 from fastrl.linear.statistics import Order, Rows, order, pass_tile
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning.tiling import Limits, Needs, Tile
+from fastrl.planning.tiling import Needs, PassBudget, Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in separate passes, so that the float32 sums of neither are held whole.
 TWO_PASS = "two-pass"
@@ -40,10 +40,10 @@ class Backward:
         needs: Needs,
         backend: str,
         num_tokens: int,
-        limits: Limits,
+        budget: PassBudget,
         dense_support: DenseSupport | None = None,
     ) -> None:
-        self.head, self.transform, self.needs, self.backend, self.limits = head, transform, needs, backend, limits
+        self.head, self.transform, self.needs, self.backend, self.budget = head, transform, needs, backend, budget
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
         self.undo = None
         c, h = self.order.of(c), self.order.of(h)  # type: ignore[assignment]
@@ -111,10 +111,10 @@ class Backward:
         return logits
 
     def _tile(self, kind: str) -> Tile:
-        return pass_tile(kind, self.head, self.order, self.limits)
+        return pass_tile(kind, self.head, self.order, self.budget)
 
     def _held(self, tile: Tile) -> Held:
-        return Held(self.head, tile, self.order.index is not None, self.backend, self.limits.mapped)
+        return Held(self.head, tile, self.order.index is not None, self.backend, self.budget.mapped)
 
     def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Rows]]:
         """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""
@@ -140,7 +140,7 @@ class Backward:
 
     def _float32(self, rows: int) -> Tensor:
         """Uninitialised memory for float32 sums (rows, H)."""
-        hidden, make = self.head.hidden, products.scratch if self.limits.mapped else products.empty
+        hidden, make = self.head.hidden, products.scratch if self.budget.mapped else products.empty
         return make((rows, hidden.shape[1]), torch.float32, hidden, self.backend)
 
     def _weight_pass(self, tile: Tile, with_hidden: bool) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
-from fastrl.backends.contract import LossTerms, Transform
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import LossTerms, Transform
 from fastrl.base import checks
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
@@ -24,7 +24,7 @@ from fastrl.linear.statistics import Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.operators.attach import hand_over, refuse_second_order
 from fastrl.operators.operator import operator, saved
-from fastrl.planning.tiling import Limits, Needs, Tile
+from fastrl.planning.tiling import Needs, PassBudget, Tile
 
 #: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
 ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossTerms]
@@ -158,14 +158,14 @@ def linear_forward_gradient(
     needs: Needs,
     backend: str,
     num_tokens: int,
-    limits: Limits,
+    budget: PassBudget,
 ) -> LinearLoss:
     """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide."""
     checks.targets_in_range(targets, mask, head.weight.shape[0])
     used, active = forward.active_first(mask, idle_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
     if used.count:
-        tile = forward.pass_tile("forward-gradient", head, used, limits, weight=needs.weight)
+        tile = forward.pass_tile("forward-gradient", head, used, budget, weight=needs.weight)
         chunks = row_chunks(used.count, active, tile.rows)
     by_kernel = _gradient_by_kernel(backend, objective, inputs)
     results, gradients = forward_gradient(head, targets, transform, used, chunks, by_kernel, needs, backend)

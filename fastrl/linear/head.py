@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
+from fastrl.backend.choice import kernels
 from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
 
 _LARGE = 8 << 20  # bytes from which allocators take fresh memory from the system anyway

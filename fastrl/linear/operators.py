@@ -1,6 +1,6 @@
 """torch.library operators from hidden states and the output head: statistics (differentiable) and their backward.
 
-The plan and its memory limits are arguments; `fastrl.planning.plans` chooses them.
+The plan and its budget for each pass are arguments; `fastrl.planning.plans` chooses them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
@@ -19,7 +19,7 @@ from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
 from fastrl.operators.operator import Operator, operator, saved
 from fastrl.operators.rows import coefficients, empty_statistics, upstream
-from fastrl.planning.tiling import Limits, Needs
+from fastrl.planning.tiling import Needs, PassBudget
 
 
 class LinearStatistics(NamedTuple):
@@ -43,7 +43,7 @@ def linear_statistics(
     num_tokens: int,
     waits: bool,
     plan: str,
-    limits: Limits,
+    budget: PassBudget,
     slopes: int,
 ) -> LinearStatistics:
     """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two are differentiable.
@@ -52,7 +52,7 @@ def linear_statistics(
     backward only scales their rows.
     """
     checks.targets_in_range(targets, mask, head.weight.shape[0])
-    arguments = (head, targets, mask, transform, backend, num_tokens, limits)
+    arguments = (head, targets, mask, transform, backend, num_tokens, budget)
     stats, formed = forward.frozen(*arguments, slopes) if slopes else (forward.statistics(*arguments), [])
     formed += [head.hidden.new_empty(0) for _ in range(2 - len(formed))]
     return LinearStatistics(*stats, *formed)
@@ -91,11 +91,11 @@ def linear_gradient(
     num_tokens: int,
     waits: bool,
     plan: str,
-    limits: Limits,
+    budget: PassBudget,
 ) -> HeadGradients:
     """The backward of `linear_statistics`."""
     known = -1 if waits else num_tokens
-    backward = Backward(head, targets, mask, transform, statistics, c, h, needs, backend, known, limits)
+    backward = Backward(head, targets, mask, transform, statistics, c, h, needs, backend, known, budget)
     return HeadGradients.of(backward.run(plan), head.hidden)
 
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning.tiling import Limits, Pass, Tile
+from fastrl.planning.tiling import Pass, PassBudget, Tile
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Rows(NamedTuple):
         return Rows(self.targets[rows], t, stats, c, h, support)
 
 
-def pass_tile(kind: str, head: Head, order: Order, limits: Limits, vectors: int = 1, weight: bool = True) -> Tile:
+def pass_tile(kind: str, head: Head, order: Order, budget: PassBudget, vectors: int = 1, weight: bool = True) -> Tile:
     """The tile of a pass. The planner has made sure that one fits."""
     one = Pass(kind, head.sizes(order.count, weight), vectors)
-    tile = one.tile(limits.room, limits.tile)
+    tile = one.tile(budget.total, budget.tile)
     if tile is None:
-        least = one.least_bytes(limits.tile)
-        raise RuntimeError(f"the pass {kind!r} takes at least {least} bytes, got {limits.room}")
+        least = one.least_bytes(budget.tile)
+        raise RuntimeError(f"the pass {kind!r} takes at least {least} bytes, got {budget.total}")
     return tile
 
 
@@ -119,15 +119,15 @@ def statistics(
     transform: Transform,
     backend: str,
     num_tokens: int,
-    limits: Limits,
+    budget: PassBudget,
     dense_support: DenseSupport | None = None,
 ) -> Statistics:
     """Row statistics (N,) from hidden states, with one product (1U); 0 for masked rows."""
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
         return out
-    tile = pass_tile("statistics", head, used, limits)
-    held = Held(head, tile, used.index is not None, backend, limits.mapped)
+    tile = pass_tile("statistics", head, used, budget)
+    held = Held(head, tile, used.index is not None, backend, budget.mapped)
     rows = Rows(used.of(targets), used.of(transform.temperatures), dense_support=used.dense_support(dense_support))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
@@ -170,26 +170,28 @@ class _Combined:
         self.maximum = torch.full_like(zeros, -torch.inf)
         self.total, self.rest = self.maximum, self.maximum  # log sum exp of all slices, and of all but the target's
         self.mean = zeros
-        self.own = self.logprob = torch.full_like(zeros, torch.nan)  # of the target's slice: its l, and logp within it
+        self.of_target = self.logprob = torch.full_like(
+            zeros, torch.nan
+        )  # of the target's slice: its l, and logp within it
 
-    def add(self, found: Statistics, here: Tensor) -> None:
-        """Add the statistics of a slice; `here`: rows whose target is in the slice."""
-        empty = found.maximum == -torch.inf  # all logits are -inf: the other statistics are NaN
-        l = (found.maximum.double() + found.log_sum.double()).where(~empty, -torch.inf)  # noqa: E741
+    def add(self, stats: Statistics, has_target: Tensor) -> None:
+        """Add the statistics of a slice; `has_target`: rows whose target is in the slice."""
+        empty = stats.maximum == -torch.inf  # all logits are -inf: the other statistics are NaN
+        l = (stats.maximum.double() + stats.log_sum.double()).where(~empty, -torch.inf)  # noqa: E741
         total = torch.logaddexp(self.total, l)
         nothing = total == -torch.inf
         share = (l - total).exp().where(~nothing, 0.0)
-        mean = (l - found.entropy).where(~empty, 0.0)
+        mean = (l - stats.entropy).where(~empty, 0.0)
         self.mean = self.mean * (1 - share) + mean * share
         self.total = total
-        self.maximum = torch.maximum(self.maximum, found.maximum.double())
-        self.rest = torch.where(here, self.rest, torch.logaddexp(self.rest, l))
-        self.own = torch.where(here, l, self.own)
-        self.logprob = torch.where(here, found.logprobs.double().where(~empty, 0.0), self.logprob)
+        self.maximum = torch.maximum(self.maximum, stats.maximum.double())
+        self.rest = torch.where(has_target, self.rest, torch.logaddexp(self.rest, l))
+        self.of_target = torch.where(has_target, l, self.of_target)
+        self.logprob = torch.where(has_target, stats.logprobs.double().where(~empty, 0.0), self.logprob)
 
     def finish(self) -> Statistics:
         """The statistics of the whole rows."""
-        logprob = self.logprob - torch.nn.functional.softplus(self.rest - self.own)
+        logprob = self.logprob - torch.nn.functional.softplus(self.rest - self.of_target)
         stats = (logprob, self.total - self.mean, self.maximum, self.total - self.maximum)
         return Statistics(*(x.float() for x in stats))
 
@@ -202,7 +204,7 @@ def frozen(
     transform: Transform,
     backend: str,
     num_tokens: int,
-    limits: Limits,
+    budget: PassBudget,
     vectors: int,
 ) -> tuple[Statistics, list[Tensor]]:
     """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype."""
@@ -210,7 +212,7 @@ def frozen(
     slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(vectors)]
     if used.count == 0:
         return out, slopes
-    tile = pass_tile("frozen", head, used, limits, vectors)
+    tile = pass_tile("frozen", head, used, budget, vectors)
     held = Held(head, tile, used.index is not None, backend)
     second = (
         products.empty((tile.rows, tile.columns), head.weight.dtype, head.weight, backend) if vectors == 2 else None

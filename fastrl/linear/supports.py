@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
-from fastrl.backends.contract import ByToken, Statistics, Support, Transform
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import ByToken, Statistics, Support, Transform
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.backward import Backward
@@ -29,7 +29,7 @@ from fastrl.operators.support import (
     together,
     without_target,
 )
-from fastrl.planning.tiling import Limits, Needs
+from fastrl.planning.tiling import Needs, PassBudget
 
 
 def by_token(support: Support, vocab: int) -> ByToken:
@@ -51,7 +51,7 @@ def support_linear_statistics(
     backend: str,
     num_dense: int,
     plan: str,
-    limits: Limits,
+    budget: PassBudget,
 ) -> SupportStatistics:
     """`linear_statistics` over the support's entries, and their logits; the first two results are differentiable.
 
@@ -60,7 +60,7 @@ def support_linear_statistics(
     check_targets(targets, dense, support, dense_support, head.weight.shape[0])
     rest = None
     if dense is not None:
-        rest = forward.statistics(head, targets, dense, transform, backend, num_dense, limits, dense_support)
+        rest = forward.statistics(head, targets, dense, transform, backend, num_dense, budget, dense_support)
         if dense_support is not None:
             lacking = without_target(targets, dense_support.token_ids, dense_support.offsets)
             rest.logprobs.masked_fill_(lacking & dense, torch.nan)
@@ -87,15 +87,14 @@ def support_linear_gradient(
     h: Tensor | None,
     needs: Needs,
     backend: str,
-    num_dense: int,
     plan: str,
-    limits: Limits,
+    budget: PassBudget,
 ) -> HeadGradients:
     """The backward of `support_linear_statistics`."""
     hidden, weight, _ = head
     if dense is not None:
         d_hidden, d_weight, d_bias = Backward(
-            head, targets, dense, transform, statistics, c, h, needs, backend, -1, limits, dense_support
+            head, targets, dense, transform, statistics, c, h, needs, backend, -1, budget, dense_support
         ).run(plan)
     else:
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
@@ -115,6 +114,11 @@ def support_linear_gradient(
 
 
 support_linear_gradient.register_fake(fake_gradients)
-support_linear_statistics.register_autograd(
-    partial(head_backward, support_linear_gradient), save_statistics, differentiable=2
-)
+
+
+def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    del inputs["num_dense"]  # the backward counts the rows with a gradient itself
+    return save_statistics(ctx, inputs, results)
+
+
+support_linear_statistics.register_autograd(partial(head_backward, support_linear_gradient), _save, differentiable=2)

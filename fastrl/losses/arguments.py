@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Transform
+from fastrl.backend.contract import Transform
 from fastrl.base import checks
 from fastrl.linear.head import Head
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, resolved
-from fastrl.backends.contract import Statistics
+from fastrl.backend.choice import forced, resolved
+from fastrl.backend.contract import Statistics
 from fastrl.base import checks
 from fastrl.linear.head import Head
 from fastrl.linear.operators import linear_statistics
@@ -96,11 +96,13 @@ class PlannedCall(NamedTuple):
         (head, args, *_), plan, supports = self.call, self.plan, self.supports
         if supports is not None:
             rows = (supports.dense, args.transform, supports.support, supports.dense_support)
-            sparse = support_linear_statistics(head, args.targets, *rows, forced(), self.rows, plan.name, plan.limits)
+            sparse = support_linear_statistics(
+                head, args.targets, *rows, forced(), self.rows, plan.name, plan.pass_budget
+            )
             return Statistics(*sparse[:4])
         waits = self.call.num_tokens < 0  # whether the backward may synchronise to learn which rows are idle
         slopes = self.inputs.slopes if plan.name == "frozen-head" else 0
-        stats = linear_statistics(head, *args, forced(), self.rows, waits, plan.name, plan.limits, slopes)
+        stats = linear_statistics(head, *args, forced(), self.rows, waits, plan.name, plan.pass_budget, slopes)
         return Statistics(*stats[:4])
 
 

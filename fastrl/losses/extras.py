@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced
-from fastrl.backends.contract import Statistics, Transform
-from fastrl.backends.torch.rows import transformed
+from fastrl.backend.choice import forced
+from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.torch.rows import transformed
 from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.operators import linear_statistics
 from fastrl.linear.statistics import order, pass_tile
@@ -128,7 +128,7 @@ def _log_sum_half(head: Head, args: VocabularyArguments, plan: Plan) -> Tensor:
         temperature=temperature / 2, temperatures=None if temperatures is None else temperatures / 2
     )
     return linear_statistics(
-        head, args.targets, args.mask, halved, forced(), -1, False, plan.name, plan.limits, 0
+        head, args.targets, args.mask, halved, forced(), -1, False, plan.name, plan.pass_budget, 0
     ).log_sum
 
 
@@ -167,7 +167,7 @@ def _mean_by_tiles(head: Head, args: VocabularyArguments, plan: Plan, spare: int
     vocab = head.weight.shape[0]
     max_bytes = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
-    tile = pass_tile("statistics", head, used, plan.limits)
+    tile = pass_tile("statistics", head, used, plan.pass_budget)
     held = Held(head, tile, used.index is not None, backend, plan.mapped)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, kernels
-from fastrl.backends.contract import LossTerms, Statistics, Transform
+from fastrl.backend.choice import forced, kernels
+from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
 from fastrl.linear import forward_gradient as forward_gradient_ops
 from fastrl.linear import statistics as forward
@@ -83,11 +83,11 @@ def _ask(problem: Problem, call: LinearCall) -> _Host | None:
 
 def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
     """The forward-gradient plan: the forward computes the loss and its gradients."""
-    call, limits = by_plan.call, by_plan.plan.limits
+    call, budget = by_plan.call, by_plan.plan.pass_budget
     if isinstance(problem.objective, Objective):
         spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
         loss, *terms, _, _, _ = linear_forward_gradient(
-            call.head, *call.args, inputs, spec, call.needs, forced(), call.num_tokens, limits
+            call.head, *call.args, inputs, spec, call.needs, forced(), call.num_tokens, budget
         )
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
     # A row-local callable runs in torch between each chunk's statistics and its gradient.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastrl.backends.choice import forced
+from fastrl.backend.choice import forced
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
 from fastrl.losses.call import linear_call, planned
 from fastrl.losses.extras import checked_extras, extras_ahead, extras_of

@@ -4,10 +4,11 @@ From `linear_policy_loss(hidden, weight, ...)` down to a kernel:
 
     losses/call           the checked arguments (LinearCall), and these with a plan (PlannedCall)
     losses/problem        the objective, the batch and the aggregation's weights (Problem)
-    losses/linear         what follows each plan: the table CODE
-    linear/               the plan's torch.library operator, its passes over tiles of logits, their matrix products
     planning/             the cheapest plan within the budget (plans), and the tile of each of its passes (tiling)
-    backends/choice       the backend that runs the row functions of backends/contract
+    losses/linear         what follows each plan: the table CODE
+    linear/               the plan's torch.library operator, its passes over tiles of logits, their matrix products; a
+                          tile is sized again for the rows that the pass has in the end
+    backend/choice        the backend that runs the row functions of backend/contract
     kernels/ or csrc/     a row function: its launcher, and its kernel
 
 Gradients come back by the operator's backward, or from the forward by `operators/attach.hand_over`.
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, kernels
-from fastrl.backends.contract import LossTerms
+from fastrl.backend.choice import forced, kernels
+from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
 from fastrl.losses.call import linear_call

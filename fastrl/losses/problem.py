@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import LossTerms
+from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
 from fastrl.objectives.batch import Batch, make_batch
 from fastrl.objectives.evaluate import CustomObjective, check_requirements, metrics, objective_loss, settings_of
@@ -78,15 +78,15 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
 
 
 def from_terms(
-    problem: Problem, found: LossTerms, loss: Tensor, *, clamped: Tensor | None = None, dropped: Tensor | None = None
+    problem: Problem, result: LossTerms, loss: Tensor, *, clamped: Tensor | None = None, dropped: Tensor | None = None
 ) -> PolicyLoss:
     """A PolicyLoss from the terms of `row_forward_gradient`."""
-    batch, terms = problem.batch, found.terms
+    batch, terms = problem.batch, result.terms
     if clamped is not None:
         terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
     return PolicyLoss(
         loss,
-        metrics(terms, batch, found.entropy, dropped),
-        found.logprobs.view(batch.shape),
-        found.entropy.view(batch.shape),
+        metrics(terms, batch, result.entropy, dropped),
+        result.logprobs.view(batch.shape),
+        result.entropy.view(batch.shape),
     )

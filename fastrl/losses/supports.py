@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Support, entry_rows
+from fastrl.backend.contract import Support, entry_rows
 from fastrl.base import checks
 from fastrl.linear.head import Head
 from fastrl.losses.arguments import VocabularyArguments

@@ -85,7 +85,7 @@ class SamplingMaskRecorder(LogitsProcessor):
         if self._next not in (None, (batch, length)):
             raise ValueError(
                 f"input_ids must have shape {self._next} at step {self._steps} of a recording,"
-                f" got {(batch, length)}: only sampling a token a step, without an assistant, can be recorded, and"
+                f" got {(batch, length)}: only sampling one token per step, without an assistant, can be recorded, and"
                 " another generate needs reset()"
             )
         if self._keeps_logprobs:

@@ -115,8 +115,8 @@ class RoutingRecorder:
         new = tokens if prefill else 1
         expected = new if prefill or self._cached else position + 1
         if tokens != expected or not tokens.is_integer() or (prefill and position + new > self._prompt):
-            got = f"{tokens:g} tokens a sequence in router {layer}, after {position} with a prompt of {self._prompt}"
-            raise ValueError(f"only sampling a token a step, without an assistant, can be recorded, got {got}")
+            got = f"{tokens:g} tokens per sequence in router {layer}, after {position} with a prompt of {self._prompt}"
+            raise ValueError(f"only sampling one token per step, without an assistant, can be recorded, got {got}")
         chosen = chosen.detach().view(self._batch, int(tokens), -1)
         self._steps[layer].append(chosen[:, -int(new) :].to(self._dtype))
         self._positions[layer] += int(new)

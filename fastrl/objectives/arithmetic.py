@@ -1,8 +1,8 @@
 """The functions that the formulas in `formulas.py` call, implemented in torch.
 
 Every formula calls these functions by their bare names, so that one source runs on three backends: in torch through
-this module, in Triton by rebinding the same code objects (`fastrl.backends.triton.formulas`), in C++ by translation
-(`fastrl.backends.cpp.formulas`). Arguments are tensors, or tensors and Python floats.
+this module, in Triton by rebinding the same code objects (`fastrl.backend.triton.formulas`), in C++ by translation
+(`fastrl.backend.cpp.formulas`). Arguments are tensors, or tensors and Python floats.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
+from fastrl.backend.choice import kernels
 from fastrl.operators import consumed
 
 Gradients = Sequence[Tensor | None]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
+from fastrl.backend.choice import kernels
 
 
 class DenseSupport(NamedTuple):

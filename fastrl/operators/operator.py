@@ -112,12 +112,18 @@ class Operator(Generic[P, R]):
 
     def unpacked(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
         """The arguments of the schema for a call."""
-        if len(args) + len(kwargs) != len(self._parameters):
-            raise TypeError(f"{self.__name__} takes {len(self._parameters)} arguments, got {len(args) + len(kwargs)}")
         unpacked: list[Any] = []
-        for i, parameter in enumerate(self._parameters):
-            unpacked += parameter.unpacked(args[i] if i < len(args) else kwargs[parameter.name])
-        return unpacked
+        if len(args) + len(kwargs) == len(self._parameters):
+            for i, parameter in enumerate(self._parameters):
+                if i >= len(args) and parameter.name not in kwargs:
+                    break
+                unpacked += parameter.unpacked(args[i] if i < len(args) else kwargs[parameter.name])
+            else:
+                return unpacked
+        names = ", ".join(parameter.name for parameter in self._parameters)
+        raise TypeError(
+            f"{self.__name__} takes {names}; got {len(args)} in order and {', '.join(kwargs) or 'none'} by name"
+        )
 
     def packed(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """The parameters by name, from the arguments of the schema."""
@@ -176,5 +182,5 @@ def saved(ctx: Any) -> dict[str, Any]:
 
 
 def operator(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Returns a decorator that makes a function an operator; `mutates`: the tensors that it writes to."""
+    """Returns a decorator that makes a function an operator; `mutates`: the schema's tensors that it writes to."""
     return lambda function: Operator(function, mutates)

@@ -1,6 +1,6 @@
 """torch.library operators over logits: row statistics (differentiable) and the row gradient, out of place and in place.
 
-They check target values and call the functions of a backend; `fastrl.backends.contract` specifies these. The name of
+They check target values and call the functions of a backend; `fastrl.backend.contract` specifies these. The name of
 the backend is an argument, so that a backward uses the same backend as its forward.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.operators import consumed
 from fastrl.operators.operator import Operator, operator, saved

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import kernels
-from fastrl.backends.contract import Statistics, Support, Transform, entry_rows
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Statistics, Support, Transform, entry_rows
 from fastrl.base import checks
 from fastrl.operators import consumed
 from fastrl.operators.dense_support import DenseSupport

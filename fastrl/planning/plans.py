@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fastrl.backends.choice import fastest
-from fastrl.backends.torch.rows import BLOCK_ENTRIES
+from fastrl.backend.choice import fastest
+from fastrl.backend.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
-from fastrl.planning.tiling import Limits, Needs, Pass, Sizes, Tile
+from fastrl.planning.tiling import Needs, Pass, PassBudget, Sizes, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
@@ -120,14 +120,14 @@ class Plan:
     temporary_bytes: int
     cost: float  # by which plans are compared: operations, plus memory traffic expressed in operations
     tiles: dict[str, Tile]  # by pass
-    room: int  # bytes that a pass may take
+    pass_bytes: int  # bytes that a pass may take
     tile_bytes: int  # bytes that one tile may take
     mapped: bool = False  # whether the memory of a pass must be returned to the system before the next pass
 
     @property
-    def limits(self) -> Limits:
-        """The limits of its passes."""
-        return Limits(self.room, self.tile_bytes, self.mapped)
+    def pass_budget(self) -> PassBudget:
+        """The bytes that each of its passes may take."""
+        return PassBudget(self.pass_bytes, self.tile_bytes, self.mapped)
 
 
 @contextmanager
@@ -247,17 +247,17 @@ def possible_plans(call: Call, budget: int, named: bool = True) -> list[Plan]:
 def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     """The plan within the budget; None if it does not fit."""
     fixed = call.held(name)
-    room = budget - fixed
+    pass_bytes = budget - fixed
     cap = _tile_bytes(call, name)
     if not named and cap > _tile_bytes(call, ""):
         return None  # such large tiles only within a budget that the caller gave
-    if room < 0:
+    if pass_bytes < 0:
         return None
     tiles: dict[str, Tile] = {}
     pass_sizes = []
     units, cost = 0, tiling.support_cost(call.sizes, call.support_entries, sum(call.needs[:2]))
     for one in _passes(call, name):
-        tile = one.tile(room, cap)
+        tile = one.tile(pass_bytes, cap)
         if tile is None:
             return None
         tiles[one.kind] = tile
@@ -267,6 +267,6 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
         cost += one.cost(tile, needed_units)
     largest = max([0, *pass_sizes])
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
-    mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > room
+    mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > pass_bytes
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
-    return Plan(name, units, flops, fixed + largest, cost, tiles, room, cap, mapped)
+    return Plan(name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, mapped)

@@ -66,12 +66,12 @@ class Sizes(NamedTuple):
         return self.itemsize < 4
 
 
-class Limits(NamedTuple):
+class PassBudget(NamedTuple):
     """Upper bounds in bytes: on the memory of a pass, and on one of its tiles."""
 
-    room: int
+    total: int
     tile: int
-    mapped: bool = False  # a pass's memory goes back to the system, because there is no room for that of two passes
+    mapped: bool = False  # a pass's memory goes back to the system, because that of two passes does not fit
 
 
 class Tile(NamedTuple):
@@ -147,18 +147,18 @@ class Pass(NamedTuple):
             flops *= 1.05
         return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
 
-    def tile(self, room: int, cap: int) -> Tile | None:
-        """The cheapest tile of at most about `cap` bytes whose pass takes at most `room` bytes; None: there is none."""
-        return _fit(self, room, cap)
+    def tile(self, budget: int, cap: int) -> Tile | None:
+        """The cheapest tile of at most about `cap` bytes whose pass takes at most `budget` bytes, or None."""
+        return _fit(self, budget, cap)
 
     def least_bytes(self, cap: int) -> int:
-        """The smallest room in bytes that has a tile."""
+        """The smallest budget in bytes that has a tile."""
         return min(self.bytes(tile) for tile in self._tiles(cap))
 
     def _tiles(self, cap: int) -> Iterator[Tile]:
         """Tiles to try, of at most `cap` bytes except for the smallest ones.
 
-        They do not depend on the room, so that the cheapest tile that fits never costs more in a larger room.
+        They do not depend on the budget, so that the cheapest tile that fits never costs more in a larger budget.
         """
         vocab, itemsize = self.sizes.vocab, self.sizes.itemsize
         least_rows = self.least_rows or (1 if self.whole_rows else _LEAST_ROWS)
@@ -176,10 +176,10 @@ class Pass(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _fit(one: Pass, room: int, cap: int) -> Tile | None:
+def _fit(one: Pass, budget: int, cap: int) -> Tile | None:
     best, best_cost = None, 0.0
     for tile in one._tiles(cap):
-        if one.bytes(tile) <= room:
+        if one.bytes(tile) <= budget:
             cost = one.cost(tile, one.units())
             if best is None or cost < best_cost:  # torch.compile cannot trace min with a key
                 best, best_cost = tile, cost

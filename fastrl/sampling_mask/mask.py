@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import entry_rows
+from fastrl.backend.contract import entry_rows
 from fastrl.base import checks
 from fastrl.sampling_mask import sources as sampling_sources
 from fastrl.sampling_mask.csr import INT32_MAX, check_layout, offsets_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, kernels
+from fastrl.backend.choice import forced, kernels
 from fastrl.base import checks
 from fastrl.operators import consumed
 from fastrl.operators.rows import as_rows

@@ -19,7 +19,7 @@ from places import SUPPORT
 from torch import Tensor
 
 import fastrl
-from fastrl.backends.cpp.library import pointer
+from fastrl.backend.cpp.library import pointer
 
 SLOW = pytest.mark.slow
 

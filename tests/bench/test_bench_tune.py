@@ -15,8 +15,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import tune
 
-from fastrl.backends.contract import Transform
-from fastrl.backends.triton import backend as triton_backend
+from fastrl.backend.contract import Transform
+from fastrl.backend.triton import backend as triton_backend
 from fastrl.kernels import row_forward_gradient
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

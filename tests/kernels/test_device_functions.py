@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from fastrl.backends.triton.formulas import _GLOBALS  # noqa: E402
+from fastrl.backend.triton.formulas import _GLOBALS  # noqa: E402
 from fastrl.kernels import device_functions as functions  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

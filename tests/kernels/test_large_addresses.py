@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Transform
-from fastrl.backends.cpp import backend as cpp_backend
+from fastrl.backend.contract import Transform
+from fastrl.backend.cpp import backend as cpp_backend
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
-triton_backend = pytest.importorskip("fastrl.backends.triton.backend")
+triton_backend = pytest.importorskip("fastrl.backend.triton.backend")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Statistics, Transform
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.objectives.rows import RowInputs, RowObjective
 
-backend = pytest.importorskip("fastrl.backends.triton.backend")
+backend = pytest.importorskip("fastrl.backend.triton.backend")
 
 from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402

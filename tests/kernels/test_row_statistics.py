@@ -11,8 +11,8 @@ from kernel_cases import DTYPES, PLAIN
 from torch import Tensor
 
 import fastrl
-from fastrl.backends.contract import Statistics, Transform
-from fastrl.backends.torch import rows as reference
+from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.torch import rows as reference
 
 # Triton's interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

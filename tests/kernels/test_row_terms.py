@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from fastrl.backends.triton.formulas import device_objective  # noqa: E402
+from fastrl.backend.triton.formulas import device_objective  # noqa: E402
 from fastrl.objectives.objective import KL, NoGate, Objective  # noqa: E402
 from fastrl.objectives.rows import RowObjective  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, kernels
+from fastrl.backend.choice import forced, kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

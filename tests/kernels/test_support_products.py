@@ -10,8 +10,8 @@ import support_cases
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, kernels
-from fastrl.backends.contract import ByToken, Support
+from fastrl.backend.choice import forced, kernels
+from fastrl.backend.contract import ByToken, Support
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -6,7 +6,7 @@ import pytest
 import support_cases
 import torch
 
-from fastrl.backends.choice import forced, kernels
+from fastrl.backend.choice import forced, kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

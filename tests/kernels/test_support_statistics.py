@@ -8,8 +8,8 @@ import support_cases
 import torch
 from torch import Tensor
 
-from fastrl.backends.choice import forced, kernels
-from fastrl.backends.contract import Statistics, Support, Transform
+from fastrl.backend.choice import forced, kernels
+from fastrl.backend.contract import Statistics, Support, Transform
 
 # Triton's interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

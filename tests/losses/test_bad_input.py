@@ -12,8 +12,8 @@ from gpu import needs_gpu
 from refused import refused
 
 import fastrl
-from fastrl.backends import choice as backends
-from fastrl.backends.contract import Transform
+from fastrl.backend import choice as backends
+from fastrl.backend.contract import Transform
 from fastrl.base import checks
 
 B, T, V, H = 2, 3, 7, 4

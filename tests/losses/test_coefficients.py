@@ -52,6 +52,9 @@ def of_each_level(objective: Objective) -> list[Objective]:
     for level in LEVELS:
         with suppress(ValueError):  # a gate with a level of its own
             found.append(objective.replace(ratio=level))
+    assert len(found) == (
+        len(LEVELS) if objective.gate.level is None else len({"token", objective.gate.level} & set(LEVELS))
+    )
     return found
 
 

@@ -13,7 +13,7 @@ from objectives import OBJECTIVES
 from problem import MASK, B, Problem, T, V
 
 import fastrl
-from fastrl.backends.cpp import backend as cpp_backend
+from fastrl.backend.cpp import backend as cpp_backend
 
 
 class _FromArray(torch.autograd.Function):

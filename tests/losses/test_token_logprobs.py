@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 from vocabulary import Truth, assert_as_good_as_torch, target_stats, token_stats
 
 import fastrl
-from fastrl.backends.torch import rows as reference_rows
+from fastrl.backend.torch import rows as reference_rows
 from fastrl.planning import tiling
 
 # A float32 result is formed by a handful of roundings of numbers of the size of the logits' spread.

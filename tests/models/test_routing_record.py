@@ -152,7 +152,10 @@ def test_forwards_of_several_new_tokens_are_refused(one_model: Any, tokens: int)
     """Where an assistant comes unseen: by its position."""
     ids, assistant = prompts(3)[0], qwen()
     config = transformers.GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD)
-    with record_routing(one_model), pytest.raises(ValueError, match=r"a token a step, .* got \d tokens a sequence"):
+    with (
+        record_routing(one_model),
+        pytest.raises(ValueError, match=r"one token per step, .* got \d tokens per sequence"),
+    ):
         one_model.generate(ids, config, None, None, None, None, assistant)
 
 

@@ -12,7 +12,7 @@ import torch
 import fastrl
 from fastrl import linear as linear_folder
 from fastrl import operators
-from fastrl.backends.contract import Statistics, Support, Transform
+from fastrl.backend.contract import Statistics, Support, Transform
 from fastrl.linear import forward_gradient
 from fastrl.linear import operators as linear
 from fastrl.linear import supports as support_linear
@@ -21,7 +21,7 @@ from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators import rows, support
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.operator import Operator
-from fastrl.planning.tiling import Limits, Needs
+from fastrl.planning.tiling import Needs, PassBudget
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.
@@ -47,7 +47,7 @@ def tensors(backend_device: str) -> dict[str, torch.Tensor]:
 def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     logits = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
-    transform, limits = Transform(0.9, None, 1.1, 5.0), Limits(1 << 20, 1 << 20)
+    transform, budget = Transform(0.9, None, 1.1, 5.0), PassBudget(1 << 20, 1 << 20)
     stats = rows.row_statistics(logits, y, m, transform, backend, False)
     upstream = (stats.logprobs, stats.entropy)
     head = Head(tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
@@ -61,16 +61,16 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (rows.row_statistics, (logits.clone().requires_grad_(), *row, backend, False)),
         (rows.row_gradient, (logits, *row, stats, *upstream, backend)),
         (rows.row_gradient_, (logits.clone(), *row, stats, *upstream, backend)),
-        (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", limits, 0)),
-        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", limits, 2)),
+        (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", budget, 0)),
+        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2)),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
         (
             forward_gradient.linear_forward_gradient,
-            (head, *row, inputs, objective, Needs(True, True, True), backend, -1, limits),
+            (head, *row, inputs, objective, Needs(True, True, True), backend, -1, budget),
         ),
         (
             linear.linear_gradient,
-            (head, *row, stats, *upstream, Needs(True, True, False), backend, -1, True, "two-pass", limits),
+            (head, *row, stats, *upstream, Needs(True, True, False), backend, -1, True, "two-pass", budget),
         ),
         (linear.combine_slopes, ([head.hidden, 2 * head.hidden], list(upstream))),
     ]
@@ -96,13 +96,13 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (support.support_row_gradient_, (logits.clone(), *gradient)),
         (
             support_linear.support_linear_statistics,
-            (leaves, y, dense, transform, entries, wide, backend, 2, "recompute", limits),
+            (leaves, y, dense, transform, entries, wide, backend, 2, "recompute", budget),
         ),
         (
             support_linear.support_linear_gradient,
             (
                 *(head, y, dense, transform, entries, wide, values, Statistics(*sparse), *upstream),
-                *(Needs(True, False, True), backend, 2, "two-pass", limits),
+                *(Needs(True, False, True), backend, "two-pass", budget),
             ),
         ),
     ]
@@ -119,7 +119,7 @@ def test_operators_take_tuples_by_order_or_by_name() -> None:
     by_order = rows.row_statistics(logits, targets, None, Transform(), "torch", False)
     by_name = rows.row_statistics(logits, targets, mask=None, transform=Transform(), backend="torch", consume=False)
     assert isinstance(by_name, Statistics) and all(map(torch.equal, by_name, by_order))
-    with pytest.raises(TypeError, match="row_statistics takes 6 arguments, got 3"):
+    with pytest.raises(TypeError, match="takes logits, targets, mask, transform, backend, consume; got 3 in order"):
         rows.row_statistics(logits, targets, None)  # type: ignore[call-arg]
     arguments = torch.ops.fastrl.row_statistics.default._schema.arguments
     fields = ["transform_temperature", "transform_temperatures", "transform_logit_scale", "transform_softcap"]

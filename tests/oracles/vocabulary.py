@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import Statistics
+from fastrl.backend.contract import Statistics
 
 
 class Truth(NamedTuple):

@@ -62,8 +62,8 @@ def test_fewer_rows_fit_where_more_did(call: Call, fewer: int) -> None:
     for plan in memory.possible_plans(call, size):
         for kind in plan.tiles:
             one = Pass(kind, call.sizes._replace(rows=min(fewer, call.rows)), call.slopes)
-            tile = one.tile(plan.room, plan.tile_bytes)
-            assert tile is not None and one.bytes(tile) <= plan.room
+            tile = one.tile(plan.pass_bytes, plan.tile_bytes)
+            assert tile is not None and one.bytes(tile) <= plan.pass_bytes
 
 
 def test_budgets_are_parsed() -> None:

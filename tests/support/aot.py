@@ -134,7 +134,7 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
 
         constants |= {"BLOCKS": 16} | ({} if case.entropy else {"h_ptr": None})
         return row_gradient_kernel, constants, sizes.warps
-    from fastrl.backends.triton.formulas import row_terms
+    from fastrl.backend.triton.formulas import row_terms
     from fastrl.kernels.row_forward_gradient import row_forward_gradient_kernel
 
     constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": row_terms(*case.objective)}
@@ -170,8 +170,8 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.backends.contract import Statistics, Transform
-    from fastrl.backends.triton import backend as triton_backend
+    from fastrl.backend.contract import Statistics, Transform
+    from fastrl.backend.triton import backend as triton_backend
     from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics
     from fastrl.objectives.rows import RowInputs, RowObjective
 

@@ -48,7 +48,7 @@ def gradient_of(*models):
 
 
 def assert_gradient(found, expected, share, rtol=0.0, **options):
-    """Compare gradients, to ``share`` of the largest entry and ``rtol`` of each; either may be float64."""
+    """Compare gradients, to `share` of the largest entry and `rtol` of each; either may be float64."""
     atol = share * float(expected.abs().max())
     torch.testing.assert_close(found.to(expected.dtype), expected, rtol=rtol, atol=atol, **options)
 

@@ -80,7 +80,7 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.backends.triton import backend
+    from fastrl.backend.triton import backend
     from fastrl.kernels import find_support
 
     keys: dict[str, list[str]] = {}

@@ -17,7 +17,7 @@ def needs_gpu(test: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def host_synchronisation(mode: str) -> Iterator[None]:
-    """Let whatever waits for the host be an error or a warning (``"error"``, ``"warn"``)."""
+    """Let whatever waits for the host be an error or a warning (`"error"`, `"warn"`)."""
     torch.cuda.set_sync_debug_mode(mode)
     try:
         yield

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from vocabulary import log_sum_of_all
 
-from fastrl.backends.choice import forced, kernels
-from fastrl.backends.contract import LossTerms, Statistics, Transform
-from fastrl.backends.torch import rows as reference
+from fastrl.backend.choice import forced, kernels
+from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.backend.torch import rows as reference
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ def python(*arguments: str | Path, stdin: str | None = None, timeout: float = 60
     """What the interpreter prints when it is run with these arguments; how it ended must be a success.
 
     Args:
-        arguments: the command line behind the interpreter's name, as ``-c`` and a script.
+        arguments: the command line behind the interpreter's name, as `-c` and a script.
         stdin: what the process reads.
         timeout: in seconds.
         environment: variables beside those of this process.

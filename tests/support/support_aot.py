@@ -119,8 +119,8 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.backends.contract import ByToken, Statistics, Support, Transform
-    from fastrl.backends.triton import backend
+    from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+    from fastrl.backend.triton import backend
     from fastrl.kernels import support_products, support_restrict, support_statistics, support_weight
 
     keys: dict[str, list[str]] = {}

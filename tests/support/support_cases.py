@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import ByToken, Support
+from fastrl.backend.contract import ByToken, Support
 
 
 def random_support(sizes: Sequence[int], vocab: int, device: str, valid: Tensor | None = None) -> Support:

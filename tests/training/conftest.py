@@ -20,7 +20,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No curves and no report, which take longer than the run, where the test has no mark ``drawn``."""
+    """No curves and no report, which take longer than the run, where the test has no mark `drawn`."""
     if "drawn" not in request.keywords:
         monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fastrl import Objective
-from fastrl.backends.choice import forced, resolved
+from fastrl.backend.choice import forced, resolved
 from fastrl.base.errors import UserError
 from fastrl.objectives.dependence import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text

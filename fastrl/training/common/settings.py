@@ -91,7 +91,7 @@ def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | 
 def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
     """The file's tables on top of those of its `base`."""
     if path.resolve() in above:
-        raise UserError(f"{path}: stands on itself through base = ...")
+        raise UserError(f"{path}: is its own base through base = ...")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:  # its message ends in "(at line 3, column 8)"

@@ -74,7 +74,7 @@ class KLConfig(Section):
     """For k3-unbiased: the ratio that corrects it, the token's own or the objective's."""
     adaptive: Literal["schulman", "rlhf"] | None = None
     """schulman: halve beta where the KL is below target / 1.5, double it above target * 1.5; rlhf: proportional, over
-    ``horizon`` responses."""
+    `horizon` responses."""
     target: float | None = Field(None, gt=0)
     """Nats: per token for schulman, per response for rlhf."""
     horizon: int = Field(10_000, ge=1)
@@ -223,7 +223,8 @@ class Config(Section):
             )
         if self.kl is not None and self.kl.kind == "old-new" and updates == 1:
             raise ValueError(
-                'kl.kind: "old-new" is always 0 with one update a rollout; set training.minibatches or training.epochs'
+                'kl.kind: "old-new" is always 0 with one update per rollout; set training.minibatches or'
+                " training.epochs"
             )
         if self.training.minibatches > sequences:
             raise ValueError(

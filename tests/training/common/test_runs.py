@@ -67,7 +67,7 @@ COMMON = {
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Callable[..., list[str]]:
-    """The command line of a small run of one of COMMANDS in the folder ``tmp_path / folder``."""
+    """The command line of a small run of one of COMMANDS in the folder `tmp_path / folder`."""
 
     def make(name: str, folder: str, **logging: Any) -> list[str]:
         command, rows, own = COMMANDS[name]

@@ -91,7 +91,7 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, int], Non
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Collect ``look(result, *arguments)`` of each call of a module's function from now on."""
+    """Collect `look(result, *arguments)` of each call of a module's function from now on."""
 
     def spy(module: Any, name: str, look: Callable[..., Any]) -> list[Any]:
         seen: list[Any] = []

@@ -27,7 +27,7 @@ def rows(config):
 
 @pytest.fixture
 def open_log(make_config):
-    """A log of four steps in the run's directory; ``step`` as RunLog's own."""
+    """A log of four steps in the run's directory; `step` as RunLog's own."""
 
     def open_log(folder="run", step=0, **logging):
         config = make_config(folder, logging=logging)

@@ -163,7 +163,7 @@ def test_nothing_is_unpickled(prepare, ask, monkeypatch):
 
 @pytest.fixture
 def command(prepare, tmp_path):
-    """Arguments of ``fastrl`` for a run of four steps, and its config."""
+    """Arguments of `fastrl` for a run of four steps, and its config."""
     config = prepare("commanded", {"training": {"steps": 4, "minibatches": 1}})
     return ["train", write_toml(tmp_path / "commanded.toml", config.model_dump(mode="json"))], config
 

@@ -36,7 +36,7 @@ def logprob(model, tokens):
 
 
 def oracle(before, after):
-    """Loss and gradient in float64 of a policy that has moved from ``before`` to ``after``."""
+    """Loss and gradient in float64 of a policy that has moved from `before` to `after`."""
     before, after = copy.deepcopy(before).double(), copy.deepcopy(after).double()
     after.zero_grad()
     losses = []

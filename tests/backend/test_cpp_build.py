@@ -14,11 +14,11 @@ import pytest
 import torch
 from places import ROOT
 
-from fastrl.backends.contract import Transform
-from fastrl.backends.cpp import backend as cpp_backend
-from fastrl.backends.cpp import build as cpp_build
-from fastrl.backends.cpp import library as cpp_library
-from fastrl.backends.cpp.build import BackendUnavailable
+from fastrl.backend.contract import Transform
+from fastrl.backend.cpp import backend as cpp_backend
+from fastrl.backend.cpp import build as cpp_build
+from fastrl.backend.cpp import library as cpp_library
+from fastrl.backend.cpp.build import BackendUnavailable
 
 ANSWER = {
     "answer.cpp": '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n',
@@ -108,7 +108,7 @@ def test_a_compile_error_is_shown(cache: Path) -> None:
 @needs_compiler
 def test_processes_that_build_at_the_same_time(cache: Path) -> None:
     code = (
-        "import ctypes\nfrom fastrl.backends.cpp import build as cpp_build\n"
+        "import ctypes\nfrom fastrl.backend.cpp import build as cpp_build\n"
         f"print(ctypes.CDLL(str(cpp_build.build('answer', {ANSWER!r}))).answer())"
     )
     root = str(ROOT)

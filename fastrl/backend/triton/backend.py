@@ -1,11 +1,11 @@
-"""The Triton backend: the row functions of `fastrl.backends.contract` as kernel launches; imported on first use."""
+"""The Triton backend: the row functions of `fastrl.backend.contract` as kernel launches; imported on first use."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.backends.contract import LossTerms, Transform
-from fastrl.backends.triton.formulas import device_objective
+from fastrl.backend.contract import LossTerms, Transform
+from fastrl.backend.triton.formulas import device_objective
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels.find_support import find_support
 from fastrl.kernels.row_gradient import row_gradient
@@ -47,6 +47,6 @@ def row_forward_gradient(
     inputs: RowInputs,
     out: Tensor | None = None,
 ) -> LossTerms:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     arguments = (logits, targets, mask, transform, *device_objective(objective), inputs, out)
     return forward_gradient_kernel.row_forward_gradient(*arguments)

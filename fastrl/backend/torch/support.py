@@ -1,4 +1,4 @@
-"""The functions over support entries of `fastrl.backends.contract` in plain torch: the torch backend.
+"""The functions over support entries of `fastrl.backend.contract` in plain torch: the torch backend.
 
 A few rows at a time are padded with -inf to a block, to which the row functions apply. float64 works too.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import ByToken, Statistics, Support, Transform
-from fastrl.backends.torch.rows import BLOCK_ENTRIES, row_gradient, row_statistics
+from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+from fastrl.backend.torch.rows import BLOCK_ENTRIES, row_gradient, row_statistics
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -52,7 +52,7 @@ def _of_rows(transform: Transform, rows: slice) -> Transform:
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     rows, dtype = support.rows(), _wide(hidden)
     values = torch.zeros(rows.shape[0], dtype=dtype, device=hidden.device)
     for part in torch.arange(rows.shape[0], device=rows.device).split(max(1, BLOCK_ENTRIES // hidden.shape[1])):
@@ -63,7 +63,7 @@ def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, suppor
 
 
 def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     out = torch.zeros(4, targets.shape[0], dtype=values.dtype, device=values.device)
     for rows, entries, row, place in _blocks(support):
         block, places, valid = _padded(values[entries], support, row, place, rows, targets)
@@ -81,7 +81,7 @@ def support_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     for rows, entries, row, place in _blocks(support):
         block, places, valid = _padded(values[entries], support, row, place, rows, targets)
         known = Statistics(*(s[rows] for s in statistics))
@@ -92,7 +92,7 @@ def support_gradient(
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     valid = support.valid & (support.offsets.diff() > 0)
     for row in valid.nonzero()[:, 0].tolist():
         entries = slice(int(support.offsets[row]), int(support.offsets[row + 1]))
@@ -106,7 +106,7 @@ def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tens
 def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     by_vocab = out if out is not None else out_bias
     if by_vocab is None:
         return
@@ -129,7 +129,7 @@ def support_weight(
 
 
 def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     for place, row in enumerate(rows.tolist()):
         ids = token_ids[int(offsets[row]) : int(offsets[row + 1])].long() - first
         if ids.shape[0]:

@@ -13,11 +13,11 @@ from kernel_cases import DTYPES, PLAIN, generator
 from torch import Tensor
 
 import fastrl
-from fastrl.backends.contract import Statistics, Transform
-from fastrl.backends.cpp import backend as cpp_backend
-from fastrl.backends.cpp import build as cpp_build
-from fastrl.backends.cpp import library as cpp_library
-from fastrl.backends.torch import rows as reference
+from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.cpp import backend as cpp_backend
+from fastrl.backend.cpp import build as cpp_build
+from fastrl.backend.cpp import library as cpp_library
+from fastrl.backend.torch import rows as reference
 
 pytestmark = pytest.mark.skipif(
     cpp_backend.why_unavailable() is not None, reason=f"no C++ backend: {cpp_backend.why_unavailable()}"

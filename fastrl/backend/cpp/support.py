@@ -1,4 +1,4 @@
-"""The C++ backend's functions over support entries (`csrc/support.cpp`); see `fastrl.backends.contract`."""
+"""The C++ backend's functions over support entries (`csrc/support.cpp`); see `fastrl.backend.contract`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import ByToken, Statistics, Support, Transform
-from fastrl.backends.cpp.library import ELEMENTS, address, function, pointer
+from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer
 
 
 class _Support(Structure):
@@ -104,7 +104,7 @@ def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     bias = None if bias is None else bias.contiguous()
     values = torch.empty(support.token_ids.numel(), dtype=torch.float32, device="cpu")
     run = function("fastrl_support_products", POINTER(_Support), POINTER(_Factors), c_void_p)
@@ -113,7 +113,7 @@ def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, suppor
 
 
 def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
     run = function("fastrl_support_statistics", POINTER(_Support), POINTER(_RowArguments), c_void_p, c_void_p)
     at = pointer("values", values, support.token_ids.numel())
@@ -131,7 +131,7 @@ def support_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     n, nnz = targets.numel(), support.token_ids.numel()
     addresses = (c_void_p * 4)(*(pointer(name, value, n) for name, value in statistics._asdict().items()))
     run = function(
@@ -156,7 +156,7 @@ def support_gradient(
 
 
 def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     n, width = logits.shape
     support = _Support(
         pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
@@ -178,7 +178,7 @@ def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     run = function("fastrl_support_hidden", POINTER(_Support), POINTER(_Factors), c_void_p, c_void_p, c_int64)
     at = pointer("gradient", gradient, support.token_ids.numel())
     run(byref(_support(support)), byref(_factors(None, weight, None)), at, *_matrix("out", out, weight))
@@ -187,7 +187,7 @@ def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tens
 def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     by_vocab = out if out is not None else out_bias
     if by_vocab is None or by_token.token_ids.numel() == 0:
         return

@@ -1,4 +1,4 @@
-"""The three row functions of `fastrl.backends.contract` in plain torch: the oracle, and the torch backend.
+"""The three row functions of `fastrl.backend.contract` in plain torch: the oracle, and the torch backend.
 
 Here the logits may also be float64; all results are then float64.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import LossTerms, Statistics, Transform
+from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.objectives.formulas import token_terms
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import RowInputs, RowObjective
@@ -59,7 +59,7 @@ def _block_statistics(z: Tensor, targets: Tensor, valid: Tensor) -> Statistics:
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     out = torch.zeros(4, targets.numel(), dtype=dtype, device=logits.device)
     for block, rows in _row_blocks(logits):

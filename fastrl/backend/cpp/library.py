@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backends.cpp import build as cpp_build
-from fastrl.backends.cpp import formulas as cpp_formulas
+from fastrl.backend.cpp import build as cpp_build
+from fastrl.backend.cpp import formulas as cpp_formulas
 from fastrl.base.checks import lies_in_memory
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

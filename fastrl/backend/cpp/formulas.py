@@ -131,7 +131,7 @@ def header() -> str:
     tables.append(f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n")
     body = "\n".join([*_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), *tables])
     return (
-        "// Generated from fastrl/objectives/formulas.py by fastrl/backends/cpp/formulas.py.\n#pragma once\n\n"
+        "// Generated from fastrl/objectives/formulas.py by fastrl/backend/cpp/formulas.py.\n#pragma once\n\n"
         f"#include <array>\n#include <cmath>\n\nnamespace fastrl::formulas {{\n\n{body}\n"
         f"}}  // namespace fastrl::formulas\n"
     )

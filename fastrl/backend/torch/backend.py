@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.backends.torch.find_support import find_support
-from fastrl.backends.torch.rows import row_forward_gradient, row_gradient, row_statistics
-from fastrl.backends.torch.support import (
+from fastrl.backend.torch.find_support import find_support
+from fastrl.backend.torch.rows import row_forward_gradient, row_gradient, row_statistics
+from fastrl.backend.torch.support import (
     support_gradient,
     support_hidden,
     support_products,

@@ -6,14 +6,14 @@ from importlib import import_module
 
 import pytest
 
-from fastrl.backends import contract
+from fastrl.backend import contract
 
 pytest.importorskip("triton")
 
 
 def test_every_backend_has_every_function_of_the_contract() -> None:
     cpp, triton, torch = (
-        set(import_module(f"fastrl.backends.{name}.backend").__all__) - {"why_unavailable"}
+        set(import_module(f"fastrl.backend.{name}.backend").__all__) - {"why_unavailable"}
         for name in ("cpp", "triton", "torch")
     )
     assert cpp == triton == torch

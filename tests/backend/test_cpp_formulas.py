@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backends.cpp import backend as cpp_backend
-from fastrl.backends.cpp import build as cpp_build
-from fastrl.backends.cpp import formulas as cpp_formulas
-from fastrl.backends.cpp.formulas import TranslationError, translate_source
+from fastrl.backend.cpp import backend as cpp_backend
+from fastrl.backend.cpp import build as cpp_build
+from fastrl.backend.cpp import formulas as cpp_formulas
+from fastrl.backend.cpp.formulas import TranslationError, translate_source
 from fastrl.objectives import formulas
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl.backends.choice import forced, kernels
+from fastrl.backend.choice import forced, kernels
 
 # The interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("backend")]
@@ -348,7 +348,7 @@ def test_no_tensor_of_rows_by_vocabulary() -> None:
 SCRIPT = """
 from pathlib import Path
 import torch
-from fastrl.backends.cpp.find_support import find_support
+from fastrl.backend.cpp.find_support import find_support
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.backends.cpp.library import ELEMENTS, address, function, strides
+from fastrl.backend.cpp.library import ELEMENTS, address, function, strides
 
 _WRONG = {-1: "a NaN", -2: "a +inf", -3: "nothing but -inf"}
 
@@ -25,7 +25,7 @@ class _Search(Structure):
 
 
 def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """See `fastrl.backends.contract`. Beyond the result it uses 16 bytes per row, and one float32 row per thread."""
+    """See `fastrl.backend.contract`. Beyond the result it uses 16 bytes per row, and one float32 row per thread."""
     logits_strides = strides("logits", logits)
     a, b, vocab = logits.shape
     rows = a * b

@@ -1,6 +1,6 @@
-"""What every backend implements: three row functions over logits, and the plain data types that they exchange.
+"""What every backend implements: row functions over logits and over support entries, and the tuples that they take.
 
-A backend is a module with these three functions (`fastrl.backends.torch.rows` is the most readable implementation):
+A backend is a module with the functions below; `fastrl.backend.torch` is the most readable. Three are over logits:
 
     row_statistics(logits, targets, mask, transform) -> Statistics
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None

@@ -14,9 +14,9 @@ from torch import Tensor
 
 NAMES = ("triton", "cpp", "torch")
 _MODULES = {
-    "triton": "fastrl.backends.triton.backend",
-    "cpp": "fastrl.backends.cpp.backend",
-    "torch": "fastrl.backends.torch.backend",
+    "triton": "fastrl.backend.triton.backend",
+    "cpp": "fastrl.backend.cpp.backend",
+    "torch": "fastrl.backend.torch.backend",
 }
 _forced = ""
 
@@ -75,7 +75,7 @@ def forced() -> str:
 def kernels(name: str, tensor: Tensor) -> ModuleType:
     """The named backend's module; for "", that of the fastest backend for the tensor's device.
 
-    See `fastrl.backends.contract` for what it contains. RuntimeError if the named backend cannot take the tensor.
+    See `fastrl.backend.contract` for what it contains. RuntimeError if the named backend cannot take the tensor.
     """
     device = tensor.device.type
     if name in ("triton", "cpp"):

@@ -1,4 +1,4 @@
-"""The vocabulary entries that a sampler keeps, in plain torch: `find_support` of `fastrl.backends.contract`.
+"""The vocabulary entries that a sampler keeps, in plain torch: `find_support` of `fastrl.backend.contract`.
 
 Every cut is a pivot: the smallest z such that the entries <= z weigh more than a limit. The weights are 1 (top-k) or
 the probability (top-p). The pivot is found without a sort, by bisection over integer keys in the order of the floats:
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastrl.backends.torch.rows import _row_blocks
+from fastrl.backend.torch.rows import _row_blocks
 
 _WRONG = {1: "a NaN", 2: "a +inf", 3: "nothing but -inf"}
 _LEAST = -0x7F800000  # the key of the lowest finite float32
@@ -84,7 +84,7 @@ def _wrong(x: Tensor, z: Tensor) -> Tensor:
 
 
 def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """See `fastrl.backends.contract`.
+    """See `fastrl.backend.contract`.
 
     The host waits for the device once. A first pass stores 24 bytes per row that say what is kept; after the wait, a
     second pass writes the token ids.

@@ -1,4 +1,4 @@
-"""The C++ backend for the CPU: the row functions of `fastrl.backends.contract`, compiled from `csrc/` on first use."""
+"""The C++ backend for the CPU: the row functions of `fastrl.backend.contract`, compiled from `csrc/` on first use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.backends.contract import LossTerms, Statistics, Transform
-from fastrl.backends.cpp.find_support import find_support
-from fastrl.backends.cpp.library import ELEMENTS, address, function, pointer, strides, why_unavailable
-from fastrl.backends.cpp.support import (
+from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.backend.cpp.find_support import find_support
+from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer, strides, why_unavailable
+from fastrl.backend.cpp.support import (
     support_gradient,
     support_hidden,
     support_products,
@@ -118,7 +118,7 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
 
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
-    """See `fastrl.backends.contract`."""
+    """See `fastrl.backend.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
     function("fastrl_row_statistics", POINTER(_Rows), c_void_p)(
         byref(_rows(logits, targets, mask, transform)), out.data_ptr()
@@ -136,7 +136,7 @@ def row_gradient(
     h: Tensor | None,
     out: Tensor,
 ) -> None:
-    """See `fastrl.backends.contract`. Asks for huge pages if `out` is not the logits."""
+    """See `fastrl.backend.contract`. Asks for huge pages if `out` is not the logits."""
     n = targets.numel()
     out_strides = strides("out", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
@@ -162,7 +162,7 @@ def row_forward_gradient(
     inputs: RowInputs,
     out: Tensor | None = None,
 ) -> LossTerms:
-    """See `fastrl.backends.contract`. The objective runs in float64 on the rows' float32 values."""
+    """See `fastrl.backend.contract`. The objective runs in float64 on the rows' float32 values."""
     n = targets.numel()
     if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
         got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
