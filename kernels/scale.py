@@ -1,10 +1,11 @@
-"""Scale: multiply a tensor in place by a factor on its device; if the factor is 1, the tensor is not read or written.
+"""Scale: a tensor times a factor on its device, in place or in another dtype. In place a factor of 1 touches nothing.
 
 The upstream gradient is 1 in almost every step, and reading it on the host would be a sync.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,44 +19,56 @@ _BLOCKS_A_PROGRAM = 16  # a factor of 1 then costs one small program per 65,536 
 @triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["factor_ptr"])
 def scale_kernel(
     tensor_ptr,  # (entries,)
+    out_ptr,  # (entries,); may be tensor_ptr
     factor_ptr,  # () float32
     entries: tl.int64,
+    INPLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Program (span,): BLOCK * BLOCKS entries."""
     factor = tl.load(factor_ptr)
-    if factor == 1.0:
-        return
+    if INPLACE:  # noqa: SIM102  (at compile time; the next at run time)
+        if factor == 1.0:
+            return
     first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     left = tl.minimum(entries - first, BLOCK * BLOCKS).to(tl.int32)
     tensor_ptr += first
+    out_ptr += first
     columns = tl.arange(0, BLOCK)
     whole = (left // BLOCK) * BLOCK
     for start in range(0, whole, BLOCK):
         x = tl.load(tensor_ptr + start + columns, eviction_policy="evict_first").to(tl.float32) * factor
-        tl.store(tensor_ptr + start + columns, x.to(tensor_ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(out_ptr + start + columns, x.to(out_ptr.dtype.element_ty), eviction_policy="evict_first")
     if whole < left:
         mask = whole + columns < left
         x = tl.load(tensor_ptr + whole + columns, mask=mask, other=0.0).to(tl.float32) * factor
-        tl.store(tensor_ptr + whole + columns, x.to(tensor_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + whole + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def scale_(
+def scale(
     tensor: Tensor,  # any shape; float32, bfloat16 or float16
     factor: Tensor,  # () float32
-) -> Tensor:
-    """Multiply `tensor` in place and return it."""
+    out: Tensor,  # of the same shape; may be `tensor`
+) -> None:
+    """See `fastrl.backend.contract`."""
     entries = tensor.numel()
     if entries == 0:
-        return tensor
-    if not _is_dense(tensor):
-        return tensor.mul_(factor)  # a view with gaps; this does not sync either
+        return
+    if not _is_dense(tensor) or out.stride() != tensor.stride():
+        torch.mul(tensor, factor, out=out)  # a view with gaps; this does not sync either
+        return
     with on_device(tensor):
         scale_kernel[(triton.cdiv(entries, _BLOCK * _BLOCKS_A_PROGRAM),)](
-            tensor, factor, entries, BLOCK=_BLOCK, BLOCKS=_BLOCKS_A_PROGRAM, **launch_options(8, light=True)
+            tensor,
+            out,
+            factor,
+            entries,
+            INPLACE=out is tensor,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS_A_PROGRAM,
+            **launch_options(8, light=True),
         )
-    return tensor
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -6,9 +6,9 @@ A backend is a module with the functions below; `fastrl.backend.torch` is the mo
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
     row_forward_gradient(logits, targets, mask, transform, objective, inputs, out=None) -> LossTerms
 
-In `row_forward_gradient`, `out` is contiguous; None means the logits. A backend also has two helpers: `scale_(tensor,
-factor)` multiplies in place by a 0-dim factor on the device; `advise(tensor)` is called with a large new tensor that is
-about to be filled.
+In `row_forward_gradient`, `out` is contiguous; None means the logits. A backend also has two helpers: `scale(tensor,
+factor, out)` writes the tensor times a 0-dim float32 factor on its device to `out`, which may be the tensor itself or
+have another dtype; `advise(tensor)` is called with a large new tensor that is about to be filled.
 
 The same functions exist for rows over a support of a few vocabulary entries each (`Support`), whose logits are stored
 one after the other:

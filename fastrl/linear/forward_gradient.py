@@ -47,13 +47,15 @@ def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
 class _Sums:
     """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
 
-    def __init__(self, head: Head, needs: Needs, backend: str) -> None:
+    def __init__(self, head: Head, needs: Needs, one_chunk: bool, backend: str) -> None:
         device, (vocab, _) = head.weight.device, head.weight.shape
         self.matrix = head.weight
+        dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
         self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs.hidden else None
         self.head = HeadSums(
-            products.empty(tuple(head.weight.shape), torch.float32, head.weight, backend) if needs.weight else None,
+            products.empty(tuple(head.weight.shape), dtype, head.weight, backend) if needs.weight else None,
             torch.zeros(vocab, dtype=torch.float32, device=device) if needs.bias else None,
+            direct=one_chunk,
         )
 
     def add(self, where: Tensor | slice, hidden: Tensor, gradient: Tensor) -> None:
@@ -78,17 +80,19 @@ def forward_gradient(
     chunks: Sequence[Chunk],
     chunk_gradient: ChunkGradient,
     needs: Needs,
+    one_chunk: bool,
     backend: str,
 ) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
     """Row results and dL/d(hidden, weight, bias): each chunk's logits are overwritten by their gradient.
 
-    Gradients of idle rows enter no product.
+    Gradients of idle rows enter no product. dL/dweight is float32, but with `one_chunk`, which says that there is one
+    chunk at most, in the weight's dtype.
     """
     n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
     out = LossTerms(
         *(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n)))
     )
-    sums = _Sums(head, needs, backend)
+    sums = _Sums(head, needs, one_chunk, backend)
     longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     held = Held(head, Tile(longest, vocab), used.index is not None, backend)
     for number, chunk in enumerate(chunks):
@@ -143,7 +147,7 @@ class LinearLoss(NamedTuple):
     entropy: Tensor  # (N,)
     terms: Tensor  # (len(TERMS), N)
     d_hidden: Tensor  # (N, H), in hidden's dtype
-    d_weight: Tensor  # (V, H) float32
+    d_weight: Tensor  # (V, H) float32; with one chunk in weight's dtype
     d_bias: Tensor  # (V,) float32
 
 
@@ -159,23 +163,26 @@ def linear_forward_gradient(
     backend: str,
     num_tokens: int,
     budget: PassBudget,
+    one_chunk: bool,
 ) -> LinearLoss:
     """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide."""
     checks.targets_in_range(targets, mask, head.weight.shape[0])
     used, active = forward.active_first(mask, idle_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
-    if used.count:
+    if one_chunk:
+        chunks = row_chunks(used.count, active, max(used.count, 1))
+    elif used.count:
         tile = forward.pass_tile("forward-gradient", head, used, budget, weight=needs.weight)
         chunks = row_chunks(used.count, active, tile.rows)
     by_kernel = _gradient_by_kernel(backend, objective, inputs)
-    results, gradients = forward_gradient(head, targets, transform, used, chunks, by_kernel, needs, backend)
+    results, gradients = forward_gradient(head, targets, transform, used, chunks, by_kernel, needs, one_chunk, backend)
     return LinearLoss(
         results.terms[0].sum(), *results, *(head.hidden.new_empty(0) if g is None else g for g in gradients)
     )
 
 
 @linear_forward_gradient.register_fake
-def _(head: Head, targets: Tensor, needs: Needs, **_: Any) -> LinearLoss:
+def _(head: Head, targets: Tensor, needs: Needs, one_chunk: bool, **_: Any) -> LinearLoss:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return head.hidden.new_empty(shape, dtype=dtype)
 
@@ -183,7 +190,9 @@ def _(head: Head, targets: Tensor, needs: Needs, **_: Any) -> LinearLoss:
     return LinearLoss(
         *(empty(), empty(n), empty(n), empty(len(TERMS), n)),
         empty(*head.hidden.shape, dtype=head.hidden.dtype) if needs.hidden else empty(0, dtype=head.hidden.dtype),
-        empty(vocab, width) if needs.weight else empty(0, dtype=head.hidden.dtype),
+        empty(vocab, width, dtype=head.weight.dtype if one_chunk else torch.float32)
+        if needs.weight
+        else empty(0, dtype=head.hidden.dtype),
         empty(vocab) if needs.bias else empty(0, dtype=head.hidden.dtype),
     )
 

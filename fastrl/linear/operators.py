@@ -45,23 +45,29 @@ def linear_statistics(
     plan: str,
     budget: PassBudget,
     slopes: int,
+    all_statistics: bool,
 ) -> LinearStatistics:
     """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two are differentiable.
 
     With a frozen head, `slopes` is how many of d logp / d hidden and d entropy / d hidden are formed here, so that the
-    backward only scales their rows.
+    backward only scales their rows; then maximum and log_sum are empty unless `all_statistics`.
     """
     checks.targets_in_range(targets, mask, head.weight.shape[0])
     arguments = (head, targets, mask, transform, backend, num_tokens, budget)
-    stats, formed = forward.frozen(*arguments, slopes) if slopes else (forward.statistics(*arguments), [])
+    stats, formed = (
+        forward.frozen(*arguments, slopes, all_statistics) if slopes else (forward.statistics(*arguments), [])
+    )
     formed += [head.hidden.new_empty(0) for _ in range(2 - len(formed))]
     return LinearStatistics(*stats, *formed)
 
 
 @linear_statistics.register_fake
-def _(head: Head, targets: Tensor, slopes: int, **_: Any) -> LinearStatistics:
+def _(head: Head, targets: Tensor, slopes: int, all_statistics: bool, **_: Any) -> LinearStatistics:
     formed = (head.hidden.new_empty(head.hidden.shape if i < slopes else (0,)) for i in range(2))
-    return LinearStatistics(*empty_statistics(targets), *formed)
+    stats = empty_statistics(targets)
+    if slopes and not all_statistics:
+        stats = stats._replace(maximum=stats.maximum.new_empty(0), log_sum=stats.log_sum.new_empty(0))
+    return LinearStatistics(*stats, *formed)
 
 
 class HeadGradients(NamedTuple):
@@ -124,7 +130,7 @@ combine_slopes.register_fake(lambda slopes, coefficients: torch.empty_like(slope
 
 
 def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    count = inputs.pop("slopes")
+    count, _ = inputs.pop("slopes"), inputs.pop("all_statistics")
     if count:  # the backward reads nothing else
         return {"slopes": results[4 : 4 + count]}
     return {**inputs, "statistics": Statistics(*results[:4])}

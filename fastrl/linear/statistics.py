@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
-from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
+from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.planning.tiling import Pass, PassBudget, Tile
 
@@ -196,6 +197,16 @@ class _Combined:
         return Statistics(*(x.float() for x in stats))
 
 
+#: Objectives whose gradient is that of logp (c = 1), and that of the entropy (h = 1): row-local, without a ratio.
+_SLOPE = RowObjective("reinforce", (0.0, 0.0, 0.0, 0.0), "none", "none", 0.0, 0.0, 20.0)
+
+
+def _slope_inputs(vector: int, like: Tensor) -> RowInputs:
+    """Inputs with which the gradient of `_SLOPE` is d logp (vector 0) or d entropy (vector 1)."""
+    zeros, minus = torch.zeros_like(like, dtype=torch.float32), torch.full_like(like, -1.0, dtype=torch.float32)
+    return RowInputs(zeros, zeros, entropy_weights=minus) if vector else RowInputs(minus, -minus)
+
+
 @torch.no_grad()
 def frozen(
     head: Head,
@@ -206,10 +217,17 @@ def frozen(
     num_tokens: int,
     budget: PassBudget,
     vectors: int,
+    all_statistics: bool,
 ) -> tuple[Statistics, list[Tensor]]:
-    """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype."""
+    """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype.
+
+    A row's statistics and each of its slopes are one visit by `row_forward_gradient`, which does not give the maximum
+    and the log-sum: without `all_statistics` these are empty.
+    """
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(vectors)]
+    if not all_statistics:
+        out = out._replace(maximum=out.maximum.new_empty(0), log_sum=out.log_sum.new_empty(0))
     if used.count == 0:
         return out, slopes
     tile = pass_tile("frozen", head, used, budget, vectors)
@@ -222,14 +240,15 @@ def frozen(
         where, part = used.rows(places), rows.part(places)
         logits = held.logits(held.hidden(where), slice(0, tile.columns))
         row_kernels, part_transform = kernels(backend, logits), transform._replace(temperatures=part.temperatures)
-        stats: Statistics = row_kernels.row_statistics(logits[None], part.targets, None, part_transform)
-        for total, values in zip(out, stats, strict=True):
-            total[where] = values
-        ones = torch.ones_like(stats.logprobs)
-        pairs: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = [(slopes[0], ones, None, logits)]
-        if second is not None:  # first, because the other slope overwrites the logits
-            pairs.insert(0, (slopes[1], 0 * ones, ones, second[: logits.shape[0]]))
-        for slope, c, h, out_tile in pairs:
-            row_kernels.row_gradient(logits[None], part.targets, None, part_transform, stats, c, h, out_tile[None])
-            products.store_product(slope, where, out_tile, head.weight)
+        row = (logits[None], part.targets, None, part_transform)
+        if all_statistics:
+            for total, values in zip(out, row_kernels.row_statistics(*row), strict=True):
+                total[where] = values
+        for vector in reversed(range(vectors)):  # the first slope last, because it overwrites the logits
+            gradient = logits if second is None or vector == 0 else second[: logits.shape[0]]
+            terms: LossTerms = row_kernels.row_forward_gradient(
+                *row, _SLOPE, _slope_inputs(vector, part.targets), None if gradient is logits else gradient[None]
+            )
+            out.logprobs[where], out.entropy[where] = terms.logprobs, terms.entropy
+            products.store_product(slopes[vector], where, gradient, head.weight)
     return out, slopes

@@ -91,8 +91,11 @@ class PlannedCall(NamedTuple):
     rows: int  # the number of valid tokens that take the dense kernels, -1 if the host does not know it
     supports: Supports | None  # the recorded support of the others
 
-    def statistics(self) -> Statistics:
-        """The statistics of the rows, of which log-probabilities and entropies are differentiable."""
+    def statistics(self, all_statistics: bool = False) -> Statistics:
+        """The statistics of the rows, of which log-probabilities and entropies are differentiable.
+
+        The others may be empty unless `all_statistics`.
+        """
         (head, args, *_), plan, supports = self.call, self.plan, self.supports
         if supports is not None:
             rows = (supports.dense, args.transform, supports.support, supports.dense_support)
@@ -102,7 +105,9 @@ class PlannedCall(NamedTuple):
             return Statistics(*sparse[:4])
         waits = self.call.num_tokens < 0  # whether the backward may synchronise to learn which rows are idle
         slopes = self.inputs.slopes if plan.name == "frozen-head" else 0
-        stats = linear_statistics(head, *args, forced(), self.rows, waits, plan.name, plan.pass_budget, slopes)
+        stats = linear_statistics(
+            head, *args, forced(), self.rows, waits, plan.name, plan.pass_budget, slopes, all_statistics
+        )
         return Statistics(*stats[:4])
 
 
@@ -141,5 +146,6 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
         copied=call.copied,
         support_entries=entries,
         backend=resolved(forced(), device),
+        index=call.head.weight.device.index,
     )
     return PlannedCall(call, plans.choose(inputs, call.budget), inputs, rows, supports)

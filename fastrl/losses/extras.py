@@ -90,7 +90,9 @@ def _plan(by_plan: PlannedCall) -> tuple[Plan, int]:
     if budget is None and torch.compiler.is_compiling():
         return choose(forward, budget), 0
     # The free memory may have shrunk since the call's plan was chosen.
-    size = max(default_budget(forward.device), by_plan.plan.temporary_bytes) if budget is None else budget
+    size = (
+        max(default_budget(forward.device, forward.index), by_plan.plan.temporary_bytes) if budget is None else budget
+    )
     (plan,) = possible_plans(forward, size, named=budget is not None)
     # Other passes follow: their tiles must not be allocated in addition to the memory that these have freed.
     return replace(plan, mapped=True), size - plan.temporary_bytes
@@ -128,7 +130,7 @@ def _log_sum_half(head: Head, args: VocabularyArguments, plan: Plan) -> Tensor:
         temperature=temperature / 2, temperatures=None if temperatures is None else temperatures / 2
     )
     return linear_statistics(
-        head, args.targets, args.mask, halved, forced(), -1, False, plan.name, plan.pass_budget, 0
+        head, args.targets, args.mask, halved, forced(), -1, False, plan.name, plan.pass_budget, 0, True
     ).log_sum
 
 

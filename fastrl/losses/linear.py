@@ -83,16 +83,16 @@ def _ask(problem: Problem, call: LinearCall) -> _Host | None:
 
 def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
     """The forward-gradient plan: the forward computes the loss and its gradients."""
-    call, budget = by_plan.call, by_plan.plan.pass_budget
+    call, plan = by_plan.call, by_plan.plan
     if isinstance(problem.objective, Objective):
         spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
         loss, *terms, _, _, _ = linear_forward_gradient(
-            call.head, *call.args, inputs, spec, call.needs, forced(), call.num_tokens, budget
+            call.head, *call.args, inputs, spec, call.needs, forced(), call.num_tokens, plan.pass_budget, plan.one_chunk
         )
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
     # A row-local callable runs in torch between each chunk's statistics and its gradient.
     used = forward.order(call.args.mask, call.args.targets.shape[0], call.num_tokens)
-    chunks = forward_gradient_ops.row_chunks(used.count, used.count, by_plan.plan.tiles["forward-gradient"].rows)
+    chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
         return problem.batch.rows(where), problem.weights[where], None, slice(None)
@@ -177,6 +177,7 @@ def _forward_gradient_in_torch(
             chunks,
             chunk_gradient,
             needs,
+            len(chunks) <= 1,
             backend,
         )
         forward_terms[:] = [result]

@@ -122,7 +122,7 @@ def linear_token_logprobs(
         mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
         memory_budget: bytes, or text such as "256MiB": the limit on the temporary memory that the call and its backward
             use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
-            means a quarter of the free memory.
+            means what the cheapest plan needs, up to half of the free memory; a dearer plan is logged.
         sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
             unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
         extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
@@ -149,7 +149,7 @@ def linear_token_logprobs(
     )
     by_plan = planned(call, ANY, slopes=1 + entropy)
     ahead = extras_ahead(extras, by_plan)
-    stats = by_plan.statistics()
+    stats = by_plan.statistics(all_statistics=bool(extras))
     more = extras_of(extras, ahead, stats, call.args.mask, targets.shape)
     return TokenStats(
         stats.logprobs.view(targets.shape), stats.entropy.view(targets.shape) if entropy else None, **more

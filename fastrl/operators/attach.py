@@ -25,18 +25,23 @@ def refuse_second_order(upstream: Tensor | None) -> None:
 def hand_over(
     gradients: Gradients, upstream: Tensor, dtypes: Sequence[torch.dtype | None], backend: str
 ) -> list[Tensor | None]:
-    """The gradient buffers, scaled in place by the upstream scalar, in these dtypes; None if either is None."""
+    """The gradient buffers times the upstream scalar, in these dtypes; None if either is None.
+
+    A buffer that has the dtype is scaled in place: a second rounding, unless the scalar is a power of two. A float32
+    buffer of a narrower gradient is scaled and rounded in one pass.
+    """
     scaled: list[Tensor | None] = []
     for gradient, dtype in zip(gradients, dtypes, strict=True):
         if gradient is None or dtype is None:
             scaled.append(None)
             continue
         if type(gradient) is Tensor:
+            out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
             with consumed.kept(gradient):
-                kernels(backend, gradient).scale_(gradient, upstream.float())
+                kernels(backend, gradient).scale(gradient, upstream.float(), out)
         else:  # a compiler's fake tensor: graphs are functional, and the compiler manages memory
-            gradient = gradient * upstream
-        scaled.append(gradient.to(dtype))
+            out = (gradient * upstream).to(dtype)
+        scaled.append(out)
     return scaled
 
 

@@ -38,22 +38,23 @@ def parse_budget(value: object, name: str = "memory_budget") -> int | None:
     return size
 
 
-def default_budget(device: str) -> int:
-    """A quarter of the device's free memory, rounded down to a power of two so that small changes alter no result."""
-    free = free_bytes(device)
+def default_budget(device: str, index: int | None = None) -> int:
+    """Half of the device's free memory in bytes: what a call without a budget may take."""
+    free = free_bytes(device, index)
     if free is None:
         if device == "cuda":
             raise ValueError("a budget is needed: there is no GPU here whose free memory could be shared")
         free = _SMALL
-    return 1 << max((free // 4).bit_length() - 1, 24)
+    return max(free // 2, 1 << 24)
 
 
-def free_bytes(device: str) -> int | None:
+def free_bytes(device: str, index: int | None = None) -> int | None:
     """Bytes on the device that are free for this process; None if not known."""
     if device == "cuda":
         if not torch.cuda.is_available():
             return None
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free, _ = torch.cuda.mem_get_info(index)
+        return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

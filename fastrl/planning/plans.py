@@ -17,10 +17,13 @@ outputs and gradients. It does not count the workspace of a matrix library.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import NoReturn
 
 import torch
 
@@ -61,6 +64,7 @@ class Call:
     copied: int = 0  # bytes of inputs that were copied before the plan starts
     support_entries: int = 0  # recorded ids over all tokens; if not 0, `rows` counts the tokens without a support
     backend: str = ""  # "": the fastest on the device
+    index: int | None = None  # of the device, if there are several; None: the current one
 
     @property
     def sizes(self) -> Sizes:
@@ -122,6 +126,7 @@ class Plan:
     tiles: dict[str, Tile]  # by pass
     pass_bytes: int  # bytes that a pass may take
     tile_bytes: int  # bytes that one tile may take
+    one_chunk: bool = False  # whether one tile holds all rows, so that dL/dweight needs no float32 sums
     mapped: bool = False  # whether the memory of a pass must be returned to the system before the next pass
 
     @property
@@ -153,29 +158,55 @@ def choose(call: Call, budget: int | None) -> Plan:
         # The free memory at the time of tracing says nothing about later runs, which may also have other lengths.
         tile_bytes = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
         return Plan(names[0], 0, 0, 0, 0.0, {}, 1 << 60, tile_bytes)
-    size = default_budget(call.device) if budget is None else budget
-    plans = possible_plans(call, size, named=budget is not None)
     if _forced is not None:
         if _forced not in names:
             raise ValueError(f"the plan {_forced!r} cannot be followed here, only {', '.join(names)}")
-        plans, names = [plan for plan in plans if plan.name == _forced], (_forced,)
-    if not plans:
-        least = min(least_budget(call, name) for name in names)
-        tokens = (
-            f"{call.rows} tokens"
-            if not call.support_entries
-            else f"{call.support_entries} recorded ids, {call.rows} other tokens"
-        )
-        problem = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
-        source = "the default budget, a quarter of the free memory" if budget is None else "memory_budget"
-        raise BudgetTooSmall(
-            f"{source} is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})"
-        )
-    best = plans[0]
-    for plan in plans[1:]:  # torch.compile cannot trace min with a key
-        if plan.cost < best.cost:
+        names = (_forced,)
+    if budget is not None:
+        return _cheapest(call, names, budget, named=True) or _refuse(call, names, budget, "memory_budget")
+    share = default_budget(call.device, call.index)
+    cheapest = _cheapest(call, names, 1 << 60, named=False)
+    if cheapest is not None and cheapest.temporary_bytes <= share:
+        return cheapest
+    size = 1 << share.bit_length() - 1  # so that small changes of what is free alter no result
+    best = _cheapest(call, names, size, named=False)
+    if best is None:
+        _refuse(call, names, size, "the default budget, half of the free memory rounded down to a power of two,")
+    if cheapest is not None and best.name != cheapest.name:
+        _log_dearer(best.name, best.units, cheapest.name, cheapest.units, cheapest.temporary_bytes, size)
+    return best
+
+
+def _cheapest(call: Call, names: tuple[str, ...], budget: int, named: bool) -> Plan | None:
+    """The cheapest of the named plans that fits; None if none does."""
+    best = None
+    for plan in possible_plans(call, budget, named):  # torch.compile cannot trace min with a key
+        if plan.name in names and (best is None or plan.cost < best.cost):
             best = plan
     return best
+
+
+def _refuse(call: Call, names: tuple[str, ...], size: int, source: str) -> NoReturn:
+    least = min(least_budget(call, name) for name in names)
+    tokens = (
+        f"{call.rows} tokens"
+        if not call.support_entries
+        else f"{call.support_entries} recorded ids, {call.rows} other tokens"
+    )
+    problem = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
+    raise BudgetTooSmall(
+        f"{source} is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})"
+    )
+
+
+@cache
+def _log_dearer(name: str, units: int, cheaper: str, cheaper_units: int, needed: int, size: int) -> None:
+    """Logs, once for the same numbers, that a call takes a dearer plan for want of memory."""
+    logging.getLogger("fastrl").warning(
+        "the plan %s (%dU) is taken instead of %s (%dU), which needs %d bytes (%s) of temporary memory: without"
+        " memory_budget= %d bytes (%s) may be taken, half of the free memory rounded down to a power of two",
+        *(name, units, cheaper, cheaper_units, needed, text(needed), size, text(size)),
+    )
 
 
 def applicable(call: Call) -> tuple[str, ...]:
@@ -266,7 +297,9 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
         units += needed_units
         cost += one.cost(tile, needed_units)
     largest = max([0, *pass_sizes])
+    whole = tiles.get("forward-gradient")
+    one_chunk = whole is not None and whole.rows >= call.rows
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
     mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > pass_bytes
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
-    return Plan(name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, mapped)
+    return Plan(name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, one_chunk, mapped)

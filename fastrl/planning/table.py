@@ -89,7 +89,7 @@ def plan_memory(
         hidden: width of the hidden states, H.
         vocab: vocabulary size, V.
         dtype: of the hidden states and the weight: float32, bfloat16 or float16.
-        budget: bytes, or text such as "256MiB", as for `memory_budget`; None: a quarter of the device's free memory.
+        budget: bytes, or text such as "256MiB", as for `memory_budget`; None: half of the device's free memory.
         objective: the objective of `linear_policy_loss`, GRPO by default; None: `linear_token_logprobs`.
         gradients: which of "hidden", "weight" and "bias" need a gradient; ("hidden",): a frozen head; (): forward only.
         on_policy: True if the call has no `old_logprobs`.
@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, required=True, help="unmasked tokens")
     add("--hidden", type=int, required=True, help="width of the hidden states")
     add("--vocab", type=int, required=True, help="entries of the vocabulary")
-    add("--budget", help="such as 512MiB; default: a quarter of the free memory")
+    add("--budget", help="such as 512MiB; default: half of the free memory")
     add("--dtype", choices=_DTYPES, default="bfloat16")
     names = [*PRESETS, "logprobs"]
     add(

@@ -114,7 +114,7 @@ class Pass(NamedTuple):
                 total += rows * width * 4
             else:
                 total += n * width * 4
-        if self.kind == "forward-gradient" and narrow and self.sizes.weight:
+        if self.kind == "forward-gradient" and narrow and self.sizes.weight and n < rows:
             total += vocab * width * 4
         if self.kind in ("weight", "both") and narrow and (n < rows or half):
             total += v * width * 4
@@ -160,18 +160,22 @@ class Pass(NamedTuple):
 
         They do not depend on the budget, so that the cheapest tile that fits never costs more in a larger budget.
         """
-        vocab, itemsize = self.sizes.vocab, self.sizes.itemsize
+        rows, width, vocab, itemsize, *_ = self.sizes
         least_rows = self.least_rows or (1 if self.whole_rows else _LEAST_ROWS)
         if self.kind == "frozen":
             cap //= self.vectors  # it holds this many tiles
         elif not self.whole_rows and self.kind != "statistics":
             cap = min(cap, SLICED_BYTES.get(self.sizes.device, cap))
-        for n in _parts(max(self.sizes.rows, 1), least_rows):
-            for width in (vocab,) if self.whole_rows else _parts(vocab, _LEAST_COLUMNS):
+        # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
+        sums = 4 * vocab * width if self.kind == "forward-gradient" and self.sizes.narrow and self.sizes.weight else 0
+        for part in _parts(max(rows, 1), least_rows):
+            # Products are fastest for whole blocks of rows.
+            n = part if part <= max(least_rows, 256) else min(-(-part // 256) * 256, rows)
+            for length in (vocab,) if self.whole_rows else _parts(vocab, _LEAST_COLUMNS):
                 # Slices are whole cache lines and vectors.
-                columns = width if width == vocab else min(-(-width // 64) * 64, vocab - 1)
+                columns = length if length == vocab else min(-(-length // 64) * 64, vocab - 1)
                 smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
-                if smallest or n * columns * itemsize <= cap:
+                if smallest or n * columns * itemsize <= (cap + sums if n >= rows else cap):
                     yield Tile(n, columns)
 
 

@@ -46,7 +46,7 @@ def _launch_all(logits: Tensor) -> None:
     backend.row_statistics(logits, targets, None, Transform(1))
     backend.row_gradient(logits, targets, None, Transform(1), Statistics(ones, ones, ones, ones), ones, None, logits)
     backend.row_forward_gradient(logits, targets, None, Transform(1), CLIP, RowInputs(ones, ones))
-    backend.scale_(logits, torch.tensor(2.0))
+    backend.scale(logits, torch.tensor(2.0), logits)
 
 
 def test_more_than_65535_rows_lie_on_grid_axis_0(recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""A gradient scaled in place, on every backend."""
+"""A gradient scaled in place or into another dtype, on every backend."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def device(backend_device: str) -> str:
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    result = kernels(forced(), tensor).scale_(tensor, torch.tensor(factor, device=tensor.device))
-    assert result is None or result is tensor
+    kernels(forced(), tensor).scale(tensor, torch.tensor(factor, device=tensor.device), tensor)
     return tensor
 
 
@@ -32,6 +31,21 @@ def test_scale(factor: float, entries: int, dtype: torch.dtype, device: str) -> 
     expected = (tensor.float() * factor).to(dtype).float()
     rounding = cases.rounding(dtype, device == "cpu")
     torch.testing.assert_close(_scaled(tensor, factor).float(), expected, rtol=2 * rounding, atol=2**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (70001,), (3, 700, 1000)], ids=str)  # the last takes two pieces on a CPU
+@pytest.mark.parametrize("factor", [0.37, 1.0])
+def test_into_another_dtype_it_rounds_once(
+    factor: float, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    tensor = torch.randn(shape).to(device)
+    before, out = tensor.clone(), torch.empty_like(tensor, dtype=dtype)
+    kernels(forced(), tensor).scale(tensor, torch.tensor(factor, device=device), out)
+    expected = (before * torch.tensor(factor, device=device)).to(dtype)
+    assert cases.same_bits(tensor, before)
+    rounding = cases.rounding(dtype, device == "cpu")
+    torch.testing.assert_close(out.float(), expected.float(), rtol=2 * rounding, atol=2**-24)
 
 
 def test_a_factor_of_1_changes_no_bit(backend: str, device: str) -> None:

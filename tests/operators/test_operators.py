@@ -61,12 +61,16 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (rows.row_statistics, (logits.clone().requires_grad_(), *row, backend, False)),
         (rows.row_gradient, (logits, *row, stats, *upstream, backend)),
         (rows.row_gradient_, (logits.clone(), *row, stats, *upstream, backend)),
-        (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", budget, 0)),
-        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2)),
+        (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", budget, 0, False)),
+        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2, False)),
+        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2, True)),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
-        (
-            forward_gradient.linear_forward_gradient,
-            (head, *row, inputs, objective, Needs(True, True, True), backend, -1, budget),
+        *(
+            (
+                forward_gradient.linear_forward_gradient,
+                (head, *row, inputs, objective, Needs(True, True, True), backend, -1, budget, one_chunk),
+            )
+            for one_chunk in (False, True)
         ),
         (
             linear.linear_gradient,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,9 +101,46 @@ def test_the_published_example() -> None:
     assert chosen("512MiB", objective=None, gradients=()) == "forward 1U"
 
 
-def test_without_a_budget_a_quarter_of_the_free_memory_and_no_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "free_bytes", lambda device: 5 << 30)
-    assert budgets.default_budget("cpu") == 1 << 30
+def test_rows_of_a_chunk_are_whole_blocks() -> None:
+    plan = fastrl.plan_memory(131072, 4096, 151936, budget="8GiB", device="cuda").chosen
+    assert plan.name == "forward-gradient" and plan.tiles["forward-gradient"] == (4096, 151936) and not plan.one_chunk
+
+
+def test_one_chunk_needs_no_float32_sums_of_the_weights_gradient() -> None:
+    sizes = (4096, 151936)
+    one = fastrl.plan_memory(8192, *sizes, budget="4GiB", device="cuda").chosen
+    assert one.one_chunk and one.tiles["forward-gradient"] == (8192, 151936)
+    assert one.temporary_bytes < 8192 * 151936 * 2 + 8192 * 4096 * 2 * 2 + (8 << 20)
+    # At half the width the tile is larger than the sums, but not than the sums and a tile of half the rows.
+    assert fastrl.plan_memory(8192, 2048, 151936, budget="4GiB", device="cuda").chosen.one_chunk
+    several = fastrl.plan_memory(16384, *sizes, budget="8GiB", device="cuda").chosen
+    assert not several.one_chunk and several.temporary_bytes > 4 * 4096 * 151936
+
+
+def test_without_a_budget_the_cheapest_plan_up_to_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 1 << 40
+    monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None: free)
+    memory._log_dearer.cache_clear()
+    call = Call(8192, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
+    best = memory.choose(call, None)
+    assert best.name == "forward-gradient" and best.one_chunk
+    free = 2 * best.temporary_bytes
+    assert memory.choose(call, None) == best and not caplog.records
+    free -= 2
+    for _ in range(3):
+        assert memory.choose(call, None).name == "recompute"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the plan recompute (4U) is taken instead of forward-gradient (3U), which needs")
+    assert str(best.temporary_bytes) in line and str(2 << 30) in line
+    free = 1 << 24
+    with pytest.raises(budgets.BudgetTooSmall, match="the default budget, half of the free memory"):
+        memory.choose(replace(call, all_rows=1 << 20), None)
+
+
+def test_without_a_budget_no_whole_logits_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None: 5 << 30)
     call = Call(4096, 512, 32768, torch.float32, "cpu", Needs(True, True, False), RESPONSE, longest=4096)
     # "whole-response" would hold 512 MiB of logits, which nobody asked for.
     assert memory.choose(call, None).name == "recompute"

@@ -15,6 +15,8 @@ from problem import Problem, assert_loss_as_good_as_torch
 from vocabulary import assert_as_good_as_torch
 
 import fastrl
+from fastrl.backend.torch import backend as torch_backend
+from fastrl.linear import head as products
 from fastrl.losses.linear import CODE
 from fastrl.planning import plans, tiling
 from fastrl.planning.plans import use_plan
@@ -277,3 +279,35 @@ def test_logprobs_by_every_plan(
 
 def test_every_plan_has_its_code() -> None:
     assert tuple(CODE) == plans.PLANS
+
+
+@pytest.mark.parametrize(
+    ("objective", "plan"),
+    [(fastrl.GRPO(), "forward-gradient"), (RESPONSE["GSPO"], "whole-response"), (from_callable, "whole-response")],
+    ids=["GRPO", "GSPO", "callable"],
+)
+def test_one_chunk_gives_the_weights_gradient_one_rounding(
+    backend: str, backend_device: str, monkeypatch: pytest.MonkeyPatch, objective: Any, plan: str
+) -> None:
+    """No worse than the product of the whole bfloat16 gradient of the logits, and with no float32 buffer beside it."""
+    if backend == "triton" and backend_device == "cpu":
+        pytest.skip(INTERPRETED)
+    shapes: list[torch.dtype] = []
+    empty = products.empty
+    monkeypatch.setattr(
+        products, "empty", lambda shape, dtype, *rest: [shapes.append(dtype), empty(shape, dtype, *rest)][1]
+    )
+    check(off_policy(backend_device, torch.bfloat16, seed=8), torch.bfloat16, objective, plan, frozen=False)
+    assert torch.float32 not in shapes
+
+
+def test_a_frozen_head_reads_its_logits_once_per_slope(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits: list[str] = []
+    for name in ("row_statistics", "row_gradient", "row_forward_gradient"):
+        function = getattr(torch_backend, name)
+        monkeypatch.setattr(torch_backend, name, lambda *a, n=name, f=function, **k: [visits.append(n), f(*a, **k)][1])
+    with fastrl.use_backend("torch"):
+        for objective, count in ((RESPONSE["GSPO"], 1), (RESPONSE["GSPO, entropy"], 2)):
+            visits.clear()
+            check(off_policy("cpu", torch.float32, seed=9), torch.float32, objective, "frozen-head", frozen=True)
+            assert visits == ["row_forward_gradient"] * count

@@ -120,7 +120,7 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
     if case.kernel == "scale":
         from fastrl.kernels.scale import scale_kernel
 
-        return scale_kernel, {"BLOCK": 4096, "BLOCKS": 16}, 8
+        return scale_kernel, {"INPLACE": True, "BLOCK": 4096, "BLOCKS": 16}, 8
     constants = {"SOFTCAP": case.softcap, "ALIGNED": case.aligned, "VEC": sizes.vector, "BLOCK": sizes.block}
     constants["temperatures_ptr"] = None
     if case.kernel in ("statistics", "split"):

@@ -18,6 +18,7 @@ from fastrl.backend.cpp.support import (
     support_statistics,
     support_weight,
 )
+from fastrl.backend.torch.backend import scale
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
@@ -27,7 +28,7 @@ __all__ = [
     "row_forward_gradient",
     "row_gradient",
     "row_statistics",
-    "scale_",
+    "scale",
     "support_gradient",
     "support_hidden",
     "support_products",
@@ -192,9 +193,3 @@ def row_forward_gradient(
 def advise(tensor: Tensor) -> None:
     """Ask for huge pages for a new, contiguous tensor that is about to be filled."""
     function("fastrl_advise", c_void_p, c_int64)(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply `tensor` in place by a 0-dim tensor, unless it is 1."""
-    if factor.item() != 1.0:
-        tensor.mul_(factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastrl.backend.torch.find_support import find_support
@@ -15,13 +16,15 @@ from fastrl.backend.torch.support import (
     support_weight,
 )
 
+_PIECE_BYTES = 2 << 20
+
 __all__ = [
     "advise",
     "find_support",
     "row_forward_gradient",
     "row_gradient",
     "row_statistics",
-    "scale_",
+    "scale",
     "support_gradient",
     "support_hidden",
     "support_products",
@@ -35,7 +38,16 @@ def advise(tensor: Tensor) -> None:
     """Do nothing; the C++ backend uses it."""
 
 
-def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply a tensor in place by a 0-dim factor."""
-    if factor.device.type != "cpu" or factor.item() != 1:
-        tensor.mul_(factor)
+def scale(tensor: Tensor, factor: Tensor, out: Tensor) -> None:
+    """See `fastrl.backend.contract`."""
+    if tensor.device.type != "cpu":
+        torch.mul(tensor, factor, out=out)
+    elif factor.item() == 1:
+        if out is not tensor:
+            out.copy_(tensor)
+    elif out is tensor:
+        out.mul_(factor)
+    else:  # a product in another dtype would be held whole in its own first
+        rows = max(1, _PIECE_BYTES // max(tensor[0].numel() * tensor.element_size(), 1))
+        for source, target in zip(tensor.split(rows), out.split(rows), strict=True):
+            target.copy_(source * factor)

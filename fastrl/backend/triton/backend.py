@@ -10,7 +10,7 @@ from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels.find_support import find_support
 from fastrl.kernels.row_gradient import row_gradient
 from fastrl.kernels.row_statistics import row_statistics
-from fastrl.kernels.scale import scale_
+from fastrl.kernels.scale import scale
 from fastrl.kernels.support_hidden import support_hidden
 from fastrl.kernels.support_products import support_products
 from fastrl.kernels.support_restrict import support_restrict
@@ -24,7 +24,7 @@ __all__ = [
     "row_forward_gradient",
     "row_gradient",
     "row_statistics",
-    "scale_",
+    "scale",
     "support_gradient",
     "support_hidden",
     "support_products",
