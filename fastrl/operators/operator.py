@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from types import NoneType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -33,6 +34,11 @@ class _Parameter(NamedTuple):
         types = tuple(get_type_hints(kind).values()) if fields else ()
         return cls(name, kind, fields, types if {int, bool}.issuperset(types) else ())
 
+    @property
+    def width(self) -> int:
+        """The number of its arguments in the schema."""
+        return len(self.fields) if self.fields and not self.scalars else 1
+
     def schema(self, hint: Any) -> Iterator[inspect.Parameter]:
         """The arguments of the schema; the fields of an optional NamedTuple are optional."""
         types = {"": hint}
@@ -46,16 +52,16 @@ class _Parameter(NamedTuple):
             name = f"{self.name}_{field}" if field else self.name
             yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
 
-    def packed(self, values: Iterator[Any]) -> Any:
+    def packed(self, values: Sequence[Any]) -> Any:
         """The parameter, from the values of its arguments. An optional NamedTuple is None if all fields are."""
         if not self.fields:
-            return next(values)
+            return values[0]
         if self.scalars:
-            return self.kind(*(bool(x) if t is bool else x for t, x in zip(self.scalars, next(values), strict=True)))
-        fields = [next(values) for _ in self.fields]
-        if all(x is None for x in fields):
-            return None
-        return self.kind(*(tuple(x) if isinstance(x, list) else x for x in fields))
+            return self.kind(*(bool(x) if t is bool else x for t, x in zip(self.scalars, values[0], strict=True)))
+        for x in values:
+            if x is not None:
+                return self.kind(*[tuple(x) if type(x) is list else x for x in values])
+        return None
 
     def unpacked(self, value: Any) -> Sequence[Any]:
         """The values of its arguments, or of their gradients."""
@@ -72,12 +78,16 @@ class _Saved(NamedTuple):
     place: int
 
 
+_TUPLES = (tuple, list)
+
+
 def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """The value with `leaf` applied to everything in it that is neither a tuple nor a list."""
-    if not isinstance(value, tuple | list) or isinstance(value, _Saved):
+    kind = type(value)
+    if kind is _Saved or not isinstance(value, _TUPLES):
         return leaf(value)
-    parts = [_rebuilt(x, leaf) for x in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    parts = [_rebuilt(x, leaf) if isinstance(x, _TUPLES) else leaf(x) for x in value]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 class Operator(Generic[P, R]):
@@ -90,6 +100,8 @@ class Operator(Generic[P, R]):
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._result = results if hasattr(results, "_fields") else None
         self._parameters = tuple(_Parameter.of(name, hint) for name, hint in hints.items())
+        ends = [0, *accumulate(parameter.width for parameter in self._parameters)]
+        self._places = tuple(zip(self._parameters, map(slice, ends, ends[1:]), strict=True))
 
         def on_arguments(*arguments: Any) -> Any:
             return cast(Callable[..., Any], function)(**self.packed(arguments))
@@ -127,8 +139,7 @@ class Operator(Generic[P, R]):
 
     def packed(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """The parameters by name, from the arguments of the schema."""
-        values = iter(arguments)
-        return {parameter.name: parameter.packed(values) for parameter in self._parameters}
+        return {parameter.name: parameter.packed(arguments[where]) for parameter, where in self._places}
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Registers the function that gives the results for fake tensors, from the same parameters."""
