@@ -37,6 +37,18 @@ workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
+SHADOW_MEMORY = "--shadow-memory"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(SHADOW_MEMORY, action="store_true", help="check which memory every interpreted kernel touches")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption(SHADOW_MEMORY) and not torch.cuda.is_available():  # compiled kernels are compute-sanitizer's
+        config.pluginmanager.import_plugin("shadow_memory")
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: full collections of garbage need not look at it."""
     gc.collect()
