@@ -23,7 +23,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/fastrl train $(CONFIG)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(OPTIONS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
