@@ -108,9 +108,13 @@ def test_a_read_in_the_gaps_of_a_tensor_is_found() -> None:
     rows = torch.randn(8, 16)[:, :9]
     (finding,) = copied(rows, torch.empty(N), n=N)
     assert finding.elements == 4 * 7
-    # An access that is wider than the element before the gap.
-    (finding,) = copied(torch.ones(N).view(torch.int8)[::4].view(torch.int8), torch.empty(N), stride=2)
-    assert finding.elements == N // 2
+
+
+def test_an_element_that_is_partly_outside_is_found() -> None:
+    with shadow_memory.watch() as findings:
+        widen_kernel[(1,)](torch.zeros(4, dtype=torch.int8)[:3], SIZE=1)
+    (finding,) = findings
+    assert (finding.kind, finding.elements) == ("written outside the arguments, nearest", 1)
 
 
 @pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.flip(0), lambda x: x[None, :, None]], ids=str)
