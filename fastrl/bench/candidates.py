@@ -22,6 +22,7 @@ from fastrl.planning.plans import use_plan
 
 BOTH = ("hidden", "weight")
 _GIB = 1 << 30
+_AMPLE = 1 << 60  # a budget in bytes that every plan fits
 _PPO = fastrl.PPO(clip=plain.CLIP)
 
 Needed = Callable[[Size], int]
@@ -59,7 +60,8 @@ class Candidate:
     bytes_needed: Needed  # beyond the inputs, roughly
     ours: bool = False
     layout: Layout = _flat  # of logits
-    plan: Callable[[Problem, tuple[str, ...]], str] | None = None  # names fastrl's plan for these gradients
+    #: names fastrl's plan for these gradients: (problem, gradients, whether memory were ample) -> name
+    plan: Callable[[Problem, tuple[str, ...], bool], str] | None = None
 
     def on(
         self, problem: Problem, gradients: tuple[str, ...] = BOTH, upstream: tuple[Tensor, ...] | None = None
@@ -78,7 +80,8 @@ class Candidate:
             return differentiated(function, inputs, shaped, restore)
 
         plan = None if self.plan is None else partial(self.plan, problem, gradients)
-        return Contender(self.name, prepare, self.bytes_needed(problem.size), self.ours, plan)
+        plans = None if plan is None else lambda: (plan(False), plan(True))
+        return Contender(self.name, prepare, self.bytes_needed(problem.size), self.ours, plans)
 
 
 # --- fastrl ---------------------------------------------------------------------------------------------------------
@@ -154,8 +157,11 @@ class PolicyHead:
 
         return function
 
-    def plan(self, problem: Problem, gradients: tuple[str, ...] = BOTH) -> str:
-        """The name of the plan that a call with these gradients takes."""
+    def plan(self, problem: Problem, gradients: tuple[str, ...] = BOTH, ample: bool = False) -> str:
+        """The name of the plan that a call with these gradients takes.
+
+        `ample`: the cheapest at the shape, which it would take without a budget if the device had all the memory.
+        """
         if self.forced is not None:
             return self.forced
         size, weight = problem.size, problem.inputs["weight"]
@@ -164,7 +170,7 @@ class PolicyHead:
             size.hidden,
             size.vocab,
             weight.dtype,
-            self.budget,
+            _AMPLE if ample and self.budget is None else self.budget,
             objective=self.objective,
             gradients=gradients,
             device=weight.device.type,

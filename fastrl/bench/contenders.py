@@ -60,7 +60,7 @@ class Contender:
     prepare: Callable[[], Run]  # raises Unavailable or ImportError if it cannot run
     bytes_needed: int  # beyond the inputs, roughly; skipped if less is free
     ours: bool = False  # fastrl's own: an error is a failure, not a reason to skip
-    plan: Callable[[], str] | None = None  # names the memory plan that fastrl takes
+    plans: Callable[[], tuple[str, str]] | None = None  # fastrl's memory plan, and the cheapest at the shape
 
 
 @dataclass(frozen=True)

@@ -211,8 +211,8 @@ class Bench:
             if not row.failed:
                 raise
             self.log(traceback.format_exc())
-        if self.suite in _SUITES_OF_PLANS and contender.plan is not None and row.skipped is None:
-            row.plan = contender.plan()
+        if self.suite in _SUITES_OF_PLANS and contender.plans is not None and row.skipped is None:
+            row.plan, row.cheapest_plan = contender.plans()
         return row
 
     def seconds_of(self, contender: Contender) -> float | None:

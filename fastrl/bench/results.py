@@ -29,6 +29,7 @@ class Row:
     ours: bool = False
     is_limit: bool = False  # the bare workload that the others are compared with
     plan: str | None = None  # which memory plan fastrl took
+    cheapest_plan: str | None = None  # which it should have taken: the cheapest at the shape, within the given budget
     milliseconds_median: float | None = None
     milliseconds_min: float | None = None
     milliseconds_hot: float | None = None  # the median with what the previous call left in a GPU's L2 cache

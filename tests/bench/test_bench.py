@@ -336,21 +336,31 @@ def test_the_plan_is_the_one_of_the_rows_own_budget() -> None:
     plans = []
     for budget in (None, "4MiB"):
         expected = fastrl.plan_memory(512, 256, 8192, torch.bfloat16, budget, objective=fastrl.PPO(), device=DEVICE)
-        plan = ours("fastrl", budget=budget).on(problem).plan
+        plan = ours("fastrl", budget=budget).on(problem).plans
         assert plan is not None
         plans.append(plan())
-        assert plans[-1] == expected.chosen.name
+        assert plans[-1] == (expected.chosen.name, expected.chosen.name)
     assert plans[0] != plans[1]  # 4 MiB do not hold the weight's gradient in float32
+
+
+def test_want_of_memory_changes_the_plan_that_is_taken_but_not_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastrl.planning.budget.free_bytes", lambda device: 40 << 20)
+    section = suites.run_plans(replace(bench("plans", 64, 512, 16384), dtype=torch.bfloat16))
+    rows = {row.contender: row for row in section.rows}
+    unlimited, recompute = rows["fastrl, no budget"], rows["fastrl, recompute"]
+    assert unlimited.plan in ("recompute", "two-pass")  # the sum of the weight's gradient takes 32 MiB
+    assert unlimited.cheapest_plan == "forward-gradient" and unlimited.limit == "3U"
+    assert recompute.plan == recompute.cheapest_plan == "recompute" and recompute.limit == "4U"
 
 
 def test_a_row_without_results_or_of_another_suite_names_no_plan() -> None:
     contenders = [
-        Contender(name, lambda: without_results(list), size, plan=lambda: "two-pass")
+        Contender(name, lambda: without_results(list), size, plans=lambda: ("two-pass", "recompute"))
         for name, size in (("a", 0), ("b", 1 << 60))
     ]
-    for suite, plan in (("memory", "two-pass"), ("linear", None)):
+    for suite, plans in (("memory", ("two-pass", "recompute")), ("linear", (None, None))):
         rows = bench(suite, 1, 1, 1).measure_workload(Workload("a workload", "this", contenders, None))
-        assert [found.plan for found in rows] == [plan, None]
+        assert [(found.plan, found.cheapest_plan) for found in rows] == [plans, (None, None)]
 
 
 def test_token_counts_are_halves_and_not_few() -> None:

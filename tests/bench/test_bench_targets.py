@@ -29,6 +29,8 @@ def row(contender: str, milliseconds: float | None, **fields: Any) -> dict[str, 
         "contender": contender,
         "milliseconds_median": milliseconds,
         "milliseconds_limit": 2.0,
+        "plan": None,
+        "cheapest_plan": None,
         "peak_temporary_bytes": None,
     }
     return found | fields
@@ -36,13 +38,13 @@ def row(contender: str, milliseconds: float | None, **fields: Any) -> dict[str, 
 
 def measured(found: list[list[dict[str, Any]]]) -> dict[str, tuple[str, str]]:
     """What was measured and whether that is enough, by the ratio's words, of the targets that any row is for."""
-    return {line[2]: line[4:] for line in targets.lines(found) if line[1] == "8192x151936"}
+    return {line[2]: line[4:6] for line in targets.lines(found) if line[1] == "8192x151936"}
 
 
 def test_ratios_to_the_limit_and_to_others() -> None:
     rows = [row("fastrl, in place", 2.5), row("eager torch", 10.0), row("Liger triton_grpo_loss", None)]
     assert measured([rows]) == {
-        "ours / its limit": ("1.250", "yes"),
+        "ours / its limit": ("1.250", "NO"),
         "eager torch / ours": ("4.000", "NO"),
         "Liger triton_grpo_loss / ours": ("", "not measured"),
     }
@@ -53,6 +55,35 @@ def test_the_other_may_belong_to_another_workload_of_the_same_run() -> None:
     rows = [row("fastrl", 1.0, suite="masks", workload="loss over recorded sets"), row("fastrl", 40.0, **dense)]
     assert measured([rows]) == {"ours / loss over the whole vocabulary": ("0.025", "yes")}
     assert measured([rows[:1], rows[1:]]) == {"ours / loss over the whole vocabulary": ("", "not measured")}
+
+
+@pytest.mark.parametrize(("vocab", "milliseconds", "reached"), [(151936, 2.2, "yes"), (262144, 2.21, "NO")])
+def test_a_limit_is_met_by_a_tenth_more_than_it_and_by_no_other_share(
+    vocab: int, milliseconds: float, reached: str
+) -> None:
+    rows = [row("fastrl, in place", milliseconds, shape={"N": 8192, "V": vocab})]
+    assert [line[5] for line in targets.lines([rows]) if line[1] and line[2] == "ours / its limit"] == [reached]
+    assert {target.bound for target in targets.TARGETS if target.words == "ours / its limit"} == {1.10}
+
+
+def test_a_dearer_plan_than_the_cheapest_is_named() -> None:
+    of = {"suite": "plans", "workload": "loss and gradients", "shape": {"N": 8192, "H": 4096, "V": 151936}}
+    plans = [("forward-gradient", "forward-gradient"), ("recompute", "forward-gradient")]
+    rows = [row("fastrl, no budget", 2.1, **of, plan=taken, cheapest_plan=cheapest) for taken, cheapest in plans]
+    found = [line[4:] for line in targets.lines([rows]) if line[1]]
+    assert found == [
+        ("1.050", "yes", "forward-gradient"),
+        ("1.050", "yes", "recompute, where forward-gradient is cheapest"),
+    ]
+
+
+def test_a_file_in_an_old_format_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {"subject" if name == "contender" else name: value for name, value in row("fastrl, in place", 2.0).items()}
+    (tmp_path / "old.json").write_text(json.dumps({"sections": [{"rows": [old]}]}))
+    assert targets.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "old.json: old format, left out: its rows have no contender\n" in printed
+    assert "1.000" not in printed
 
 
 def test_every_target_names_a_suite_and_an_axis_that_there_is() -> None:
