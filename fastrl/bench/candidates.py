@@ -97,6 +97,12 @@ def _logprobs(logprobs_of: Callable[..., fastrl.TokenStats], tokens: Tokens) -> 
     return function
 
 
+def _logits_cross_entropy(tokens: Tokens) -> Function:
+    """The mean cross-entropy from logits (B, T, V), which its backward overwrites with the gradient."""
+    targets = tokens.padded(tokens.targets)
+    return lambda logits: Result(-fastrl.token_logprobs(logits, targets, inplace=True).logprobs.mean())
+
+
 def _logits_policy_loss(inplace: bool, tokens: Tokens) -> Function:
     """From logits (B, T, V)."""
     targets, old = tokens.padded(tokens.targets), tokens.padded(tokens.old)
@@ -245,11 +251,30 @@ LOSS = [
     ),
     *(replace(c, make=partial(peers.clipped, c.make)) for c in STATISTICS if c.name.startswith("TRL")),
 ]
+#: The mean cross-entropy of the targets, no policy loss: what supervised training computes, and these peers too.
+LOGITS_CROSS_ENTROPY = [
+    Candidate("fastrl, in place", _logits_cross_entropy, lambda s: s.once, ours=True, layout=_consumed),
+    *_both(plain.cross_entropy, Result, lambda s: 4 * s.wide, lambda s: 3 * s.wide),
+    Candidate(
+        "quack cross_entropy (plain cross-entropy)",
+        peers.quack_logits_cross_entropy,
+        lambda s: s.once,
+        layout=_consumed,
+    ),
+    Candidate(
+        "Liger LigerCrossEntropyLoss (plain cross-entropy)",
+        peers.liger_logits_cross_entropy,
+        lambda s: s.once,
+        layout=_consumed,
+    ),
+]
+_LIGER_HOPPER_HEAD = "Liger scaled cross-entropy (Hopper)"
 LINEAR_STATISTICS = [
     Candidate("fastrl", partial(_logprobs, fastrl.linear_token_logprobs), lambda s: 2 * _GIB, ours=True),
     *_both(plain.linear(plain.statistics), _statistics, lambda s: s.once + 3 * s.wide, lambda s: s.once + s.wide),
     Candidate("TRL chunked head", peers.trl_head, lambda s: _GIB),
     Candidate("Apple cut-cross-entropy", peers.apple_head, lambda s: _GIB),
+    Candidate(_LIGER_HOPPER_HEAD, partial(peers.liger_hopper_head, True), lambda s: _GIB),
 ]
 POLICY = [
     ours("fastrl"),
@@ -263,6 +288,10 @@ POLICY = [
     Candidate("Liger LigerFusedLinearGRPOLoss", peers.liger_policy_head, lambda s: 2 * s.gradients + _GIB),
     Candidate("TRL chunked head", partial(peers.clipped, peers.trl_head), lambda s: 2 * s.gradients + _GIB),
 ]
+#: Not among the contenders of the memory suite, like Apple's.
+LIGER_HOPPER_POLICY = Candidate(
+    _LIGER_HOPPER_HEAD, partial(peers.clipped, partial(peers.liger_hopper_head, True)), lambda s: 2 * s.gradients + _GIB
+)
 #: With its default gradient filter.
 APPLE_POLICY = Candidate("Apple cut-cross-entropy", partial(peers.clipped, peers.apple_head), lambda s: 2 * s.gradients)
 POLICY_FROM_LOGITS = Candidate(
@@ -284,6 +313,19 @@ CROSS_ENTROPY = [
     ),
     Candidate("torch linear_cross_entropy", peers.torch_cross_entropy, lambda s: 2 * s.gradients + 2 * _GIB),
     Candidate("Liger LigerFusedLinearCrossEntropyLoss", peers.liger_cross_entropy, lambda s: 2 * s.gradients + _GIB),
+    Candidate(
+        "Liger linear cross-entropy (Hopper)", peers.liger_hopper_cross_entropy, lambda s: 2 * s.gradients + _GIB
+    ),
+    Candidate(
+        _LIGER_HOPPER_HEAD,
+        partial(peers.mean_cross_entropy, partial(peers.liger_hopper_head, False)),
+        lambda s: 2 * s.gradients + _GIB,
+    ),
+    Candidate(
+        "quack chunked_linear_cross_entropy (plain cross-entropy)",
+        peers.quack_cross_entropy,
+        lambda s: 2 * s.gradients + 2 * _GIB,
+    ),
     Candidate("Apple cut-cross-entropy", partial(peers.apple_cross_entropy, True), lambda s: 2 * s.gradients),
     Candidate(
         "Apple torch_compile", partial(peers.apple_cross_entropy, False), lambda s: s.once + 3 * s.wide + s.gradients

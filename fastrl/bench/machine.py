@@ -16,7 +16,7 @@ import torch
 
 import fastrl
 
-_PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "transformers")
+_PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "transformers")
 _TRITON = ("triton", "triton-rocm", "pytorch-triton-rocm")  # depending on the torch that installed it
 
 

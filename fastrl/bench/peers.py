@@ -25,6 +25,13 @@ def _needs_gpu(tokens: Tokens) -> None:
         raise Unavailable("its Triton kernels need a GPU")
 
 
+def _needs_hopper(tokens: Tokens) -> None:
+    _needs_gpu(tokens)
+    capability = torch.cuda.get_device_capability(tokens.targets.device)
+    if torch.version.hip or capability != (9, 0):
+        raise Unavailable(f"its kernels need a Hopper GPU (compute capability 9.0), this one has {capability}")
+
+
 def _needs_cpu(tokens: Tokens, reason: str) -> None:
     if tokens.targets.device.type == "cuda":
         raise Unavailable(reason)
@@ -93,6 +100,66 @@ def liger_cross_entropy(tokens: Tokens) -> Function:
 
     loss_of = LigerFusedLinearCrossEntropyLoss()
     return lambda hidden, weight: Result(loss_of(weight, hidden, tokens.targets))
+
+
+def liger_logits_cross_entropy(tokens: Tokens) -> Function:
+    """Liger's cross-entropy of logits (B, T, V); its forward overwrites them with the gradient."""
+    _needs_gpu(tokens)
+    from liger_kernel.transformers import LigerCrossEntropyLoss
+
+    loss_of = LigerCrossEntropyLoss()
+    return lambda logits: Result(loss_of(logits.flatten(0, 1), tokens.targets))
+
+
+def liger_hopper_cross_entropy(tokens: Tokens) -> Function:
+    """Liger's fused linear cross-entropy for Hopper, which is called by name: nothing of Liger's chooses it."""
+    _needs_hopper(tokens)
+    cross_entropy: Any = import_module(
+        "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    ).liger_fused_linear_cross_entropy_sm90
+    return lambda hidden, weight: Result(cross_entropy(hidden, weight, tokens.targets))
+
+
+def liger_hopper_head(entropy: bool, tokens: Tokens) -> Function:
+    """Liger's fused scaled cross-entropy as a head, which elsewhere than on Hopper would be plain torch."""
+    _needs_hopper(tokens)
+    head: Any = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+
+    def function(hidden: Tensor, weight: Tensor) -> Result:
+        found = head.apply(hidden, weight, tokens.targets, return_entropy=entropy)
+        nll, entropies = found if entropy else (found, None)
+        return Result(None, -nll, entropies)
+
+    return function
+
+
+def mean_cross_entropy(make: Callable[[Tokens], Function], tokens: Tokens) -> Function:
+    """A peer's log-probabilities, averaged in torch."""
+    statistics = make(tokens)
+
+    def function(*inputs: Tensor) -> Result:
+        _, logprobs, _ = statistics(*inputs)
+        assert logprobs is not None
+        return Result(-logprobs.mean())
+
+    return function
+
+
+def quack_logits_cross_entropy(tokens: Tokens) -> Function:
+    """quack's cross-entropy of logits (B, T, V); its backward overwrites them with the gradient."""
+    _needs_gpu(tokens)
+    cross_entropy: Any = import_module("quack.cross_entropy").cross_entropy
+    return lambda logits: Result(cross_entropy(logits.flatten(0, 1), tokens.targets, inplace_backward=True))
+
+
+def quack_cross_entropy(tokens: Tokens) -> Function:
+    """quack's chunked linear cross-entropy; on Hopper in bfloat16 it takes its fused path if V is a multiple of 128.
+
+    Its base path without a search for the best kernels, which takes minutes.
+    """
+    _needs_gpu(tokens)
+    cross_entropy: Any = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda hidden, weight: Result(cross_entropy(hidden, weight, tokens.targets, tuned=False))
 
 
 def trl_statistics(kernel: bool, tokens: Tokens) -> Function:

@@ -68,6 +68,14 @@ LOGITS = [
         (),
         passes=1,
     ),
+    Definition(
+        "cross-entropy from logits",
+        "the mean cross-entropy of the targets (no policy loss) and its gradient",
+        candidates.LOGITS_CROSS_ENTROPY,
+        Problem.expected_cross_entropy,
+        _LOGITS,
+        passes=2,
+    ),
 ]
 #: At a size where the work itself is negligible.
 OVERHEAD = Definition(
@@ -81,7 +89,7 @@ LINEAR = [
     Definition(
         "loss and gradients",
         f"{_LOSS} and its gradients for the hidden states and the weight",
-        [*candidates.POLICY, candidates.APPLE_POLICY],
+        [*candidates.POLICY, candidates.LIGER_HOPPER_POLICY, candidates.APPLE_POLICY],
         Problem.expected_loss,
         BOTH,
         products=True,

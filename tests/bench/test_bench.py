@@ -48,6 +48,7 @@ MEASURED = {
     "statistics and gradients": {"fastrl", "eager torch", "torch.compile"},
     "loss and gradient": {"fastrl", "fastrl, in place", "eager torch", "torch.compile"},
     "statistics": {"fastrl", "eager torch", "torch.compile"},
+    "cross-entropy from logits": {"fastrl, in place", "eager torch", "torch.compile"},
     "loss and gradients": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
     "cross-entropy": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
     "40 tokens": {"fastrl, no budget", "fastrl, 64MiB", "fastrl, 256MiB", "fastrl, 1GiB", "eager torch"},

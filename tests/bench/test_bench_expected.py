@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastrl.bench import candidates, plain, step
-from fastrl.bench.contenders import Function, Result
+from fastrl.bench import candidates, peers, plain, step
+from fastrl.bench.contenders import Function, Result, Unavailable
 from fastrl.bench.measure import default_device, errors
 from fastrl.bench.problems import Expected, Problem, Tokens, linear_problem, logits_problem
 from fastrl.bench.step import Architecture, hidden_states, step_problem
+from fastrl.bench.workloads import LINEAR, LOGITS, Definition
 
 DEVICE = default_device()
 
@@ -175,3 +180,71 @@ def test_a_function_that_overwrites_its_logits_gets_them_anew() -> None:
         assert set(found) == {"loss", "logprobs", "entropy", "d_logits"}
         assert all(error is not None and error < 1e-5 for error in found.values()), found
         given[-1].zero_()
+
+
+def _nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+
+
+class _LigerHead:
+    @staticmethod
+    def apply(hidden: Tensor, weight: Tensor, targets: Tensor, return_entropy: bool) -> Any:
+        nll = _nll(hidden, weight, targets)
+        return (nll, plain.statistics(hidden @ weight.t(), targets)[1]) if return_entropy else nll
+
+
+#: Torch behind the names and the signatures of what peers have for a GPU alone.
+STAND_INS = {
+    "quack.cross_entropy": {
+        "cross_entropy": lambda x, target, inplace_backward: torch.nn.functional.cross_entropy(x, target)
+    },
+    "quack.linear_cross_entropy": {
+        "chunked_linear_cross_entropy": lambda x, weight, target, tuned: _nll(x, weight, target).mean()
+    },
+    "liger_kernel.transformers": {"LigerCrossEntropyLoss": torch.nn.CrossEntropyLoss},
+    "liger_kernel.ops": {"LigerFusedLinearScaledCrossEntropyFunction": _LigerHead},
+    "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90": {
+        "liger_fused_linear_cross_entropy_sm90": lambda x, weight, target: _nll(x, weight, target).mean()
+    },
+}
+
+
+@pytest.mark.parametrize("definition", [*LOGITS, *LINEAR], ids=lambda definition: definition.name)
+def test_peers_for_a_gpu_are_asked_for_what_the_workload_computes(
+    definition: Definition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in STAND_INS:
+        parts = module.split(".")
+        for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module, functions in STAND_INS.items():
+        vars(sys.modules[module]).update(functions)
+    for check in ("_needs_gpu", "_needs_hopper"):
+        monkeypatch.setattr(peers, check, lambda tokens: None)
+    of_logits = definition in LOGITS
+    problem = (
+        logits_problem(24, 31, torch.float32, DEVICE) if of_logits else linear_problem(24, 8, 31, torch.float32, DEVICE)
+    )
+    chosen = [c for c in definition.candidates if c.name.startswith("quack") or "Hopper" in c.name or "plain" in c.name]
+    assert len(chosen) == {"cross-entropy from logits": 2, "cross-entropy": 3, "loss and gradients": 1}.get(
+        definition.name, 0 if of_logits else 1
+    )
+    expected = definition.expected(problem)
+    for candidate in chosen:
+        run = candidate.on(problem, definition.gradients).prepare()
+        run.restore()
+        found = errors(run.call(), expected)
+        assert {f"d_{name}" for name in definition.gradients} <= set(found)
+        assert ("entropy" in found) == (definition.name in ("statistics", "loss and gradients"))
+        assert len(found) > len(definition.gradients) and all(e is not None and e < 1e-5 for e in found.values()), found
+
+
+def test_a_peer_for_hopper_is_skipped_elsewhere_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = linear_problem(8, 4, 5, torch.float32, "cpu").tokens
+    with pytest.raises(Unavailable, match="need a GPU"):
+        peers.liger_hopper_head(True, tokens)
+    monkeypatch.setattr(peers, "_needs_gpu", lambda tokens: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for peer in (partial(peers.liger_hopper_head, True), peers.liger_hopper_cross_entropy):
+        with pytest.raises(Unavailable, match=r"need a Hopper GPU .* this one has \(8, 0\)"):
+            peer(tokens)
