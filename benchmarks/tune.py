@@ -1,11 +1,15 @@
-"""Time each size that the row kernels could have at each shape, to choose the defaults.
+"""Time each size that the linear loss's tile and the row kernels could have at each shape, to choose the defaults.
 
-    python benchmarks/tune.py --out DIR                         # all kernels, at the logits suite's GPU shapes
+    python benchmarks/tune.py --out DIR                         # all, at the linear and the logits suites' GPU shapes
     python benchmarks/tune.py --out DIR --kernel forward-gradient --shape 8192x151936
+    python benchmarks/tune.py --out DIR --kernel head --shape 8192x4096x151936
 
-Prints the fastest first, the default marked, and writes tune.json. Statistics and forward-gradient must keep the same
+`head` is the linear loss with its gradients, by the largest tile that the plan may take. On a GPU the sizes of the row
+kernels are compiled by many processes meanwhile. Prints the fastest first, the default marked, and writes tune.json
+again after every choice. Statistics and forward-gradient must keep the same
 `vector`, `block` and `segments` for a row, or their results are no longer bitwise equal: choose these for both. A
-choice takes 2 to 5 s, mostly to compile: there are some 40 of statistics, 20 of gradient, 50 of forward-gradient.
+choice takes half a second when it is compiled: there are some 40 of statistics, 20 of gradient, 50 of
+forward-gradient, and 6 of the head, of a few seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +28,31 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from precompile import start
 from triton import TritonError
 
+import fastrl
 from fastrl.backend.contract import Transform
 from fastrl.backend.triton import backend as triton_backend
 from fastrl.bench import machine
+from fastrl.bench.candidates import ours
 from fastrl.bench.clock import time_runs
 from fastrl.bench.contenders import without_results
 from fastrl.bench.measure import default_device
+from fastrl.bench.problems import Problem, linear_problem
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
 from fastrl.kernels.configuration import Configuration, configuration, launch_options
 from fastrl.objectives.rows import RowInputs, RowObjective
+from fastrl.planning import tiling
 
+HEAD = "head"
 ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "forward-gradient": row_forward_gradient}
 CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
 _REPEATS, _SECONDS = 20, 0.5
 
 Choice = dict[str, Any]
+Keep = Callable[[list[Choice]], None]  # is given the rows measured so far, the fastest first
 
 
 def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
@@ -108,9 +120,14 @@ def timed(call: Callable[[], Any], device: str) -> float:
     return 1e3 * statistics.median(time_runs(without_results(call), device, _REPEATS, _SECONDS))
 
 
-def sweep(choices: list[Choice], call: Callable[[Choice], Any], device: str) -> list[Choice]:
-    """Each choice with its milliseconds, or the error if it does not run; the fastest first."""
-    rows = []
+def sweep(
+    choices: list[Choice], call: Callable[[Choice], Any], device: str, keep: Keep = lambda rows: None
+) -> list[Choice]:
+    """Each choice with its milliseconds, or the error if it does not run; the fastest first.
+
+    `keep` gets what there is after every choice.
+    """
+    rows: list[Choice] = []
     for place, choice in enumerate(choices):
         row = {**choice, "default": place == 0, "milliseconds": None, "error": None}
         try:
@@ -118,10 +135,46 @@ def sweep(choices: list[Choice], call: Callable[[Choice], Any], device: str) -> 
         except (TritonError, RuntimeError) as error:  # too many registers, or too much shared memory
             row["error"] = str(error).splitlines()[0]
         rows.append(row)
-    return sorted(rows, key=lambda row: float("inf") if row["milliseconds"] is None else row["milliseconds"])
+        rows.sort(key=lambda row: float("inf") if row["milliseconds"] is None else row["milliseconds"])
+        keep(rows)
+    return rows
 
 
-def run_rows(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Choice]:
+#: What a tile of the linear loss may take, in MiB; beside the default. On a CPU, where it is a tenth.
+TILES = (640, 960, 1280, 1920, 2560, 5120)
+
+
+def head_choices(problem: Problem, device: str) -> list[Choice]:
+    """The bounds on a tile that lead to different tiles, and the rows of these. Default first.
+
+    `rows` are those of the plan that the call takes without a budget.
+    """
+    size, weight = problem.size, problem.inputs["weight"]
+    found: dict[tuple[str, int], Choice] = {}
+    for tile_bytes in (tiling.TILE_BYTES[device], *(mib << 20 for mib in TILES)):
+        tile_bytes //= 1 if device == "cuda" or not found else 10
+        with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}):
+            sizes = (size.tokens, size.hidden, size.vocab, weight.dtype)
+            plan = fastrl.plan_memory(*sizes, objective=fastrl.PPO(), device=device).chosen
+        rows = max((tile.rows for tile in plan.tiles.values()), default=0)
+        found.setdefault((plan.name, rows), {"tile_bytes": tile_bytes, "plan": plan.name, "rows": rows})
+    return list(found.values())
+
+
+def run_head(problem: Problem, device: str, keep: Keep = lambda rows: None) -> list[Choice]:
+    """The sweep of the linear loss and its gradients on a problem."""
+    run = ours("fastrl").on(problem).prepare()
+
+    def with_tile(choice: Choice) -> None:
+        with patch.dict(tiling.TILE_BYTES, {device: choice["tile_bytes"]}):
+            run.call()
+
+    return sweep(head_choices(problem, device), with_tile, device, keep)
+
+
+def run_rows(
+    kernel: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, keep: Keep = lambda rows: None
+) -> list[Choice]:
     """The sweep of a row kernel at N x V."""
     call, moved = row_call(kernel, *shape, dtype, device)
 
@@ -129,29 +182,49 @@ def run_rows(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, device: st
         with chosen(kernel, choice):
             call()
 
-    rows = sweep(row_choices(kernel, shape[1], dtype.itemsize), with_sizes, device)
-    for row in rows:
-        row["bytes_per_second"] = None if row["milliseconds"] is None else 1e3 * moved / row["milliseconds"]
-    return rows
+    def keep_speeds(rows: list[Choice]) -> None:
+        for row in rows:
+            row["bytes_per_second"] = None if row["milliseconds"] is None else 1e3 * moved / row["milliseconds"]
+        keep(rows)
+
+    return sweep(row_choices(kernel, shape[1], dtype.itemsize), with_sizes, device, keep_speeds)
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", choices=[*ROW_KERNELS], action="append")
-    parser.add_argument("--shape", action="append", metavar="NxV")
+    parser.add_argument("--kernel", choices=[HEAD, *ROW_KERNELS], action="append")
+    parser.add_argument("--shape", action="append", metavar="NxV|NxHxV")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args(argv)
     dtype, device = getattr(torch, options.dtype), default_device()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or []]
-    shapes = shapes or SUITES["logits"].defaults["cuda"]
+    shapes = shapes or [*SUITES["linear"].defaults["cuda"][:2], *SUITES["logits"].defaults["cuda"]]
+    kernels = options.kernel or [HEAD, *ROW_KERNELS]
+    sweeps = [(kernel, shape) for kernel in kernels for shape in shapes if len(shape) == 2 + (kernel == HEAD)]
+    if not sweeps:
+        parser.error(f"argument --shape: {', '.join(kernels)} take NxV, {HEAD} NxHxV, got {', '.join(options.shape)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    report = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv]), "sweeps": []}
-    for kernel, shape in itertools.product(options.kernel or ROW_KERNELS, shapes):
+    report: dict[str, Any] = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv])}
+    report["sweeps"] = []
+    compiling = start((os.cpu_count() or 3) - 2, sizes=True) if device == "cuda" and kernels != [HEAD] else None
+    for kernel, shape in sweeps:
         torch.manual_seed(0)
-        rows = run_rows(kernel, shape, dtype, device)
-        report["sweeps"].append({"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": rows})
-        (options.out / "tune.json").write_text(json.dumps(report, indent=2) + "\n")
+        found = {"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": []}
+        report["sweeps"].append(found)
+
+        def keep(rows: list[Choice], found: dict[str, Any] = found) -> None:
+            found["rows"] = rows
+            written = options.out / "tune.json.new"
+            written.write_text(json.dumps(report, indent=2) + "\n")
+            written.replace(options.out / "tune.json")  # whole at any time
+
+        if kernel == HEAD:
+            rows = run_head(linear_problem(*shape, dtype, device), device, keep)
+        else:
+            if compiling is not None:
+                compiling.wait()  # from here on nothing else runs on the machine
+            rows = run_rows(kernel, shape, dtype, device, keep)
         print(f"\n{kernel} {'x'.join(map(str, shape))} {options.dtype}")
         for row in rows[:8] + [row for row in rows[8:] if row["default"]]:
             sizes = {k: v for k, v in row.items() if k not in ("default", "milliseconds", "error", "bytes_per_second")}

@@ -1,0 +1,384 @@
+"""The first minute on a GPU: does every kernel run, is it right, how fast is it, and which products are fast.
+
+    python benchmarks/smoke.py --out DIR
+    python benchmarks/smoke.py --out DIR --shape 1024x1024x32768 --only statistics     # one kernel, for a profiler
+
+Each kernel runs once at its target size and is compared with float64; then it is timed beside a copy or a read of as
+many bytes. Meanwhile many processes compile the variants that the suites launch. Then come the table of the products
+that the linear loss could be made of, its time by the size of a tile, and with an upstream gradient of 0.25. Writes
+smoke.json again after every line. The exit status is 1 if something failed or an error is too large.
+
+Log-probabilities, entropies and losses are compared at all rows, gradients at 64 rows (and 32 of the head's), supports
+at 64 rows. The bounds on the errors are in units of the dtype's precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from precompile import start
+from torch import Tensor
+from tune import CLIP, run_head
+
+import fastrl
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Statistics, Transform
+from fastrl.bench import ceilings, machine
+from fastrl.bench.candidates import SETS_POLICY, ours
+from fastrl.bench.clock import synchronize, time_runs
+from fastrl.bench.contenders import Outcome, Run, without_results
+from fastrl.bench.measure import Bench, default_device, errors
+from fastrl.bench.problems import Expected, Problem, linear_problem, logits_problem
+from fastrl.objectives.rows import RowInputs
+
+_REPEATS, _SECONDS = 5, 1.0
+#: Rows so few that a row's segments get programs of their own.
+_FEW_ROWS = 256
+#: Recorded ids per token, in the mean.
+_MEAN_SET = 8
+_TOP_P = 0.95
+_UPSTREAM = 0.25
+#: Lengths of the sums of the products that form d_weight: rows of a chunk. And widths of the others'.
+_LENGTHS = (2048, 4096, 8192)
+#: The largest error of a gradient, in units of the dtype's precision times the largest entry: it is rounded once, or
+#: (of a product) is a sum of entries that were. Log-probabilities, entropies and losses are float32 sums of logits that
+#: were rounded already, so that they do not depend on the dtype: of some 20 nats at most, absolute.
+_UNITS = 2.0
+_SCALAR_ERROR = 1e-3
+#: Of a float32 product in TF32 or of sums in another order.
+_FLOAT32_UNITS = 512.0
+
+Found = dict[str, float | None]
+
+
+@dataclass
+class Part:
+    """One kernel or call: `run` is timed, `check` gives its errors from a fresh call's outcome."""
+
+    name: str
+    run: Run
+    check: Callable[[Outcome], Found]
+    moved_bytes: int | None = None  # the least that it has to read and write
+    written: bool = True  # whether it writes as well as reads
+    products: int = 0  # bare products of N x H x V that it is made of
+
+
+@dataclass
+class Report:
+    """What was found so far; written whenever a line is added."""
+
+    path: Path
+    facts: dict[str, Any]
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, table: str, **line: Any) -> None:
+        """Print the line and write everything."""
+        self.lines.append({"table": table, **line})
+        written = self.path.with_suffix(".new")
+        written.write_text(json.dumps({**self.facts, "lines": self.lines}, indent=2) + "\n")
+        written.replace(self.path)  # whole at any time
+        print(f"{table}: " + ", ".join(f"{k} {_text(v)}" for k, v in line.items() if v not in (None, "")), flush=True)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a line tells of a failure."""
+        return any(line.get("failed") for line in self.lines)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{k} {_text(v)}" for k, v in value.items()) + ")"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def seconds_of(run: Run, device: str) -> float:
+    """The median of a few calls after a first one, with a cold cache."""
+    run.restore()
+    run.call()
+    return statistics.median(time_runs(run, device, _REPEATS, _SECONDS))
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+
+def row_parts(problem: Problem, dtype: torch.dtype) -> Iterator[Part]:
+    """The kernels over rows of logits."""
+    logits, tokens, identity = problem.inputs["logits"], problem.tokens, Transform()
+    backend = kernels("triton", logits)
+    rows, few = logits[None], logits[None, : min(_FEW_ROWS, len(logits))]
+    once = problem.size.once
+
+    def statistics_of(part: Tensor) -> Run:
+        return Run(lambda: _outcome(backend.row_statistics(part, tokens.targets[: part.shape[1]], None, identity)))
+
+    forward = problem.expected_forward()
+    yield Part("statistics", statistics_of(rows), partial(errors, expected=forward), once, written=False)
+    first = Expected(None, forward.logprobs[: few.shape[1]], forward.entropy[: few.shape[1]], {})
+    few_bytes = few.numel() * few.element_size()
+    yield Part("statistics, few rows", statistics_of(few), partial(errors, expected=first), few_bytes, written=False)
+
+    exact = Statistics(*backend.row_statistics(rows, tokens.targets, None, identity))
+    out, (c, h) = torch.empty_like(rows), tokens.upstream
+
+    def gradient() -> Outcome:
+        backend.row_gradient(rows, tokens.targets, None, identity, exact, c, h, out)
+        return Outcome(None, None, None, {"logits": out[0]})
+
+    yield Part("gradient", Run(gradient), partial(errors, expected=problem.expected_statistics()), 2 * once)
+
+    inputs = RowInputs(tokens.advantages, torch.full_like(tokens.advantages, 1 / tokens.count), tokens.old)
+
+    def visit(into: Tensor | None, target: Tensor) -> Outcome:
+        found = backend.row_forward_gradient(target, tokens.targets, None, identity, CLIP, inputs, into)
+        gradient = (target if into is None else into)[0]
+        return Outcome(found.terms[0].sum(), found.logprobs, found.entropy, {"logits": gradient})
+
+    loss = partial(errors, expected=problem.expected_loss())
+    yield Part("forward-gradient, beside", Run(lambda: visit(out, rows)), loss, 2 * once)
+    yield Part("forward-gradient, in place", Run(lambda: visit(None, out), lambda: _copy(rows, out)), loss, 2 * once)
+
+    quarter = torch.tensor(_UPSTREAM, device=logits.device)
+
+    def scale() -> Outcome:
+        backend.scale_(out, quarter)
+        return Outcome(None, None, None, {})
+
+    # Of a power of two, exact.
+    last = slice(-min(64, len(logits)), None)
+    yield Part(
+        "scale",
+        Run(scale, lambda: _copy(rows, out)),
+        lambda _: {"d_scaled": float((out[0, last] - rows[0, last] * _UPSTREAM).abs().max())},
+        2 * once,
+    )
+
+    def kept() -> Outcome:
+        ids, offsets = backend.find_support(rows, 1.0, 0, _TOP_P, 0.0)
+        return Outcome(None, None, None, {"ids": ids, "offsets": offsets})
+
+    yield Part(
+        "find_support, top-p", Run(kept), lambda found: _support_error(problem, found.gradients), once, written=False
+    )
+
+
+def _outcome(found: Statistics) -> Outcome:
+    return Outcome(None, found.logprobs, found.entropy, {})
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def _support_error(problem: Problem, found: dict[str, Tensor]) -> Found:
+    """By how much the kept mass misses top-p at some rows, in float64: too little is kept, or an entry too many."""
+    worst = 0.0
+    for row in problem.tokens.sampled().tolist():
+        ids = found["ids"][found["offsets"][row] : found["offsets"][row + 1]].long()
+        p = problem.inputs["logits"][row].double().softmax(-1)
+        mass = p[ids]
+        worst = max(worst, _TOP_P - float(mass.sum()), float(mass.sum() - mass.min()) - _TOP_P)
+        others = p.clone()
+        others[ids] = 0.0
+        worst = max(worst, float(others.max() - mass.min()))  # none of them is larger than a kept one
+    return {"mass": worst}
+
+
+def head_parts(problem: Problem) -> Iterator[Part]:
+    """The linear loss, with an upstream gradient of 1 and of a quarter; the plan that it takes is in the name."""
+    contender = ours("fastrl").on(problem)
+    assert contender.plans is not None
+    taken, cheapest = contender.plans()
+    name = f"linear loss, {taken}" + ("" if taken == cheapest else f" (cheapest: {cheapest})")
+    expected = problem.expected_loss()
+    yield Part(name, contender.prepare(), partial(errors, expected=expected), products=3)
+    scaled = Expected(
+        expected.loss,
+        expected.logprobs,
+        expected.entropy,
+        {k: (rows, _UPSTREAM * exact) for k, (rows, exact) in expected.gradients.items()},
+    )
+    yield Part(f"{name}, upstream {_UPSTREAM}", _upstream(problem), partial(errors, expected=scaled), products=3)
+
+
+def _upstream(problem: Problem) -> Run:
+    """The linear loss whose gradient comes scaled, as from accumulation over micro-batches."""
+    function = ours("fastrl").make(problem.tokens)
+    inputs = {name: x.detach().requires_grad_() for name, x in problem.inputs.items()}
+    upstream = torch.tensor(_UPSTREAM, device=problem.tokens.targets.device)
+
+    def call() -> Outcome:
+        result = function(**inputs)
+        assert result.loss is not None
+        gradients = torch.autograd.grad(result.loss, list(inputs.values()), upstream)
+        return result.outcome(dict(zip(inputs, gradients, strict=True)))
+
+    return Run(call)
+
+
+def set_parts(problem: Problem) -> Iterator[Part]:
+    """The kernels over recorded supports, together in a loss."""
+    size, tokens = problem.size, problem.tokens
+    assert tokens.sets is not None
+    entries, width = tokens.sets.token_ids.numel(), size.hidden * size.element_size
+    # Per entry a row of the head twice and one of the hidden states; the hidden states, d_hidden and d_weight once.
+    moved = 3 * entries * width + 2 * size.tokens * width + size.vocab * width
+    run = SETS_POLICY[0].on(problem).prepare()
+    yield Part("loss over recorded sets", run, partial(errors, expected=problem.expected_loss()), moved)
+
+
+def too_large(found: Found, dtype: torch.dtype) -> bool:
+    """Whether an error is larger than rounding explains, or is not finite."""
+    precision = torch.finfo(dtype).eps * (_FLOAT32_UNITS if dtype == torch.float32 else _UNITS)
+    bounds = {name: precision if name.startswith("d_") else _SCALAR_ERROR for name in found}
+    return any(error is None or not error <= bounds[name] for name, error in found.items())
+
+
+def measure(parts: Iterator[Part], report: Report, bench: Bench, speeds: dict[str, float | None]) -> None:
+    """A line for each part: its errors, its time, and the share of its limit."""
+    device, dtype = bench.device, bench.dtype
+    try:
+        for part in parts:
+            part.run.restore()
+            outcome = part.run.call()
+            found = part.check(outcome)
+            del outcome
+            seconds = seconds_of(part.run, device)
+            limit = None
+            if part.moved_bytes is not None and (speed := speeds["copy" if part.written else "read"]) is not None:
+                limit = part.moved_bytes / speed
+            if part.products:
+                limit = part.products * speeds["product"] if speeds["product"] is not None else None
+            report.add(
+                "kernels",
+                name=part.name,
+                milliseconds=1e3 * seconds,
+                share_of_limit=None if limit is None else limit / seconds,
+                errors=found,
+                failed=too_large(found, dtype),
+            )
+    except Exception as error:  # the others are still to be seen
+        traceback.print_exc()
+        report.add("kernels", name=f"after {_last(report)}", error=_first_line(error), failed=True)
+
+
+def _last(report: Report) -> str:
+    return str(report.lines[-1].get("name")) if report.lines else "nothing"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+# --- the products -----------------------------------------------------------------------------------------------------
+
+
+def products(n: int, width: int, vocab: int, dtype: torch.dtype, device: str) -> Iterator[tuple[str, int, int, Run]]:
+    """Name, length K of the sums, operations, and a run of each product that a linear loss could be made of."""
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    lengths = [k for k in _LENGTHS if k <= max(n, width)]
+    for k in lengths or [width]:
+        hidden, weight, out = tensor(n, k), tensor(vocab, k), torch.empty(n, vocab, dtype=dtype, device=device)
+        flops = 2 * n * k * vocab
+        yield "logits", k, flops, without_results(partial(torch.mm, hidden, weight.t(), out=out))
+        if k == width:
+            gradient = torch.empty_like(hidden)
+            yield "d_hidden", vocab, flops, without_results(partial(torch.mm, out, weight, out=gradient))
+    del hidden, weight, out
+    total = torch.zeros(vocab, width, dtype=torch.float32, device=device)
+    narrow = torch.empty(vocab, width, dtype=dtype, device=device)
+    for k in lengths or [n]:
+        gradient, hidden = tensor(k, vocab).t(), tensor(k, width)
+        flops, wide = 2 * k * vocab * width, {"out_dtype": torch.float32, "out": total}
+        yield "d_weight", k, flops, without_results(partial(torch.mm, gradient, hidden, out=narrow))
+        yield "d_weight into a float32 out", k, flops, without_results(partial(torch.mm, gradient, hidden, **wide))
+        for beta in (0, 1):
+            add = partial(torch.addmm, total, gradient, hidden, beta=beta, **wide)
+            yield f"d_weight added in float32, beta {beta}", k, flops, without_results(add)
+
+
+def measure_products(shape: Sequence[int], report: Report, bench: Bench) -> None:
+    """The table of the products; one that the library does not have is told with the reason."""
+    for name, k, flops, run in products(*shape, bench.dtype, bench.device):
+        line: dict[str, Any] = {"name": name, "K": k}
+        try:
+            seconds = seconds_of(run, bench.device)
+            line |= {"milliseconds": 1e3 * seconds, "TFLOP_per_second": flops / seconds / 1e12}
+        except (RuntimeError, TypeError) as error:
+            line["error"] = _first_line(error)
+        report.add("products", **line)
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def limits(logits: Tensor, report: Report, bench: Bench) -> dict[str, float | None]:
+    """Bytes per second of a copy and, on a GPU, of a read."""
+    source = ceilings.stream(logits)
+    speeds = {"copy": ceilings.copy_speed(bench, source)}
+    speeds["read"] = ceilings.read_speed(bench, source) if bench.device == "cuda" else speeds["copy"]
+    for name, speed in speeds.items():
+        report.add("limits", name=name, TB_per_second=None if speed is None else speed / 1e12)
+    return speeds
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8192x4096x151936", metavar="NxHxV")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--only", metavar="NAME", help="the kernels whose names begin so, and nothing else")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    options = parser.parse_args(argv)
+    n, width, vocab = shape = tuple(map(int, options.shape.split("x")))
+    dtype, device = getattr(torch, options.dtype), default_device()
+    options.out.mkdir(parents=True, exist_ok=True)
+    facts = {**machine.describe([]), "command": " ".join(["python benchmarks/smoke.py", *argv])}
+    report = Report(options.out / "smoke.json", {**facts, "shape": shape, "dtype": options.dtype})
+    bench = Bench("smoke", {"N": n, "V": vocab}, dtype, device, _REPEATS, seconds=_SECONDS)
+    everything = options.only is None
+    compiling = start((os.cpu_count() or 3) - 2, sizes=False) if everything and device == "cuda" else None
+
+    def chosen(parts: Iterator[Part]) -> Iterator[Part]:
+        return (part for part in parts if everything or part.name.startswith(options.only))
+
+    speeds: dict[str, float | None] = {"copy": None, "read": None, "product": None}
+    problem = logits_problem(n, vocab, dtype, device)
+    if everything:
+        speeds |= limits(problem.inputs["logits"], report, bench)
+    measure(chosen(row_parts(problem, dtype)), report, bench, speeds)
+    del problem
+    if everything:
+        measure_products(shape, report, bench)
+        found = [line.get("milliseconds") for line in report.lines if line.get("name") == "logits" and line["K"] == width]
+        speeds["product"] = found[0] / 1e3 if found and found[0] is not None else None
+    if everything or options.only.startswith(("linear", "loss")):
+        problem = linear_problem(n, width, vocab, dtype, device)
+        measure(chosen(head_parts(problem)), report, bench, speeds)
+        if everything:
+            for row in run_head(problem, device):
+                report.add("tiles", **row)
+        del problem
+        sets = linear_problem(n, width, vocab, dtype, device, mean_set=_MEAN_SET)
+        measure(chosen(set_parts(sets)), report, bench, speeds)
+    synchronize(device)
+    if compiling is not None:
+        report.add("compiled meanwhile", name="kernels that the suites launch", failed=compiling.wait() != 0)
+    print(f"smoke: {'FAILED' if report.failed else 'all right'}, {len(report.lines)} lines, fastrl {fastrl.__version__}")
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""benchmarks/smoke.py and precompile.py: every kernel is checked, mistakes are told, and launches compile elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import BENCHMARKS
+from python import python
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(BENCHMARKS))
+
+import precompile
+import smoke
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SHAPE = "8x16x300"
+KERNELS = [
+    "statistics",
+    "statistics, few rows",
+    "gradient",
+    "forward-gradient, beside",
+    "forward-gradient, in place",
+    "scale",
+    "find_support, top-p",
+]
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    status = smoke.main(["--out", str(folder), "--shape", SHAPE, "--dtype", "float32", *arguments])
+    return status, json.loads((folder / "smoke.json").read_text())["lines"]
+
+
+def test_every_kernel_product_and_tile_has_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():  # where the interpreter takes a second for some calls
+        monkeypatch.setattr(smoke, "_REPEATS", 1)
+    status, lines = run(tmp_path)
+    assert status == 0, lines
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        found.setdefault(line["table"], []).append(line)
+    loss = "linear loss, forward-gradient"
+    assert [line["name"] for line in found["kernels"]] == [
+        *KERNELS,
+        loss,
+        f"{loss}, upstream 0.25",
+        "loss over recorded sets",
+    ]
+    for line in found["kernels"]:
+        assert line["milliseconds"] > 0 and line["share_of_limit"] > 0 and line["errors"] and not line["failed"]
+    assert {"d_hidden", "d_weight"} <= set(found["kernels"][-2]["errors"])
+    products = {line["name"]: line for line in found["products"]}
+    assert set(products) == {
+        "logits",
+        "d_hidden",
+        "d_weight",
+        "d_weight into a float32 out",
+        "d_weight added in float32, beta 0",
+        "d_weight added in float32, beta 1",
+    }
+    assert all("error" in line or line["TFLOP_per_second"] > 0 for line in found["products"])
+    assert {line["name"] for line in found["limits"]} == {"copy", "read"}
+    assert sum(line["default"] for line in found["tiles"]) == 1
+    assert "smoke: all right" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_and_one_that_fails_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastrl.backend.triton import backend
+
+    right = backend.row_statistics
+
+    def wrong(*arguments: Any) -> Any:
+        found = right(*arguments)
+        return found._replace(entropy=found.entropy * 1.01)
+
+    monkeypatch.setattr(backend, "row_statistics", wrong)
+    status, lines = run(tmp_path, "--only", "statistics")
+    assert status == 1 and [line["failed"] for line in lines] == [True, True]
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("misaligned address\nat 0")
+
+    monkeypatch.setattr(backend, "row_statistics", right)
+    monkeypatch.setattr(backend, "row_gradient", broken)
+    status, lines = run(tmp_path, "--only", "gradient")
+    assert status == 1 and lines[-1]["error"] == "RuntimeError: misaligned address" and lines[-1]["failed"]
+
+
+def test_bounds_are_those_of_a_dtype() -> None:
+    assert not smoke.too_large({"d_logits": 0.01, "logprobs": 1e-4}, torch.bfloat16)
+    for found in ({"d_logits": 0.01}, {"logprobs": 2e-3}, {"entropy": None}, {"loss": float("nan")}):
+        assert smoke.too_large(found, torch.float32), found
+
+
+#: A process compiles every so-many-th case: of so many only the first.
+ONE = 1_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_launches_compile_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    names = []
+    for more in ([], ["--sizes"]):
+        command = [BENCHMARKS / "precompile.py", "--share", "0", "--processes", str(ONE), "--target", "cuda:90:32"]
+        python(*command, *more, timeout=120, TRITON_CACHE_DIR=str(tmp_path))
+        names.append({path.name for path in tmp_path.glob("*/*.cubin")})
+    # The default sizes are the first of tune.py's, where segments may also be apart. The first is in the cache already.
+    assert names == [{"row_statistics_kernel.cubin"}, {"row_statistics_kernel.cubin", "combine_splits_kernel.cubin"}]
+    assert len(list(tmp_path.glob("*/*.cubin"))) == 3
+
+
+def test_every_variant_has_a_case_of_its_own() -> None:
+    for cases, least in ((precompile.suite_cases(), 100), (precompile.size_cases(), 100)):
+        assert len({name for name, _ in cases}) == len(cases) >= least
+    first = [name for name, _ in precompile.suite_cases()[:60]]
+    for kernel in ("statistics", "gradient", "forward-gradient", "scale", "find_support", "supports"):
+        assert any(name.startswith(kernel) for name in first)
+
+
+def test_a_case_that_does_not_compile_is_told_and_the_others_are_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise ValueError("no such option\nmore")
+
+    done = []
+    assert precompile._compile([("a", broken), ("b", lambda: done.append(1))], "cuda:90:32") == 1
+    assert done == [1] and capsys.readouterr().out == "a: ValueError: ['no such option']\n"
