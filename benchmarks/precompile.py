@@ -69,9 +69,7 @@ def suite_cases() -> list[Case]:
     plain, capped = Transform(), Transform(softcap=30.0)
     row: list[Case] = []
     rare: list[Case] = []
-    for dtype, aligned, transform, masked in itertools.product(
-        _DTYPES, (True, False), (plain, capped), (False, True)
-    ):
+    for dtype, aligned, transform, masked in itertools.product(_DTYPES, (True, False), (plain, capped), (False, True)):
         cases = row if aligned and transform is plain and not masked else rare
         logits = torch.zeros(1, _ROWS, _VOCAB + (not aligned), dtype=dtype)[:, :, : _VOCAB - (not aligned)]
         given = (logits, masked, transform)

@@ -1,6 +1,6 @@
 """Prints which GPU targets the results of `benchmarks/gpu.sh` reach, as Markdown.
 
-    python benchmarks/targets.py FOLDER
+    python benchmarks/targets.py FOLDER        # of its JSON files and of those in its archives
 
 Every target is a ratio of two numbers of one run. A ratio without a measurement is listed as such. A time that is held
 against matrix products is held against those of the cheapest plan at the shape, whichever plan was taken; the last
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,14 +114,26 @@ _FIELDS += ("milliseconds_limit", "peak_temporary_bytes")
 def sections(folder: Path) -> tuple[list[list[Row]], list[str]]:
     """The rows of each shape of each run in the folder; and for each file in an old format, what it lacks."""
     found, old = [], []
-    for path in sorted(folder.glob("*.json")):
-        rows = [section["rows"] for section in json.loads(path.read_text()).get("sections", [])]
-        lacking = {name for part in rows for row in part for name in _FIELDS if name not in row}
+    for name, text in _files(folder):
+        rows = [section["rows"] for section in json.loads(text).get("sections", [])]
+        lacking = {field for part in rows for row in part for field in _FIELDS if field not in row}
         if lacking:
-            old.append(f"{path.name}: old format, left out: its rows have no {', '.join(sorted(lacking))}")
+            old.append(f"{name}: old format, left out: its rows have no {', '.join(sorted(lacking))}")
         else:
             found += rows
     return found, old
+
+
+def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each JSON file in the folder, and at the top of each archive in it."""
+    for path in sorted(folder.glob("*.json")):
+        yield path.name, path.read_bytes()
+    for path in sorted(folder.glob("*.tar.gz")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                if file is not None and Path(member.name).parent == Path() and member.name.endswith(".json"):
+                    yield f"{path.name}/{Path(member.name).name}", file.read()
 
 
 def lines(found: list[list[Row]]) -> list[tuple[str, ...]]:

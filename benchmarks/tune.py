@@ -166,7 +166,7 @@ def run_head(problem: Problem, device: str, keep: Keep = lambda rows: None) -> l
     run = ours("fastrl").on(problem).prepare()
 
     def with_tile(choice: Choice) -> None:
-        with patch.dict(tiling.TILE_BYTES, {device: choice["tile_bytes"]}):
+        with patch.dict(tiling.TILE_BYTES, {device: choice["tile_bytes"]}), torch.enable_grad():
             run.call()
 
     return sweep(head_choices(problem, device), with_tile, device, keep)

@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -419,23 +420,84 @@ def test_a_copy_without_git_may_say_which_commit_it_is(tmp_path: Path, monkeypat
     assert machine.commit() == "0123abc"
 
 
-def test_the_gpu_script_goes_on_after_a_failure_and_says_so(tmp_path: Path) -> None:
-    # A python3 that only writes down what it is asked for: the suite "linear" fails, all else succeeds.
-    stub = tmp_path / "python3"
-    stub.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\ncase "$*" in *"--suite linear"*) exit 3;; esac\n')
-    stub.chmod(0o755)
+def _gpu_script(tmp_path: Path, *rounds: str, python3: str = "", **programs: str) -> tuple[Any, Path, str]:
+    """The script with programs that only write down what they are asked for, and a line of shell more; its calls."""
+    for name, line in {"python3": python3, "nvidia-smi": "", "pip": "", **programs}.items():
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n{line}\n')
+        program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     out = tmp_path / "out"
-    script = [str(ROOT / "benchmarks/gpu.sh"), str(out)]
-    done = subprocess.run(script, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    command = [str(ROOT / "benchmarks/gpu.sh"), str(out), *rounds]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    return done, out, (tmp_path / "calls").read_text()
+
+
+def _packed(archive: Path) -> set[str]:
+    with tarfile.open(archive) as packed:
+        return {member.name.removeprefix("./") for member in packed if member.isfile()}
+
+
+def test_the_gpu_script_goes_on_after_a_failure_and_says_so(tmp_path: Path) -> None:
+    done, out, calls = _gpu_script(tmp_path, python3='case "$*" in *"--suite linear"*) exit 3;; esac')
     assert done.returncode == 1
     assert "== linear: FAILED (exit status 3) after " in done.stdout
     assert "== not completed: linear\n" in done.stdout
-    calls = (tmp_path / "calls").read_text()
     measured = set(suites.SUITES) - {"memory"}  # what it tells, plans and linear tell at the targets' shapes
     for suite in measured:
-        assert f"-m fastrl.cli bench --suite {suite} --out {out} --name {suite}" in calls
+        assert re.search(rf"-m fastrl.cli bench --suite {suite} --out \S+ --name {suite}\b", calls)
     parts = re.findall(r"^== (\S+) \(at most ", done.stdout, re.MULTILINE)
-    assert {"gpu-tests", "tests", *measured} <= set(parts)
-    assert {path.name for path in out.iterdir()} == {"targets.md", *(f"{part}.log" for part in parts)}
-    assert "-m pytest" in calls
+    assert {"smoke", "gpu-tests", "tests", *measured} <= set(parts)
+    assert "-m pytest" in calls and "smoke.py" in calls
+    # Each round leaves one archive, with a log of each of its parts and what they were measured with.
+    rounds = {"smoke", "correct", "speed", "size"}
+    assert {path.name for path in out.iterdir()} == {"targets.md", *(f"{name}.tar.gz" for name in rounds)}
+    logs: set[str] = set()
+    for name in rounds:
+        packed = _packed(out / f"{name}.tar.gz")
+        assert {"machine.txt", "clocks.csv"} <= packed
+        logs |= {file for file in packed if file.endswith(".log")}
+    assert logs == {f"{part}.log" for part in parts}
+
+
+def test_the_gpu_script_keeps_what_a_round_had_when_it_is_cut_off(tmp_path: Path) -> None:
+    # The second suite kills everything: what the first one wrote is in the archive already.
+    line = """case "$*" in
+    *"--suite plans"*) while [ "$1" != --out ]; do shift; done; echo "{}" > "$2/plans.json" ;;
+    *"--suite logits"*) kill -9 $(ps -o ppid= -p $PPID) $PPID ;;
+    esac"""
+    done, out, _ = _gpu_script(tmp_path, "speed", python3=line)
+    assert done.returncode != 0
+    assert {"machine.txt", "plans.json", "plans.log"} <= _packed(out / "speed.tar.gz")
+
+
+def test_the_gpu_script_leaves_a_part_out_when_the_rounds_time_is_over_and_ncu_where_it_is_not(tmp_path: Path) -> None:
+    script = (ROOT / "benchmarks/gpu.sh").read_text()
+    assert "longest=540" in script  # nine minutes
+    late = tmp_path / "late" / "benchmarks"
+    late.mkdir(parents=True)
+    (late / "gpu.sh").write_text(script.replace("longest=540", "longest=10"))
+    (late / "gpu.sh").chmod(0o755)
+    for name in ("python3", "nvidia-smi"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    command = [str(late / "gpu.sh"), str(tmp_path / "out"), "tune", "ncu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert "== tune: LEFT OUT, the round's time is over\n" in done.stdout and done.returncode == 1
+    assert "== ncu: left out, for ncu is not installed\n" in done.stdout
+    assert "ncu.log" in _packed(tmp_path / "out" / "ncu.tar.gz")
+
+
+def test_the_gpu_script_asks_ncu_for_six_kernels(tmp_path: Path) -> None:
+    done, _, calls = _gpu_script(tmp_path, "ncu", ncu="")
+    assert done.returncode == 0, done.stdout
+    asked = re.findall(r"^ncu .*--kernel-name regex:(\S+) .*--only (.*)$", calls, re.MULTILINE)
+    kernels = [
+        name for pattern, _ in asked for name in re.sub(r"[$^()]", "", pattern).removesuffix("_kernel").split("|")
+    ]
+    assert len(kernels) == 6
+    sources = "".join(path.read_text() for path in (ROOT / "fastrl/kernels").glob("*.py"))
+    assert all(f"def {name}_kernel(" in sources for name in kernels)
+    text = (ROOT / "benchmarks/smoke.py").read_text()
+    assert all(f'Part("{only}' in text for _, only in asked), asked

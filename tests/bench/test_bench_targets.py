@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -102,4 +103,10 @@ def test_a_folder_is_read_and_nothing_in_it_is_said(tmp_path: Path, capsys: pyte
     assert targets.main([str(tmp_path)]) == 0
     table = capsys.readouterr().out
     assert "1.000" in table and "not measured" in table
+    with tarfile.open(tmp_path / "speed.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "logits.json", "./logits.json")
+        archive.add(tmp_path / "logits.json", "./ncu-statistics/logits.json")
+        (tmp_path / "logits.json").unlink()
+    assert targets.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == table
     assert targets.main([]) == 2 and targets.main([str(tmp_path / "none")]) == 2
