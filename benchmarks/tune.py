@@ -140,8 +140,8 @@ def sweep(
     return rows
 
 
-#: What a tile of the linear loss may take, in MiB; beside the default. On a CPU, where it is a tenth.
-TILES = (640, 960, 1280, 1920, 2560, 5120)
+#: What a tile of the linear loss may take, beside the default.
+TILES = tuple(mib << 20 for mib in (640, 960, 1280, 1920, 2560, 5120))
 
 
 def head_choices(problem: Problem, device: str) -> list[Choice]:
@@ -151,8 +151,7 @@ def head_choices(problem: Problem, device: str) -> list[Choice]:
     """
     size, weight = problem.size, problem.inputs["weight"]
     found: dict[tuple[str, int], Choice] = {}
-    for tile_bytes in (tiling.TILE_BYTES[device], *(mib << 20 for mib in TILES)):
-        tile_bytes //= 1 if device == "cuda" or not found else 10
+    for tile_bytes in (tiling.TILE_BYTES[device], *TILES):
         with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}):
             sizes = (size.tokens, size.hidden, size.vocab, weight.dtype)
             plan = fastrl.plan_memory(*sizes, objective=fastrl.PPO(), device=device).chosen
@@ -203,7 +202,7 @@ def main(argv: Sequence[str]) -> None:
     kernels = options.kernel or [HEAD, *ROW_KERNELS]
     sweeps = [(kernel, shape) for kernel in kernels for shape in shapes if len(shape) == 2 + (kernel == HEAD)]
     if not sweeps:
-        parser.error(f"argument --shape: {', '.join(kernels)} take NxV, {HEAD} NxHxV, got {', '.join(options.shape)}")
+        parser.error(f"argument --shape: {HEAD} takes NxHxV, the row kernels NxV, got {', '.join(options.shape)}")
     options.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv])}
     report["sweeps"] = []

@@ -52,6 +52,29 @@ def test_a_sweep_is_written(tmp_path: Path, device: str) -> None:
     assert times == sorted(times) and len(times) == len(found["rows"])
 
 
+def test_the_tiles_of_a_linear_loss_are_swept_and_each_size_once(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Rows of 4 KiB: at most 1024 of them, 512, and 512 again by a bound that is no whole number of rows.
+    monkeypatch.setattr(tune, "TILES", (1024 << 12, 512 << 12, (512 << 12) + 1))
+    monkeypatch.setattr(tune.tiling, "_FRESH", 0)  # else a CPU's plan prefers smaller tiles anyway
+    tune.main(["--out", str(tmp_path), "--kernel", "head", "--shape", "2048x8x1024", "--dtype", "float32"])
+    (found,) = json.loads((tmp_path / "tune.json").read_text())["sweeps"]
+    assert (found["kernel"], found["shape"]) == ("head", [2048, 8, 1024])
+    assert {row["rows"]: row["default"] for row in found["rows"]} == {2048: True, 1024: False, 512: False}
+    assert len(found["rows"]) == 3
+    assert all(row["milliseconds"] > 0 and row["plan"] == "forward-gradient" for row in found["rows"])
+    with pytest.raises(SystemExit):
+        tune.main(["--out", str(tmp_path), "--kernel", "head", "--shape", "8x16"])
+    assert "argument --shape: head takes NxHxV, the row kernels NxV, got 8x16" in capsys.readouterr().err
+
+
+def test_what_is_measured_is_kept_after_every_choice() -> None:
+    kept: list[list[tune.Choice]] = []
+    tune.sweep([{"size": 1}, {"size": 2}], lambda choice: None, "cpu", lambda rows: kept.append([*rows]))
+    assert [len(rows) for rows in kept] == [1, 2]
+
+
 def test_a_choice_that_does_not_run_is_told_with_the_reason() -> None:
     def call(choice: tune.Choice) -> None:
         if choice["size"] == 2:
