@@ -174,7 +174,7 @@ for round in "${rounds[@]}"; do
   {
     echo 'time, SM MHz, memory MHz, W, C, throttled' >"$here/clocks.csv"
     while sleep 5 && kill -0 $$; do
-      nvidia-smi --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active \
+      nvidia-smi --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active \
         --format=csv,noheader
       ((++beats % 4)) || pack
     done >>"$here/clocks.csv" 2>/dev/null

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -188,10 +189,20 @@ def current_target() -> str:
     return f"{target.backend}:{target.arch}:{target.warp_size}"
 
 
-def start(processes: int, sizes: bool, output: int | None = None) -> subprocess.Popen[bytes]:
-    """This program in the background, by so many processes."""
-    command = [sys.executable, __file__, "--processes", str(processes), "--target", current_target()]
-    return subprocess.Popen([*command, *["--sizes"] * sizes], stdout=output, stderr=subprocess.STDOUT)
+@contextmanager
+def running(wanted: bool, sizes: bool) -> Iterator[subprocess.Popen[bytes] | None]:
+    """Within the context this program runs in the background, if it is wanted; it ends with the context."""
+    if not wanted:
+        yield None
+        return
+    command = [sys.executable, __file__, "--target", current_target(), *["--sizes"] * sizes]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # its processes too
+        process.wait()
 
 
 def _compile(cases: list[Case], target: str) -> int:

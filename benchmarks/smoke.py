@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import traceback
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from precompile import start
+from precompile import running
 from torch import Tensor
 from tune import CLIP, run_head
 
@@ -369,6 +368,34 @@ def limits(logits: Tensor, report: Report, bench: Bench) -> dict[str, float | No
     return speeds
 
 
+def run(shape: tuple[int, ...], dtype: torch.dtype, only: str | None, report: Report, bench: Bench) -> None:
+    """All lines, or those of the kernels whose names begin with `only`."""
+    (n, width, vocab), device = shape, bench.device
+
+    def chosen(parts: Iterator[Part]) -> Iterator[Part]:
+        return (part for part in parts if part.name.startswith(only or ""))
+
+    speeds: dict[str, float | None] = {"copy": None, "read": None, "products": None}
+    problem = logits_problem(n, vocab, dtype, device)
+    if only is None:
+        speeds |= limits(problem.inputs["logits"], report, bench)
+    measure(chosen(row_parts(problem)), report, bench, speeds)
+    del problem
+    if only is None:
+        speeds["products"] = measure_products(shape, report, bench)
+    if only is None or only.startswith("linear"):
+        problem = linear_problem(n, width, vocab, dtype, device)
+        measure(chosen(head_parts(problem)), report, bench, speeds)
+        if only is None:
+            for row in run_head(problem, device):
+                report.add("tiles", **row, failed=row["error"] is not None)
+        del problem
+    if only is None or only.startswith("loss"):
+        sets = linear_problem(n, width, vocab, dtype, device, mean_set=_MEAN_SET)
+        measure(chosen(set_parts(sets)), report, bench, speeds)
+    synchronize(device)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8192x4096x151936", metavar="NxHxV")
@@ -376,38 +403,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", metavar="NAME", help="the kernels whose names begin so, and nothing else")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args(argv)
-    n, width, vocab = shape = tuple(map(int, options.shape.split("x")))
+    n, _, vocab = shape = tuple(map(int, options.shape.split("x")))
     dtype, device = getattr(torch, options.dtype), default_device()
     options.out.mkdir(parents=True, exist_ok=True)
     facts = {**machine.describe([]), "command": " ".join(["python benchmarks/smoke.py", *argv])}
     report = Report(options.out / "smoke.json", {**facts, "shape": shape, "dtype": options.dtype})
     bench = Bench("smoke", {"N": n, "V": vocab}, dtype, device, _REPEATS, seconds=_SECONDS)
-    everything = options.only is None
-    compiling = start((os.cpu_count() or 3) - 2, sizes=False) if everything and device == "cuda" else None
-
-    def chosen(parts: Iterator[Part]) -> Iterator[Part]:
-        return (part for part in parts if everything or part.name.startswith(options.only))
-
-    speeds: dict[str, float | None] = {"copy": None, "read": None, "products": None}
-    problem = logits_problem(n, vocab, dtype, device)
-    if everything:
-        speeds |= limits(problem.inputs["logits"], report, bench)
-    measure(chosen(row_parts(problem)), report, bench, speeds)
-    del problem
-    if everything:
-        speeds["products"] = measure_products(shape, report, bench)
-    if everything or options.only.startswith(("linear", "loss")):
-        problem = linear_problem(n, width, vocab, dtype, device)
-        measure(chosen(head_parts(problem)), report, bench, speeds)
-        if everything:
-            for row in run_head(problem, device):
-                report.add("tiles", **row, failed=row["error"] is not None)
-        del problem
-        sets = linear_problem(n, width, vocab, dtype, device, mean_set=_MEAN_SET)
-        measure(chosen(set_parts(sets)), report, bench, speeds)
-    synchronize(device)
-    if compiling is not None:
-        report.add("compiled meanwhile", name="kernels that the suites launch", failed=compiling.wait() != 0)
+    with running(wanted=options.only is None and device == "cuda", sizes=False) as compiling:
+        run(shape, dtype, options.only, report, bench)
+        if compiling is not None:
+            failed = compiling.wait() != 0
+            report.add("compiled meanwhile", name="kernels that the suites launch", failed=failed)
     print(f"smoke: {'FAILED' if report.failed else 'all right'}, {len(report.lines)} lines")
     return int(report.failed)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from precompile import start
+from precompile import running
 from triton import TritonError
 
 import fastrl
@@ -206,30 +205,32 @@ def main(argv: Sequence[str]) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {**machine.describe([]), "command": " ".join(["python benchmarks/tune.py", *argv])}
     report["sweeps"] = []
-    compiling = start((os.cpu_count() or 3) - 2, sizes=True) if device == "cuda" and kernels != [HEAD] else None
-    for kernel, shape in sweeps:
-        torch.manual_seed(0)
-        found = {"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": []}
-        report["sweeps"].append(found)
+    with running(wanted=device == "cuda" and kernels != [HEAD], sizes=True) as compiling:
+        for kernel, shape in sweeps:
+            torch.manual_seed(0)
+            found = {"kernel": kernel, "shape": shape, "dtype": options.dtype, "rows": []}
+            report["sweeps"].append(found)
 
-        def keep(rows: list[Choice], found: dict[str, Any] = found) -> None:
-            found["rows"] = rows
-            written = options.out / "tune.json.new"
-            written.write_text(json.dumps(report, indent=2) + "\n")
-            written.replace(options.out / "tune.json")  # whole at any time
+            def keep(rows: list[Choice], found: dict[str, Any] = found) -> None:
+                found["rows"] = rows
+                written = options.out / "tune.json.new"
+                written.write_text(json.dumps(report, indent=2) + "\n")
+                written.replace(options.out / "tune.json")  # whole at any time
 
-        if kernel == HEAD:
-            rows = run_head(linear_problem(*shape, dtype, device), device, keep)
-        else:
-            if compiling is not None:
-                compiling.wait()  # from here on nothing else runs on the machine
-            rows = run_rows(kernel, shape, dtype, device, keep)
-        print(f"\n{kernel} {'x'.join(map(str, shape))} {options.dtype}")
-        for row in rows[:8] + [row for row in rows[8:] if row["default"]]:
-            sizes = {k: v for k, v in row.items() if k not in ("default", "milliseconds", "error", "bytes_per_second")}
-            speed = f"{row['bytes_per_second'] / 1e12:7.3f} TB/s" if row.get("bytes_per_second") else ""
-            time = row["error"] or f"{row['milliseconds']:9.4f} ms"
-            print(time, speed, "default" if row["default"] else "       ", sizes, flush=True)
+            if kernel == HEAD:
+                rows = run_head(linear_problem(*shape, dtype, device), device, keep)
+            else:
+                if compiling is not None:
+                    compiling.wait()  # from here on nothing else runs on the machine
+                rows = run_rows(kernel, shape, dtype, device, keep)
+            print(f"\n{kernel} {'x'.join(map(str, shape))} {options.dtype}")
+            for row in rows[:8] + [row for row in rows[8:] if row["default"]]:
+                sizes = {
+                    k: v for k, v in row.items() if k not in ("default", "milliseconds", "error", "bytes_per_second")
+                }
+                speed = f"{row['bytes_per_second'] / 1e12:7.3f} TB/s" if row.get("bytes_per_second") else ""
+                time = row["error"] or f"{row['milliseconds']:9.4f} ms"
+                print(time, speed, "default" if row["default"] else "       ", sizes, flush=True)
 
 
 if __name__ == "__main__":
