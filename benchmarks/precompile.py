@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,6 +26,11 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
+
+from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+from fastrl.backend.triton import backend
+from fastrl.kernels import row_statistics
+from fastrl.objectives.rows import RowInputs
 
 #: Triton defines its kernels for the interpreter if it sees this.
 _INTERPRETER = "TRITON_INTERPRET"
@@ -65,8 +70,6 @@ def compile_only(target: GPUTarget) -> Iterator[None]:
 
 def suite_cases() -> list[Case]:
     """What smoke.py and the suites launch: those of smoke.py first, then rarer variants."""
-    from fastrl.backend.contract import Transform
-
     plain, capped = Transform(), Transform(softcap=30.0)
     row: list[Case] = []
     rare: list[Case] = []
@@ -93,7 +96,7 @@ def suite_cases() -> list[Case]:
 
 def size_cases() -> list[Case]:
     """The sizes that tune.py tries, in bfloat16."""
-    import tune
+    import tune  # here, because it imports this program
 
     found: list[Case] = []
     for kernel in tune.ROW_KERNELS:
@@ -102,7 +105,7 @@ def size_cases() -> list[Case]:
     return found
 
 
-def _size(kernel: str, choice: dict[str, object]) -> None:
+def _size(kernel: str, choice: dict[str, Any]) -> None:
     import tune
 
     # Which of the two a default takes depends on the number of rows.
@@ -121,28 +124,19 @@ def _mask(masked: bool) -> Tensor | None:
     return torch.ones(_ROWS, dtype=torch.bool) if masked else None
 
 
-def _statistics(logits: Tensor, masked: bool, transform: object, apart: bool) -> None:
-    from fastrl.backend.triton import backend
-    from fastrl.kernels import row_statistics
-
+def _statistics(logits: Tensor, masked: bool, transform: Transform, apart: bool) -> None:
     with patch.object(row_statistics, "_PROGRAMS", 1 << 30 if apart else 0):
         backend.row_statistics(logits, _per_row()[0], _mask(masked), transform)
 
 
-def _gradient(logits: Tensor, masked: bool, transform: object, entropy: bool) -> None:
-    from fastrl.backend.contract import Statistics
-    from fastrl.backend.triton import backend
-
+def _gradient(logits: Tensor, masked: bool, transform: Transform, entropy: bool) -> None:
     targets, c = _per_row()
     statistics = Statistics(c, c, c, c)
     backend.row_gradient(logits, targets, _mask(masked), transform, statistics, c, c if entropy else None, logits)
 
 
-def _visit(logits: Tensor, masked: bool, transform: object, entropy: bool, beside: bool) -> None:
+def _visit(logits: Tensor, masked: bool, transform: Transform, entropy: bool, beside: bool) -> None:
     import tune
-
-    from fastrl.backend.triton import backend
-    from fastrl.objectives.rows import RowInputs
 
     targets, c = _per_row()
     inputs = RowInputs(c, c, c, entropy_weights=c if entropy else None)
@@ -151,23 +145,16 @@ def _visit(logits: Tensor, masked: bool, transform: object, entropy: bool, besid
 
 
 def _scale(dtype: torch.dtype) -> None:
-    from fastrl.backend.triton import backend
-
     backend.scale_(torch.zeros(64, dtype=dtype), torch.ones(()))
 
 
 def _find_support(dtype: torch.dtype, top_k: int) -> None:
-    from fastrl.backend.triton import backend
-
     # The host reads how many entries are kept: none, if nothing runs and memory is zeros.
     with patch.object(torch, "empty", torch.zeros):
         backend.find_support(torch.zeros(1, _ROWS, _VOCAB, dtype=dtype), 1.0, top_k, 0.95, 0.0)
 
 
 def _supports(dtype: torch.dtype) -> None:
-    from fastrl.backend.contract import ByToken, Statistics, Support, Transform
-    from fastrl.backend.triton import backend
-
     width, transform = 64, Transform()
     targets, c = _per_row()
     hidden, weight = torch.zeros(_ROWS, width, dtype=dtype), torch.zeros(_VOCAB, width, dtype=dtype)
@@ -207,9 +194,9 @@ def running(wanted: bool, sizes: bool) -> Iterator[subprocess.Popen[bytes] | Non
 
 def _compile(cases: list[Case], target: str) -> int:
     """The number of cases that failed."""
-    backend, arch, warp = target.split(":")
+    vendor, arch, warp = target.split(":")
     failed = 0
-    with compile_only(GPUTarget(backend, int(arch) if arch.isdecimal() else arch, int(warp))):
+    with compile_only(GPUTarget(vendor, int(arch) if arch.isdecimal() else arch, int(warp))):
         for name, call in cases:
             try:
                 call()
@@ -246,5 +233,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main(sys.argv[1:]))

@@ -186,7 +186,7 @@ def row_parts(problem: Problem) -> Iterator[Part]:
         ids, offsets = backend.find_support(rows, 1.0, 0, _TOP_P, 0.0)
         return Outcome(None, None, None, {"ids": ids, "offsets": offsets})
 
-    mass = {"mass": _MASS_ERROR}
+    mass: Found = {"mass": _MASS_ERROR}
     yield Part("find_support, top-p", Run(kept), partial(_support_error, problem), mass, once, written=False)
 
 
@@ -269,32 +269,35 @@ def too_large(found: Found, bound: Found) -> bool:
 
 
 def measure(parts: Iterator[Part], report: Report, bench: Bench, speeds: dict[str, float | None]) -> None:
-    """A line for each part: its errors, its time, and the share of its limit."""
-    device = bench.device
+    """A line for each part: its errors, its time, and the share of its limit. One that fails stops no other."""
     try:
         for part in parts:
-            part.run.restore()
-            outcome = part.run.call()
-            found = part.check(outcome)
-            del outcome
-            seconds = seconds_of(part.run, device)
-            limit = None
-            if part.moved_bytes is not None and (speed := speeds["copy" if part.written else "read"]) is not None:
-                limit = part.moved_bytes / speed
-            if part.products:
-                limit = speeds["products"]
-            report.add(
-                "kernels",
-                name=part.name,
-                milliseconds=1e3 * seconds,
-                share_of_limit=None if limit is None else limit / seconds,
-                errors=found,
-                bounds={name: part.bounds.get(name) for name in found},
-                failed=too_large(found, part.bounds),
-            )
-    except Exception as error:  # the others are still to be seen
+            try:
+                line = measured(part, bench.device, speeds)
+            except Exception as error:
+                traceback.print_exc()
+                line = {"error": _first_line(error), "failed": True}
+            report.add("kernels", name=part.name, **line)
+    except Exception as error:  # in what a part is compared with
         traceback.print_exc()
         report.add("kernels", name=f"after {_last(report)}", error=_first_line(error), failed=True)
+
+
+def measured(part: Part, device: str, speeds: dict[str, float | None]) -> dict[str, Any]:
+    """The part's line."""
+    part.run.restore()
+    found = part.check(part.run.call())
+    seconds = seconds_of(part.run, device)
+    limit = speeds["products"] if part.products else None
+    if part.moved_bytes is not None and (speed := speeds["copy" if part.written else "read"]) is not None:
+        limit = part.moved_bytes / speed
+    return {
+        "milliseconds": 1e3 * seconds,
+        "share_of_limit": None if limit is None else limit / seconds,
+        "errors": found,
+        "bounds": {name: part.bounds.get(name) for name in found},
+        "failed": too_large(found, part.bounds),
+    }
 
 
 def _last(report: Report) -> str:

@@ -107,8 +107,10 @@ TARGETS = [
 
 
 #: What is read of a row here.
-_FIELDS = ("suite", "shape", "dtype", "workload", "contender", "plan", "cheapest_plan", "milliseconds_median")
-_FIELDS += ("milliseconds_limit", "peak_temporary_bytes")
+_FIELDS = (
+    *("suite", "shape", "dtype", "workload", "contender", "plan", "cheapest_plan"),
+    *("milliseconds_median", "milliseconds_limit", "peak_temporary_bytes"),
+)
 
 
 def sections(folder: Path) -> tuple[list[list[Row]], list[str]]:
@@ -138,7 +140,7 @@ def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def lines(found: list[list[Row]]) -> list[tuple[str, ...]]:
     """A line for each target and each row that it applies to."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for target in TARGETS:
         wanted = f"{'>=' if target.faster else '<='} {target.bound:g}"
         pairs = [(row, rows) for rows in found for row in rows if target.matches(row)]

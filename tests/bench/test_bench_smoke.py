@@ -90,9 +90,15 @@ def test_a_wrong_kernel_and_one_that_fails_are_told(tmp_path: Path, monkeypatch:
         raise RuntimeError("misaligned address\nat 0")
 
     monkeypatch.setattr(backend, "row_statistics", right)
-    monkeypatch.setattr(backend, "row_gradient", broken)
-    status, lines = run(tmp_path, "--only", "gradient")
-    assert status == 1 and lines[-1]["error"] == "RuntimeError: misaligned address" and lines[-1]["failed"]
+    monkeypatch.setattr(backend, "row_forward_gradient", broken)
+    status, lines = run(tmp_path, "--only", "f")
+    assert status == 1 and [line["name"] for line in lines] == KERNELS[3:5] + KERNELS[6:]
+    assert [line.get("error") for line in lines] == ["RuntimeError: misaligned address"] * 2 + [None]
+    assert [line["failed"] for line in lines] == [True, True, False]
+
+    monkeypatch.setattr(smoke, "bounds", broken)
+    status, lines = run(tmp_path, "--only", "f")
+    assert status == 1 and [line["name"] for line in lines] == ["after nothing"] and lines[0]["failed"]
 
 
 def test_an_error_may_be_as_large_as_its_bound_and_must_be_finite() -> None:
