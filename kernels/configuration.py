@@ -16,9 +16,12 @@ from torch import Tensor
 from fastrl.backend.contract import Transform
 
 _MIN_BLOCK = 256
-_BLOCK = 4096  # 8 warps, 16 entries per thread: 2048 is issue-bound, 16384 has too few warps per multiprocessor
-_ENTRIES_A_THREAD = 16
+_BLOCK = 4096
+_ENTRIES_A_WARP = 1024  # 32 per thread: with 16, waiting and addresses cost one instruction per entry more
 _WARP = 64 if torch.version.hip else 32
+
+#: Registers per thread that suffice for one sweep of aligned rows without a softcap.
+LIGHT_REGISTERS = 96
 
 
 class Configuration(NamedTuple):
@@ -29,6 +32,7 @@ class Configuration(NamedTuple):
     segments: int  # blocks per step of `row_forward_gradient`; block i belongs to segment i % segments
     warps: int  # of a program that takes one block per step
     forward_gradient_warps: int  # of a program that takes `segments` blocks per step
+    stages: int  # steps at a time: one is computed while the entries of stages - 1 are on their way to shared memory
 
 
 def configuration(vocab: int, itemsize: int, warp: int = _WARP) -> Configuration:
@@ -37,27 +41,28 @@ def configuration(vocab: int, itemsize: int, warp: int = _WARP) -> Configuration
     The second sweep of `row_forward_gradient` should find its rows in L2 (60 MB on an H200). So the longer the row, the
     more warps work on it and the fewer rows are in flight. 16384 columns per step mean one program per multiprocessor,
     or 40 MB of bfloat16 rows of 151,936 logits; shorter rows leave room for 2 or 4 programs.
+
+    A step of a multiprocessor's programs is 32 KiB of a 2-byte type, 64 KiB of a 4-byte one. The stages keep 64 KiB on
+    the way during the computation: at 4.3 TB/s, 33 KB arrive at a multiprocessor in the microsecond that a load takes.
+    More would not fit the shared memory of every GPU (99 KiB). On AMD the loop waits for its loads.
     """
     block = min(_BLOCK, max(_MIN_BLOCK, 1 << (vocab - 1).bit_length()))
     row_bytes = vocab * itemsize
     segments = 1 if row_bytes <= 1 << 16 else 2 if row_bytes <= 1 << 17 else 4
-    warps = max(1, block // (_ENTRIES_A_THREAD * warp))
-    return Configuration(16 // itemsize, block, segments, warps, min(warps * segments, 1024 // warp))
+    warps = max(1, block // _ENTRIES_A_WARP)
+    stages = 1 + 4 // itemsize if warp == 32 else 1
+    return Configuration(16 // itemsize, block, segments, warps, warps * segments, stages)
 
 
-def launch_options(warps: int, light: bool, warp: int = _WARP) -> dict[str, Any]:
-    """The compiler's options for a program of `warps` warps; `light` means aligned rows and no softcap.
+def launch_options(warps: int, registers: int = 128, warp: int = _WARP) -> dict[str, Any]:
+    """The compiler's options for a program of `warps` warps with at most `registers` registers per thread.
 
-    With 64 registers per thread, 1024 threads fit on a multiprocessor. Given this limit, ptxas reaches it without a
-    spill if the kernel is light; without a limit it chooses anything from 48 to 128. The other kernels need up to 120
-    and spill under a lower limit. `enable_fp_fusion` is explicit because its default changes.
+    With 128, 16 warps fit on a multiprocessor, with `LIGHT_REGISTERS` 20; no kernel spills. Without a limit ptxas
+    chooses anything from 48 to 128. A loop says itself how many stages it has. `enable_fp_fusion` is explicit because
+    its default changes.
     """
     options: dict[str, Any] = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
-    if warp == 32 and light:
-        options["maxnreg"] = 64
-    elif warp == 32 and warps <= 16:
-        options["maxnreg"] = 128
-    return options
+    return options | ({"maxnreg": registers} if warp == 32 else {})
 
 
 def multiprocessors(tensor: Tensor) -> int:

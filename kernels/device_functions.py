@@ -191,9 +191,9 @@ def capped(x, inner2, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def block_columns(R: tl.constexpr, VEC: tl.constexpr):
-    """The columns (R, VEC) of the block that starts at 0."""
-    return tl.arange(0, R)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+def block_columns(vectors, VEC: tl.constexpr):
+    """The columns (R, VEC) of the vectors (R,) of the block that starts at 0."""
+    return vectors[:, None] * VEC + tl.arange(0, VEC)[None, :]
 
 
 @triton.jit
@@ -210,10 +210,10 @@ def load_logit(row_ptr, column):
 
 
 @triton.jit
-def is_column(start, column, R: tl.constexpr, VEC: tl.constexpr):
+def is_column(start, column, vectors, VEC: tl.constexpr):
     """The mask (R, VEC) of `column` in the block at `start`; all false if the column is outside the block."""
     local = column - start
-    return (tl.arange(0, R) == local // VEC)[:, None] & (tl.arange(0, VEC) == local % VEC)[None, :]
+    return (vectors == local // VEC)[:, None] & (tl.arange(0, VEC) == local % VEC)[None, :]
 
 
 @triton.jit
@@ -227,17 +227,17 @@ def row_pointer(ptr, row, columns_b, stride_a, stride_b, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def inside(start, vocab, R: tl.constexpr, VEC: tl.constexpr):
+def inside(start, vocab, vectors, VEC: tl.constexpr):
     """Which entries (R, VEC) of the block at `start` are inside an aligned row, vector by vector."""
-    return (start + tl.arange(0, R) * VEC < vocab)[:, None] & (tl.arange(0, VEC)[None, :] >= 0)
+    return (start + vectors * VEC < vocab)[:, None] & (tl.arange(0, VEC)[None, :] >= 0)
 
 
 @triton.jit
 def tile(start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr):
     """A block's columns and which are in the row, for elementwise work: (R, VEC) if aligned, else (R * VEC,)."""
     if ALIGNED:
-        columns = start + block_columns(R, VEC)
-        mask = inside(start, vocab, R, VEC)
+        columns = start + block_columns(tl.arange(0, R), VEC)
+        mask = inside(start, vocab, tl.arange(0, R), VEC)
     else:
         columns = start + tl.arange(0, R * VEC)
         mask = columns < vocab
@@ -246,10 +246,10 @@ def tile(start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr
 
 @triton.jit
 def _column(
-    row_ptr, start, vocab, i: tl.constexpr, R: tl.constexpr, VEC: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr
+    row_ptr, start, vocab, vectors, i: tl.constexpr, VEC: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr
 ):
     """Entry i of each vector, (R,)."""
-    columns = start + tl.arange(0, R) * VEC + i
+    columns = start + vectors * VEC + i
     if TAIL:
         return tl.load(row_ptr + columns, mask=columns < vocab, other=-float("inf"), eviction_policy=EVICT)
     else:
@@ -258,14 +258,7 @@ def _column(
 
 @triton.jit
 def load_vectors(
-    row_ptr,
-    start,
-    vocab,
-    R: tl.constexpr,
-    VEC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr,
-    EVICT: tl.constexpr,
+    row_ptr, start, vocab, vectors, VEC: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, EVICT: tl.constexpr
 ):
     """The block at `start`, (R, VEC) float32, each vector in one thread for any alignment of the row; -inf outside V.
 
@@ -275,19 +268,19 @@ def load_vectors(
     if ALIGNED and row_ptr.dtype.element_ty == tl.bfloat16:
         # Two entries per word: a shift or a mask makes each a float32; casts take three instructions per two entries.
         H: tl.constexpr = VEC // 2
-        pointers = row_ptr.to(tl.pointer_type(tl.int32)) + start // 2 + block_columns(R, H)
+        pointers = row_ptr.to(tl.pointer_type(tl.int32)) + start // 2 + block_columns(vectors, H)
         if TAIL:
-            mask = inside(start // 2, vocab // 2, R, H)
+            mask = inside(start // 2, vocab // 2, vectors, H)
             words = tl.load(pointers, mask=mask, other=TWO_INFINITIES, eviction_policy=EVICT)
         else:
             words = tl.load(pointers, eviction_policy=EVICT)
         low = (words << 16).to(tl.float32, bitcast=True)
         high = (words & -65536).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.join(low, high), [R, VEC])
+        return tl.reshape(tl.join(low, high), [vectors.shape[0], VEC])
     elif ALIGNED:
-        pointers = row_ptr + start + block_columns(R, VEC)
+        pointers = row_ptr + start + block_columns(vectors, VEC)
         if TAIL:
-            mask = inside(start, vocab, R, VEC)
+            mask = inside(start, vocab, vectors, VEC)
             x = tl.load(pointers, mask=mask, other=-float("inf"), eviction_policy=EVICT)
         else:
             x = tl.load(pointers, eviction_policy=EVICT)
@@ -296,25 +289,25 @@ def load_vectors(
         tl.static_assert(VEC == 4 or VEC == 8)
         # Entry by entry. join(a, b) appends an axis of length 2: join indices that differ in their highest bit first.
         x0 = tl.join(
-            _column(row_ptr, start, vocab, 0, R, VEC, TAIL, EVICT),
-            _column(row_ptr, start, vocab, VEC // 2, R, VEC, TAIL, EVICT),
+            _column(row_ptr, start, vocab, vectors, 0, VEC, TAIL, EVICT),
+            _column(row_ptr, start, vocab, vectors, VEC // 2, VEC, TAIL, EVICT),
         )
         x1 = tl.join(
-            _column(row_ptr, start, vocab, 1, R, VEC, TAIL, EVICT),
-            _column(row_ptr, start, vocab, VEC // 2 + 1, R, VEC, TAIL, EVICT),
+            _column(row_ptr, start, vocab, vectors, 1, VEC, TAIL, EVICT),
+            _column(row_ptr, start, vocab, vectors, VEC // 2 + 1, VEC, TAIL, EVICT),
         )
         if VEC == 8:
             x2 = tl.join(
-                _column(row_ptr, start, vocab, 2, R, VEC, TAIL, EVICT),
-                _column(row_ptr, start, vocab, 6, R, VEC, TAIL, EVICT),
+                _column(row_ptr, start, vocab, vectors, 2, VEC, TAIL, EVICT),
+                _column(row_ptr, start, vocab, vectors, 6, VEC, TAIL, EVICT),
             )
             x3 = tl.join(
-                _column(row_ptr, start, vocab, 3, R, VEC, TAIL, EVICT),
-                _column(row_ptr, start, vocab, 7, R, VEC, TAIL, EVICT),
+                _column(row_ptr, start, vocab, vectors, 3, VEC, TAIL, EVICT),
+                _column(row_ptr, start, vocab, vectors, 7, VEC, TAIL, EVICT),
             )
             x0 = tl.join(x0, x2)
             x1 = tl.join(x1, x3)
-        return tl.reshape(tl.join(x0, x1), [R, VEC]).to(tl.float32)
+        return tl.reshape(tl.join(x0, x1), [vectors.shape[0], VEC]).to(tl.float32)
 
 
 # --- row statistics ---------------------------------------------------------------------------------------------------
@@ -351,14 +344,13 @@ def fold(m, s, w, outer2, AXIS: tl.constexpr):
     infinite, which it is in no finite row.
     """
     m = tl.where(s == s, m, float("inf"))
-    top = tl.max(m, axis=AXIS, keep_dims=True)
-    shift = tl.maximum((m - top) * outer2, FLOOR)
-    scale = tl.exp2(shift)
-    w = tl.sum((scale * tl.fma(shift, s, w) * FIXED).to(tl.int64), axis=AXIS)
-    s = tl.sum((scale * s * FIXED).to(tl.int64), axis=AXIS)
     top = tl.max(m, axis=AXIS)
-    s = tl.where(top == float("inf"), float("nan"), s.to(tl.float32) * (1.0 / FIXED))
-    return top, s, w.to(tl.float32) * (1.0 / FIXED)
+    shift = tl.maximum((m - tl.expand_dims(top, AXIS)) * outer2, FLOOR)
+    scale = tl.exp2(shift)
+    # Both sums in one reduction: its barriers and exchanges through shared memory come once.
+    pairs = (tl.join(scale * s, scale * tl.fma(shift, s, w)) * FIXED).to(tl.int64)
+    s, w = tl.split(tl.sum(pairs, axis=AXIS).to(tl.float32) * (1.0 / FIXED))
+    return top, tl.where(top == float("inf"), float("nan"), s), w
 
 
 @triton.jit
@@ -386,6 +378,38 @@ def finish(m, s, w, target, valid, outer):
     highest = top * outer
     rounded_off = tl.where(highest - highest == 0.0, tl.fma(top, outer, -highest), 0.0)
     return logprob, entropy, tl.where(empty, -float("inf"), highest), log_sum + rounded_off
+
+
+# --- which thread has which vector ------------------------------------------------------------------------------------
+
+# Threads that have a segment's vectors in turn, 128: 4 warps, as in `row_statistics`.
+_IN_TURN = tl.constexpr(128)
+
+
+@triton.jit
+def vectors_in_turn(R: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The vectors (R,) of a step of SEGMENTS blocks, in an order in which each thread has those of one segment.
+
+    Entry i is vector i % 128 of every 128; the segments take turns. So `fold` adds up most of a segment in the threads,
+    and its exchange between threads is one vector's per thread.
+    """
+    i = tl.arange(0, R)
+    if SEGMENTS == 1:
+        return i
+    else:
+        ROUNDS: tl.constexpr = R // (SEGMENTS * _IN_TURN)
+        return (i // _IN_TURN % SEGMENTS * ROUNDS + i // (_IN_TURN * SEGMENTS)) * _IN_TURN + i % _IN_TURN
+
+
+@triton.jit
+def by_segment(x, SEGMENTS: tl.constexpr):
+    """(R,) in the order of `vectors_in_turn`, as (SEGMENTS, R / SEGMENTS)."""
+    if SEGMENTS == 1:
+        return tl.reshape(x, [1, x.shape[0]])
+    else:
+        ROUNDS: tl.constexpr = x.shape[0] // (SEGMENTS * _IN_TURN)
+        x = tl.permute(tl.reshape(x, [ROUNDS, SEGMENTS, _IN_TURN]), [1, 0, 2])
+        return tl.reshape(x, [SEGMENTS, ROUNDS * _IN_TURN])
 
 
 # --- row gradient -----------------------------------------------------------------------------------------------------
@@ -452,7 +476,7 @@ def gradient_step(
     """Load the block at `start`, compute its gradient and store it; out_ptr may be row_ptr."""
     columns, mask = tile(start, vocab, R, VEC, ALIGNED)
     if ALIGNED:
-        x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, TAIL, EVICT)
+        x = load_vectors(row_ptr, start, vocab, tl.arange(0, R), VEC, ALIGNED, TAIL, EVICT)
     elif TAIL:
         x = tl.load(row_ptr + columns, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     else:
@@ -460,7 +484,7 @@ def gradient_step(
     g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, ENTROPY)
     if (column >= start) & (column < start + R * VEC):
         if ALIGNED:
-            g = tl.where(is_column(start, column, R, VEC), at_target * slope, g)
+            g = tl.where(is_column(start, column, tl.arange(0, R), VEC), at_target * slope, g)
         else:
             g = tl.where(columns == column, at_target * slope, g)
     g = g.to(out_ptr.dtype.element_ty)

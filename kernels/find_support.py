@@ -55,7 +55,7 @@ def load_z(
     row_ptr, start, vocab, temperature, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr
 ):
     """z of the block at `start`, (R, VEC) float32, -inf outside the row."""
-    z = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, True, "")
+    z = load_vectors(row_ptr, start, vocab, tl.arange(0, R), VEC, ALIGNED, True, "")
     if SCALED:
         z = tl.div_rn(z, tl.full([R, VEC], temperature, tl.float32))
     return z
@@ -223,7 +223,7 @@ def largest(
     found = tl.full([R], -float("inf"), tl.float32)
     nan = tl.zeros([R], tl.int32)
     for start in range(0, vocab, R * VEC):
-        x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, True, "")
+        x = load_vectors(row_ptr, start, vocab, tl.arange(0, R), VEC, ALIGNED, True, "")
         nan |= tl.max((x != x).to(tl.int32), axis=1)
         found = tl.maximum(found, tl.max(tl.where(x == x, x, -float("inf")), axis=1))
     maximum = tl.max(found)

@@ -20,6 +20,7 @@ from fastrl.kernels.configuration import configuration, is_aligned, launch_optio
 from fastrl.kernels.device_functions import (
     LOG2E,
     LOWEST,
+    by_segment,
     capped,
     finish,
     fold,
@@ -33,6 +34,7 @@ from fastrl.kernels.device_functions import (
     scales,
     store_zeros,
     update,
+    vectors_in_turn,
 )
 from fastrl.objectives.rows import RowInputs
 
@@ -92,6 +94,7 @@ def row_forward_gradient_kernel(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (row,)."""
     STEP: tl.constexpr = BLOCK * SEGMENTS
@@ -124,22 +127,17 @@ def row_forward_gradient_kernel(
     m = tl.full([R], LOWEST, tl.float32)
     s = tl.zeros([R], tl.float32)
     w = tl.zeros([R], tl.float32)
-    for start in range(0, whole, STEP):
-        x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, False, "evict_last")
+    vectors = vectors_in_turn(R, SEGMENTS)
+    for start in tl.range(0, whole, STEP, num_stages=STAGES):
+        x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, False, "evict_last")
         if (column >= start) & (column < start + STEP):
-            x = tl.where(is_column(start, column, R, VEC), -float("inf"), x)
+            x = tl.where(is_column(start, column, vectors, VEC), -float("inf"), x)
         m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
     if whole < vocab:
-        x = load_vectors(row_ptr, whole, vocab, R, VEC, ALIGNED, True, "evict_last")
-        x = tl.where(is_column(whole, column, R, VEC), -float("inf"), x)
+        x = load_vectors(row_ptr, whole, vocab, vectors, VEC, ALIGNED, True, "evict_last")
+        x = tl.where(is_column(whole, column, vectors, VEC), -float("inf"), x)
         m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
-    m_1, s_1, w_1 = fold(
-        tl.reshape(m, [SEGMENTS, R // SEGMENTS]),
-        tl.reshape(s, [SEGMENTS, R // SEGMENTS]),
-        tl.reshape(w, [SEGMENTS, R // SEGMENTS]),
-        outer2,
-        1,
-    )
+    m_1, s_1, w_1 = fold(by_segment(m, SEGMENTS), by_segment(s, SEGMENTS), by_segment(w, SEGMENTS), outer2, 1)
     m_all, s_all, w_all = fold(m_1, s_1, w_1, outer2, 0)
     logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
 
@@ -226,7 +224,7 @@ def row_forward_gradient_kernel(
             True,
             "evict_first",
         )
-    for done in range(0, whole, BACK):
+    for done in tl.range(0, whole, BACK, num_stages=STAGES):
         gradient_step(
             row_ptr,
             to_ptr,
@@ -291,6 +289,7 @@ def row_forward_gradient(
             VEC=sizes.vector,
             BLOCK=sizes.block,
             SEGMENTS=sizes.segments,
-            **launch_options(sizes.forward_gradient_warps, aligned and not transform.softcap),
+            STAGES=sizes.stages if aligned and not transform.softcap else 1,
+            **launch_options(sizes.forward_gradient_warps),
         )
     return result

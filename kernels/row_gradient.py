@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.backend.contract import Statistics, Transform
-from fastrl.kernels.configuration import configuration, is_aligned, launch_options, numbers, on_device, row_strides
+from fastrl.kernels.configuration import (
+    LIGHT_REGISTERS,
+    configuration,
+    is_aligned,
+    launch_options,
+    numbers,
+    on_device,
+    row_strides,
+)
 from fastrl.kernels.device_functions import (
     gradient_scalars,
     gradient_step,
@@ -69,6 +77,7 @@ def row_gradient_kernel(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (row, span): BLOCK * BLOCKS columns of the row."""
     # Rows that are not aligned need more registers: half as many entries at a time.
@@ -107,7 +116,7 @@ def row_gradient_kernel(
 
     # Loop: whole blocks, then the tail of the row.
     whole = (span // STEP) * STEP
-    for start in range(0, whole, STEP):
+    for start in tl.range(0, whole, STEP, num_stages=STAGES):
         gradient_step(
             row_ptr,
             out_row_ptr,
@@ -171,6 +180,7 @@ def row_gradient(
     _, out_stride_a, out_stride_b = row_strides(out)
     sizes = configuration(vocab, logits.element_size())
     aligned = is_aligned(logits, sizes.vector) and is_aligned(out, sizes.vector)
+    light = aligned and not transform.softcap
     with on_device(logits):
         row_gradient_kernel[(rows, triton.cdiv(vocab, sizes.block * _BLOCKS_A_PROGRAM))](
             logits,
@@ -193,5 +203,6 @@ def row_gradient(
             VEC=sizes.vector,
             BLOCK=sizes.block,
             BLOCKS=_BLOCKS_A_PROGRAM,
-            **launch_options(sizes.warps, aligned and not transform.softcap),
+            STAGES=sizes.stages if light else 1,
+            **launch_options(sizes.warps, LIGHT_REGISTERS if light else 128),
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.kernels.combine_splits import combine_splits
 from fastrl.kernels.configuration import (
+    LIGHT_REGISTERS,
     configuration,
     is_aligned,
     launch_options,
@@ -41,9 +42,9 @@ from fastrl.kernels.device_functions import (
     update,
 )
 
-#: Programs of 8 warps with 64 registers per thread that fit on a multiprocessor. If there are fewer rows than programs
+#: Programs of 4 warps with 96 registers per thread that fit on a multiprocessor. If there are fewer rows than programs
 #: that fit on the GPU, each segment of a row gets its own program.
-_PROGRAMS = 4
+_PROGRAMS = 5
 
 
 @triton.jit(
@@ -78,6 +79,7 @@ def row_statistics_kernel(
     BLOCK: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (row,), with SPLIT (row, segment)."""
     R: tl.constexpr = BLOCK // VEC
@@ -108,20 +110,21 @@ def row_statistics_kernel(
     segments_s = tl.zeros([SEGMENTS], tl.float32)
     segments_w = tl.zeros([SEGMENTS], tl.float32)
     whole = (vocab // BLOCK) * BLOCK
+    vectors = tl.arange(0, R)
     for segment in range(first, last):
         m = tl.full([R], LOWEST, tl.float32)
         s = tl.zeros([R], tl.float32)
         w = tl.zeros([R], tl.float32)
-        for start in range(segment * BLOCK, whole, STEP):
-            x = load_vectors(row_ptr, start, vocab, R, VEC, ALIGNED, False, "evict_first")
+        for start in tl.range(segment * BLOCK, whole, STEP, num_stages=STAGES):
+            x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, False, "evict_first")
             if (column >= start) & (column < start + BLOCK):
-                x = tl.where(is_column(start, column, R, VEC), -float("inf"), x)
+                x = tl.where(is_column(start, column, vectors, VEC), -float("inf"), x)
             m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
         # The segment's first incomplete block: the row's tail in one segment, past the row's end in the others.
         rest = segment * BLOCK + tl.cdiv(tl.maximum(whole - segment * BLOCK, 0), STEP) * STEP
         if rest < vocab:
-            x = load_vectors(row_ptr, rest, vocab, R, VEC, ALIGNED, True, "evict_first")
-            x = tl.where(is_column(rest, column, R, VEC), -float("inf"), x)
+            x = load_vectors(row_ptr, rest, vocab, vectors, VEC, ALIGNED, True, "evict_first")
+            x = tl.where(is_column(rest, column, vectors, VEC), -float("inf"), x)
             m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
         m_1, s_1, w_1 = fold(m, s, w, outer2, 0)
         segments_m = tl.where(segment_index == segment, m_1, segments_m)
@@ -162,6 +165,7 @@ def row_statistics(
     columns_b, stride_a, stride_b = row_strides(logits)
     sizes = configuration(vocab, logits.element_size())
     aligned = is_aligned(logits, sizes.vector)
+    light = aligned and not transform.softcap
     split = sizes.segments > 1 and rows < _PROGRAMS * multiprocessors(logits)
     shape = (3, sizes.segments, rows) if split else (4, rows)
     out = torch.empty(shape, dtype=torch.float32, device=logits.device)
@@ -186,7 +190,8 @@ def row_statistics(
             BLOCK=sizes.block,
             SEGMENTS=sizes.segments,
             SPLIT=split,
-            **launch_options(sizes.warps, aligned and not transform.softcap),
+            STAGES=sizes.stages if light else 1,
+            **launch_options(sizes.warps, LIGHT_REGISTERS if light else 128),
         )
     if target_logits is not None:
         out = combine_splits(out, target_logits, targets, mask, vocab, transform)

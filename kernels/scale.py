@@ -67,7 +67,7 @@ def scale(
             INPLACE=out is tensor,
             BLOCK=_BLOCK,
             BLOCKS=_BLOCKS_A_PROGRAM,
-            **launch_options(8, light=True),
+            **launch_options(8),
         )
 
 

@@ -29,6 +29,7 @@ class Case:
     entropy: bool = False
     objective: tuple[str, str, str] = ("clip", "k3", "none")
     vocab: int = 151936
+    stages: int | None = None  # None: the launcher's
 
     @property
     def name(self) -> str:
@@ -36,6 +37,7 @@ class Case:
         words += ["softcap"] * self.softcap + ["entropy"] * self.entropy
         if self.kernel in ("forward-gradient", "beside"):
             words += ["+".join(self.objective)]
+        words += [f"{self.stages} stages"] if self.stages else []
         return "/".join([*words, str(self.vocab)])
 
 
@@ -96,12 +98,16 @@ def compile_case(case: Case) -> dict[str, Any]:
 
     CUDA only: loops, those that load; order, of narrow loads (l), barriers (b) and wide stores (s) in PTX.
     """
-    from fastrl.kernels.configuration import configuration, launch_options
+    from fastrl.kernels.configuration import LIGHT_REGISTERS, configuration, launch_options
 
     warp = GPUS[case.gpu][2]
     sizes = configuration(case.vocab, 4 if case.dtype == "fp32" else 2, warp)
     kernel, constants, warps = _kernel(case, sizes)
-    options = launch_options(warps, case.aligned and not case.softcap, warp)
+    light = case.aligned and not case.softcap
+    if case.kernel != "scale":
+        constants["STAGES"] = case.stages or (sizes.stages if light else 1)
+    one_sweep = case.kernel in ("statistics", "split", "gradient")
+    options = launch_options(warps, LIGHT_REGISTERS if light and one_sweep else 128, warp)
     types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
     types |= {"gradient_ptr": case.dtype, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
     compiled = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options)
@@ -157,7 +163,7 @@ def _loop(body: list[str], itemsize: int) -> Loop:
         names = [m[0] for opcode in opcodes if (m := re.match(pattern, opcode))]
         return {name: names.count(name) for name in sorted(set(names))}
 
-    loads = count(r"LDG.*")
+    loads = count(r"LDG(?!DEPBAR).*")  # LDGSTS too, a copy to shared memory
     entries = sum(n * (16 // itemsize if ".128" in name else 1) for name, n in loads.items())
     special = sum(opcode.startswith("MUFU") for opcode in opcodes)
     return Loop(len(body) / entries, special / entries, count(r"FADD|FMUL|FFMA|MUFU"), loads, count(r"STG.*|STL.*"))
