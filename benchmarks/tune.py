@@ -8,7 +8,7 @@
 kernels are compiled by many processes meanwhile. Prints the fastest first, the default marked, and writes tune.json
 again after every choice. Statistics and forward-gradient must keep the same
 `vector`, `block` and `segments` for a row, or their results are no longer bitwise equal: choose these for both. A
-choice takes half a second when it is compiled: there are some 40 of statistics, 20 of gradient, 50 of
+choice takes half a second when it is compiled: there are some 50 of statistics, 30 of gradient, 60 of
 forward-gradient, and 6 of the head, of a few seconds.
 """
 
@@ -41,7 +41,7 @@ from fastrl.bench.measure import default_device
 from fastrl.bench.problems import Problem, linear_problem
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
-from fastrl.kernels.configuration import Configuration, configuration, launch_options
+from fastrl.kernels.configuration import LIGHT_REGISTERS, Configuration, configuration, launch_options
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.planning import tiling
 
@@ -55,24 +55,34 @@ Keep = Callable[[list[Choice]], None]  # is given the rows measured so far, the 
 
 
 def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
-    """Block, warps, registers per thread (None: the compiler's choice), segments in forward-gradient. Default first.
+    """Block, segments, warps, registers per thread (None: the compiler's choice), stages. Default first.
 
-    For statistics also whether rows' segments are apart, for any number of rows (None: as by default).
+    For statistics also whether rows' segments are apart, for any number of rows (None: as by default). Other sizes have
+    the default's stages; the default's block and segments have all stages.
     """
     base = configuration(vocab, itemsize)
-    warps = base.forward_gradient_warps if kernel == "forward-gradient" else base.warps
-    default = {"block": base.block, "segments": base.segments, "warps": warps, "maxnreg": 64, "apart": None}
-    choices = [default]
-    for block, segments, warps, registers, apart in itertools.product(
+    forward = kernel == "forward-gradient"
+    warps, registers = (base.forward_gradient_warps, 128) if forward else (base.warps, LIGHT_REGISTERS)
+    sizes = itertools.product(
         (1024, 2048, 4096, 8192),
-        (1, 2, 4) if kernel == "forward-gradient" else (base.segments,),
+        (1, 2, 4) if forward else (base.segments,),
         (4, 8, 16, 32),
         (64, None),
+        (base.stages,),
         (True, False) if kernel == "statistics" else (None,),
-    ):
-        entries = block * (segments if kernel == "forward-gradient" else 1) // (32 * warps)  # per thread and step
-        choice = {"block": block, "segments": segments, "warps": warps, "maxnreg": registers, "apart": apart}
-        if choice != default and 8 <= entries <= 32 and (registers or 0) * 32 * warps <= 65536:
+    )
+    loads = itertools.product(
+        (base.block,), (base.segments,), (warps, 2 * warps), (48, 64, 96, 128, None), (1, 2, 3, 4), (None,)
+    )
+    names = ("block", "segments", "warps", "maxnreg", "stages", "apart")
+    choices = [dict(zip(names, (base.block, base.segments, warps, registers, base.stages, None), strict=True))]
+    for values in (*sizes, *loads):
+        choice = dict(zip(names, values, strict=True))
+        # Entries per thread and step; 16 of them take more than 48 registers in two sweeps, 32 more than 64.
+        entries = choice["block"] * (choice["segments"] if forward else 1) // (32 * choice["warps"])
+        limit = choice["maxnreg"] or 255
+        fits = (choice["maxnreg"] or 0) * 32 * choice["warps"] <= 65536 and limit >= (96 if entries == 32 else 48)
+        if 8 <= entries <= 32 and fits and choice not in choices:
             choices.append(choice)
     return choices
 
@@ -83,10 +93,11 @@ def chosen(kernel: str, choice: Choice) -> Iterator[None]:
     module = ROW_KERNELS[kernel]
 
     def sizes(vocab: int, itemsize: int) -> Configuration:
-        return Configuration(16 // itemsize, choice["block"], choice["segments"], choice["warps"], choice["warps"])
+        warps = choice["warps"]
+        return Configuration(16 // itemsize, choice["block"], choice["segments"], warps, warps, choice["stages"])
 
-    def options(warps: int, light: bool) -> dict[str, Any]:
-        launch = {k: v for k, v in launch_options(warps, light).items() if k != "maxnreg"}
+    def options(warps: int, registers: int = 128) -> dict[str, Any]:
+        launch = {k: v for k, v in launch_options(warps, registers).items() if k != "maxnreg"}
         return launch if choice["maxnreg"] is None else launch | {"maxnreg": choice["maxnreg"]}
 
     programs = row_statistics._PROGRAMS if choice["apart"] is None else (1 << 30 if choice["apart"] else 0)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_choices_are_different_and_fit_a_multiprocessor(kernel: str) -> None:
     choices = tune.row_choices(kernel, 151936, 2)
     assert len({tuple(choice.values()) for choice in choices}) == len(choices) >= 10
+    assert {choice["stages"] for choice in choices} == {1, 2, 3, 4}
     for choice in choices:
         assert choice["warps"] * 32 <= 1024 and choice["warps"] * 32 * (choice["maxnreg"] or 0) <= 65536
 
@@ -34,14 +35,15 @@ def test_other_sizes_reach_the_kernel_and_give_its_numbers(device: str) -> None:
     logits = torch.randn(1, 2, 9000, device=device)
     targets = torch.tensor([5, 8999], device=device)
     expected = triton_backend.row_statistics(logits, targets, None, Transform())
-    choice = {"block": 2048, "segments": 2, "warps": 4, "maxnreg": None, "apart": None}
+    choice = {"block": 2048, "segments": 2, "warps": 4, "maxnreg": None, "stages": 2, "apart": None}
     with tune.chosen("statistics", choice):
         found = triton_backend.row_statistics(logits, targets, None, Transform())
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # float32 sums of 9,000 terms, grouped otherwise
     with tune.chosen("forward-gradient", choice):
         assert row_forward_gradient.configuration(9000, 4).forward_gradient_warps == 4
-        assert "maxnreg" not in row_forward_gradient.launch_options(4, True)
+        assert row_forward_gradient.configuration(9000, 4).stages == 2
+        assert "maxnreg" not in row_forward_gradient.launch_options(4)
 
 
 def test_a_sweep_is_written(tmp_path: Path, device: str) -> None:

@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, serve
+from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, programs, serve
 
 from fastrl.objectives.objective import GATE_FORMULAS
 
@@ -50,6 +50,7 @@ def fast_cases() -> list[Case]:
     found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "forward-gradient")]
     found += [Case("gradient", "sm_90", entropy=True), Case("forward-gradient", "sm_90", entropy=True)]
     found += [Case("forward-gradient", "sm_90", objective=("soft", "k3-unbiased", "truncate"))]
+    found += [Case("forward-gradient", "sm_90", stages=stages) for stages in (1, 2, 4)]
     return found
 
 
@@ -96,7 +97,9 @@ class Loop:
 def compile_case(case: Case) -> dict[str, Any]:
     """Compile with the launcher's sizes and options.
 
-    CUDA only: loops, those that load; order, of narrow loads (l), barriers (b) and wide stores (s) in PTX.
+    CUDA only: loops, those that load; order, of narrow loads (l), barriers (b) and wide stores (s) in PTX; in_flight,
+    the bytes that a multiprocessor's programs have on their way to shared memory while they compute, or, without a
+    pipeline, while they wait; between, what each warp executes after a loop, up to the next one's start or the end.
     """
     from fastrl.kernels.configuration import LIGHT_REGISTERS, configuration, launch_options
 
@@ -114,8 +117,19 @@ def compile_case(case: Case) -> dict[str, Any]:
     found, code = inspect(compiled, case.gpu)
     if case.gpu == "gfx942":
         return found
-    bodies = [body for body in _innermost_loops(code) if any("LDG" in text for text in body)]
-    loops = [asdict(_loop(body, 4 if case.dtype == "fp32" else 2)) for body in bodies]
+    itemsize = 4 if case.dtype == "fp32" else 2
+    machine = Code(code)
+    spans = [span for span in _innermost(machine) if any("LDG" in text for _, text in machine.body(*span))]
+    loops = [asdict(_loop([text for _, text in machine.body(*span)], itemsize)) for span in spans]
+    if spans:
+        step = min(sum(n * (16 if ".128" in name else itemsize) for name, n in loop["loads"].items()) for loop in loops)
+        step *= 32 * warps
+        buffers = found["shared"] // step if all("LDGSTS" in name for loop in loops for name in loop["loads"]) else 1
+        found["in_flight"] = programs(found["registers"], found["shared"], warps) * buffers * step
+        end = spans[1][0] if len(spans) > 1 else machine.lines[-1][0]
+        between = [text.split()[0].split(".")[0] for text in machine.straight(spans[0][1], end)]
+        found["between"] = {"instructions": len(between), "shuffles": between.count("SHFL")}
+        found["between"] |= {"barriers": between.count("BAR"), "warps": warps}
     events = {"ld.global.b16": "l", "bar.sync": "b", "st.global.L1::evict_first.L2::cache_hint.v4.b32": "s"}
     operations = re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", compiled.asm["ptx"])
     return found | {"loops": loops, "order": "".join(events.get(operation, "") for operation in operations)}
@@ -149,11 +163,9 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
     return row_forward_gradient_kernel, constants, sizes.forward_gradient_warps
 
 
-def _innermost_loops(sass: str) -> list[list[str]]:
-    """The instructions of each, in order."""
-    code = Code(sass)
-    inner = [s for s in code.loops if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in code.loops)]
-    return [[text for _, text in code.body(*span)] for span in inner]
+def _innermost(code: Code) -> list[tuple[int, int]]:
+    """The address ranges of the innermost loops, in order."""
+    return [s for s in code.loops if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in code.loops)]
 
 
 def _loop(body: list[str], itemsize: int) -> Loop:
@@ -201,8 +213,8 @@ def launch_keys() -> dict[str, list[str]]:
         targets, mask = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
         transform = Transform(temperature, None, scale)
         objective = RowObjective("clip", (epsilon, epsilon, number, number), "k3", "none", epsilon, number, number)
-        for programs in (0, 1 << 20):  # whole rows, then their segments apart
-            row_statistics._PROGRAMS = programs
+        for limit in (0, 1 << 20):  # whole rows, then their segments apart
+            row_statistics._PROGRAMS = limit
             triton_backend.row_statistics(logits, targets, mask, transform)
         triton_backend.row_gradient(logits, targets, mask, transform, Statistics(*numbers[:4]), *numbers[4:6], logits)
         for out in (None, torch.empty(logits.shape, dtype=logits.dtype)):

@@ -108,6 +108,11 @@ def disassemble(cubin: bytes) -> tuple[int, int, str]:
     return resources["REG"], resources["STACK"] + resources["LOCAL"], sass
 
 
+def programs(registers: int, shared: int, warps: int) -> int:
+    """How many programs fit on a multiprocessor of an H100, by registers, threads and shared memory."""
+    return min(65536 // (-(-registers // 8) * 8 * 32 * warps), 2048 // (32 * warps), (227 << 10) // (shared + 1024))
+
+
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([^;]+?)\s*;")
 _BRANCH = re.compile(r"^BRA\S*\s.*?(0x[0-9a-f]+)")
 
@@ -132,6 +137,11 @@ class Code:
         skipped = [(at, to) for at, to, guarded in self.jumps if guarded and start <= at < to <= end]
         found = [(at, text) for at, _, text in self.lines if start <= at <= end]
         return [(at, text) for at, text in found if not any(a < at < b for a, b in skipped)]
+
+    def straight(self, start: int, end: int) -> list[str]:
+        """The instructions between start and end that no jump forward skips: what every pass executes."""
+        skipped = [(at, to) for at, to, _ in self.jumps if start <= at < to <= end]
+        return [text for at, _, text in self.lines if start < at < end and not any(a < at < b for a, b in skipped)]
 
 
 class Recorder:
