@@ -71,17 +71,20 @@ def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
         (base.stages,),
         (True, False) if kernel == "statistics" else (None,),
     )
-    loads = itertools.product(
-        (base.block,), (base.segments,), (warps, 2 * warps), (48, 64, 96, 128, None), (1, 2, 3, 4), (None,)
+    loads = (
+        (base.block, base.segments, *threads, stages, None)
+        for threads in ((warps, registers), (warps, None), (2 * warps, 64), (2 * warps, 48))
+        for stages in (1, 2, 3, 4)
     )
     names = ("block", "segments", "warps", "maxnreg", "stages", "apart")
     choices = [dict(zip(names, (base.block, base.segments, warps, registers, base.stages, None), strict=True))]
     for values in (*sizes, *loads):
         choice = dict(zip(names, values, strict=True))
-        # Entries per thread and step; 16 of them take more than 48 registers in two sweeps, 32 more than 64.
-        entries = choice["block"] * (choice["segments"] if forward else 1) // (32 * choice["warps"])
+        entries = (
+            choice["block"] * (choice["segments"] if forward else 1) // (32 * choice["warps"])
+        )  # per thread and step
         limit = choice["maxnreg"] or 255
-        fits = (choice["maxnreg"] or 0) * 32 * choice["warps"] <= 65536 and limit >= (96 if entries == 32 else 48)
+        fits = (choice["maxnreg"] or 0) * 32 * choice["warps"] <= 65536 and (entries < 32 or limit >= LIGHT_REGISTERS)
         if 8 <= entries <= 32 and fits and choice not in choices:
             choices.append(choice)
     return choices

@@ -47,7 +47,7 @@ def test_segments_apart_give_the_same_bits(
     assert found[1].logprobs[1].isnan()
 
 
-@pytest.mark.parametrize("vocab", [1000, 4096, 70_000])  # less than a step, one, and some with a tail
+@pytest.mark.parametrize("vocab", [1000, 9000])  # less than a step; two and a tail
 @pytest.mark.usefixtures("backend")
 def test_every_number_of_stages_gives_the_same_bits(vocab: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets, c, h = cases.random_rows(vocab, torch.bfloat16, device)
@@ -56,7 +56,7 @@ def test_every_number_of_stages_gives_the_same_bits(vocab: int, device: str, mon
         for module in (row_statistics, row_gradient):
             monkeypatch.setattr(module, "configuration", lambda *x, n=stages: configuration(*x)._replace(stages=n))
         statistics, out = cases.row_statistics(logits, targets, None, transform), torch.empty_like(logits)
-        cases.row_gradient(logits, targets, None, transform, statistics, c, h, out)
+        cases.row_gradient(logits, targets, None, transform, statistics, c, h, out=out)
         found.append([*statistics, out])
     for other in found[1:]:
         assert all(cases.same_bits(a, b) for a, b in zip(found[0], other, strict=True))
