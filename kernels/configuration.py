@@ -17,7 +17,7 @@ from fastrl.backend.contract import Transform
 
 _MIN_BLOCK = 256
 _BLOCK = 4096
-_ENTRIES_A_WARP = 1024  # 32 per thread: with 16, waiting and addresses cost one instruction per entry more
+_ENTRIES_A_WARP = 1024  # 32 per thread: with 16, barriers and addresses cost one instruction per entry more
 _WARP = 64 if torch.version.hip else 32
 
 #: Registers per thread that suffice for one sweep of aligned rows without a softcap.
@@ -43,7 +43,7 @@ def configuration(vocab: int, itemsize: int, warp: int = _WARP) -> Configuration
     or 40 MB of bfloat16 rows of 151,936 logits; shorter rows leave room for 2 or 4 programs.
 
     A step of a multiprocessor's programs is 32 KiB of a 2-byte type, 64 KiB of a 4-byte one. The stages keep 64 KiB on
-    the way during the computation: at 4.3 TB/s, 33 KB arrive at a multiprocessor in the microsecond that a load takes.
+    the way during the computation: at 4.3 TB/s, 33 KB arrive at a multiprocessor in a microsecond, about a load's time.
     More would not fit the shared memory of every GPU (99 KiB). On AMD the loop waits for its loads.
     """
     block = min(_BLOCK, max(_MIN_BLOCK, 1 << (vocab - 1).bit_length()))

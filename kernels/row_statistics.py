@@ -1,8 +1,9 @@
 """Row statistics: logits -> (log-probability of the target, entropy, maximum, log-sum); each row is read once.
 
 A program owns a row. It walks the row in blocks of R vectors, with one running (maximum, sum, entropy sum) per vector
-and thread, so that the loop has no reduction across threads, no shuffle and no barrier. These accumulators are folded
-once per segment. The sums leave out the target: a confident token's log-probability needs the sum over the others.
+and thread, so that the loop has no reduction across threads and no shuffle; its barriers are those of the copies to
+shared memory, if its loads are pipelined. These accumulators are folded once per segment. The sums leave out the
+target: a confident token's log-probability needs the sum over the others.
 
 If there are too few rows to fill the GPU, a program takes one segment of a row and passes its folded accumulators to
 `combine_splits`. A fold is exact, so the result is bitwise the same.

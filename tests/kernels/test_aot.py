@@ -111,8 +111,8 @@ LIGHT = [
 
 @pytest.mark.parametrize("case", LIGHT, ids=lambda case: case.name)
 def test_loads_in_flight(case: aot.Case) -> None:
-    # At 4.3 TB/s 33 KB arrive at a multiprocessor in the microsecond that a load takes: twice that, during the
-    # computation too, from the pipeline's copies to shared memory. The smallest GPUs have 99 KiB of it per program.
+    # At 4.3 TB/s 33 KB arrive at a multiprocessor in a microsecond, about a load's time: twice that, during the
+    # computation too, by the pipeline's copies to shared memory. The smallest GPUs have 99 KiB of it.
     found = compiled(aot)[case.name]
     assert all("LDGSTS" in name for loop in found["loops"] for name in loop["loads"])
     assert found["in_flight"] >= 64 << 10, found
