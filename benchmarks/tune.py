@@ -41,7 +41,7 @@ from fastrl.bench.measure import default_device
 from fastrl.bench.problems import Problem, linear_problem
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
-from fastrl.kernels.configuration import LIGHT_REGISTERS, Configuration, configuration, launch_options
+from fastrl.kernels.configuration import Configuration, configuration, launch_options, registers
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.planning import tiling
 
@@ -62,7 +62,8 @@ def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
     """
     base = configuration(vocab, itemsize)
     forward = kernel == "forward-gradient"
-    warps, registers = (base.forward_gradient_warps, 128) if forward else (base.warps, LIGHT_REGISTERS)
+    warps = base.forward_gradient_warps if forward else base.warps
+    limit = 128 if forward else registers(itemsize, light=True)
     sizes = itertools.product(
         (1024, 2048, 4096, 8192),
         (1, 2, 4) if forward else (base.segments,),
@@ -73,18 +74,18 @@ def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
     )
     loads = (
         (base.block, base.segments, *threads, stages, None)
-        for threads in ((warps, registers), (warps, None), (2 * warps, 64), (2 * warps, 48))
+        for threads in ((warps, limit), (warps, None), (2 * warps, 64), (2 * warps, 48))
         for stages in (1, 2, 3, 4)
     )
     names = ("block", "segments", "warps", "maxnreg", "stages", "apart")
-    choices = [dict(zip(names, (base.block, base.segments, warps, registers, base.stages, None), strict=True))]
+    choices = [dict(zip(names, (base.block, base.segments, warps, limit, base.stages, None), strict=True))]
     for values in (*sizes, *loads):
         choice = dict(zip(names, values, strict=True))
         entries = (
             choice["block"] * (choice["segments"] if forward else 1) // (32 * choice["warps"])
         )  # per thread and step
-        limit = choice["maxnreg"] or 255
-        fits = (choice["maxnreg"] or 0) * 32 * choice["warps"] <= 65536 and (entries < 32 or limit >= LIGHT_REGISTERS)
+        enough = choice["maxnreg"] is None or choice["maxnreg"] >= 96 or entries < 32
+        fits = enough and (choice["maxnreg"] or 0) * 32 * choice["warps"] <= 65536
         if 8 <= entries <= 32 and fits and choice not in choices:
             choices.append(choice)
     return choices
@@ -99,8 +100,8 @@ def chosen(kernel: str, choice: Choice) -> Iterator[None]:
         warps = choice["warps"]
         return Configuration(16 // itemsize, choice["block"], choice["segments"], warps, warps, choice["stages"])
 
-    def options(warps: int, registers: int = 128) -> dict[str, Any]:
-        launch = {k: v for k, v in launch_options(warps, registers).items() if k != "maxnreg"}
+    def options(warps: int, most: int = 128) -> dict[str, Any]:
+        launch = {k: v for k, v in launch_options(warps, most).items() if k != "maxnreg"}
         return launch if choice["maxnreg"] is None else launch | {"maxnreg": choice["maxnreg"]}
 
     programs = row_statistics._PROGRAMS if choice["apart"] is None else (1 << 30 if choice["apart"] else 0)

@@ -20,9 +20,6 @@ _BLOCK = 4096
 _ENTRIES_A_WARP = 1024  # 32 per thread: with 16, barriers and addresses cost one instruction per entry more
 _WARP = 64 if torch.version.hip else 32
 
-#: Registers per thread that suffice for one sweep of aligned rows without a softcap.
-LIGHT_REGISTERS = 96
-
 
 class Configuration(NamedTuple):
     """Sizes for rows of V logits."""
@@ -54,12 +51,16 @@ def configuration(vocab: int, itemsize: int, warp: int = _WARP) -> Configuration
     return Configuration(16 // itemsize, block, segments, warps, warps * segments, stages)
 
 
+def registers(itemsize: int, light: bool) -> int:
+    """Registers per thread in which no kernel of one sweep spills; `light` means aligned rows and no softcap."""
+    return 96 if light and itemsize == 2 else 128
+
+
 def launch_options(warps: int, registers: int = 128, warp: int = _WARP) -> dict[str, Any]:
     """The compiler's options for a program of `warps` warps with at most `registers` registers per thread.
 
-    With 128, 16 warps fit on a multiprocessor, with `LIGHT_REGISTERS` 20; no kernel spills. Without a limit ptxas
-    chooses anything from 48 to 128. A loop says itself how many stages it has. `enable_fp_fusion` is explicit because
-    its default changes.
+    With 128, 16 warps fit on a multiprocessor, with 96 20. Without a limit ptxas chooses anything from 48 to 128. A loop
+    says itself how many stages it has. `enable_fp_fusion` is explicit because its default changes.
     """
     options: dict[str, Any] = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
     return options | ({"maxnreg": registers} if warp == 32 else {})

@@ -198,8 +198,8 @@ def row_forward_gradient_kernel(
         store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
         return
 
-    # Loop, backward: the gradient. Rows that are not aligned need more registers: half as many entries at a time.
-    BACK: tl.constexpr = STEP if ALIGNED else STEP // 2
+    # Loop, backward: the gradient. Without a pipeline it needs more registers: half as many entries at a time.
+    BACK: tl.constexpr = STEP if ALIGNED and not SOFTCAP else STEP // 2
     a, b, shift2, at_column = gradient_scalars(logprob, entropy, log_sum, c, h if ENTROPY else None, slope)
     whole = (vocab // BACK) * BACK
     if whole < vocab:

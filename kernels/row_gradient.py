@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.kernels.configuration import (
-    LIGHT_REGISTERS,
     configuration,
     is_aligned,
     launch_options,
     numbers,
     on_device,
+    registers,
     row_strides,
 )
 from fastrl.kernels.device_functions import (
@@ -80,8 +80,8 @@ def row_gradient_kernel(
     STAGES: tl.constexpr,
 ):
     """Program (row, span): BLOCK * BLOCKS columns of the row."""
-    # Rows that are not aligned need more registers: half as many entries at a time.
-    STEP: tl.constexpr = BLOCK if ALIGNED else BLOCK // 2
+    # Without a pipeline it needs more registers: half as many entries at a time.
+    STEP: tl.constexpr = BLOCK if ALIGNED and not SOFTCAP else BLOCK // 2
     R: tl.constexpr = STEP // VEC
     row = tl.program_id(0)
     # From here on, the program's span of the row is treated as the row.
@@ -204,5 +204,5 @@ def row_gradient(
             BLOCK=sizes.block,
             BLOCKS=_BLOCKS_A_PROGRAM,
             STAGES=sizes.stages if light else 1,
-            **launch_options(sizes.warps, LIGHT_REGISTERS if light else 128),
+            **launch_options(sizes.warps, registers(logits.element_size(), light)),
         )

@@ -19,13 +19,13 @@ from torch import Tensor
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.kernels.combine_splits import combine_splits
 from fastrl.kernels.configuration import (
-    LIGHT_REGISTERS,
     configuration,
     is_aligned,
     launch_options,
     multiprocessors,
     numbers,
     on_device,
+    registers,
     row_strides,
 )
 from fastrl.kernels.device_functions import (
@@ -192,7 +192,7 @@ def row_statistics(
             SEGMENTS=sizes.segments,
             SPLIT=split,
             STAGES=sizes.stages if light else 1,
-            **launch_options(sizes.warps, LIGHT_REGISTERS if light else 128),
+            **launch_options(sizes.warps, registers(logits.element_size(), light)),
         )
     if target_logits is not None:
         out = combine_splits(out, target_logits, targets, mask, vocab, transform)

@@ -17,8 +17,12 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 
 
-@cache
 def compiled(program: ModuleType, slow: bool = False) -> dict[str, Any]:
+    return _compiled(program, slow)
+
+
+@cache  # which takes compiled(aot) and compiled(aot, False) for two calls
+def _compiled(program: ModuleType, slow: bool) -> dict[str, Any]:
     return run_program(program, *(case.name for case in (program.slow_cases() if slow else program.fast_cases())))
 
 

@@ -101,7 +101,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     the bytes that a multiprocessor's programs have on their way to shared memory while they compute, or, without a
     pipeline, while they wait; between, what each warp executes after a loop, up to the next one's start or the end.
     """
-    from fastrl.kernels.configuration import LIGHT_REGISTERS, configuration, launch_options
+    from fastrl.kernels.configuration import configuration, launch_options, registers
 
     warp = GPUS[case.gpu][2]
     sizes = configuration(case.vocab, 4 if case.dtype == "fp32" else 2, warp)
@@ -110,7 +110,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     if case.kernel != "scale":
         constants["STAGES"] = case.stages or (sizes.stages if light else 1)
     one_sweep = case.kernel in ("statistics", "split", "gradient")
-    options = launch_options(warps, LIGHT_REGISTERS if light and one_sweep else 128, warp)
+    options = launch_options(warps, registers(4 if case.dtype == "fp32" else 2, light) if one_sweep else 128, warp)
     types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
     types |= {"gradient_ptr": case.dtype, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
     compiled = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options)
