@@ -81,9 +81,8 @@ def row_choices(kernel: str, vocab: int, itemsize: int) -> list[Choice]:
     choices = [dict(zip(names, (base.block, base.segments, warps, limit, base.stages, None), strict=True))]
     for values in (*sizes, *loads):
         choice = dict(zip(names, values, strict=True))
-        entries = (
-            choice["block"] * (choice["segments"] if forward else 1) // (32 * choice["warps"])
-        )  # per thread and step
+        # Per thread and step.
+        entries = choice["block"] * (choice["segments"] if forward else 1) // (32 * choice["warps"])
         enough = choice["maxnreg"] is None or choice["maxnreg"] >= 96 or entries < 32
         fits = enough and (choice["maxnreg"] or 0) * 32 * choice["warps"] <= 65536
         if 8 <= entries <= 32 and fits and choice not in choices:

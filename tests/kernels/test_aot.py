@@ -27,7 +27,9 @@ def _compiled(program: ModuleType, slow: bool) -> dict[str, Any]:
 
 
 def _assert_rows(case: aot.Case, found: dict[str, Any]) -> None:
-    assert found["registers"] <= 128  # AMD: 512 per lane for four waves per unit
+    # Three programs of four warps; else four, and one of 16. AMD: 512 per lane for four waves per unit.
+    light = case.aligned and not case.softcap
+    assert found["registers"] <= (128 if light or case.kernel in ("forward-gradient", "beside") else 168)
     if case.gpu == "gfx942":
         assert found["wide"] > 0 or not case.aligned
         return
