@@ -1,7 +1,6 @@
 // The CPU backend's C interface: rows of logits, distributed over torch's threads. See fastrl/backend/contract.py.
 #include "rows.h"
 
-#include <array>
 #include <vector>
 
 #ifdef __linux__
@@ -9,7 +8,7 @@
 #include <unistd.h>
 #endif
 
-#include "fastrl_formulas.h"
+#include "objective.h"
 #include "parallel.h"
 
 namespace fastrl {
@@ -46,15 +45,6 @@ struct Gradient {
   const float* h;  // or null
   void* out;       // (a, b, vocab); may be the logits, with the same strides
   int64_t stride_a, stride_b;
-};
-
-struct LossTerms {
-  double gate_parameters[4], rollout_low, rollout_high, max_log_ratio, entropy_threshold;
-  const float *advantages, *policy_weights;
-  const float *old, *ref, *rollout, *kl_weights, *entropy_weights;  // or null
-  float *logprobs, *entropy, *terms;
-  void* out;  // (a, b, vocab) contiguous; or null: the logits
-  int32_t gate, kl, rollout_mode, padding;
 };
 
 constexpr int64_t BLOCK_BYTES = 2 << 20;     // rows per block: a huge page, so that no two threads fault the same one
@@ -115,8 +105,6 @@ void ask_for_huge_pages(void* begin, int64_t bytes) {
 #endif
 }
 
-float or_else(const float* values, int64_t row, float otherwise) { return values == nullptr ? otherwise : values[row]; }
-
 }  // namespace
 
 extern "C" {
@@ -168,39 +156,28 @@ int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
   });
 }
 
-int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossTerms* terms) {
+int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossArguments* loss) {
   const Rows& rows = *arguments;
-  const LossTerms& v = *terms;
   return dispatch(rows, [&](auto element, auto softcap) {
     using T = decltype(element);
-    if (v.out != nullptr) ask_for_huge_pages(v.out, rows.count() * rows.vocab * int64_t(sizeof(T)));
+    if (loss->out != nullptr) ask_for_huge_pages(loss->out, rows.count() * rows.vocab * int64_t(sizeof(T)));
     return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
-      constexpr int TERMS = formulas::TOKEN_TERMS - 2;  // the last two are c and h
       thread_local std::vector<float> kept;
       kept.resize(kept_size(rows.vocab));
       T* x = rows.at<T>(row);
-      T* out = v.out == nullptr ? x : (T*)v.out + row * rows.vocab;
+      T* out = loss->out == nullptr ? x : (T*)loss->out + row * rows.vocab;
       RowStatistics found{};
-      std::array<double, formulas::TOKEN_TERMS> terms{};
+      LossArguments::Terms terms{};
       if (rows.valid(row)) {
         const auto transform = transform_of<decltype(softcap)::value>(rows, row);
         found = row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
-        const float old = or_else(v.old, row, found.logprob);
-        terms = formulas::token_terms(
-            formulas::GATE_VALUE[v.gate], formulas::GATE_WEIGHT[v.gate], formulas::GATE_SIDE[v.gate],
-            formulas::KL_VALUE[v.kl], formulas::KL_GRADIENT[v.kl], formulas::ROLLOUT_WEIGHT[v.rollout_mode],
-            found.logprob, found.entropy, old, or_else(v.ref, row, found.logprob), or_else(v.rollout, row, old),
-            v.advantages[row], v.policy_weights[row], or_else(v.kl_weights, row, 0.0f),
-            or_else(v.entropy_weights, row, 0.0f), v.entropy_threshold, v.gate_parameters[0], v.gate_parameters[1],
-            v.gate_parameters[2], v.gate_parameters[3], v.rollout_low, v.rollout_high, v.max_log_ratio);
-        row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[TERMS]), float(terms[TERMS + 1]),
-                     out, kept.data());
+        terms = loss->run(row, found);
+        row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[LossArguments::TERMS]),
+                     float(terms[LossArguments::TERMS + 1]), out, kept.data());
       } else {
         std::fill(out, out + rows.vocab, T{});
       }
-      v.logprobs[row] = found.logprob;
-      v.entropy[row] = found.entropy;
-      for (int i = 0; i < TERMS; ++i) v.terms[i * rows.count() + row] = float(terms[i]);
+      loss->write(row, rows.count(), found, terms);
     });
   });
 }

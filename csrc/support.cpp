@@ -1,8 +1,8 @@
 // Rows that keep a few vocabulary entries each: their logits and gradients. See fastrl/backend/contract.py.
 #include <vector>
 
+#include "objective.h"
 #include "parallel.h"
-#include "rows.h"
 
 namespace {
 
@@ -167,6 +167,25 @@ int32_t fastrl_support_gradient(const Support* support, const RowArguments* rows
                      out + begin);
       },
       [&](int64_t row) { std::fill(out + support->offsets[row], out + support->offsets[row + 1], 0.0f); });
+}
+
+// `out` of the loss (nnz,) may be `values`
+int32_t fastrl_support_forward_gradient(const Support* support, const RowArguments* rows, const float* values,
+                                        const LossArguments* loss) {
+  float* out = (float*)loss->out;
+  return for_logits(
+      *support, *rows,
+      [&](int64_t row, int64_t begin, int64_t count, int64_t target, const auto& transform) {
+        const RowStatistics found = row_statistics(values + begin, count, target, transform, (const float*)nullptr);
+        const LossArguments::Terms terms = loss->run(row, found);
+        row_gradient(values + begin, count, target, transform, found, float(terms[LossArguments::TERMS]),
+                     float(terms[LossArguments::TERMS + 1]), out + begin);
+        loss->write(row, support->rows, found, terms);
+      },
+      [&](int64_t row) {
+        std::fill(out + support->offsets[row], out + support->offsets[row + 1], 0.0f);
+        loss->write(row, support->rows, RowStatistics{}, LossArguments::Terms{});
+      });
 }
 
 // Sets `logits` (n, width), entries [first, first + width) of the given rows, to -inf outside the rows' supports

@@ -32,6 +32,7 @@ from fastrl.kernels.device_functions import (
     load_vectors,
     row_pointer,
     scales,
+    store_row_terms,
     store_zeros,
     update,
     vectors_in_turn,
@@ -142,35 +143,18 @@ def row_forward_gradient_kernel(
     logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
 
     # The objective.
-    old = logprob
-    if old_ptr is not None:
-        old = tl.load(old_ptr + row)
-    ref = logprob
-    if ref_ptr is not None:
-        ref = tl.load(ref_ptr + row)
-    rollout = old
-    if rollout_ptr is not None:
-        rollout = tl.load(rollout_ptr + row)
-    kl_weight = 0.0
-    if kl_weights_ptr is not None:
-        kl_weight = tl.load(kl_weights_ptr + row)
-    entropy_weight = 0.0
-    if entropy_weights_ptr is not None:
-        entropy_weight = tl.load(entropy_weights_ptr + row)
-    entropy_threshold = -1e30
-    if entropy_threshold_ptr is not None:
-        entropy_threshold = tl.load(entropy_threshold_ptr)
-    t0, t1, t2, t3, t4, t5, t6, t7, c, h = OBJECTIVE(
+    c, h = store_row_terms(
+        row,
         logprob,
         entropy,
-        old,
-        ref,
-        rollout,
-        tl.load(advantages_ptr + row),
-        tl.load(policy_weights_ptr + row),
-        kl_weight,
-        entropy_weight,
-        entropy_threshold,
+        advantages_ptr,
+        policy_weights_ptr,
+        old_ptr,
+        ref_ptr,
+        rollout_ptr,
+        kl_weights_ptr,
+        entropy_weights_ptr,
+        entropy_threshold_ptr,
         p0,
         p1,
         p2,
@@ -178,17 +162,10 @@ def row_forward_gradient_kernel(
         rollout_low,
         rollout_high,
         max_log_ratio,
+        out_ptr,
+        stride_out,
+        OBJECTIVE,
     )
-    tl.store(out_ptr, logprob)
-    tl.store(out_ptr + stride_out, entropy)
-    tl.store(out_ptr + 2 * stride_out, t0)
-    tl.store(out_ptr + 3 * stride_out, t1)
-    tl.store(out_ptr + 4 * stride_out, t2)
-    tl.store(out_ptr + 5 * stride_out, t3)
-    tl.store(out_ptr + 6 * stride_out, t4)
-    tl.store(out_ptr + 7 * stride_out, t5)
-    tl.store(out_ptr + 8 * stride_out, t6)
-    tl.store(out_ptr + 9 * stride_out, t7)
 
     # An idle row's gradient is 0, so it needs no second sweep.
     idle = (column >= 0) & (c == 0.0) & (log_sum == log_sum)

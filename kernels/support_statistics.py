@@ -30,6 +30,82 @@ BLOCK = 256  # entries per step: 8 per thread
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
 
 
+@triton.jit
+def support_row_statistics(
+    values_ptr, token_ids_ptr, count, target, outer, inner2, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """logprob, entropy, maximum and log_sum of a row of `count` logits."""
+    outer2 = outer * LOG2E
+    # Loop: one accumulator per entry of a block.
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    w = tl.zeros([BLOCK], tl.float32)
+    at_target = tl.zeros([BLOCK], tl.float32)
+    hits = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        mask = entry < count
+        x = tl.load(values_ptr + entry, mask=mask, other=-float("inf"))
+        token = tl.load(token_ids_ptr + entry, mask=mask, other=0)
+        hit = mask & (token.to(tl.int64) == target)  # in 64 bits: a target beyond 32 bits is no token
+        x = capped(x, inner2, SOFTCAP)
+        at_target += tl.where(hit, x, 0.0)  # a sum, because it keeps a NaN; the others are 0
+        hits += hit.to(tl.int32)
+        m, s, w = update(m, s, w, tl.where(hit, -float("inf"), x)[:, None], outer2)
+
+    # Epilogue.
+    has_target = tl.sum(hits, axis=0) > 0
+    target_x = tl.where(has_target, tl.sum(at_target, axis=0), -float("inf"))
+    m_all, s_all, w_all = fold(m, s, w, outer2, 0)
+    return finish(m_all, s_all, w_all, target_x, has_target, outer)
+
+
+@triton.jit
+def store_support_zeros(out_ptr, count, BLOCK: tl.constexpr):
+    """Zeros in `count` entries."""
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + entry, tl.zeros([BLOCK], tl.float32), mask=entry < count)
+
+
+@triton.jit
+def store_support_gradient(
+    values_ptr,
+    out_ptr,
+    token_ids_ptr,
+    count,
+    target,
+    logprob,
+    entropy,
+    maximum_z,
+    log_sum,
+    c,
+    h,  # or None: no entropy term
+    outer,
+    inner2,
+    slope_z,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of a row of `count` logits; zeros if the row is idle."""
+    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
+    if h is not None:
+        idle = idle & (h == 0.0)
+    if idle:
+        store_support_zeros(out_ptr, count, BLOCK)
+    else:
+        a, b, shift2, at_target = gradient_scalars(logprob, entropy, log_sum, c, h, slope_z)
+        # Loop: each entry is read before it is written, so out may be values.
+        for start in range(0, count, BLOCK):
+            entry = start + tl.arange(0, BLOCK)
+            mask = entry < count
+            x = tl.load(values_ptr + entry, mask=mask, other=0.0)
+            token = tl.load(token_ids_ptr + entry, mask=mask, other=0)
+            g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, h is not None)
+            g = tl.where(token.to(tl.int64) == target, at_target * slope, g)
+            tl.store(out_ptr + entry, g, mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
@@ -70,31 +146,9 @@ def support_statistics_kernel(
 
     # Load: the row's scalars.
     outer, inner2, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    outer2 = outer * LOG2E
-    target = tl.load(targets_ptr + row)
-
-    # Loop: one accumulator per entry of a block.
-    m = tl.full([BLOCK], LOWEST, tl.float32)
-    s = tl.zeros([BLOCK], tl.float32)
-    w = tl.zeros([BLOCK], tl.float32)
-    at_target = tl.zeros([BLOCK], tl.float32)
-    hits = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        mask = entry < count
-        x = tl.load(values_ptr + first + entry, mask=mask, other=-float("inf"))
-        token = tl.load(token_ids_ptr + first + entry, mask=mask, other=0)
-        hit = mask & (token.to(tl.int64) == target)  # in 64 bits: a target beyond 32 bits is no token
-        x = capped(x, inner2, SOFTCAP)
-        at_target += tl.where(hit, x, 0.0)  # a sum, because it keeps a NaN; the others are 0
-        hits += hit.to(tl.int32)
-        m, s, w = update(m, s, w, tl.where(hit, -float("inf"), x)[:, None], outer2)
-
-    # Epilogue.
-    has_target = tl.sum(hits, axis=0) > 0
-    target_x = tl.where(has_target, tl.sum(at_target, axis=0), -float("inf"))
-    m_all, s_all, w_all = fold(m, s, w, outer2, 0)
-    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, target_x, has_target, outer)
+    logprob, entropy, maximum, log_sum = support_row_statistics(
+        values_ptr + first, token_ids_ptr + first, count, tl.load(targets_ptr + row), outer, inner2, SOFTCAP, BLOCK
+    )
 
     # Store.
     tl.store(out_ptr, logprob)
@@ -176,38 +230,33 @@ def support_gradient_kernel(
     values_ptr += first
     out_ptr += first
 
-    # Load: the row's scalars.
-    valid = tl.load(valid_ptr + row) != 0
-    logprob = tl.load(logprobs_ptr + row)
-    log_sum = tl.load(log_sum_ptr + row)
-    c = tl.load(c_ptr + row)
-    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
-    if h_ptr is not None:
-        h = tl.load(h_ptr + row)
-        idle = idle & (h == 0.0)
-    else:
-        h = None
-
-    if (not valid) | idle:
-        for start in range(0, count, BLOCK):
-            entry = start + tl.arange(0, BLOCK)
-            tl.store(out_ptr + entry, tl.zeros([BLOCK], tl.float32), mask=entry < count)
+    if tl.load(valid_ptr + row) == 0:
+        store_support_zeros(out_ptr, count, BLOCK)
         return
 
-    outer, inner2, slope_z = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    target = tl.load(targets_ptr + row)
-    maximum_z = tl.load(maximum_ptr + row)
-    a, b, shift2, at_target = gradient_scalars(logprob, tl.load(entropy_ptr + row), log_sum, c, h, slope_z)
-
-    # Loop: each entry is read before it is written, so out may be values.
-    for start in range(0, count, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        mask = entry < count
-        x = tl.load(values_ptr + entry, mask=mask, other=0.0)
-        token = tl.load(token_ids_ptr + first + entry, mask=mask, other=0)
-        g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, h_ptr is not None)
-        g = tl.where(token.to(tl.int64) == target, at_target * slope, g)
-        tl.store(out_ptr + entry, g, mask=mask)
+    # Load: the row's scalars.
+    h = None
+    if h_ptr is not None:
+        h = tl.load(h_ptr + row)
+    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    store_support_gradient(
+        values_ptr,
+        out_ptr,
+        token_ids_ptr + first,
+        count,
+        tl.load(targets_ptr + row),
+        tl.load(logprobs_ptr + row),
+        tl.load(entropy_ptr + row),
+        tl.load(maximum_ptr + row),
+        tl.load(log_sum_ptr + row),
+        tl.load(c_ptr + row),
+        h,
+        outer,
+        inner2,
+        slope,
+        SOFTCAP,
+        BLOCK,
+    )
 
 
 def support_gradient(

@@ -16,6 +16,7 @@ one after the other:
     support_products(hidden, weight, bias, support) -> values                              the support logits
     support_statistics(values, targets, support, transform) -> Statistics
     support_gradient(values, targets, support, transform, statistics, c, h, out) -> None   out may be values
+    support_forward_gradient(values, targets, support, transform, objective, inputs, out) -> LossTerms   the same
     support_hidden(gradient, weight, support, out) -> None                                 dL/dhidden
     support_weight(gradient, hidden, by_token, out, out_bias, add) -> None                 dL/dweight and dL/dbias
     support_restrict(logits, first, rows, token_ids, offsets) -> None                      -inf outside the support
@@ -110,7 +111,7 @@ class ByToken(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What `row_forward_gradient` returns, in addition to the gradient that it writes."""
+    """What `row_forward_gradient` and `support_forward_gradient` return, in addition to the gradient that it writes."""
 
     logprobs: Tensor  # (N,) float32
     entropy: Tensor  # (N,) float32

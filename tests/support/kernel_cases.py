@@ -283,7 +283,7 @@ def random_inputs(logprobs: Tensor, present: tuple[str, ...] = OPTIONAL, seed: i
     return inputs._replace(**{name: None for name in OPTIONAL if name not in present})
 
 
-def _sizes(statistics: Statistics, mask: Tensor | None, objective: RowObjective, inputs: RowInputs) -> list[Tensor]:
+def sizes(statistics: Statistics, mask: Tensor | None, objective: RowObjective, inputs: RowInputs) -> list[Tensor]:
     """The loss, c and h of policy, KL and entropy, each alone, as absolute values added up: they may cancel."""
     weights = ("policy_weights", "kl_weights", "entropy_weights")
     sizes = [torch.zeros_like(inputs.advantages)] * 3
@@ -314,7 +314,7 @@ def check_forward_gradient(
     # C++ computes the objective in float64. Triton does in float32: ratios amplify, and parts cancel.
     (loss, c_size, h_size), of_terms, more = (terms64[0].abs(), c64, h64), 1e-7, 0.0
     if forced() != "cpp":
-        (loss, c_size, h_size), of_terms, more = _sizes(statistics64, mask, objective, double), 5e-6, 4e-6
+        (loss, c_size, h_size), of_terms, more = sizes(statistics64, mask, objective, double), 5e-6, 4e-6
     for name, actual, truth, float32 in zip(TERMS, found.terms, terms64, terms32, strict=True):
         assert_close(actual, truth, float32, of_terms, name, loss if name == "loss" else None)
     weights = (c64, h64), (c, h), (c_size, None), (0 * c64, h_size)

@@ -10,7 +10,9 @@ from torch import Tensor
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.backend.cpp.find_support import find_support
 from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer, strides, why_unavailable
+from fastrl.backend.cpp.objective import LossArguments, objective_arguments
 from fastrl.backend.cpp.support import (
+    support_forward_gradient,
     support_gradient,
     support_hidden,
     support_products,
@@ -19,8 +21,7 @@ from fastrl.backend.cpp.support import (
     support_weight,
 )
 from fastrl.backend.torch.backend import scale
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 __all__ = [
     "advise",
@@ -29,6 +30,7 @@ __all__ = [
     "row_gradient",
     "row_statistics",
     "scale",
+    "support_forward_gradient",
     "support_gradient",
     "support_hidden",
     "support_products",
@@ -63,36 +65,6 @@ class _Gradient(Structure):
         *((name, c_void_p) for name in ("logprobs", "entropy", "maximum", "log_sum", "c", "h", "out")),
         ("stride_a", c_int64),
         ("stride_b", c_int64),
-    )
-
-
-class _LossTerms(Structure):
-    _fields_ = (
-        ("gate_parameters", c_double * 4),
-        ("rollout_low", c_double),
-        ("rollout_high", c_double),
-        ("max_log_ratio", c_double),
-        ("entropy_threshold", c_double),
-        *(
-            (name, c_void_p)
-            for name in (
-                "advantages",
-                "policy_weights",
-                "old",
-                "ref",
-                "rollout",
-                "kl_weights",
-                "entropy_weights",
-                "logprobs",
-                "entropy",
-                "terms",
-                "out",
-            )
-        ),
-        ("gate", c_int32),
-        ("kl", c_int32),
-        ("rollout_mode", c_int32),
-        ("padding", c_int32),
     )
 
 
@@ -168,23 +140,8 @@ def row_forward_gradient(
     if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
         got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
         raise ValueError(f"out must be contiguous {logits.dtype} {tuple(logits.shape)}, got {got}")
-    shapes = ((n,), (n,), (len(TERMS), n))
-    result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
-    threshold = inputs.entropy_threshold
-    arguments = _LossTerms(
-        (c_double * 4)(*objective.gate_parameters),
-        objective.rollout_low,
-        objective.rollout_high,
-        objective.max_log_ratio,
-        -1e30 if threshold is None else float(threshold),
-        *(pointer(name, value, n) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
-        *(tensor.data_ptr() for tensor in result),
-        None if out is None else address("out", out),
-        list(GATE_FORMULAS).index(objective.gate),
-        list(KL_FORMULAS).index(objective.kl),
-        list(ROLLOUT_FORMULAS).index(objective.rollout),
-    )
-    function("fastrl_row_forward_gradient", POINTER(_Rows), POINTER(_LossTerms))(
+    result, arguments = objective_arguments(n, objective, inputs, None if out is None else address("out", out))
+    function("fastrl_row_forward_gradient", POINTER(_Rows), POINTER(LossArguments))(
         byref(_rows(logits, targets, mask, transform)), byref(arguments)
     )
     return result

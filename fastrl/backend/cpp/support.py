@@ -7,8 +7,10 @@ from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+from fastrl.backend.contract import ByToken, LossTerms, Statistics, Support, Transform
 from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer
+from fastrl.backend.cpp.objective import LossArguments, objective_arguments
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 
 class _Support(Structure):
@@ -153,6 +155,26 @@ def support_gradient(
         pointer("h", h, n),
         pointer("out", out, nnz),
     )
+
+
+def support_forward_gradient(
+    values: Tensor,
+    targets: Tensor,
+    support: Support,
+    transform: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+    out: Tensor,
+) -> LossTerms:
+    """See `fastrl.backend.contract`. The objective runs in float64 on the rows' float32 values."""
+    nnz = support.token_ids.numel()
+    result, arguments = objective_arguments(targets.numel(), objective, inputs, pointer("out", out, nnz))
+    run = function(
+        "fastrl_support_forward_gradient", POINTER(_Support), POINTER(_RowArguments), c_void_p, POINTER(LossArguments)
+    )
+    at = pointer("values", values, nnz)
+    run(byref(_support(support)), byref(_arguments(targets, transform)), at, byref(arguments))
+    return result
 
 
 def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from fastrl.backend.torch.find_support import find_support
 from fastrl.backend.torch.rows import row_forward_gradient, row_gradient, row_statistics
 from fastrl.backend.torch.support import (
+    support_forward_gradient,
     support_gradient,
     support_hidden,
     support_products,
@@ -25,6 +26,7 @@ __all__ = [
     "row_gradient",
     "row_statistics",
     "scale",
+    "support_forward_gradient",
     "support_gradient",
     "support_hidden",
     "support_products",

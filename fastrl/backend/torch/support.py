@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import ByToken, Statistics, Support, Transform
-from fastrl.backend.torch.rows import BLOCK_ENTRIES, row_gradient, row_statistics
+from fastrl.backend.contract import ByToken, LossTerms, Statistics, Support, Transform
+from fastrl.backend.torch.rows import BLOCK_ENTRIES, row_gradient, row_statistics, row_terms
+from fastrl.objectives.rows import RowInputs, RowObjective
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -89,6 +90,24 @@ def support_gradient(
             block, places, valid, _of_rows(transform, rows), known, c[rows], None if h is None else h[rows], block
         )
         out[entries] = block[0][row, place]
+
+
+def support_forward_gradient(
+    values: Tensor,
+    targets: Tensor,
+    support: Support,
+    transform: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+    out: Tensor,
+) -> LossTerms:
+    """See `fastrl.backend.contract`."""
+    statistics = support_statistics(values, targets, support, transform)
+    takes_part = support.valid & (support.offsets.diff() > 0)
+    terms, c, h = row_terms(statistics.logprobs, statistics.entropy, takes_part, objective, inputs)
+    slopes = c, None if inputs.entropy_weights is None else h
+    support_gradient(values, targets, support, transform, statistics, *slopes, out)
+    return LossTerms(statistics.logprobs, statistics.entropy, terms)
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.backend.contract import LossTerms, Transform
+from fastrl.backend.contract import LossTerms, Support, Transform
 from fastrl.backend.triton.formulas import device_objective
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
+from fastrl.kernels import support_forward_gradient as support_forward_gradient_kernel
 from fastrl.kernels.find_support import find_support
 from fastrl.kernels.row_gradient import row_gradient
 from fastrl.kernels.row_statistics import row_statistics
@@ -25,6 +26,7 @@ __all__ = [
     "row_gradient",
     "row_statistics",
     "scale",
+    "support_forward_gradient",
     "support_gradient",
     "support_hidden",
     "support_products",
@@ -50,3 +52,17 @@ def row_forward_gradient(
     """See `fastrl.backend.contract`."""
     arguments = (logits, targets, mask, transform, *device_objective(objective), inputs, out)
     return forward_gradient_kernel.row_forward_gradient(*arguments)
+
+
+def support_forward_gradient(
+    values: Tensor,
+    targets: Tensor,
+    support: Support,
+    transform: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+    out: Tensor,
+) -> LossTerms:
+    """See `fastrl.backend.contract`."""
+    arguments = (values, targets, support, transform, *device_objective(objective), inputs, out)
+    return support_forward_gradient_kernel.support_forward_gradient(*arguments)

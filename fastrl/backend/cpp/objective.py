@@ -1,0 +1,66 @@
+"""A row-local objective as the C++ functions take it (`csrc/objective.h`), and the memory for a loss's terms."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_int32, c_void_p
+
+import torch
+
+from fastrl.backend.contract import LossTerms
+from fastrl.backend.cpp.library import pointer
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+
+
+class LossArguments(Structure):
+    """The struct of that name, field by field."""
+
+    _fields_ = (
+        ("gate_parameters", c_double * 4),
+        ("rollout_low", c_double),
+        ("rollout_high", c_double),
+        ("max_log_ratio", c_double),
+        ("entropy_threshold", c_double),
+        *(
+            (name, c_void_p)
+            for name in (
+                "advantages",
+                "policy_weights",
+                "old",
+                "ref",
+                "rollout",
+                "kl_weights",
+                "entropy_weights",
+                "logprobs",
+                "entropy",
+                "terms",
+                "out",
+            )
+        ),
+        ("gate", c_int32),
+        ("kl", c_int32),
+        ("rollout_mode", c_int32),
+        ("padding", c_int32),
+    )
+
+
+def objective_arguments(
+    rows: int, objective: RowObjective, inputs: RowInputs, out: int | None
+) -> tuple[LossTerms, LossArguments]:
+    """Memory for the terms of so many rows, and the struct; `out`: the address of the gradient, None for in place."""
+    shapes = ((rows,), (rows,), (len(TERMS), rows))
+    result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
+    threshold = inputs.entropy_threshold
+    return result, LossArguments(
+        (c_double * 4)(*objective.gate_parameters),
+        objective.rollout_low,
+        objective.rollout_high,
+        objective.max_log_ratio,
+        -1e30 if threshold is None else float(threshold),
+        *(pointer(name, value, rows) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
+        *(tensor.data_ptr() for tensor in result),
+        out,
+        list(GATE_FORMULAS).index(objective.gate),
+        list(KL_FORMULAS).index(objective.kl),
+        list(ROLLOUT_FORMULAS).index(objective.rollout),
+    )
