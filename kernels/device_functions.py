@@ -526,11 +526,13 @@ def store_row_terms(
     rollout_low,
     rollout_high,
     max_log_ratio,
-    out_ptr,
-    stride_out,
+    logprobs_ptr,
+    entropies_ptr,
+    terms_ptr,
+    rows,
     OBJECTIVE: tl.constexpr,
 ):
-    """Run a row-local objective: store the row's 2 + 8 results at `out_ptr`, and return c and h."""
+    """Run a row-local objective: store the row's results and its terms, one every `rows`, and return c and h."""
     old = logprob
     if old_ptr is not None:
         old = tl.load(old_ptr + row)
@@ -568,14 +570,15 @@ def store_row_terms(
         rollout_high,
         max_log_ratio,
     )
-    tl.store(out_ptr, logprob)
-    tl.store(out_ptr + stride_out, entropy)
-    tl.store(out_ptr + 2 * stride_out, t0)
-    tl.store(out_ptr + 3 * stride_out, t1)
-    tl.store(out_ptr + 4 * stride_out, t2)
-    tl.store(out_ptr + 5 * stride_out, t3)
-    tl.store(out_ptr + 6 * stride_out, t4)
-    tl.store(out_ptr + 7 * stride_out, t5)
-    tl.store(out_ptr + 8 * stride_out, t6)
-    tl.store(out_ptr + 9 * stride_out, t7)
+    tl.store(logprobs_ptr + row, logprob)
+    tl.store(entropies_ptr + row, entropy)
+    terms_ptr += row
+    tl.store(terms_ptr, t0)
+    tl.store(terms_ptr + rows, t1)
+    tl.store(terms_ptr + 2 * rows, t2)
+    tl.store(terms_ptr + 3 * rows, t3)
+    tl.store(terms_ptr + 4 * rows, t4)
+    tl.store(terms_ptr + 5 * rows, t5)
+    tl.store(terms_ptr + 6 * rows, t6)
+    tl.store(terms_ptr + 7 * rows, t7)
     return c, h

@@ -102,7 +102,6 @@ def row_forward_gradient_kernel(
     R: tl.constexpr = STEP // VEC
     ENTROPY: tl.constexpr = entropy_weights_ptr is not None
     row = tl.program_id(0)
-    out_ptr += row
     stride_out = rows.to(tl.int64)
     row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
     to_ptr = row_ptr
@@ -112,7 +111,7 @@ def row_forward_gradient_kernel(
     if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
             for i in tl.static_range(10):
-                tl.store(out_ptr + i * stride_out, 0.0)
+                tl.store(out_ptr + i * stride_out + row, 0.0)
             store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
             return
 
@@ -163,6 +162,8 @@ def row_forward_gradient_kernel(
         rollout_high,
         max_log_ratio,
         out_ptr,
+        out_ptr + stride_out,
+        out_ptr + 2 * stride_out,
         stride_out,
         OBJECTIVE,
     )

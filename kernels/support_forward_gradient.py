@@ -23,7 +23,7 @@ from fastrl.kernels.support_statistics import (
     store_support_zeros,
     support_row_statistics,
 )
-from fastrl.objectives.rows import RowInputs
+from fastrl.objectives.rows import TERMS, RowInputs
 
 
 @triton.jit(
@@ -44,7 +44,9 @@ from fastrl.objectives.rows import RowInputs
         "kl_weights_ptr",
         "entropy_weights_ptr",
         "entropy_threshold_ptr",
-        "out_ptr",
+        "logprobs_ptr",
+        "entropies_ptr",
+        "terms_ptr",
     ],
 )
 def support_forward_gradient_kernel(
@@ -63,7 +65,9 @@ def support_forward_gradient_kernel(
     kl_weights_ptr,  # (N,) float32, or None: 0
     entropy_weights_ptr,  # (N,) float32, or None: 0
     entropy_threshold_ptr,  # () float32, or None: no threshold
-    out_ptr,  # (2 + 8, N) float32: logprobs, entropy, the objective's terms
+    logprobs_ptr,  # (N,) float32, output
+    entropies_ptr,  # (N,) float32, output
+    terms_ptr,  # (8, N) float32, output: the objective's terms
     rows: tl.int32,  # N
     temperature: tl.float32,
     logit_scale: tl.float32,
@@ -82,7 +86,6 @@ def support_forward_gradient_kernel(
     """Program (row,)."""
     ENTROPY: tl.constexpr = entropy_weights_ptr is not None
     row = tl.program_id(0)
-    out_ptr += row
     stride_out = rows.to(tl.int64)
     first = tl.load(offsets_ptr + row)
     count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
@@ -91,8 +94,10 @@ def support_forward_gradient_kernel(
     token_ids_ptr += first
 
     if (tl.load(valid_ptr + row) == 0) | (count == 0):
-        for i in tl.static_range(10):
-            tl.store(out_ptr + i * stride_out, 0.0)
+        tl.store(logprobs_ptr + row, 0.0)
+        tl.store(entropies_ptr + row, 0.0)
+        for i in tl.static_range(8):
+            tl.store(terms_ptr + i * stride_out + row, 0.0)
         store_support_zeros(gradient_ptr, count, BLOCK)
         return
 
@@ -120,7 +125,9 @@ def support_forward_gradient_kernel(
         rollout_low,
         rollout_high,
         max_log_ratio,
-        out_ptr,
+        logprobs_ptr,
+        entropies_ptr,
+        terms_ptr,
         stride_out,
         OBJECTIVE,
     )
@@ -156,8 +163,8 @@ def support_forward_gradient(
 ) -> LossTerms:
     """See `fastrl.backend.contract`; the objective is in the form of `fastrl.backend.triton.formulas`."""
     rows = targets.numel()
-    out = torch.empty(10, rows, dtype=torch.float32, device=values.device)
-    result = LossTerms(out[0], out[1], out[2:])
+    shapes = ((rows,), (rows,), (len(TERMS), rows))
+    result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device=values.device) for shape in shapes))
     if rows == 0:
         return result
     with on_device(values):
@@ -170,7 +177,7 @@ def support_forward_gradient(
             support.valid.view(torch.uint8),
             transform.temperatures,
             *inputs,
-            out,
+            *result,
             rows,
             *numbers(transform),
             *map(float, parameters),

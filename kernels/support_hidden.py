@@ -19,9 +19,11 @@ def support_hidden(
     weight: Tensor,  # (V, H), unit stride on H
     support: Support,
     out: Tensor,  # (N, H), unit stride on H
+    keep: bool,
 ) -> None:
     """See `fastrl.backend.contract`."""
     check_unit_strides(weight=weight, out=out)
-    if support.token_ids.numel():
-        ids, rows = entry_rows(support), support.valid.numel()
-        segment_sums(gradient, None, support.token_ids, ids, support.offsets, rows, weight, out, None, False)
+    ids, rows = entry_rows(support), support.valid.numel()
+    segment_sums(
+        gradient, None, support.token_ids, ids, support.offsets, rows, weight, out, None, add=False, fill=not keep
+    )

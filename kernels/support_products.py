@@ -34,32 +34,49 @@ def launch_options(warp: int = _WARP) -> dict[str, Any]:
     return {"num_warps": _THREADS // warp, "num_stages": 1, "enable_fp_fusion": True}
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["offsets_ptr", "valid_ptr", "out_ptr"])
+@triton.jit(
+    do_not_specialize=["rows", "vocab"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "offsets_ptr", "valid_ptr", "rows_ptr", "keys_ptr"],
+)
 def entry_rows_kernel(
+    token_ids_ptr,  # (nnz,) int32; None with keys_ptr
     offsets_ptr,  # (N + 1,) int64
     valid_ptr,  # (N,) uint8
-    out_ptr,  # (nnz,) int32
+    rows_ptr,  # (nnz,) int32, output
+    keys_ptr,  # (nnz,) int32, output; or None
     rows: tl.int32,  # N
+    vocab: tl.int32,  # V
     BLOCK: tl.constexpr,
 ):
     """Program (row,)."""
     row = tl.program_id(0)
     first = tl.load(offsets_ptr + row)
     count = (tl.load(offsets_ptr + row + 1) - first).to(tl.int32)
-    value = tl.where(tl.load(valid_ptr + row) != 0, row, rows)
-    entry = tl.arange(0, BLOCK)
+    valid = tl.load(valid_ptr + row) != 0
+    value = tl.where(valid, row, rows)
     for start in range(0, count, BLOCK):
-        tl.store(out_ptr + first + start + entry, tl.zeros([BLOCK], tl.int32) + value, mask=start + entry < count)
+        place = start + tl.arange(0, BLOCK)
+        mask = place < count
+        tl.store(rows_ptr + first + place, tl.zeros([BLOCK], tl.int32) + value, mask=mask)
+        if keys_ptr is not None:
+            token = tl.load(token_ids_ptr + first + place, mask=mask, other=0)
+            tl.store(keys_ptr + first + place, tl.where(valid, token, vocab), mask=mask)
 
 
-def entry_rows(support: Support) -> Tensor:
-    """The row of each entry, (nnz,) int32; N for the entries of rows that take no part."""
+def entry_rows(support: Support, keys: Tensor | None = None, vocab: int = 0) -> Tensor:
+    """The row of each entry, (nnz,) int32; N for the entries of rows that take no part.
+
+    `keys` (nnz,) int32 receives the entries' tokens; `vocab` for the entries of rows that take no part.
+    """
     out = torch.empty_like(support.token_ids)
     if out.numel() == 0:
         return out
     rows, valid = support.valid.numel(), support.valid.view(torch.uint8)
+    token_ids = None if keys is None else support.token_ids
     with on_device(out):
-        entry_rows_kernel[(rows,)](support.offsets, valid, out, rows, BLOCK=ROW_BLOCK, **ROW_OPTIONS)
+        entry_rows_kernel[(rows,)](
+            token_ids, support.offsets, valid, out, keys, rows, vocab, BLOCK=ROW_BLOCK, **ROW_OPTIONS
+        )
     return out
 
 

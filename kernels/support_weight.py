@@ -24,30 +24,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backend.contract import ByToken
+from fastrl.backend.contract import ByToken, Support
 from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
-from fastrl.kernels.support_products import chunk, launch_options, vector
+from fastrl.kernels.support_products import chunk, entry_rows, launch_options, vector
 
 GROUP = 32  # positions: few enough for small batches to fill a GPU, enough to pay for a program's start
 PIECE = 256
 PIECES_STEP = 8  # pieces added together
 PIECES_CHUNK = 512  # columns of a program that adds pieces: a float32 vector per thread
+EMPTY_ROWS = 16  # of a program that writes zeros
 HEADS_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["nnz", "segments"], do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"])
+@triton.jit(do_not_specialize=["nnz", "segments", "steps"], do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"])
 def heads_kernel(
-    ids_ptr,  # (nnz,) int32
-    heads_ptr,  # (segments,) int64, output: the first position of each segment that has any
+    ids_ptr,  # (nnz,) int32, ascending
+    heads_ptr,  # (segments,) int64, output: the first position whose id is not less
     nnz: tl.int64,
     segments: tl.int32,
+    steps: tl.int32,  # 2**steps > nnz
     BLOCK: tl.constexpr,
 ):
-    """Program (position block,)."""
-    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(ids_ptr + k, mask=k < nnz, other=2147483647)
-    before = tl.load(ids_ptr + k - 1, mask=(k > 0) & (k < nnz), other=-1)
-    tl.store(heads_ptr + own, k, mask=(own < segments) & (own != before))
+    """Program (segment block,)."""
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.int64)
+    high = low + nnz
+    for _ in range(steps):
+        middle = (low + high) // 2
+        searching = low < high
+        below = searching & (tl.load(ids_ptr + middle, mask=searching, other=0) < own)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(searching & (below == 0), middle, high)
+    tl.store(heads_ptr + own, low, mask=own < segments)
 
 
 @triton.jit
@@ -82,7 +90,7 @@ def segment_sums_kernel(
     entries_ptr,  # (nnz,) int64: the index of each position's gradient; None: the position itself
     source_rows_ptr,  # (nnz,) int32: the row of `source` of each position
     ids_ptr,  # (nnz,) int32: the segment of each position, equal ones together; >= segments: none
-    heads_ptr,  # (segments,) int64: the first position of each segment that has any
+    heads_ptr,  # (segments,) int64: the first position of each segment that has any, else any number
     source_ptr,  # (*, H), unit stride on H; None with out_ptr
     out_ptr,  # (segments, H), unit stride on H; or None
     out_bias_ptr,  # (segments,), or None
@@ -190,7 +198,7 @@ def segment_sums_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["nnz", "segments", "hidden_size", "stride_out"],
+    do_not_specialize=["nnz", "slots", "segments", "hidden_size", "stride_out"],
     do_not_specialize_on_alignment=["ids_ptr", "heads_ptr", "out_bias_ptr", "bias_partials_ptr"],
 )
 def add_pieces_kernel(
@@ -201,6 +209,7 @@ def add_pieces_kernel(
     partials_ptr,  # (ceil(nnz / PIECE), H) float32; None with out_ptr
     bias_partials_ptr,  # (ceil(nnz / PIECE),) float32; None with out_bias_ptr
     nnz: tl.int64,
+    slots: tl.int32,
     segments: tl.int32,
     hidden_size: tl.int32,  # H
     stride_out: tl.int64,
@@ -209,9 +218,28 @@ def add_pieces_kernel(
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Program (slot, chunk) adds the pieces of the segment whose first piece owns this row of the partial sums."""
+    """Program (slot, chunk) adds the pieces of the segment whose first piece owns this row of the partial sums.
+
+    Programs beyond the slots write zeros to those of ROWS segments each that have no position.
+    """
     slot = tl.program_id(0).to(tl.int64)
+    if slot >= slots:
+        segment = (slot - slots).to(tl.int32) * ROWS + tl.arange(0, ROWS)
+        head = tl.load(heads_ptr + segment, mask=segment < segments, other=0)
+        found = tl.load(ids_ptr + head, mask=(segment < segments) & (head < nnz), other=-1)
+        empty = (segment < segments) & (found != segment)
+        if out_ptr is not None:
+            columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+            pointers = out_ptr + segment.to(tl.int64)[:, None] * (stride_out // VEC * VEC) + columns[None, :]
+            zeros = tl.zeros([ROWS, CHUNK], out_ptr.dtype.element_ty)
+            tl.store(pointers, zeros, mask=empty[:, None] & (columns < hidden_size // VEC * VEC)[None, :])
+        if out_bias_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
+            if tl.program_id(1) == 0:
+                tl.store(out_bias_ptr + segment, tl.zeros([ROWS], out_bias_ptr.dtype.element_ty), mask=empty)
+        return
+
     own = load_id(ids_ptr + slot * PIECE, slot * PIECE < nnz, segments)
     head = tl.load(heads_ptr + own, mask=own >= 0, other=0)
     if (own < 0) | (head // PIECE + 1 != slot):
@@ -268,7 +296,7 @@ def sums_options(itemsize: int, warp: int = _WARP) -> dict[str, Any]:
 
 def pieces_constants(vec: int, add: bool) -> dict[str, Any]:
     """The compile-time constants of `add_pieces_kernel`."""
-    return {"ADD": add, "VEC": vec, "STEP": PIECES_STEP, "CHUNK": PIECES_CHUNK, "PIECE": PIECE}
+    return {"ADD": add, "VEC": vec, "STEP": PIECES_STEP, "CHUNK": PIECES_CHUNK, "PIECE": PIECE, "ROWS": EMPTY_ROWS}
 
 
 def segment_sums(
@@ -281,13 +309,21 @@ def segment_sums(
     source: Tensor,  # (*, H), unit stride on H
     out: Tensor | None,  # (segments, H), unit stride on H
     out_bias: Tensor | None,  # (segments,)
+    *,
     add: bool,
+    fill: bool,
 ) -> None:
     """out[v] (+)= the sum over segment v's positions k, in order, of gradient[entries[k]] source[source_rows[k]].
 
-    out_bias[v] (+)= the sum of gradient[entries[k]]. Segments without a position are left as they are.
+    out_bias[v] (+)= the sum of gradient[entries[k]]. Segments without a position become zeros with `fill`; without,
+    they are left as they are.
     """
     nnz, hidden_size = ids.numel(), source.shape[1]
+    if nnz == 0:
+        for tensor in (out, out_bias) if fill else ():
+            if tensor is not None:
+                tensor.zero_()
+        return
     slots = triton.cdiv(nnz, PIECE)
     partials = bias_partials = None
     vec = 1
@@ -318,7 +354,8 @@ def segment_sums(
             **constants(vec, add),
             **sums_options(source.element_size()),
         )
-        add_pieces_kernel[(slots, triton.cdiv(width, PIECES_CHUNK))](
+        programs = slots + (triton.cdiv(segments, EMPTY_ROWS) if fill else 0)
+        add_pieces_kernel[(programs, triton.cdiv(width, PIECES_CHUNK))](
             ids,
             heads,
             out,
@@ -326,6 +363,7 @@ def segment_sums(
             partials,
             bias_partials,
             nnz,
+            slots,
             segments,
             hidden_size,
             stride_out,
@@ -345,12 +383,21 @@ def support_weight(
     """See `fastrl.backend.contract`."""
     check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
     ids, entries, rows = by_token
-    nnz = ids.numel()
     target = out_bias if out is None else out
-    if nnz == 0 or target is None:
+    if target is None:
         return
-    vocab = target.shape[0]
+    nnz, vocab = ids.numel(), target.shape[0]
     heads = torch.empty(vocab, dtype=torch.int64, device=hidden.device)
-    with on_device(hidden):
-        heads_kernel[(triton.cdiv(nnz, HEADS_BLOCK),)](ids, heads, nnz, vocab, BLOCK=HEADS_BLOCK, **launch_options())
-    segment_sums(gradient, entries, rows, ids, heads, vocab, hidden, out, out_bias, add)
+    if nnz:
+        with on_device(hidden):
+            blocks = triton.cdiv(vocab, HEADS_BLOCK)
+            heads_kernel[(blocks,)](ids, heads, nnz, vocab, nnz.bit_length(), BLOCK=HEADS_BLOCK, **launch_options())
+    segment_sums(gradient, entries, rows, ids, heads, vocab, hidden, out, out_bias, add=add, fill=not add)
+
+
+def by_token(support: Support, vocab: int) -> ByToken:
+    """See `fastrl.backend.contract`."""
+    keys = torch.empty_like(support.token_ids)
+    rows = entry_rows(support, keys, vocab)
+    ids, entries = keys.sort(stable=True)
+    return ByToken(ids, entries, rows.index_select(0, entries))

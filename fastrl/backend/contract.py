@@ -17,7 +17,9 @@ one after the other:
     support_statistics(values, targets, support, transform) -> Statistics
     support_gradient(values, targets, support, transform, statistics, c, h, out) -> None   out may be values
     support_forward_gradient(values, targets, support, transform, objective, inputs, out) -> LossTerms   the same
-    support_hidden(gradient, weight, support, out) -> None                                 dL/dhidden
+    by_token(support, vocab) -> ByToken                                                    the entries sorted by token
+    blank(shape, dtype, like) -> Tensor                                                    a gradient to be written
+    support_hidden(gradient, weight, support, out, keep) -> None                           dL/dhidden
     support_weight(gradient, hidden, by_token, out, out_bias, add) -> None                 dL/dweight and dL/dbias
     support_restrict(logits, first, rows, token_ids, offsets) -> None                      -inf outside the support
 
@@ -37,11 +39,12 @@ Support entries. `values`, `gradient` and their `out` are (nnz,) float32, in the
 (N, H), `weight` (V, H) and `bias` (V,) have one dtype, unit stride on H, any stride on N and V; sums are float32 or
 wider. Rows that take no part are not read: their values, gradients and statistics are 0. A target outside its row's
 support gives a NaN log-probability, which in turn gives a gradient row of NaN. `support_hidden` writes the rows of
-`out` (N, H) that take part, in hidden's dtype, and leaves the others. `support_weight` writes the rows of `out` (V, H)
-and the entries of `out_bias` (V,) whose token has at least one support entry; either may be None (not wanted). With
-`add` it adds to the existing values; without, it may assume that they are zeros. Both functions sum in a fixed order
-without atomics, and `support_weight` sums a token's entries in the order of `by_token`. Support logits are float32,
-whereas a matrix product rounds them to the factors' dtype.
+`out` (N, H) that take part, in hidden's dtype. `support_weight` writes the rows of `out` (V, H) and the entries of
+`out_bias` (V,) whose token has at least one support entry; either may be None (not wanted). `support_hidden` leaves the
+other rows with `keep`, `support_weight` adds to the existing values with `add`. Without, `out` and `out_bias` are new
+tensors of `blank`, and the rest of them is zero afterwards: `blank` gives zeros, or the function writes them. Both
+functions sum in a fixed order without atomics, and `support_weight` sums a token's entries in the order of `by_token`.
+Support logits are float32, whereas a matrix product rounds them to the factors' dtype.
 
 `support_restrict` is for rows whose support is too wide to gather. Its logits are a contiguous tile (n, v): entries
 [first, first + v) of the vocabulary for the given rows (n,) int64. Entries outside a row's support become -inf; a row

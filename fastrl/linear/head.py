@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -13,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
+from fastrl.base.pages import mapped
 from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
 
-_LARGE = 8 << 20  # bytes from which allocators take fresh memory from the system anyway
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
 #: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
 _MAPPED = 1 << 20
@@ -44,30 +42,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
     """Like `empty`, but on a CPU the system gets the memory back when it is freed; each use pays for fresh pages."""
-    tensor = _mapped(shape, dtype, like, _MAPPED)
+    tensor = mapped(shape, dtype, like, _MAPPED)
     if tensor is None:
         return empty(shape, dtype, like, backend)
     kernels(backend, tensor).advise(tensor)
     return tensor
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Zeros on the device of `like`, for tensors of which few rows will be written.
-
-    On a CPU these are zero pages of the system, and only the written ones take time: filling a gradient of 300 MB costs
-    more than the products with a hundred entries.
-    """
-    tensor = _mapped(shape, dtype, like, _LARGE)
-    return torch.zeros(shape, dtype=dtype, device=like.device) if tensor is None else tensor
-
-
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, least: int) -> Tensor | None:
-    """A tensor of zero pages mapped from the system; None below `least` bytes, or if they cannot be mapped."""
-    size = dtype.itemsize * math.prod(shape)
-    if like.device.type != "cpu" or size < least or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return None
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Held:

@@ -7,20 +7,21 @@ write their gradients first, and the other rows add their entries, so that no se
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
-from fastrl.backend.contract import ByToken, Statistics, Support, Transform
-from fastrl.linear import head as products
+from fastrl.backend.contract import LossTerms, Statistics, Support, Transform
 from fastrl.linear import statistics as forward
 from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
 from fastrl.linear.operators import HeadGradients, fake_gradients, head_backward
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.operators.attach import refuse_second_order
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.operator import operator
+from fastrl.operators.operator import operator, saved
 from fastrl.operators.support import (
     SupportStatistics,
     check_targets,
@@ -32,12 +33,27 @@ from fastrl.operators.support import (
 from fastrl.planning.tiling import Needs, PassBudget
 
 
-def by_token(support: Support, vocab: int) -> ByToken:
-    """The entries sorted by token; the sort is stable, so that sums have a fixed order."""
-    takes_part = support.valid.repeat_interleave(support.offsets.diff(), output_size=support.token_ids.shape[0])
-    ids, entries = support.token_ids.where(takes_part, vocab).sort(stable=True)
-    rows = torch.searchsorted(support.offsets, entries, right=True, out_int32=True)
-    return ByToken(ids, entries, rows.sub_(1))
+def _products(
+    head: Head,
+    support: Support,
+    gradient: Tensor,
+    needs: Needs,
+    backend: str,
+    dense: tuple[Tensor | None, ...] | None = None,
+) -> HeadGradients:
+    """dL/d(hidden, weight, bias) from dL/d(support logits) (nnz,), added to those of the dense rows, if any."""
+    (hidden, weight, _), row_kernels = head, kernels(backend, gradient)
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    d_hidden, d_weight, d_bias = dense or (
+        row_kernels.blank(tuple(shape), hidden.dtype, hidden) if need else None
+        for shape, need in zip(shapes, needs, strict=True)
+    )
+    if d_hidden is not None:
+        row_kernels.support_hidden(gradient, weight, support, d_hidden, dense is not None)
+    if d_weight is not None or d_bias is not None:
+        by_token = row_kernels.by_token(support, weight.shape[0])
+        row_kernels.support_weight(gradient, hidden, by_token, d_weight, d_bias, dense is not None)
+    return HeadGradients.of((d_hidden, d_weight, d_bias), hidden)
 
 
 @operator()
@@ -91,26 +107,15 @@ def support_linear_gradient(
     budget: PassBudget,
 ) -> HeadGradients:
     """The backward of `support_linear_statistics`."""
-    hidden, weight, _ = head
+    gradients = None
     if dense is not None:
-        d_hidden, d_weight, d_bias = Backward(
+        backward = Backward(
             head, targets, dense, transform, statistics, c, h, needs, backend, -1, budget, dense_support
-        ).run(plan)
-    else:
-        shapes = (hidden.shape, weight.shape, weight.shape[:1])
-        d_hidden, d_weight, d_bias = (
-            products.zeros(tuple(shape), hidden.dtype, hidden) if need else None
-            for shape, need in zip(shapes, needs, strict=True)
         )
-    row_kernels: Any = kernels(backend, hidden)
+        gradients = backward.run(plan)
     gradient = torch.empty_like(values)
-    row_kernels.support_gradient(values, targets, support, transform, statistics, c, h, gradient)
-    if d_hidden is not None:
-        row_kernels.support_hidden(gradient, weight, support, d_hidden)
-    if d_weight is not None or d_bias is not None:
-        entries = by_token(support, weight.shape[0])
-        row_kernels.support_weight(gradient, hidden, entries, d_weight, d_bias, dense is not None)
-    return HeadGradients.of((d_hidden, d_weight, d_bias), hidden)
+    kernels(backend, values).support_gradient(values, targets, support, transform, statistics, c, h, gradient)
+    return _products(head, support, gradient, needs, backend, gradients)
 
 
 support_linear_gradient.register_fake(fake_gradients)
@@ -122,3 +127,72 @@ def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict
 
 
 support_linear_statistics.register_autograd(partial(head_backward, support_linear_gradient), _save, differentiable=2)
+
+
+class SupportLoss(NamedTuple):
+    """A loss from hidden states whose rows all have a recorded support."""
+
+    loss: Tensor  # ()
+    logprobs: Tensor  # (N,)
+    entropy: Tensor  # (N,)
+    terms: Tensor  # (len(TERMS), N)
+    gradient: Tensor  # (nnz,) float32, dL/d(support logits)
+
+
+@operator()
+def support_linear_loss(
+    head: Head,  # unit stride on H
+    targets: Tensor,  # (N,) int64
+    transform: Transform,
+    support: Support,
+    inputs: RowInputs,
+    objective: RowObjective,
+    backend: str,
+) -> SupportLoss:
+    """The loss of a row-local objective, differentiable once. A row's gradient is formed with its statistics.
+
+    The backward multiplies it by the upstream scalar before the products with the head, so that dH and dW are rounded
+    once and float16 takes the caller's loss scale.
+    """
+    check_targets(targets, None, support, None, head.weight.shape[0])
+    row_kernels = kernels(backend, head.hidden)
+    values = row_kernels.support_products(*head, support)
+    results: LossTerms = row_kernels.support_forward_gradient(
+        values, targets, support, transform, objective, inputs, values
+    )
+    return SupportLoss(results.terms[0].sum(), *results, values)
+
+
+@support_linear_loss.register_fake
+def _(head: Head, targets: Tensor, support: Support, **_: Any) -> SupportLoss:
+    n = targets.shape[0]
+    shapes = ((), (n,), (n,), (len(TERMS), n), support.token_ids.shape)
+    return SupportLoss(*(head.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes))
+
+
+@operator()
+def support_linear_products(
+    head: Head, support: Support, gradient: Tensor, needs: Needs, backend: str
+) -> HeadGradients:
+    """The backward of `support_linear_loss`."""
+    return _products(head, support, gradient, needs, backend)
+
+
+support_linear_products.register_fake(fake_gradients)
+
+
+def _save_loss(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    return {name: inputs[name] for name in ("head", "support", "backend")} | {"gradient": results[-1]}
+
+
+def _loss_backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
+    refuse_second_order(upstream)
+    if upstream is None:
+        return {}
+    arguments, needs = saved(ctx), Needs(*ctx.needs_input_grad[:3])
+    arguments["gradient"] = arguments["gradient"] * upstream.float()
+    gradients = support_linear_products(**arguments, needs=needs)
+    return {"head": Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))}  # type: ignore[arg-type]
+
+
+support_linear_loss.register_autograd(_loss_backward, _save_loss, differentiable=1)

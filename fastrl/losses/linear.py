@@ -16,6 +16,7 @@ from fastrl.linear import statistics as forward
 from fastrl.linear.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
 from fastrl.linear.head import Head
 from fastrl.linear.statistics import Order
+from fastrl.linear.supports import support_linear_loss
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import LinearCall, PlannedCall, planned
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms
@@ -98,6 +99,19 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
         return problem.batch.rows(where), problem.weights[where], None, slice(None)
 
     return _forward_gradient_in_torch(problem, call, used, chunks, part, None)
+
+
+def _sparse(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
+    """The sparse plan: for a row-local objective, the forward computes the loss and the support logits' gradient."""
+    (head, args, *_), objective = by_plan.call, problem.objective
+    row_local = isinstance(objective, Objective) and scope(objective, Given.of(problem.batch)) == TOKEN
+    if not row_local or by_plan.supports is None:
+        return _from_statistics(problem, by_plan, host)
+    assert isinstance(objective, Objective)
+    spec, inputs, clamped = row_objective(objective, problem.batch, problem.weights)
+    support = by_plan.supports.support
+    loss, *terms, _ = support_linear_loss(head, args.targets, args.transform, support, inputs, spec, forced())
+    return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
 
 
 def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
@@ -248,5 +262,5 @@ CODE: dict[str, Callable[[Problem, PlannedCall, _Host | None], PolicyLoss]] = {
     "frozen-head": _from_statistics,
     "recompute": _from_statistics,
     "two-pass": _from_statistics,
-    "sparse": _from_statistics,
+    "sparse": _sparse,
 }

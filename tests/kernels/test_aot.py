@@ -187,8 +187,9 @@ KERNELS = {
     support_aot: (
         4,
         {
-            **dict.fromkeys(("add_pieces", "entry_rows", "heads", "support_gradient", "support_products"), 1),
-            **{"support_restrict": 1, "support_statistics": 1, "segment_sums": 2},
+            **dict.fromkeys(("add_pieces", "entry_rows", "heads", "support_products", "support_restrict"), 1),
+            **dict.fromkeys(("support_forward_gradient", "support_gradient", "support_statistics"), 1),
+            **{"segment_sums": 2},
         },
     ),
 }

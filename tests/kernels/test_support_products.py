@@ -26,12 +26,18 @@ def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, *suppo
     return kernels(forced(), hidden).support_products(hidden, weight, bias, Support(*support))
 
 
-def support_hidden(gradient: Tensor, weight: Tensor, *rest: Tensor) -> None:
-    kernels(forced(), weight).support_hidden(gradient, weight, Support(*rest[:3]), rest[3])
+def support_hidden(gradient: Tensor, weight: Tensor, *rest: Any) -> None:
+    kernels(forced(), weight).support_hidden(gradient, weight, Support(*rest[:3]), *rest[3:])
 
 
 def support_weight(gradient: Tensor, hidden: Tensor, *rest: Any) -> None:
     kernels(forced(), hidden).support_weight(gradient, hidden, ByToken(*rest[:3]), *rest[3:])
+
+
+def _blank(*tensors: Tensor) -> None:
+    """Make these what `blank` might give: its zeros, or anything where the functions write zeros."""
+    for x in tensors:
+        x.fill_(7.0 if forced() == "triton" else 0.0)
 
 
 VOCAB = 100
@@ -133,18 +139,21 @@ def _gradient(support: Support) -> Tensor:
     return torch.randn(rows.numel()).to(rows.device).where(support.valid[rows], 0.0)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", HIDDEN)
-def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, device: str) -> None:
+def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, keep: bool, device: str) -> None:
     support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     weight = _matrix(VOCAB, hidden_size, dtype, device, gap)
     rows, tokens, gradient = support_cases.entry_rows(support), support.token_ids.long(), _gradient(support)
     gradient[~support.valid[rows]] = torch.nan  # not read
     out = _matrix(len(SIZES), hidden_size, dtype, device, gap)
-    before = out.clone()
+    before = out.clone() if keep else torch.zeros_like(out)
     before[[0, 1, 3, 5, 7]] = 0.0  # rows that take part are written over
-    support_hidden(gradient, weight, *support, out)
+    if not keep:
+        _blank(out)
+    support_hidden(gradient, weight, *support, out, keep)
     ids = rows.where(support.valid[rows], len(SIZES))
     _check_sums(out, ids, gradient.nan_to_num(), weight[tokens], len(SIZES), before, "hidden")
 
@@ -159,7 +168,9 @@ def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
     hidden[4] = torch.nan  # not read: the row does not count
     gradient, by_token = _gradient(support), support_cases.by_token(support, VOCAB)
     outs = _matrix(VOCAB, hidden_size, dtype, device, gap), torch.randn(VOCAB).to(dtype).to(device)
-    befores = [out.clone() for out in outs]
+    befores = [out.clone() if add else torch.zeros_like(out) for out in outs]
+    if not add:
+        _blank(*outs)
     support_weight(gradient, hidden, *by_token, *outs, add)
     ids = by_token.token_ids.long()
     for out, before, source, what in zip(
@@ -169,8 +180,6 @@ def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
         ("weight", "bias"),
         strict=True,
     ):
-        if not add:
-            before[ids[ids < VOCAB]] = 0.0
         shape = VOCAB, -1
         _check_sums(
             out.view(shape) if out.dim() == 1 else out,
@@ -206,7 +215,8 @@ def _segments(lengths: list[int], rows: int, absent: int, device: str) -> tuple[
 
 
 def _weight(gradient: Tensor, hidden: Tensor, by_token: ByToken, vocab: int) -> tuple[Tensor, Tensor]:
-    out, out_bias = (torch.full((vocab, *shape), 7.0, device=hidden.device) for shape in (hidden.shape[1:], ()))
+    out, out_bias = (torch.empty((vocab, *shape), device=hidden.device) for shape in (hidden.shape[1:], ()))
+    _blank(out, out_bias)
     support_weight(gradient, hidden, *by_token, out, out_bias, False)
     return out, out_bias
 
@@ -214,8 +224,7 @@ def _weight(gradient: Tensor, hidden: Tensor, by_token: ByToken, vocab: int) -> 
 def _check_segments(gradient: Tensor, hidden: Tensor, by_token: ByToken, vocab: int) -> None:
     out, out_bias = _weight(gradient, hidden, by_token, vocab)
     ids = by_token.token_ids.long()
-    before = torch.full((vocab, 1), 7.0, device=hidden.device)
-    before[ids[ids < vocab]] = 0.0
+    before = torch.zeros((vocab, 1), device=hidden.device)
     scale, source = gradient[by_token.entries], hidden[by_token.rows.long()]
     _check_sums(out, ids, scale, source, vocab, before.expand(out.shape), "weight")
     _check_sums(out_bias[:, None], ids, scale, torch.ones_like(source[:, :1]), vocab, before, "bias")
@@ -232,13 +241,13 @@ def test_a_wide_row(device: str) -> None:
     support = support_cases.random_support((3, 600, 2), 1200, device)
     weight, gradient = _matrix(1200, 8, torch.float32, device), _gradient(support)
     out = torch.full((3, 8), 7.0, device=device)
-    support_hidden(gradient, weight, *support, out)
+    support_hidden(gradient, weight, *support, out, False)
     rows = support_cases.entry_rows(support)
     _check_sums(out, rows, gradient, weight[support.token_ids.long()], 3, torch.zeros_like(out), "hidden")
     # A row's pieces are its own: alone, it has the same bits.
     alone = torch.full((1, 8), 7.0, device=device)
     one = support.token_ids[3:603], torch.tensor([0, 600], device=device), support.valid[:1]
-    support_hidden(gradient[3:603], weight, *one, alone)
+    support_hidden(gradient[3:603], weight, *one, alone, False)
     assert torch.equal(alone[0], out[1])
 
 
@@ -273,7 +282,7 @@ def test_no_entries(device: str) -> None:
         values = support_products(hidden, weight, None, *support)
         assert values.shape == (0,)
         before = hidden.clone(), weight.clone()
-        support_hidden(values, weight, *support, hidden)
+        support_hidden(values, weight, *support, hidden, True)
         support_weight(values, hidden, *support_cases.by_token(support, VOCAB), weight, None, True)
         assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
     # Entries, but none that takes part.
@@ -281,6 +290,29 @@ def test_no_entries(device: str) -> None:
     hidden, gradient = _matrix(2, 8, torch.float32, device), torch.ones(5, device=device)
     assert not support_products(hidden, weight, None, *support).any()
     before = hidden.clone(), weight.clone()
-    support_hidden(gradient, weight, *support, hidden)
+    support_hidden(gradient, weight, *support, hidden, True)
     support_weight(gradient, hidden, *support_cases.by_token(support, VOCAB), weight, None, True)
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (3, 2)])
+def test_gradients_without_an_entry_are_zero(sizes: tuple[int, ...], device: str) -> None:
+    support = support_cases.random_support(sizes, VOCAB, device, torch.zeros(2, dtype=torch.bool))
+    hidden, weight = _matrix(2, 8, torch.float32, device), _matrix(VOCAB, 8, torch.float32, device)
+    outs = torch.empty_like(hidden), torch.empty_like(weight), torch.empty_like(weight[:, 0])
+    _blank(*outs)
+    gradient = torch.ones(sum(sizes), device=device)
+    support_hidden(gradient, weight, *support, outs[0], False)
+    support_weight(gradient, hidden, *support_cases.by_token(support, VOCAB), *outs[1:], False)
+    assert not any(out.any() for out in outs)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0), (300, 1, 520)])
+def test_entries_sorted_by_token(sizes: tuple[int, ...], device: str) -> None:
+    valid = torch.rand(len(sizes)) < 0.7
+    support = support_cases.random_support(sizes, 600, device, valid)
+    found, expected = kernels(forced(), support.token_ids).by_token(support, 600), support_cases.by_token(support, 600)
+    taking_part = expected.token_ids < 600
+    assert torch.equal(found.token_ids, expected.token_ids) and torch.equal(found.entries, expected.entries)
+    assert torch.equal(found.rows[taking_part], expected.rows[taking_part])
+    assert found.token_ids.dtype == found.rows.dtype == torch.int32

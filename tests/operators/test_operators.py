@@ -109,6 +109,8 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
                 *(Needs(True, False, True), backend, "two-pass", budget),
             ),
         ),
+        (support_linear.support_linear_loss, (leaves, y, transform, entries, inputs, objective, backend)),
+        (support_linear.support_linear_products, (head, entries, values, Needs(True, True, True), backend)),
     ]
     names = [f"{p.__name__}.{m.name}" for p in (operators, linear_folder) for m in iter_modules(p.__path__)]
     every = {x for name in names for x in vars(import_module(name)).values() if isinstance(x, Operator)}

@@ -15,7 +15,8 @@ from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
 
 #: Kernels that read or write matrices, and those that do not.
 MATRIX = ("products", "weight", "hidden", "pieces")
-ROW = ("statistics", "gradient", "entry_rows", "heads", "restrict")
+ROW = ("statistics", "gradient", "forward_gradient", "entry_rows", "heads", "restrict")
+OF_LOGITS = ROW[:3]  # that have a softcap
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def fast_cases() -> list[Case]:
     for gpu in VENDORS:
         found += [Case(kernel, gpu, "bf16", True) for kernel in MATRIX] + [Case(kernel, gpu) for kernel in ROW]
     found += [Case(kernel, "sm_90", "fp32", True, kernel != "hidden") for kernel in MATRIX]
-    return found + [Case(kernel, "sm_90", everything=True) for kernel in ("statistics", "gradient")]
+    return found + [Case(kernel, "sm_90", everything=True) for kernel in OF_LOGITS]
 
 
 def slow_cases() -> list[Case]:
@@ -55,7 +56,7 @@ def slow_cases() -> list[Case]:
         if not (kernel == "hidden" and everything)
     ]
     found += [Case(kernel, gpu) for gpu in GPUS for kernel in ROW]
-    found += [Case(kernel, gpu, everything=True) for gpu in GPUS for kernel in ("statistics", "gradient")]
+    found += [Case(kernel, gpu, everything=True) for gpu in GPUS for kernel in OF_LOGITS]
     return [case for case in found if case not in set(fast_cases())]
 
 
@@ -71,7 +72,7 @@ def compile_case(case: Case) -> dict[str, Any]:
         matrices = ("hidden_ptr", "weight_ptr", "bias_ptr", "source_ptr", "out_ptr", "out_bias_ptr")
         types |= dict.fromkeys(matrices, case.dtype)
     elif case.kernel == "entry_rows":
-        types["out_ptr"] = "i32"
+        types["keys_ptr"] = "i32"
     elif case.kernel == "restrict":
         types |= {"logits_ptr": case.dtype, "rows_ptr": "i64"}
     aligned = {"hidden_ptr", "weight_ptr", "source_ptr", "out_ptr", "partials_ptr"} if case.wide else set()
@@ -82,7 +83,15 @@ def compile_case(case: Case) -> dict[str, Any]:
 
 def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The kernel, its constants and the compiler's options."""
-    from fastrl.kernels import support_products, support_restrict, support_statistics, support_weight
+    from fastrl.backend.triton.formulas import device_objective
+    from fastrl.kernels import (
+        support_forward_gradient,
+        support_products,
+        support_restrict,
+        support_statistics,
+        support_weight,
+    )
+    from fastrl.objectives.rows import RowInputs, RowObjective
 
     vec = (4 if case.dtype == "fp32" else 8) if case.wide else 1
     full = case.everything
@@ -94,7 +103,8 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         constants = {"BLOCK": support_restrict.BLOCK, "IDS": support_restrict.IDS}
         return support_restrict.support_restrict_kernel, constants, {"num_warps": 4}
     if case.kernel == "entry_rows":
-        return support_products.entry_rows_kernel, {"BLOCK": support_products.ROW_BLOCK}, support_products.ROW_OPTIONS
+        constants = {"BLOCK": support_products.ROW_BLOCK}
+        return support_products.entry_rows_kernel, constants, support_products.ROW_OPTIONS
     if case.kernel == "heads":
         return support_weight.heads_kernel, {"BLOCK": support_weight.HEADS_BLOCK}, options
     no_bias = {} if full else {"out_bias_ptr": None, "bias_partials_ptr": None}
@@ -108,6 +118,11 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     constants = {"SOFTCAP": full, "BLOCK": support_statistics.BLOCK} | ({} if full else {"temperatures_ptr": None})
     if case.kernel == "statistics":
         return support_statistics.support_statistics_kernel, constants, support_statistics.OPTIONS
+    if case.kernel == "forward_gradient":
+        gate, kl, rollout = ("soft", "k3-unbiased", "truncate") if full else ("clip", "none", "none")
+        constants["OBJECTIVE"], _ = device_objective(RowObjective(gate, (0.0,) * 4, kl, rollout, 0.0, 0.0, 0.0))
+        constants |= {} if full else {f"{name}_ptr": None for name in RowInputs._fields[3:]}
+        return support_forward_gradient.support_forward_gradient_kernel, constants, support_statistics.OPTIONS
     constants |= {} if full else {"h_ptr": None}
     return support_statistics.support_gradient_kernel, constants, support_statistics.OPTIONS
 
@@ -121,7 +136,14 @@ def launch_keys() -> dict[str, list[str]]:
 
     from fastrl.backend.contract import ByToken, Statistics, Support, Transform
     from fastrl.backend.triton import backend
-    from fastrl.kernels import support_products, support_restrict, support_statistics, support_weight
+    from fastrl.kernels import (
+        support_forward_gradient,
+        support_products,
+        support_restrict,
+        support_statistics,
+        support_weight,
+    )
+    from fastrl.objectives.rows import RowInputs, RowObjective
 
     keys: dict[str, list[str]] = {}
 
@@ -129,6 +151,7 @@ def launch_keys() -> dict[str, list[str]]:
         for name in names:
             setattr(module, name, Recorder(getattr(module, name), keys))
 
+    record(support_forward_gradient, "support_forward_gradient_kernel")
     record(support_products, "entry_rows_kernel", "support_products_kernel")
     record(support_restrict, "support_restrict_kernel")
     record(support_statistics, "support_statistics_kernel", "support_gradient_kernel")
@@ -156,7 +179,9 @@ def launch_keys() -> dict[str, list[str]]:
         backend.support_restrict(tile, 1 + gap, targets, *support[:2])
         backend.support_statistics(values, targets, support, transform)
         backend.support_gradient(values, targets, support, transform, Statistics(c, c, c, c), c, None, values)
-        backend.support_hidden(values, weight, support, hidden)
+        objective = RowObjective("clip", (0.2, 0.2, 3, 1e30), "none", "none", 0, 0, temperature)
+        backend.support_forward_gradient(values, targets, support, transform, objective, RowInputs(c, c, c), values)
+        backend.support_hidden(values, weight, support, hidden, False)
         backend.support_weight(values, hidden, ByToken(ids, entries, rows), out, None, False)
     return keys
 

@@ -21,10 +21,14 @@ from fastrl.backend.cpp.support import (
     support_weight,
 )
 from fastrl.backend.torch.backend import scale
+from fastrl.backend.torch.support import by_token
+from fastrl.base.pages import zeros as blank
 from fastrl.objectives.rows import RowInputs, RowObjective
 
 __all__ = [
     "advise",
+    "blank",
+    "by_token",
     "find_support",
     "row_forward_gradient",
     "row_gradient",

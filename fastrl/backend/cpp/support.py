@@ -199,7 +199,7 @@ def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor
     )
 
 
-def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
+def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor, keep: bool) -> None:
     """See `fastrl.backend.contract`."""
     run = function("fastrl_support_hidden", POINTER(_Support), POINTER(_Factors), c_void_p, c_void_p, c_int64)
     at = pointer("gradient", gradient, support.token_ids.numel())

@@ -8,6 +8,7 @@ from torch import Tensor
 from fastrl.backend.torch.find_support import find_support
 from fastrl.backend.torch.rows import row_forward_gradient, row_gradient, row_statistics
 from fastrl.backend.torch.support import (
+    by_token,
     support_forward_gradient,
     support_gradient,
     support_hidden,
@@ -16,11 +17,14 @@ from fastrl.backend.torch.support import (
     support_statistics,
     support_weight,
 )
+from fastrl.base.pages import zeros as blank
 
 _PIECE_BYTES = 2 << 20
 
 __all__ = [
     "advise",
+    "blank",
+    "by_token",
     "find_support",
     "row_forward_gradient",
     "row_gradient",

@@ -107,10 +107,18 @@ def support_forward_gradient(
     terms, c, h = row_terms(statistics.logprobs, statistics.entropy, takes_part, objective, inputs)
     slopes = c, None if inputs.entropy_weights is None else h
     support_gradient(values, targets, support, transform, statistics, *slopes, out)
-    return LossTerms(statistics.logprobs, statistics.entropy, terms)
+    return LossTerms(statistics.logprobs.clone(), statistics.entropy.clone(), terms)  # no result of which keeps others
 
 
-def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor) -> None:
+def by_token(support: Support, vocab: int) -> ByToken:
+    """See `fastrl.backend.contract`."""
+    takes_part = support.valid.repeat_interleave(support.offsets.diff(), output_size=support.token_ids.shape[0])
+    ids, entries = support.token_ids.where(takes_part, vocab).sort(stable=True)
+    rows = torch.searchsorted(support.offsets, entries, right=True, out_int32=True)
+    return ByToken(ids, entries, rows.sub_(1))
+
+
+def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor, keep: bool) -> None:
     """See `fastrl.backend.contract`."""
     valid = support.valid & (support.offsets.diff() > 0)
     for row in valid.nonzero()[:, 0].tolist():

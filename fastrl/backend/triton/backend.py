@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Support, Transform
@@ -16,11 +17,13 @@ from fastrl.kernels.support_hidden import support_hidden
 from fastrl.kernels.support_products import support_products
 from fastrl.kernels.support_restrict import support_restrict
 from fastrl.kernels.support_statistics import support_gradient, support_statistics
-from fastrl.kernels.support_weight import support_weight
+from fastrl.kernels.support_weight import by_token, support_weight
 from fastrl.objectives.rows import RowInputs, RowObjective
 
 __all__ = [
     "advise",
+    "blank",
+    "by_token",
     "find_support",
     "row_forward_gradient",
     "row_gradient",
@@ -38,6 +41,11 @@ __all__ = [
 
 def advise(tensor: Tensor) -> None:
     """Do nothing; the C++ backend uses it."""
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Uninitialised memory: the kernels write zeros where nothing else is written."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def row_forward_gradient(
