@@ -225,57 +225,54 @@ def add_pieces_kernel(
     Programs beyond the slots write zeros to those of ROWS segments each that have no position.
     """
     slot = tl.program_id(0).to(tl.int64)
-    if slot >= slots:
-        segment = (slot - slots).to(tl.int32) * ROWS + tl.arange(0, ROWS)
-        head = tl.load(heads_ptr + segment, mask=segment < segments, other=0)
-        found = tl.load(ids_ptr + head, mask=(segment < segments) & (head < nnz), other=-1)
-        empty = (segment < segments) & (found != segment)
+    own = load_id(ids_ptr + slot * PIECE, (slot < slots) & (slot * PIECE < nnz), segments)
+    head = tl.load(heads_ptr + own, mask=own >= 0, other=0)
+    # Piece i > 0 begins at head + PIECE (i + 1), if the segment has that position.
+    second = load_id(ids_ptr + head + 2 * PIECE, (own >= 0) & (head + 2 * PIECE < nnz), segments)
+    if (own >= 0) & (head // PIECE + 1 == slot) & (second == own):
         if out_ptr is not None:
             columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-            pointers = out_ptr + segment.to(tl.int64)[:, None] * (stride_out // VEC * VEC) + columns[None, :]
-            zeros = tl.zeros([ROWS, CHUNK], out_ptr.dtype.element_ty)
-            tl.store(pointers, zeros, mask=empty[:, None] & (columns < hidden_size // VEC * VEC)[None, :])
+            length = hidden_size // VEC * VEC
+            column_mask = columns < length
+            total = tl.zeros([CHUNK], tl.float32)
+        if out_bias_ptr is not None:
+            total_bias = 0.0
+
+        # Loop: STEP pieces at a time.
+        i = tl.arange(0, STEP)
+        begin = head + PIECE  # of piece 0, a position in it
+        while load_id(ids_ptr + begin, begin < nnz, segments) == own:
+            begins = begin + i * PIECE
+            mask = load_id(ids_ptr + begins, begins < nnz, segments) == own
+            if out_ptr is not None:
+                pointers = partials_ptr + (slot + i)[:, None] * length + columns[None, :]
+                total += tl.sum(tl.load(pointers, mask=mask[:, None] & column_mask[None, :], other=0.0), axis=0)
+            if out_bias_ptr is not None:
+                total_bias += tl.sum(tl.load(bias_partials_ptr + slot + i, mask=mask, other=0.0), axis=0)
+            begin += STEP * PIECE
+            slot += STEP
+
+        # Store.
+        if out_ptr is not None:
+            store_sum(out_ptr + own.to(tl.int64) * (stride_out // VEC * VEC) + columns, total, column_mask, ADD)
+        if out_bias_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
+            if tl.program_id(1) == 0:
+                store_sum(out_bias_ptr + own, total_bias, True, ADD)
+
+    block = tl.program_id(0) - slots
+    if block >= 0:
+        segment = block * ROWS + tl.arange(0, ROWS)
+        exists = segment < segments
+        place = tl.load(heads_ptr + segment, mask=exists, other=0)
+        empty = exists & (tl.load(ids_ptr + place, mask=exists & (place < nnz), other=-1) != segment)
+        if out_ptr is not None:
+            within = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+            to = out_ptr + segment.to(tl.int64)[:, None] * (stride_out // VEC * VEC) + within[None, :]
+            mask_to = empty[:, None] & (within < hidden_size // VEC * VEC)[None, :]
+            tl.store(to, tl.zeros([ROWS, CHUNK], out_ptr.dtype.element_ty), mask=mask_to)
         if out_bias_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
             if tl.program_id(1) == 0:
                 tl.store(out_bias_ptr + segment, tl.zeros([ROWS], out_bias_ptr.dtype.element_ty), mask=empty)
-        return
-
-    own = load_id(ids_ptr + slot * PIECE, slot * PIECE < nnz, segments)
-    head = tl.load(heads_ptr + own, mask=own >= 0, other=0)
-    if (own < 0) | (head // PIECE + 1 != slot):
-        return
-    # Piece i > 0 begins at head + PIECE (i + 1), if the segment has that position.
-    if load_id(ids_ptr + head + 2 * PIECE, head + 2 * PIECE < nnz, segments) != own:
-        return
-
-    if out_ptr is not None:
-        columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-        length = hidden_size // VEC * VEC
-        column_mask = columns < length
-        total = tl.zeros([CHUNK], tl.float32)
-    if out_bias_ptr is not None:
-        total_bias = 0.0
-
-    # Loop: STEP pieces at a time.
-    i = tl.arange(0, STEP)
-    begin = head + PIECE  # of piece 0, a position in it
-    while load_id(ids_ptr + begin, begin < nnz, segments) == own:
-        begins = begin + i * PIECE
-        mask = load_id(ids_ptr + begins, begins < nnz, segments) == own
-        if out_ptr is not None:
-            pointers = partials_ptr + (slot + i)[:, None] * length + columns[None, :]
-            total += tl.sum(tl.load(pointers, mask=mask[:, None] & column_mask[None, :], other=0.0), axis=0)
-        if out_bias_ptr is not None:
-            total_bias += tl.sum(tl.load(bias_partials_ptr + slot + i, mask=mask, other=0.0), axis=0)
-        begin += STEP * PIECE
-        slot += STEP
-
-    # Store.
-    if out_ptr is not None:
-        store_sum(out_ptr + own.to(tl.int64) * (stride_out // VEC * VEC) + columns, total, column_mask, ADD)
-    if out_bias_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
-        if tl.program_id(1) == 0:
-            store_sum(out_bias_ptr + own, total_bias, True, ADD)
 
 
 def constants(vec: int, add: bool, warp: int = _WARP) -> dict[str, Any]:
