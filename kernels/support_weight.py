@@ -36,26 +36,35 @@ EMPTY_ROWS = 16  # of a program that writes zeros
 HEADS_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["nnz", "segments", "steps"], do_not_specialize_on_alignment=["ids_ptr", "heads_ptr"])
+@triton.jit(
+    do_not_specialize=["nnz", "segments", "steps"],
+    do_not_specialize_on_alignment=["ids_ptr", "entries_ptr", "rows_ptr", "heads_ptr", "sorted_rows_ptr"],
+)
 def heads_kernel(
     ids_ptr,  # (nnz,) int32, ascending
+    entries_ptr,  # (nnz,) int64; None with sorted_rows_ptr
+    rows_ptr,  # (nnz,) int32: the row of each entry; None with sorted_rows_ptr
     heads_ptr,  # (segments,) int64, output: the first position whose id is not less
+    sorted_rows_ptr,  # (nnz,) int32, output: rows[entries]; or None
     nnz: tl.int64,
     segments: tl.int32,
     steps: tl.int32,  # 2**steps > nnz
     BLOCK: tl.constexpr,
 ):
-    """Program (segment block,)."""
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Program (block of segments and of positions,)."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int64)
-    high = low + nnz
+    high = low + tl.where(place < segments, nnz, 0)
     for _ in range(steps):
         middle = (low + high) // 2
         searching = low < high
-        below = searching & (tl.load(ids_ptr + middle, mask=searching, other=0) < own)
+        below = searching & (tl.load(ids_ptr + middle, mask=searching, other=0) < place)
         low = tl.where(below, middle + 1, low)
         high = tl.where(searching & (below == 0), middle, high)
-    tl.store(heads_ptr + own, low, mask=own < segments)
+    tl.store(heads_ptr + place, low, mask=place < segments)
+    if sorted_rows_ptr is not None:
+        entry = tl.load(entries_ptr + place, mask=place < nnz, other=0)
+        tl.store(sorted_rows_ptr + place, tl.load(rows_ptr + entry, mask=place < nnz, other=0), mask=place < nnz)
 
 
 @triton.jit
@@ -379,17 +388,35 @@ def support_weight(
 ) -> None:
     """See `fastrl.backend.contract`."""
     check_unit_strides(hidden=hidden, out=out, out_bias=out_bias)
-    ids, entries, rows = by_token
+    ids, entries, rows, heads = by_token
     target = out_bias if out is None else out
     if target is None:
         return
-    nnz, vocab = ids.numel(), target.shape[0]
-    heads = torch.empty(vocab, dtype=torch.int64, device=hidden.device)
-    if nnz:
-        with on_device(hidden):
-            blocks = triton.cdiv(vocab, HEADS_BLOCK)
-            heads_kernel[(blocks,)](ids, heads, nnz, vocab, nnz.bit_length(), BLOCK=HEADS_BLOCK, **launch_options())
+    vocab = target.shape[0]
+    heads = _heads(ids, None, None, vocab)[0] if heads is None else heads
     segment_sums(gradient, entries, rows, ids, heads, vocab, hidden, out, out_bias, add=add, fill=not add)
+
+
+def _heads(ids: Tensor, entries: Tensor | None, rows: Tensor | None, vocab: int) -> tuple[Tensor, Tensor | None]:
+    """The first position of each token, and rows[entries]; `ids` (nnz,) ascend."""
+    nnz = ids.numel()
+    heads = torch.empty(vocab, dtype=torch.int64, device=ids.device)
+    sorted_rows = None if rows is None else torch.empty_like(rows)
+    if nnz:
+        with on_device(ids):
+            heads_kernel[(triton.cdiv(max(vocab, nnz), HEADS_BLOCK),)](
+                ids,
+                entries,
+                rows,
+                heads,
+                sorted_rows,
+                nnz,
+                vocab,
+                nnz.bit_length(),
+                BLOCK=HEADS_BLOCK,
+                **launch_options(),
+            )
+    return heads, sorted_rows
 
 
 def by_token(support: Support, vocab: int) -> ByToken:
@@ -397,4 +424,6 @@ def by_token(support: Support, vocab: int) -> ByToken:
     keys = torch.empty_like(support.token_ids)
     rows = entry_rows(support, keys, vocab)
     ids, entries = keys.sort(stable=True)
-    return ByToken(ids, entries, rows.index_select(0, entries))
+    heads, sorted_rows = _heads(ids, entries, rows, vocab)
+    assert sorted_rows is not None
+    return ByToken(ids, entries, sorted_rows, heads)

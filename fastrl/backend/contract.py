@@ -111,6 +111,7 @@ class ByToken(NamedTuple):
     token_ids: Tensor  # (nnz,) int32, V for entries of rows that take no part
     entries: Tensor  # (nnz,) int64: the position of each in the CSR
     rows: Tensor  # (nnz,) int32
+    heads: Tensor | None = None  # (V,) int64: the first position of each token that has one; or None
 
 
 class LossTerms(NamedTuple):

@@ -75,9 +75,22 @@ class Responses:
 
     def spread(self, y: Tensor) -> Tensor:
         """(G,) -> (N,): each token gets its response's value."""
+        return self.shared(y).reshape(-1)
+
+    def shared(self, y: Tensor) -> Tensor:
+        """`spread` without a copy if it can be: (N,), or a view (G, T)."""
+        return y[:, None].expand(self.count, self.length) if self.offsets is None else y[self.owner]
+
+    def number(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+        """(N,) bool -> (G,): how many tokens are chosen."""
         if self.offsets is None:
-            return y[:, None].expand(self.count, self.length).reshape(-1)
-        return y[self.owner]
+            return chosen.reshape(self.count, self.length).sum(-1, dtype=dtype)
+        return self.sum(chosen.to(dtype))
+
+    def divided(self, x: Tensor, y: Tensor) -> Tensor:
+        """x (N,) / y (G,): each token by its response's value."""
+        each = self.shared(y)
+        return (x.view_as(each) / each).reshape(-1)
 
     def owners(self, device: torch.device) -> Tensor:
         """(N,) int64: the response of each token."""

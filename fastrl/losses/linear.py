@@ -43,8 +43,7 @@ def linear_loss(problem: Problem, call: LinearCall) -> PolicyLoss:
     count = call.num_tokens
     if count >= 0 and call.args.mask is not None:
         # If the host cannot check the count, a wrong count must not train silently: it makes the loss NaN.
-        known = torch.where(problem.batch.tokens == count, 0.0, torch.nan)
-        problem = problem._replace(weights=problem.weights + known.to(problem.weights.dtype))
+        problem = problem._replace(weights=problem.weights.masked_fill_(problem.batch.tokens != count, torch.nan))
     depends = scope(problem.objective, Given.of(problem.batch))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels

@@ -71,7 +71,7 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
         loss = loss + torch.nan_to_num(0 * logp).sum()
     return PolicyLoss(
         loss,
-        metrics(terms, batch, entropy, dropped),
+        metrics(terms, batch, flat_entropy, dropped),
         logp.detach().float().view(batch.shape),
         None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
     )

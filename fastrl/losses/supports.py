@@ -52,8 +52,10 @@ def split(
     `asks`: whether the host may synchronise for the number of dense rows. If there may be wide rows, it synchronises
     for their number anyway.
     """
+    valid = torch.ones_like(args.targets, dtype=torch.bool) if args.mask is None else args.mask
+    if not mask.unrecorded and mask.longest <= widest:
+        return Supports(Support(mask.token_ids, mask.offsets, valid), None, 0, None)
     lengths = mask.lengths
-    valid = torch.ones_like(lengths, dtype=torch.bool) if args.mask is None else args.mask
     recorded = (lengths > 0) & valid
     is_wide = None
     if mask.longest > widest and not torch.compiler.is_compiling():

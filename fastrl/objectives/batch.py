@@ -62,16 +62,18 @@ class Batch:
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
         """w (N,): the aggregation's weight of each token, 0 where masked."""
-        counts, mask = self.counts, self.mask.to(self.counts.dtype)
+        counts = self.counts
         divisor: float | Tensor = max(self.responses.count, 1)
         if denominator is not None:
             divisor = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
         elif objective.aggregate == "token-mean":
             divisor = self.tokens.clamp_min(1)
         if objective.aggregate == "seq-mean-token-mean":
-            return mask * self.responses.spread(1 / (counts.clamp_min(1) * divisor))
-        normed = objective.aggregate == "seq-mean-token-sum-norm"
-        return mask / (divisor * objective.max_length if normed and objective.max_length else divisor)
+            return self.responses.divided(self.mask, counts.clamp_min(1) * divisor)
+        if objective.aggregate == "seq-mean-token-sum-norm" and objective.max_length:
+            divisor = divisor * objective.max_length
+        # A number would divide in the default dtype.
+        return (self.mask if isinstance(divisor, Tensor) else self.mask.to(counts.dtype)) / divisor
 
 
 def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dtype: torch.dtype) -> Tensor | None:
@@ -125,27 +127,34 @@ def make_batch(
             f" of {targets_name}; got {tuple(advantages.shape)}"
         )
     flat = advantages.detach().to(dtype)
-    flat = responses.spread(flat) if per_response else flat.reshape(-1)
-
-    def optional(name: str, value: object) -> Tensor | None:
-        values = _per_token(name, value, targets, targets_name, dtype)
-        return values if values is None or checked is None else values.where(counted, 0.0)
-
+    given = {
+        "advantages": flat,
+        "old": _per_token("old_logprobs", old_logprobs, targets, targets_name, dtype),
+        "ref": _per_token("ref_logprobs", ref_logprobs, targets, targets_name, dtype),
+        "rollout": _per_token("rollout_logprobs", rollout_logprobs, targets, targets_name, dtype),
+        "token_weights": _per_token("token_weights", token_weights, targets, targets_name, dtype),
+        "entropy_weights": _per_token("entropy_weights", entropy_weights, targets, targets_name, dtype),
+    }
+    present = {name: value for name, value in given.items() if value is not None}
+    spread = responses.spread if checked is None else responses.shared
+    present["advantages"] = spread(flat) if per_response else flat.reshape(-1)
+    if checked is not None:  # all at once: for small batches, a GPU waits for the launch of each operation
+        zeroed = torch.stack([x.view_as(present["advantages"]) for x in present.values()]).flatten(1)
+        present = dict(zip(present, zeroed.where(counted, 0.0).unbind(), strict=True))
     threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
-    ones = counted.to(dtype)
-    counts = responses.sum(ones)
+    counts = responses.number(counted, dtype)
     return Batch(
         shape=targets.shape,
         responses=responses,
         mask=counted,
         has_mask=checked is not None,
-        advantages=flat.contiguous() if checked is None else flat.where(counted, 0.0),
+        advantages=present["advantages"].contiguous(),
         per_response=per_response,
-        old=optional("old_logprobs", old_logprobs),
-        ref=optional("ref_logprobs", ref_logprobs),
-        rollout=optional("rollout_logprobs", rollout_logprobs),
-        token_weights=optional("token_weights", token_weights),
-        entropy_weights=optional("entropy_weights", entropy_weights),
+        old=present.get("old"),
+        ref=present.get("ref"),
+        rollout=present.get("rollout"),
+        token_weights=present.get("token_weights"),
+        entropy_weights=present.get("entropy_weights"),
         entropy_threshold=threshold,
         counts=counts,
         tokens=counts.sum(),

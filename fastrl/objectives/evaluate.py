@@ -285,28 +285,33 @@ def _custom_value(
 
 
 def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor | None) -> dict[str, Tensor]:
-    """Detached float32 scalars from terms (len(TERMS), N): means over valid tokens, and counts. No host sync."""
+    """Detached float32 scalars from terms (len(TERMS), N): means over valid tokens, and counts. No host sync.
+
+    Terms and entropy (N,) are 0 where masked.
+    """
     terms = terms.detach().float()
     tokens = batch.tokens.float()
     count = tokens.clamp_min(1)
     # Few operations, each over all terms: for small batches, a GPU waits for the launch of each operation.
     sums = terms.sum(-1)
     total = dict(zip(TERMS, sums.unbind(), strict=True))
-    mean = dict(zip(TERMS, (sums / count).unbind(), strict=True))
     ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
-    clipped = torch.linalg.vector_norm(side, 1) / count  # side is +1, -1 or 0, so its sum separates the two
+    more = [torch.linalg.vector_norm(side, 1)[None]]  # side is +1, -1 or 0, so its sum separates the two
+    if entropy is not None:
+        more.append(entropy.detach().float().sum()[None])
+    means = (torch.cat([sums, *more]) / count).unbind()
+    mean, clipped = dict(zip(TERMS, means, strict=False)), means[len(TERMS)]
+    clipped_high = torch.lerp(mean["side"], clipped, 0.5)
     zero = torch.zeros((), dtype=torch.float32, device=terms.device)
     return {
         "policy_loss": total["policy"],
         "kl": mean["kl"],
-        "entropy": torch.full_like(zero, torch.nan)
-        if entropy is None
-        else batch.flat(entropy.detach().float()).sum() / count,
+        "entropy": torch.full_like(zero, torch.nan) if entropy is None else means[-1],
         "ratio_mean": mean["ratio"],
         "ratio_max": ratio.amax() if terms.shape[1] else zero,
         "clip_frac": clipped,
-        "clip_frac_low": (clipped - mean["side"]) / 2,
-        "clip_frac_high": (clipped + mean["side"]) / 2,
+        "clip_frac_low": clipped - clipped_high,
+        "clip_frac_high": clipped_high,
         "gate_mean": mean["weight"],
         "approx_kl": mean["approx_kl"],
         "ratio_clamped": total["clamped"],

@@ -31,7 +31,7 @@ def support_hidden(gradient: Tensor, weight: Tensor, *rest: Any) -> None:
 
 
 def support_weight(gradient: Tensor, hidden: Tensor, *rest: Any) -> None:
-    kernels(forced(), hidden).support_weight(gradient, hidden, ByToken(*rest[:3]), *rest[3:])
+    kernels(forced(), hidden).support_weight(gradient, hidden, ByToken(*rest[:4]), *rest[4:])
 
 
 def _blank(*tensors: Tensor) -> None:
@@ -266,7 +266,7 @@ def test_segments_of_all_lengths_at_all_places(seed: int, device: str, monkeypat
     # A token's sum depends on its own entries alone: without the first segments it has the same bits.
     out = _weight(gradient, hidden, by_token, vocab)[0]
     first = lengths[0] + lengths[1]
-    rest = ByToken(*(x[first:].contiguous() for x in by_token))
+    rest = ByToken(*(x[first:].contiguous() for x in by_token[:3]))
     assert torch.equal(_weight(gradient, hidden, rest, vocab)[0][3:], out[3:])
     assert torch.equal(_weight(gradient, hidden, by_token, vocab)[0], out)
 
@@ -316,3 +316,6 @@ def test_entries_sorted_by_token(sizes: tuple[int, ...], device: str) -> None:
     assert torch.equal(found.token_ids, expected.token_ids) and torch.equal(found.entries, expected.entries)
     assert torch.equal(found.rows[taking_part], expected.rows[taking_part])
     assert found.token_ids.dtype == found.rows.dtype == torch.int32
+    if found.heads is not None and sum(sizes):
+        present = expected.token_ids[taking_part].unique().long()
+        assert torch.equal(found.heads[present], torch.searchsorted(expected.token_ids.long(), present))

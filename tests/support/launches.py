@@ -42,7 +42,8 @@ class Launches(TorchDispatchMode):
         if function.namespace == "aten":
             if name not in _FREE:
                 self.kernels[name] += _KERNELS.get(name, 1)
-            self.waits[name] += name in _WAITS
+            if name in _WAITS:
+                self.waits[name] += 1
         elif function.namespace == "fastrl":
             with self:
                 return torch._library.custom_ops.OPDEFS[function.name().split(".")[0]]._init_fn(*args, **(kwargs or {}))
