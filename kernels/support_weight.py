@@ -33,7 +33,7 @@ PIECE = 256
 PIECES_STEP = 8  # pieces added together
 PIECES_CHUNK = 512  # columns of a program that adds pieces: a float32 vector per thread
 EMPTY_ROWS = 16  # of a program that writes zeros
-HEADS_BLOCK = 1024
+HEADS_BLOCK = 256
 
 
 @triton.jit(

@@ -139,8 +139,8 @@ def make_batch(
     spread = responses.spread if checked is None else responses.shared
     present["advantages"] = spread(flat) if per_response else flat.reshape(-1)
     if checked is not None:  # all at once: for small batches, a GPU waits for the launch of each operation
-        zeroed = torch.stack([x.view_as(present["advantages"]) for x in present.values()]).flatten(1)
-        present = dict(zip(present, zeroed.where(counted, 0.0).unbind(), strict=True))
+        stacked = torch.stack([x.view_as(present["advantages"]) for x in present.values()]).flatten(1)
+        present = dict(zip(present, stacked.masked_fill_(~counted, 0.0).unbind(), strict=True))
     threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
     counts = responses.number(counted, dtype)
     return Batch(

@@ -180,16 +180,16 @@ def test_a_forward_gradient_reads_its_target_before_any_warp_may_overwrite_it() 
 
 
 # Calls, and variants of each kernel: a row's segments apart, in place or beside the logits; a gradient in order of its
-# entries (support_hidden) or by tokens (support_weight).
+# entries (support_hidden) or by tokens (support_weight); their rows alone, twice, or to be sorted by token.
 KERNELS = {
     aot: (5, {"combine_splits": 1, "row_forward_gradient": 2, "row_gradient": 1, "row_statistics": 2}),
     find_support_aot: (3, {"choose": 1, "write": 1}),
     support_aot: (
         4,
         {
-            **dict.fromkeys(("add_pieces", "entry_rows", "heads", "support_products", "support_restrict"), 1),
+            **dict.fromkeys(("add_pieces", "support_products", "support_restrict"), 1),
             **dict.fromkeys(("support_forward_gradient", "support_gradient", "support_statistics"), 1),
-            **{"segment_sums": 2},
+            **{"entry_rows": 3, "heads": 2, "segment_sums": 2},
         },
     ),
 }

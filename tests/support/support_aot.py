@@ -68,6 +68,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     kernel, constants, options = _kernel(case)
     types = {"targets_ptr": "i64", "token_ids_ptr": "i32", "offsets_ptr": "i64", "valid_ptr": "u8"}
     types |= {"rows_ptr": "i32", "source_rows_ptr": "i32", "entries_ptr": "i64", "ids_ptr": "i32", "heads_ptr": "i64"}
+    types |= {"sorted_rows_ptr": "i32"}
     if case.kernel in MATRIX:
         matrices = ("hidden_ptr", "weight_ptr", "bias_ptr", "source_ptr", "out_ptr", "out_bias_ptr")
         types |= dict.fromkeys(matrices, case.dtype)
@@ -182,6 +183,7 @@ def launch_keys() -> dict[str, list[str]]:
         objective = RowObjective("clip", (0.2, 0.2, 3, 1e30), "none", "none", 0, 0, temperature)
         backend.support_forward_gradient(values, targets, support, transform, objective, RowInputs(c, c, c), values)
         backend.support_hidden(values, weight, support, hidden, False)
+        backend.by_token(support, v)
         backend.support_weight(values, hidden, ByToken(ids, entries, rows), out, None, False)
     return keys
 
