@@ -254,3 +254,41 @@ def test_memory_follows_the_recorded_ids(backend: str, dense: int, monkeypatch: 
         assert max(allocations(from_logits)) == watched[0]
         with torch.no_grad():
             assert max(allocations(lambda: fastrl.token_logprobs(logits, targets, sampling_mask=sets))) < n * vocab
+
+
+def _row_local_loss(problem: Problem, leaves: dict[str, torch.Tensor], **changes: Any) -> torch.Tensor:
+    given = {k: problem.arguments[k] for k in ("targets", "mask", "sampling_mask")} | changes
+    advantages = torch.tensor([1.0, -0.5], device=problem.targets.device)
+    return fastrl.linear_policy_loss(**leaves, objective=fastrl.GRPO(kl_coef=0), advantages=advantages, **given).loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_upstream_scalar_is_applied_before_rounding(backend: str, backend_device: str, dtype: torch.dtype) -> None:
+    """A loss scale reaches float16 before anything underflows; a second backward gives the same bits."""
+    problem = recorded(backend_device, "narrow", dtype)
+    leaves = problem.leaves()
+    loss = _row_local_loss(problem, leaves)
+    small = loss * 2.0**-30
+    once, again, of_small, restored = (
+        torch.autograd.grad(x, list(leaves.values()), retain_graph=True) for x in (loss, loss, small, small * 2.0**30)
+    )
+    assert all(map(torch.equal, once, again)) and all(map(torch.equal, once, restored))
+    assert all(x.any() for x in once)
+    assert any(x.any() for x in of_small) == (dtype is not torch.float16)  # there it underflows
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+
+
+def test_a_loss_with_a_target_outside_its_set_is_nan(
+    backend: str, backend_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = recorded(backend_device, "narrow")
+    targets = problem.targets.clone()
+    targets[0, 0] = int((~problem.support[0, 0]).nonzero()[0])
+    leaves = problem.leaves()
+    with pytest.raises(ValueError, match="targets row 0"):
+        _row_local_loss(problem, leaves, targets=targets)
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)
+    loss = _row_local_loss(problem, leaves, targets=targets)
+    (gradient,) = torch.autograd.grad(loss, leaves["hidden"])
+    assert loss.isnan() and gradient.isnan().any(-1).flatten().nonzero().tolist() == [[0]]
