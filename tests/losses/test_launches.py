@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("objective", "masked", "most"),
     [(fastrl.PPO(), False, 38), (fastrl.GRPO(), False, 40), (fastrl.GRPO(), True, 40), (fastrl.DAPO(), True, 38)],
-    ids=lambda x: getattr(x, "name", str(x)),
+    ids=["ppo", "grpo", "grpo-masked", "dapo-masked"],
 )
 def test_recorded_sets_take_few_launches_and_no_wait(objective: Any, masked: bool, most: int) -> None:
     torch.manual_seed(0)
