@@ -23,7 +23,7 @@ struct LossArguments {
   void* out;  // the gradient, contiguous; or null: in place of the logits
   int32_t gate, kl, rollout_mode, padding;
 
-  using Terms = std::array<double, formulas::TOKEN_TERMS>;
+  using Terms = formulas::Numbers<formulas::TOKEN_TERMS>;
   static constexpr int TERMS = formulas::TOKEN_TERMS - 2;  // the last two are c and h
 
   Terms run(int64_t row, const RowStatistics& found) const {

@@ -1,4 +1,4 @@
-"""The formulas of `fastrl.objectives.formulas`, translated into a C++ header, so that the arithmetic has one source.
+"""The formulas of `fastrl.objectives.formulas`, translated into C++ (CUDA's too), so that the arithmetic has one source.
 
 Only straight-line functions can be translated: assignments to names and one return, made of arithmetic, comparisons,
 `&` and `|` on comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters.
@@ -17,11 +17,11 @@ from fastrl.objectives.rows import TERMS
 
 #: The functions of `fastrl.objectives.arithmetic` in C++. As in torch, minimum and maximum of a NaN are NaN.
 _FUNCTIONS = {
-    "exp": "inline double exp(double x) { return std::exp(x); }",
-    "expm1": "inline double expm1(double x) { return std::expm1(x); }",
-    "expm1_minus": "inline double expm1_minus(double x) { return std::expm1(x) - x; }",
-    "exp_of_exp": "inline double exp_of_exp(double x, double a, double b) { return std::exp(b - a * std::expm1(x)); }",
-    "sigmoid": "inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }",
+    "exp": "inline double exp(double x) { return ::exp(x); }",
+    "expm1": "inline double expm1(double x) { return ::expm1(x); }",
+    "expm1_minus": "inline double expm1_minus(double x) { return ::expm1(x) - x; }",
+    "exp_of_exp": "inline double exp_of_exp(double x, double a, double b) { return ::exp(b - a * ::expm1(x)); }",
+    "sigmoid": "inline double sigmoid(double x) { return 1 / (1 + ::exp(-x)); }",
     "minimum": "inline double minimum(double a, double b) { return a < b || a != a ? a : b; }",
     "maximum": "inline double maximum(double a, double b) { return a > b || a != a ? a : b; }",
     "where": "inline double where(bool condition, double a, double b) { return condition ? a : b; }",
@@ -90,7 +90,7 @@ def translate(function: ast.FunctionDef, callables: set[str]) -> str:
                 (conditions if _is_condition(value, conditions) else values).add(name)
             case ast.Return(value=ast.Tuple(elts=items)) if i == len(function.body) - 1:
                 results = ", ".join(_expression(item, values, conditions, callables) for item in items)
-                lines.append(f"  return std::array<double, {len(items)}>{{{results}}};")
+                lines.append(f"  return Numbers<{len(items)}>{{{results}}};")
             case ast.Return(value=ast.expr() as value) if i == len(function.body) - 1:
                 lines.append(f"  return {_expression(value, values, conditions, callables)};")
             case _:
@@ -119,6 +119,29 @@ def _table(name: str, functions: list[str]) -> str:
     return f"inline constexpr decltype(&{functions[0]}) {name}[] = {{{', '.join('&' + f for f in functions)}}};\n"
 
 
+_NUMBERS = """template <int n>
+struct Numbers {
+  double values[n];
+  double operator[](int i) const { return values[i]; }
+};
+"""
+
+
+_NOTE = "// Generated from fastrl/objectives/formulas.py by fastrl/backend/cpp/formulas.py.\n#pragma once\n\n"
+
+
+def _namespace(*parts: str) -> str:
+    body = "\n".join(parts)
+    return f"namespace fastrl::formulas {{\n\n{body}\n}}  // namespace fastrl::formulas\n"
+
+
+def definitions() -> str:
+    """The formulas alone. Of the standard library they need the functions of `<math.h>`, which CUDA has by itself."""
+    count = f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n"
+    body = _namespace(_NUMBERS, *_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), count)
+    return _NOTE + body
+
+
 def header() -> str:
     """The header `fastrl_formulas.h`: the formulas, and tables of them in the order of the dictionaries' keys."""
     parts = ("VALUE", "WEIGHT", "SIDE"), ("VALUE", "GRADIENT")
@@ -128,10 +151,4 @@ def header() -> str:
         for i, part in enumerate(names)
     ]
     tables.append(_table("ROLLOUT_WEIGHT", [function.__name__ for function in ROLLOUT_FORMULAS.values()]))
-    tables.append(f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n")
-    body = "\n".join([*_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), *tables])
-    return (
-        "// Generated from fastrl/objectives/formulas.py by fastrl/backend/cpp/formulas.py.\n#pragma once\n\n"
-        f"#include <array>\n#include <cmath>\n\nnamespace fastrl::formulas {{\n\n{body}\n"
-        f"}}  // namespace fastrl::formulas\n"
-    )
+    return "#include <math.h>\n\n" + definitions() + "\n" + _namespace(*tables)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Support, Transform
+from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.backend.triton.formulas import device_objective
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import support_forward_gradient as support_forward_gradient_kernel
@@ -58,6 +59,8 @@ def row_forward_gradient(
     out: Tensor | None = None,
 ) -> LossTerms:
     """See `fastrl.backend.contract`."""
+    if cluster_kernel.fits(logits, out):
+        return cluster_kernel.row_forward_gradient(logits, targets, mask, transform, objective, inputs, out)
     arguments = (logits, targets, mask, transform, *device_objective(objective), inputs, out)
     return forward_gradient_kernel.row_forward_gradient(*arguments)
 

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels that the Triton backend calls in place of its own: compiled by NVRTC on first use."""

@@ -1,0 +1,206 @@
+"""Forward-gradient with a row on chip, in the shared memory of a cluster of blocks; csrc/cuda/ has the kernel.
+
+Off, because it has never run on a GPU: `use_clusters` turns it on for tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import Structure, c_double, c_float, c_int, c_longlong, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.contract import LossTerms, Transform
+from fastrl.backend.cpp.formulas import definitions
+from fastrl.backend.cuda import nvrtc
+from fastrl.kernels.configuration import configuration, is_aligned, numbers, on_device, row_strides
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+
+_SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
+_ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+_VECTOR, _PIECE, _MAX_PIECES = 8, 4096, 28  # columns, columns, pieces: as in csrc/cuda
+SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Shared), which the kernel's source asserts
+_RESERVED = 1024  # bytes of shared memory that CUDA takes per block
+
+_on = False
+
+
+@contextmanager
+def use_clusters() -> Iterator[None]:
+    """Let the Triton backend call this kernel inside the context wherever it `fits`: for tests and benchmarks.
+
+    The choice holds for the whole process, in all its threads.
+    """
+    global _on
+    before, _on = _on, True
+    try:
+        yield
+    finally:
+        _on = before
+
+
+class Arguments(Structure):
+    """The kernel's argument: the struct of csrc/cuda/row_forward_gradient.cuh, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "out", "targets", "mask", "temperatures")),
+        *((name, c_void_p) for name in RowInputs._fields),
+        ("results", c_void_p),
+        *((name, c_longlong) for name in ("stride_a", "stride_b", "out_stride_a", "out_stride_b")),
+        ("parameters", c_double * 7),
+        *((name, c_int) for name in ("rows", "columns_b", "vocab")),
+        *((name, c_float) for name in ("temperature", "logit_scale", "softcap")),
+    )
+
+
+class Variant(NamedTuple):
+    """What a compilation is specialised on."""
+
+    dtype: torch.dtype
+    segments: int  # blocks that share a row
+    threads: int  # of a block
+    softcap: bool
+    entropy: bool  # whether its gradient is wanted
+    gate: str
+    kl: str
+    rollout: str
+
+
+def shared_bytes(vocab: int, segments: int) -> int:
+    """The dynamic shared memory of a block: its pieces of all whole steps of a row."""
+    return SHARED + vocab // (_PIECE * segments) * _PIECE * 2
+
+
+def threads(shared: int, multiprocessor: int) -> int:
+    """The threads of a block with this much shared memory, given that of a multiprocessor, in bytes.
+
+    Three blocks of 256 keep a multiprocessor busy while one of them waits for memory or for its cluster. Where only one
+    or two fit, 512 each.
+    """
+    return 256 if 3 * (shared + _RESERVED) <= multiprocessor else 512
+
+
+def source(variant: Variant) -> str:
+    """The kernel `row_forward_gradient_kernel` of one variant; it includes `headers()`."""
+    functions = (*GATE_FORMULAS[variant.gate], *KL_FORMULAS[variant.kl], ROLLOUT_FORMULAS[variant.rollout])
+    names = ", ".join(f"formulas::{function.__name__}" for function in functions)
+    flags = ", ".join(str(flag).lower() for flag in (variant.softcap, variant.entropy))
+    # Blocks that share a multiprocessor's registers. A softcap needs more of them, and is not bound by memory.
+    blocks = 3 if variant.threads == 256 and not variant.softcap else 2
+    return f"""
+#include "row_forward_gradient.cuh"
+
+namespace fastrl {{
+
+struct Objective {{
+  template <class... T>
+  auto operator()(T... numbers) const {{
+    return formulas::token_terms({names}, numbers...);
+  }}
+}};
+
+}}  // namespace fastrl
+
+using namespace fastrl;
+
+extern "C" __global__ void __cluster_dims__({variant.segments}, 1, 1) __launch_bounds__({variant.threads}, {blocks})
+row_forward_gradient_kernel(const __grid_constant__ Arguments arguments) {{
+  row_forward_gradient<{_ELEMENTS[variant.dtype]}, {variant.segments}, {variant.threads}, {flags}>(
+      arguments, Objective{{}});
+}}
+
+static_assert(sizeof(Shared) == {SHARED} && PIECE == {_PIECE} && MAX_PIECES == {_MAX_PIECES});
+"""
+
+
+def headers() -> dict[str, str]:
+    """The headers of `source`: name -> text."""
+    files = {path.name: path.read_text() for path in sorted(_SOURCES.glob("*.cuh"))}
+    return {**files, "fastrl_formulas.h": definitions()}
+
+
+@cache
+def _kernel(variant: Variant, device: int) -> nvrtc.Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = nvrtc.compile_source(source(variant), headers(), f"sm_{major}{minor}a")
+    return nvrtc.Kernel(cubin, "row_forward_gradient_kernel")
+
+
+def fits(logits: Tensor, out: Tensor | None) -> bool:
+    """Whether the kernel is turned on and can take the call.
+
+    It takes rows of bfloat16 or float16 that consist of whole 16-byte vectors at 16-byte-aligned addresses and fit the
+    shared memory of a cluster, on an NVIDIA GPU that has clusters.
+    """
+    if not _on or not logits.is_cuda or torch.version.hip is not None or logits.dtype not in _ELEMENTS:
+        return False
+    if not is_aligned(logits, _VECTOR) or (out is not None and not is_aligned(out, _VECTOR)):
+        return False
+    device = torch.cuda.get_device_properties(logits.device)
+    vocab = logits.shape[-1]
+    segments = configuration(vocab, 2).segments
+    enough = shared_bytes(vocab, segments) <= device.shared_memory_per_block_optin
+    return device.major >= 9 and enough and vocab // (_PIECE * segments) <= _MAX_PIECES
+
+
+def arguments_of(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+    out: Tensor | None,
+    results: Tensor,  # (2 + len(TERMS), N) float32
+) -> Arguments:
+    """The kernel's argument; the tensors must outlive its use."""
+
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    columns_b, *strides = row_strides(logits)
+    _, *out_strides = row_strides(logits if out is None else out)
+    limits = (objective.rollout_low, objective.rollout_high, objective.max_log_ratio)
+    return Arguments(
+        address(logits),
+        address(logits if out is None else out),
+        *map(address, (targets, mask, transform.temperatures, *inputs, results)),
+        *strides,
+        *out_strides,
+        (c_double * 7)(*objective.gate_parameters, *limits),
+        targets.numel(),
+        columns_b,
+        logits.shape[-1],
+        *numbers(transform),
+    )
+
+
+def row_forward_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+    out: Tensor | None = None,
+) -> LossTerms:
+    """See `fastrl.backend.contract`, for a call that `fits`. The objective runs in float64 on float32 values."""
+    rows, vocab = targets.numel(), logits.shape[-1]
+    results = torch.empty(2 + len(TERMS), rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        segments = configuration(vocab, 2).segments
+        shared = shared_bytes(vocab, segments)
+        device = torch.cuda.get_device_properties(logits.device)
+        size = threads(shared, device.shared_memory_per_multiprocessor)
+        flags = (transform.softcap != 0, inputs.entropy_weights is not None)
+        variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl, objective.rollout)
+        arguments = arguments_of(logits, targets, mask, transform, objective, inputs, out, results)
+        with on_device(logits):
+            _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
+    return LossTerms(results[0], results[1], results[2:])
