@@ -80,10 +80,10 @@ def shared_bytes(vocab: int, segments: int) -> int:
 def threads(shared: int, multiprocessor: int) -> int:
     """The threads of a block with this much shared memory, given that of a multiprocessor, in bytes.
 
-    Three blocks of 256 keep a multiprocessor busy while one of them waits for memory or for its cluster. Where only one
-    or two fit, 512 each.
+    Two or three blocks of 256 keep a multiprocessor busy while one waits for memory or for its cluster. Where only one
+    fits, it has 512.
     """
-    return 256 if 3 * (shared + _RESERVED) <= multiprocessor else 512
+    return 256 if 2 * (shared + _RESERVED) <= multiprocessor else 512
 
 
 def source(variant: Variant) -> str:
@@ -92,7 +92,7 @@ def source(variant: Variant) -> str:
     names = ", ".join(f"formulas::{function.__name__}" for function in functions)
     flags = ", ".join(str(flag).lower() for flag in (variant.softcap, variant.entropy))
     # Blocks that share a multiprocessor's registers. A softcap needs more of them, and is not bound by memory.
-    blocks = 3 if variant.threads == 256 and not variant.softcap else 2
+    blocks = 1 if variant.threads == 512 else 2 if variant.softcap else 3
     return f"""
 #include "row_forward_gradient.cuh"
 
