@@ -5,21 +5,20 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from places import ROOT
-from torch import Tensor
 
-from fastrl.backend.contract import LossTerms, Transform
+from fastrl.backend.contract import LossTerms
 from fastrl.backend.cpp import build
 from fastrl.backend.cpp.formulas import header
 from fastrl.backend.cuda import row_forward_gradient as kernel
-from fastrl.kernels.configuration import configuration
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
-MULTIPROCESSOR = 228 << 10  # bytes of shared memory: an H100's
+PROPERTIES = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10)  # an H100's
 
 
 @cache
@@ -32,34 +31,27 @@ def _emulate() -> Any:
     return emulate
 
 
-def row_forward_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    objective: RowObjective,
-    inputs: RowInputs,
-    out: Tensor | None = None,
-    order: int = 0,
-) -> LossTerms:
-    """The kernel's results as its launcher would get them; `order` is that in which threads take turns."""
-    vocab = logits.shape[-1]
-    results = torch.full((2 + len(TERMS), targets.numel()), torch.nan)
-    arguments = kernel.arguments_of(logits, targets, mask, transform, objective, inputs, out, results)
-    segments = configuration(vocab, 2).segments
-    shared = kernel.shared_bytes(vocab, segments)
-    failure = _emulate()(
-        ctypes.byref(arguments),
-        logits.dtype == torch.float16,
-        segments,
-        kernel.threads(shared, MULTIPROCESSOR),
-        transform.softcap != 0,
-        inputs.entropy_weights is not None,
-        list(GATE_FORMULAS).index(objective.gate),
-        list(KL_FORMULAS).index(objective.kl),
-        list(ROLLOUT_FORMULAS).index(objective.rollout),
-        shared,
-        order,
-    )
-    assert failure is None, failure.decode()
-    return LossTerms(results[0], results[1], results[2:])
+class _Kernel(NamedTuple):
+    """Stands in for `fastrl.backend.cuda.nvrtc.Kernel`."""
+
+    variant: kernel.Variant
+    order: int
+
+    def launch(self, blocks: int, threads: int, shared: int, arguments: kernel.Arguments) -> None:
+        v = self.variant
+        assert (blocks, threads) == (arguments.rows * v.segments, v.threads)
+        tables = ((GATE_FORMULAS, v.gate), (KL_FORMULAS, v.kl), (ROLLOUT_FORMULAS, v.rollout))
+        names = [list(table).index(name) for table, name in tables]
+        flags = (v.dtype == torch.float16, v.segments, threads, v.softcap, v.entropy)
+        failure = _emulate()(ctypes.byref(arguments), *flags, *names, shared, self.order)
+        if failure is not None:
+            raise RuntimeError(failure.decode())
+
+
+def row_forward_gradient(*arguments: Any, order: int = 0) -> LossTerms:
+    """What the launcher returns on an H100 for tensors on the CPU; `order` is that in which threads take turns."""
+    with (
+        patch.object(torch.cuda, "get_device_properties", lambda _: PROPERTIES),
+        patch.object(kernel, "_kernel", lambda variant, _: _Kernel(variant, order)),
+    ):
+        return kernel.row_forward_gradient(*arguments)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -105,20 +104,23 @@ def _check(status: int) -> None:
 
 
 class Kernel:
-    """A kernel on the current device, which takes one struct; blocks have `shared` bytes of dynamic shared memory."""
+    """A kernel that takes one struct, loaded on the device of this index."""
 
-    def __init__(self, cubin: bytes, name: str) -> None:
-        self._module, self._function, self._shared = c_void_p(), c_void_p(), 0
-        _check(_driver().cuModuleLoadData(byref(self._module), cubin))
-        _check(_driver().cuModuleGetFunction(byref(self._function), self._module, name.encode()))
+    def __init__(self, cubin: bytes, name: str, device: int) -> None:
+        self._context, self._module, self._function, self._shared = c_void_p(), c_void_p(), c_void_p(), 0
+        handle, driver = c_int(), _driver()
+        _check(driver.cuDeviceGet(byref(handle), device))
+        _check(driver.cuDevicePrimaryCtxRetain(byref(self._context), handle))  # torch's; never given back
+        _check(driver.cuCtxSetCurrent(self._context))
+        _check(driver.cuModuleLoadData(byref(self._module), cubin))
+        _check(driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: Structure) -> None:
-        """Launch on torch's current stream."""
+        """Launch on torch's current stream of the device; `shared` is the dynamic shared memory of a block, in bytes."""
+        driver, stream = _driver(), c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(driver.cuCtxSetCurrent(self._context))  # a thread that has called nothing of CUDA has none
         if shared > self._shared:
-            _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, c_int(shared)))
+            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, c_int(shared)))
             self._shared = shared
-        stream: Any = c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (c_void_p * 1)(ctypes.addressof(arguments))
-        _check(
-            _driver().cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None)
-        )
+        _check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None))

@@ -50,7 +50,7 @@ class Arguments(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "out", "targets", "mask", "temperatures")),
-        *((name, c_void_p) for name in RowInputs._fields),
+        ("inputs", c_void_p * len(RowInputs._fields)),
         ("results", c_void_p),
         *((name, c_longlong) for name in ("stride_a", "stride_b", "out_stride_a", "out_stride_b")),
         ("parameters", c_double * 7),
@@ -129,56 +129,28 @@ def headers() -> dict[str, str]:
 def _kernel(variant: Variant, device: int) -> nvrtc.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     cubin = nvrtc.compile_source(source(variant), headers(), f"sm_{major}{minor}a")
-    return nvrtc.Kernel(cubin, "row_forward_gradient_kernel")
+    return nvrtc.Kernel(cubin, "row_forward_gradient_kernel", device)
+
+
+def takes(logits: Tensor, out: Tensor | None, limit: int) -> bool:
+    """Whether the kernel can take these, where a block may have `limit` bytes of shared memory.
+
+    It takes rows of bfloat16 or float16 that consist of whole 16-byte vectors at 16-byte-aligned addresses, and fit the
+    shared memory of the blocks that share one.
+    """
+    if logits.dtype not in _ELEMENTS or not all(is_aligned(x, _VECTOR) for x in (logits, out) if x is not None):
+        return False
+    vocab = logits.shape[-1]
+    segments = configuration(vocab, 2).segments
+    return shared_bytes(vocab, segments) <= limit and vocab // (_PIECE * segments) <= _MAX_PIECES
 
 
 def fits(logits: Tensor, out: Tensor | None) -> bool:
-    """Whether the kernel is turned on and can take the call.
-
-    It takes rows of bfloat16 or float16 that consist of whole 16-byte vectors at 16-byte-aligned addresses and fit the
-    shared memory of a cluster, on an NVIDIA GPU that has clusters.
-    """
-    if not _on or not logits.is_cuda or torch.version.hip is not None or logits.dtype not in _ELEMENTS:
-        return False
-    if not is_aligned(logits, _VECTOR) or (out is not None and not is_aligned(out, _VECTOR)):
+    """Whether the kernel is turned on and can take the call, on an NVIDIA GPU that has clusters."""
+    if not _on or not logits.is_cuda or torch.version.hip is not None:
         return False
     device = torch.cuda.get_device_properties(logits.device)
-    vocab = logits.shape[-1]
-    segments = configuration(vocab, 2).segments
-    enough = shared_bytes(vocab, segments) <= device.shared_memory_per_block_optin
-    return device.major >= 9 and enough and vocab // (_PIECE * segments) <= _MAX_PIECES
-
-
-def arguments_of(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    objective: RowObjective,
-    inputs: RowInputs,
-    out: Tensor | None,
-    results: Tensor,  # (2 + len(TERMS), N) float32
-) -> Arguments:
-    """The kernel's argument; the tensors must outlive its use."""
-
-    def address(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
-    columns_b, *strides = row_strides(logits)
-    _, *out_strides = row_strides(logits if out is None else out)
-    limits = (objective.rollout_low, objective.rollout_high, objective.max_log_ratio)
-    return Arguments(
-        address(logits),
-        address(logits if out is None else out),
-        *map(address, (targets, mask, transform.temperatures, *inputs, results)),
-        *strides,
-        *out_strides,
-        (c_double * 7)(*objective.gate_parameters, *limits),
-        targets.numel(),
-        columns_b,
-        logits.shape[-1],
-        *numbers(transform),
-    )
+    return device.major >= 9 and takes(logits, out, device.shared_memory_per_block_optin)
 
 
 def row_forward_gradient(
@@ -193,14 +165,34 @@ def row_forward_gradient(
     """See `fastrl.backend.contract`, for a call that `fits`. The objective runs in float64 on float32 values."""
     rows, vocab = targets.numel(), logits.shape[-1]
     results = torch.empty(2 + len(TERMS), rows, dtype=torch.float32, device=logits.device)
-    if rows:
-        segments = configuration(vocab, 2).segments
-        shared = shared_bytes(vocab, segments)
-        device = torch.cuda.get_device_properties(logits.device)
-        size = threads(shared, device.shared_memory_per_multiprocessor)
-        flags = (transform.softcap != 0, inputs.entropy_weights is not None)
-        variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl, objective.rollout)
-        arguments = arguments_of(logits, targets, mask, transform, objective, inputs, out, results)
-        with on_device(logits):
-            _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
-    return LossTerms(results[0], results[1], results[2:])
+    found = LossTerms(results[0], results[1], results[2:])
+    if rows == 0:
+        return found
+
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    written = logits if out is None else out
+    columns_b, *strides = row_strides(logits)
+    arguments = Arguments(
+        *map(address, (logits, written, targets, mask, transform.temperatures)),
+        (c_void_p * len(inputs))(*map(address, inputs)),
+        address(results),
+        *strides,
+        *row_strides(written)[1:],
+        (c_double * 7)(
+            *objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio
+        ),
+        rows,
+        columns_b,
+        vocab,
+        *numbers(transform),
+    )
+    segments = configuration(vocab, 2).segments
+    shared = shared_bytes(vocab, segments)
+    size = threads(shared, torch.cuda.get_device_properties(logits.device).shared_memory_per_multiprocessor)
+    flags = (transform.softcap != 0, inputs.entropy_weights is not None)
+    variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl, objective.rollout)
+    with on_device(logits):
+        _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
+    return found
