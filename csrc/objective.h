@@ -2,7 +2,6 @@
 // fastrl/backend/contract.py.
 #pragma once
 
-#include <array>
 #include <cstdint>
 
 #include "fastrl_formulas.h"

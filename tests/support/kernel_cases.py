@@ -190,11 +190,17 @@ def gradient_scale(
 
 
 def assert_gradient(
-    found: Tensor, exact: Tensor, float32: Tensor, scale: Tensor, size: Tensor, allowed: Tensor | float
+    found: Tensor,
+    exact: Tensor,
+    float32: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    allowed: Tensor | float,
+    interpreted: bool,
 ) -> None:
     """Up to the last rounding: C++ by entry relative to `scale`, others relative to the largest of the row's `size`."""
     torch.testing.assert_close(found.isnan(), exact.isnan(), msg="NaN elsewhere than in the oracle")
-    unit, tiny = rounding(found.dtype, found.device.type == "cpu"), 2.0**-24 if found.dtype is torch.float16 else 1e-30
+    unit, tiny = rounding(found.dtype, interpreted), 2.0**-24 if found.dtype is torch.float16 else 1e-30
     if forced() == "cpp":
         unit = 0.0 if found.dtype is torch.float32 else rounding(found.dtype, False)
         tiny = 2.0**-25 if found.dtype is torch.float16 else 1e-35  # below the last place, or flushed
@@ -238,7 +244,8 @@ def check(
     row_gradient(logits, targets, mask, t, found, c, h, out=out)
     assert out is logits or same_bits(logits, x)
     scale = gradient_scale(x, targets, t, exact, c, h)
-    assert_gradient(out, gradient64, gradient32, scale, gradient64.abs(), gradient_margin(x, t))
+    interpreted = forced() != "cpp" and out.device.type == "cpu"
+    assert_gradient(out, gradient64, gradient32, scale, gradient64.abs(), gradient_margin(x, t), interpreted)
     return found
 
 
@@ -283,13 +290,15 @@ def random_inputs(logprobs: Tensor, present: tuple[str, ...] = OPTIONAL, seed: i
     return inputs._replace(**{name: None for name in OPTIONAL if name not in present})
 
 
-def sizes(statistics: Statistics, mask: Tensor | None, objective: RowObjective, inputs: RowInputs) -> list[Tensor]:
+def sizes(
+    statistics: tuple[Tensor, Tensor], mask: Tensor | None, objective: RowObjective, inputs: RowInputs
+) -> list[Tensor]:
     """The loss, c and h of policy, KL and entropy, each alone, as absolute values added up: they may cancel."""
     weights = ("policy_weights", "kl_weights", "entropy_weights")
     sizes = [torch.zeros_like(inputs.advantages)] * 3
     for part in weights:
         alone = dict.fromkeys(set(weights) - {part}, torch.zeros_like(inputs.advantages))
-        terms, c, h = reference.row_terms(*statistics[:2], mask, objective, inputs._replace(**alone))
+        terms, c, h = reference.row_terms(*statistics, mask, objective, inputs._replace(**alone))
         sizes = [size + x.abs() for size, x in zip(sizes, (terms[0], c, h), strict=True)]
     return sizes
 
@@ -297,23 +306,42 @@ def sizes(statistics: Statistics, mask: Tensor | None, objective: RowObjective, 
 def check_forward_gradient(
     logits: Tensor, targets: Tensor, mask: Tensor | None, t: Transform, objective: RowObjective, inputs: RowInputs
 ) -> tuple[Tensor, LossTerms]:
-    """Its statistics are those of row_statistics, to the bit; terms and gradient are the oracle's; returns all three.
-
-    The oracle's objective starts from our float32 statistics: a clip's edge may lie between those and the exact ones.
-    """
-    x, double = logits.clone(), RowInputs(*(None if x is None else x.double() for x in inputs))
+    """Statistics are those of row_statistics, to the bit; terms and gradient are the oracle's; returns the last two."""
     statistics = row_statistics(logits, targets, mask, t)
-    exact = assert_statistics(statistics, x, targets, mask, t)
-    statistics64 = Statistics(*(s.double() for s in statistics))
-    terms32, c, h = reference.row_terms(*statistics[:2], mask, objective, inputs)
-    terms64, c64, h64 = reference.row_terms(*statistics64[:2], mask, objective, double)
+    assert_statistics(statistics, logits, targets, mask, t)
     gradient = logits.clone()
     found = row_forward_gradient(gradient, targets, mask, t, objective, inputs)
     for ours, theirs in zip(found[:2], statistics, strict=False):
         assert same_bits(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    interpreted = forced() != "cpp" and logits.device.type == "cpu"
+    assert_forward_gradient(logits, targets, mask, t, objective, inputs, gradient, found, interpreted)
+    return gradient, found
+
+
+def assert_forward_gradient(
+    x: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    t: Transform,
+    objective: RowObjective,
+    inputs: RowInputs,
+    gradient: Tensor,
+    found: LossTerms,
+    interpreted: bool,
+) -> None:
+    """Terms and gradient of logits x are the oracle's.
+
+    The oracle's objective starts from our float32 statistics: a clip's edge may lie between those and the exact ones.
+    """
+    double = RowInputs(*(None if x is None else x.double() for x in inputs))
+    exact = reference.row_statistics(x.double(), targets, mask, t)
+    logprobs, entropy = found[:2]
+    terms32, c, h = reference.row_terms(logprobs, entropy, mask, objective, inputs)
+    terms64, c64, h64 = reference.row_terms(logprobs.double(), entropy.double(), mask, objective, double)
     # C++ computes the objective in float64. Triton does in float32: ratios amplify, and parts cancel.
     (loss, c_size, h_size), of_terms, more = (terms64[0].abs(), c64, h64), 1e-7, 0.0
     if forced() != "cpp":
+        statistics64 = (logprobs.double(), entropy.double())
         (loss, c_size, h_size), of_terms, more = sizes(statistics64, mask, objective, double), 5e-6, 4e-6
     for name, actual, truth, float32 in zip(TERMS, found.terms, terms64, terms32, strict=True):
         assert_close(actual, truth, float32, of_terms, name, loss if name == "loss" else None)
@@ -321,5 +349,4 @@ def check_forward_gradient(
     gradient64, gradient32, of_c, of_h = gradients(x, targets, mask, t, weights)
     scale = gradient_scale(x, targets, t, exact, c_size, h_size)
     allowed = gradient_margin(x, t) + more
-    assert_gradient(gradient, gradient64, gradient32, scale, of_c.abs() + of_h.abs(), allowed)
-    return gradient, found
+    assert_gradient(gradient, gradient64, gradient32, scale, of_c.abs() + of_h.abs(), allowed, interpreted)

@@ -1,4 +1,4 @@
-"""The formulas of `fastrl.objectives.formulas`, translated into C++ (CUDA's too), so that the arithmetic has one source.
+"""The formulas of `fastrl.objectives.formulas` in C++, CUDA's too: translated, so that the arithmetic has one source.
 
 Only straight-line functions can be translated: assignments to names and one return, made of arithmetic, comparisons,
 `&` and `|` on comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters.

@@ -116,7 +116,7 @@ class Kernel:
         _check(driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: Structure) -> None:
-        """Launch on torch's current stream of the device; `shared` is the dynamic shared memory of a block, in bytes."""
+        """Launch on torch's current stream; `shared` is the dynamic shared memory of a block, in bytes."""
         driver, stream = _driver(), c_void_p(torch.cuda.current_stream().cuda_stream)
         _check(driver.cuCtxSetCurrent(self._context))  # a thread that has called nothing of CUDA has none
         if shared > self._shared:

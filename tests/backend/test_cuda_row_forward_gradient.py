@@ -1,0 +1,225 @@
+"""Forward-gradient with a row on chip: on a GPU that has clusters, and elsewhere its source on an emulated cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import cluster_emulation
+import kernel_cases as cases
+import pytest
+import torch
+from conftest import DEVICE
+from kernel_cases import OBJECTIVE, OPTIONAL, PLAIN
+from torch import Tensor
+
+import fastrl
+from fastrl.backend.contract import LossTerms, Transform
+from fastrl.backend.cpp import backend as cpp_backend
+from fastrl.backend.cuda import row_forward_gradient as kernel
+from fastrl.backend.torch import rows as reference
+from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+
+EMULATED = DEVICE == "cpu"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(
+        EMULATED and cpp_backend.why_unavailable() is not None, reason=f"no compiler: {cpp_backend.why_unavailable()}"
+    ),
+    pytest.mark.skipif(
+        not EMULATED and torch.cuda.get_device_capability()[0] < 9, reason="needs a GPU with clusters, sm_90 or newer"
+    ),
+]
+DTYPES = (torch.bfloat16, torch.float16)
+REINFORCE = RowObjective("reinforce", (0.0,) * 4, "none", "none", 0.0, 0.0, 20.0)
+#: One vector; one piece but a vector; one and a vector; tails of one, two and four blocks; whole steps and no tail.
+SIZES = (8, 4088, 4104, 24576, 40000, 70000, 98304)
+
+
+@pytest.fixture(autouse=True)
+def clusters() -> Iterator[None]:
+    """On a GPU the kernel is turned on."""
+    with fastrl.use_backend("triton"), nullcontext() if EMULATED else kernel.use_clusters():
+        yield
+
+
+def run(logits: Tensor, *arguments: object, order: int = 0) -> LossTerms:
+    out = arguments[5] if len(arguments) > 5 else None
+    if EMULATED:
+        return cluster_emulation.row_forward_gradient(logits, *arguments, order=order)
+    assert kernel.fits(logits, out)  # type: ignore[arg-type]
+    return cases.row_forward_gradient(logits, *arguments)
+
+
+def check(
+    x: Tensor, targets: Tensor, mask: Tensor | None, t: Transform, objective: RowObjective, inputs: RowInputs
+) -> tuple[Tensor, LossTerms]:
+    """The gradient and the rest, which are the oracle's; on a GPU the statistics are `row_statistics`' to the bit."""
+    gradient = x.clone()
+    found = run(gradient, targets, mask, t, objective, inputs)
+    if not EMULATED:
+        statistics = cases.row_statistics(x, targets, mask, t)
+        assert all(cases.same_bits(*(y.nan_to_num(7.0) for y in pair)) for pair in zip(found, statistics, strict=False))
+    exact = reference.row_statistics(x.double(), targets, mask, t)
+    float32 = reference.row_statistics(x.float(), targets, mask, t)
+    for name in ("logprobs", "entropy"):
+        results = (getattr(y, name) for y in (found, exact, float32))
+        cases.assert_close(*results, cases.margin(t), name)
+    cases.assert_forward_gradient(x, targets, mask, t, objective, inputs, gradient, found, interpreted=False)
+    return gradient, found
+
+
+def rows(vocab: int, dtype: torch.dtype, shape: tuple[int, int] = (2, 2), seed: int = 0) -> tuple[Tensor, ...]:
+    """Logits, targets and log-probabilities."""
+    logits, targets, *_ = cases.random_rows(vocab, dtype, DEVICE, shape, seed, 2.0)
+    return logits, targets, reference.row_statistics(logits, targets, None, PLAIN).logprobs
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "name"),
+    [
+        *itertools.product((8, 4104, 40000, 70000), DTYPES, ("identity", "scaled", "softcap", "temperatures, softcap")),
+        *((vocab, torch.bfloat16, "saturated") for vocab in SIZES),
+        *((vocab, dtype, "scaled") for vocab in (151936, 262144) for dtype in DTYPES),
+    ],
+    ids=str,
+)
+def test_transforms_and_sizes_against_float64(vocab: int, dtype: torch.dtype, name: str) -> None:
+    logits, targets, logprobs = rows(vocab, dtype, seed=vocab)
+    mask = torch.tensor([True, True, False, True], device=DEVICE)
+    inputs = cases.random_inputs(logprobs)
+    targets[0], targets[1], targets[2] = vocab - 1, 0, -100
+    check(logits, targets, mask, cases.transform(name, DEVICE), OBJECTIVE, inputs)
+
+
+@pytest.mark.parametrize(("gate", "kl"), [*itertools.product(GATE_FORMULAS, KL_FORMULAS)])
+def test_every_objective_against_float64(gate: str, kl: str) -> None:
+    logits, targets, logprobs = rows(48, torch.bfloat16, (2, 10), len(kl))
+    inputs = cases.random_inputs(logprobs)
+    for rollout, bound in itertools.product(ROLLOUT_FORMULAS, (2.0, 20.0)):
+        objective = RowObjective(gate, cases.PARAMETERS[gate], kl, rollout, 0.6, 1.5, bound)
+        check(logits, targets, None, PLAIN, objective, inputs)
+
+
+def test_every_presence_of_inputs_against_float64() -> None:
+    logits, targets, logprobs = rows(48, torch.bfloat16, (2, 5))
+    for seed, present in enumerate(x for n in range(len(OPTIONAL) + 1) for x in itertools.combinations(OPTIONAL, n)):
+        check(logits, targets, None, PLAIN, OBJECTIVE, cases.random_inputs(logprobs, present, seed))
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_the_target_at_the_ends_of_pieces_and_segments(vocab: int) -> None:
+    segments = range(0, min(vocab, 5 * kernel._PIECE), kernel._PIECE)
+    columns = {c + i for c in segments for i in (-1, 0)} | {vocab - 1, vocab - 8, 7}
+    targets = torch.tensor(sorted(c for c in columns if 0 <= c < vocab), device=DEVICE)
+    logits, _, logprobs = rows(vocab, torch.bfloat16, (1, len(targets)), vocab)
+    check(logits, targets, None, PLAIN, OBJECTIVE, cases.random_inputs(logprobs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [4104, 70000])
+@pytest.mark.parametrize("name", ["identity", "softcap"])
+def test_masked_idle_invalid_nan_and_minus_infinity(vocab: int, dtype: torch.dtype, name: str) -> None:
+    logits, targets, logprobs = rows(vocab, dtype, (1, 10))
+    inputs = cases.random_inputs(logprobs, ("old", "ref", "rollout"))
+    inputs.advantages[0] = 0.0  # idle
+    inputs.advantages[1:], inputs.policy_weights[1:] = 1.5, 1.0
+    logits[0, 1, vocab - 5] = torch.nan
+    targets[2] = vocab
+    logits[0, 3], targets[3] = torch.nan, -100  # masked
+    logits[0, 5, targets[5]] = torch.nan
+    logits[0, 6, torch.arange(vocab, device=DEVICE) != targets[6]] = -torch.inf
+    logits[0, 7, targets[7]] = -torch.inf
+    logits[0, 8, : vocab // 2] = -torch.inf
+    logits[0, 9] = -torch.inf
+    inputs.old[7] = -torch.inf
+    mask = torch.ones(10, dtype=torch.bool, device=DEVICE)
+    mask[3] = False
+    gradient, found = check(logits, targets, mask, cases.transform(name, DEVICE), REINFORCE, inputs)
+    nan = [False, True, True, False, False, True, False, False, False, True]
+    assert gradient[0].isnan().any(-1).tolist() == gradient[0].isnan().all(-1).tolist() == nan
+    assert found.logprobs.isnan().tolist() == nan
+    assert found.logprobs[7] == -torch.inf and found.logprobs[6] == 0
+    assert (gradient[0, [0, 3]] == 0).all() and (found.terms[:, 3] == 0).all()
+    assert (gradient[0, 4] != 0).any()
+
+
+def test_confident_tokens_keep_their_digits() -> None:
+    logits = torch.full((1, 1, 151936), -13.0, dtype=torch.bfloat16, device=DEVICE)
+    logits[0, 0, 77777] = 13.0
+    ones = torch.ones(1, device=DEVICE)
+    found = run(logits, torch.tensor([77777], device=DEVICE), None, PLAIN, REINFORCE, RowInputs(ones, ones))
+    expected = -151935 * torch.tensor(-26.0, dtype=torch.float64).exp()
+    torch.testing.assert_close(found.logprobs.double().cpu(), expected.view(1), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(logits[0, 0, 77777].double().cpu(), expected, rtol=2.0**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("vocab", [1000, 40000, 70000])
+def test_beside_the_logits_from_strided_rows_and_nothing_beyond(vocab: int) -> None:
+    whole, targets, logprobs = rows(vocab + 16, torch.bfloat16, (2, 3))
+    logits, targets = whole[:, :2, 8:-8], targets.view(2, 3)[:, :2].reshape(-1) % vocab
+    inputs, mask = cases.random_inputs(logprobs[:4]), torch.tensor([True, True, False, True], device=DEVICE)
+    inputs.advantages[1], inputs.policy_weights[1] = 0.0, 0.0
+    before = whole.clone()
+    guarded = torch.full((logits.numel() + 16,), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    out = guarded[8:-8].view(logits.shape)
+    beside = run(logits, targets, mask, PLAIN, OBJECTIVE, inputs, out)
+    assert torch.equal(whole, before)
+    assert (guarded[:8] == 7).all() and (guarded[-8:] == 7).all()
+    inside = run(logits, targets, mask, PLAIN, OBJECTIVE, inputs)
+    assert torch.equal(out, logits)
+    assert all(map(torch.equal, beside, inside))
+    logits.copy_(before[:, :2, 8:-8])
+    assert torch.equal(whole, before)  # nothing else was written
+
+
+@pytest.mark.skipif(not EMULATED, reason="a GPU takes turns as it likes")
+@pytest.mark.parametrize("vocab", [4104, 40000, 70000, 262144])
+def test_the_order_of_threads_changes_no_bit(vocab: int) -> None:
+    logits, targets, logprobs = rows(vocab, torch.bfloat16)
+    inputs = cases.random_inputs(logprobs)
+
+    def results(order: int) -> list[Tensor]:
+        x = logits.clone()
+        return [x, *run(x, targets, None, PLAIN, OBJECTIVE, inputs, order=order)]
+
+    first = results(0)
+    for order in range(1, 4):
+        assert all(map(torch.equal, results(order), first))
+
+
+def test_no_rows() -> None:
+    logits, none = torch.empty(2, 0, 32, device=DEVICE, dtype=torch.bfloat16), torch.empty(0, device=DEVICE)
+    found = run(logits, none.long(), None, PLAIN, OBJECTIVE, RowInputs(none, none))
+    assert found.terms.shape == (len(TERMS), 0)
+
+
+def test_what_it_takes() -> None:
+    h100 = 227 << 10
+
+    def fits(vocab: int, limit: int = h100) -> bool:
+        return kernel.takes(torch.empty(1, 1, vocab, dtype=torch.bfloat16), None, limit)
+
+    assert fits(151936) and fits(28 * 16384 + 16376)
+    assert not fits(29 * 16384)  # too long
+    assert not fits(262144, 99 << 10)
+    assert not fits(1004)  # no whole vectors
+    assert not kernel.takes(torch.empty(1, 1, 1000), None, h100)
+    rows = torch.empty(2, 3, 1008, dtype=torch.float16)
+    assert kernel.takes(rows[:, :, :1000], None, h100)
+    assert kernel.takes(rows, torch.empty(rows.shape, dtype=rows.dtype), h100)
+    assert not kernel.takes(rows[:, :, 1:1001], None, h100)  # not at 16 bytes
+    assert not kernel.takes(rows, torch.empty(2 * 3 * 1008 + 1, dtype=rows.dtype)[1:].view(rows.shape), h100)
+    assert not kernel.takes(torch.empty(2, 3, 1004, dtype=torch.float16)[:, :, :1000], None, h100)  # strides
+
+
+def test_it_is_off_unless_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.empty(1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    assert kernel.fits(logits, None) is not EMULATED
+    monkeypatch.setattr(kernel, "_on", False)
+    assert not kernel.fits(logits, None)
+    with kernel.use_clusters():
+        assert kernel._on
+    assert not kernel._on
