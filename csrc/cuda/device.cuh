@@ -114,6 +114,12 @@ inline float quotient(float a, float b) {  // within 2 units in the last place
   return q;
 }
 
+inline float reciprocal(float x) {  // quotient(1, x) for x in [1, 2^126], where that needs no scaling
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // NaN if either is; fmaxf and fminf drop it.
 inline float maximum(float a, float b) {
   float c;

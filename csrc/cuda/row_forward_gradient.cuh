@@ -17,7 +17,7 @@ namespace fastrl {
 
 constexpr int VECTOR = 8;      // columns in 16 bytes
 constexpr int PIECE = 4096;    // columns of a block's part of a step: a block of fastrl.kernels.configuration
-constexpr int MAX_PIECES = 28; // of 8 KB, in the 227 KB that a block may have
+constexpr int MAX_PIECES = 28;  // of 8 KB, in the 227 KB that a block may have
 constexpr int WARP = 32, MAX_WARPS = 16, MAX_SEGMENTS = 4;
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -138,7 +138,7 @@ template <bool SOFTCAP>
 Capped capped(float x, float inner2) {
   if constexpr (!SOFTCAP) return {x, 1.0f};
   const float e = exp2(minimum(x * inner2, 126.0f));
-  const float r = quotient(1.0f, 1.0f + e);
+  const float r = reciprocal(1.0f + e);
   return {x == -INF ? x : (1.0f - e) * r, 4.0f * (e * r) * r};
 }
 

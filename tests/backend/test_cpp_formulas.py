@@ -194,6 +194,4 @@ def test_other_statements_are_refused(source: str) -> None:
 
 def test_functions_as_arguments() -> None:
     source = "def f(g, a):\n    return g(a, 1.0), a\n"
-    assert translate_source(source) == (
-        "inline auto f(auto g, double a) {\n  return Numbers<2>{g(a, 1.0), a};\n}\n"
-    )
+    assert translate_source(source) == ("inline auto f(auto g, double a) {\n  return Numbers<2>{g(a, 1.0), a};\n}\n")

@@ -42,6 +42,7 @@ inline float bits_to_float(unsigned bits) { return cpu::as_float(bits); }
 inline unsigned float_to_bits(float x) { return cpu::as_word(x); }
 inline float exp2(float x) { return x < -126.0f ? 0.0f : ::exp2f(x); }  // subnormal results are flushed
 inline float quotient(float a, float b) { return a / b; }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float maximum(float a, float b) { return a > b || a != a ? a : b; }
 inline float minimum(float a, float b) { return a < b || a != a ? a : b; }
 
