@@ -41,6 +41,9 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 	$(call install,train)
 
 # Triton interprets the kernels where there is no GPU: a CPU build of torch brings none, any other has its own.
+# The CUDA C++ kernel is compiled for GPUs that are not here: a CPU build of torch brings no NVRTC (58 MB), others do.
+NVRTC := nvidia-cuda-nvrtc==13.5.37
+
 # Two packages are read by tests and too heavy to install: their files alone, for any Python, in a folder of their own.
 PEERS := verl==0.9.1 openrlhf==0.11.2
 ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --python-version 3.11 --implementation cp --abi cp311
@@ -48,6 +51,8 @@ ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --python-version 
 $(VENV)/.installed-test: $(REQUIREMENTS)
 	$(call install,dev$(COMMA)train$(COMMA)lora$(COMMA)trl)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet --constraint constraints.txt triton
+	$(BIN)/python -c 'from fastrl.backend.cuda.nvrtc import why_unavailable as why; exit(why())' 2>/dev/null \
+		|| $(PIP) install --quiet $(NVRTC)
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/share/fastrl-peers $(ANY_PYTHON) $(PEERS)
 
 $(VENV)/.installed-bench: $(REQUIREMENTS)

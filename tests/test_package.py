@@ -67,6 +67,9 @@ def distributions(tmp_path_factory):
     return found
 
 
+SHIPPED = (".cpp", ".h", ".cuh")  # of csrc
+
+
 def contents(wheel: Path) -> dict[str, bytes]:
     """Name -> bytes, but for the record of hashes and the build's own notes."""
     with zipfile.ZipFile(wheel) as archive:
@@ -81,11 +84,11 @@ def test_the_wheel_is_pure_and_holds_the_package_and_nothing_else(distributions)
     # rglob does not enter links to directories on every version of Python.
     files += (ROOT / "fastrl" / "kernels").glob("*.py")
     expected = {p.relative_to(ROOT).as_posix() for p in files} | {"fastrl/py.typed"}
-    expected |= {f"fastrl/csrc/{p.name}" for p in (ROOT / "csrc").iterdir() if p.suffix in (".cpp", ".h")}
+    expected |= {f"fastrl/{p.relative_to(ROOT)}" for p in (ROOT / "csrc").rglob("*") if p.suffix in SHIPPED}
     assert {n for n in names if ".dist-info/" not in n} == expected
     assert any(n.endswith("/LICENSE") for n in names)
     assert any(n.startswith("fastrl/kernels/") for n in names)
-    assert any(n.endswith(".cpp") for n in names)
+    assert all(any(n.endswith(suffix) for n in names) for suffix in SHIPPED)
 
 
 def test_the_sdist_builds_the_same_wheel(distributions):
@@ -93,8 +96,8 @@ def test_the_sdist_builds_the_same_wheel(distributions):
     assert direct == through_sdist
 
 
-def test_every_source_of_the_cpp_backend_is_of_a_kind_that_is_shipped():
-    assert {p.suffix for p in (ROOT / "csrc").iterdir() if p.is_file()} <= {".cpp", ".h", ".md"}
+def test_every_source_of_a_kernel_is_of_a_kind_that_is_shipped():
+    assert {p.suffix for p in (ROOT / "csrc").rglob("*") if p.is_file()} <= {*SHIPPED, ".md"}
     assert {p.suffix for p in (ROOT / "kernels").iterdir() if p.is_file()} <= {".py", ".md"}
 
 
@@ -115,7 +118,7 @@ def test_the_wheel_has_a_name_of_its_own_and_leaves_triton_to_torch(distribution
 FROM_INDEX = re.compile(
     r"""\bpip3?\s+install\b[^`\n]*?[\s'"]fastrl([-_]lm)?(?=[\s'"\[<>=~!`,;)]|[.:](\s|$)|$)|\bfastrl([-_]lm)?\[[a-z,]+\]"""
 )
-WRITTEN = {".py", ".md", ".toml", ".txt", ".sh", ".in", ".cfg", ".ini", ".yml", ".yaml", ".cpp", ".h", ""}
+WRITTEN = {".py", ".md", ".toml", ".txt", ".sh", ".in", ".cfg", ".ini", ".yml", ".yaml", *SHIPPED, ""}
 
 
 @pytest.mark.parametrize(
