@@ -9,7 +9,8 @@ kernels are compiled by many processes meanwhile. Prints the fastest first, the 
 again after every choice. Statistics and forward-gradient must keep the same
 `vector`, `block` and `segments` for a row, or their results are no longer bitwise equal: choose these for both. A
 choice takes half a second when it is compiled: there are some 50 of statistics, 30 of gradient, 60 of
-forward-gradient, and 6 of the head, of a few seconds.
+forward-gradient, and 6 of the head, of a few seconds. Of forward-gradient's, "cluster" is the CUDA C++ kernel, where it
+takes the rows, with sizes of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from triton import TritonError
 
 import fastrl
 from fastrl.backend.contract import Transform
+from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.backend.triton import backend as triton_backend
 from fastrl.bench import machine
 from fastrl.bench.candidates import ours
@@ -189,9 +191,15 @@ def run_rows(
 ) -> list[Choice]:
     """The sweep of a row kernel at N x V."""
     call, moved = row_call(kernel, *shape, dtype, device)
+    choices = row_choices(kernel, shape[1], dtype.itemsize)
+    with cluster_kernel.use_clusters():
+        if kernel == "forward-gradient" and cluster_kernel.fits(
+            torch.empty(1, 1, shape[1], dtype=dtype, device=device), None
+        ):
+            choices.insert(1, {"cluster": True, **choices[0]})
 
     def with_sizes(choice: Choice) -> None:
-        with chosen(kernel, choice):
+        with chosen(kernel, choice), cluster_kernel.use_clusters() if "cluster" in choice else nullcontext():
             call()
 
     def keep_speeds(rows: list[Choice]) -> None:
@@ -199,7 +207,7 @@ def run_rows(
             row["bytes_per_second"] = None if row["milliseconds"] is None else 1e3 * moved / row["milliseconds"]
         keep(rows)
 
-    return sweep(row_choices(kernel, shape[1], dtype.itemsize), with_sizes, device, keep_speeds)
+    return sweep(choices, with_sizes, device, keep_speeds)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -150,7 +150,7 @@ def fits(logits: Tensor, out: Tensor | None) -> bool:
     if not _on or not logits.is_cuda or torch.version.hip is not None:
         return False
     device = torch.cuda.get_device_properties(logits.device)
-    return device.major >= 9 and takes(logits, out, device.shared_memory_per_block_optin)
+    return device.major >= 9 and takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0))
 
 
 def row_forward_gradient(
