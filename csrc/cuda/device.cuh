@@ -7,7 +7,12 @@ namespace fastrl {
 // --- where a thread is -----------------------------------------------------------------------------------------------
 
 inline int thread_index() { return threadIdx.x; }
-inline int block_index() { return blockIdx.x; }
+
+inline int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));  // read anew each time
+  return index;
+}
 
 inline int cluster_rank() {
   int rank;

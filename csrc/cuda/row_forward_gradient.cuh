@@ -49,6 +49,10 @@ struct Sums {
   float m, s, w;  // max x, sum 2^d, sum d 2^d, d = outer2 (x - m)
 };
 
+struct Scales {
+  float outer, inner2, slope;
+};
+
 // What the threads of a block share besides the pieces, which follow it.
 struct alignas(128) Shared {
   Arrival arrivals[MAX_PIECES];
@@ -56,6 +60,8 @@ struct alignas(128) Shared {
   float maxima[MAX_WARPS];
   Sums segments[MAX_SEGMENTS];  // written by the blocks of the cluster
   float inputs[INPUTS], target;  // of the row; the target's logit
+  Scales scales;                 // kept here for the time of the objective, which needs the registers
+  int column;
   float maximum, a, b, shift2, at_target;
   bool idle;
 };
@@ -116,10 +122,6 @@ inline float log(float x) {
 }
 
 // --- a row's arithmetic ----------------------------------------------------------------------------------------------
-
-struct Scales {
-  float outer, inner2, slope;
-};
 
 template <bool SOFTCAP>
 Scales scales(const Arguments& arguments, int row) {
@@ -254,6 +256,14 @@ uint4 gradient(uint4 words, const Scales& scales, float maximum_z, float a, floa
   return narrow<Element>(x);
 }
 
+// The address is formed anew where it is needed, so that it takes no registers in between.
+template <class Element, int SEGMENTS>
+Element* out_row(const Arguments& arguments) {
+  const int row = block_index() / SEGMENTS;
+  return (Element*)arguments.out + row / arguments.columns_b * arguments.out_stride_a +
+         row % arguments.columns_b * arguments.out_stride_b;
+}
+
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
 // Block `segment` of the cluster that has row block_index() / SEGMENTS. `objective` has the arguments of
@@ -266,19 +276,19 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   const int vocab = arguments.vocab, pieces = vocab / STEP;
   const long long a = row / arguments.columns_b, b = row % arguments.columns_b;
   const Element* const logits = (const Element*)arguments.logits + a * arguments.stride_a + b * arguments.stride_b;
-  Element* const out = (Element*)arguments.out + a * arguments.out_stride_a + b * arguments.out_stride_b;
   Shared& shared = *(Shared*)shared_memory();
   uint4* const held = (uint4*)(shared_memory() + sizeof(Shared));  // [pieces][VECTORS][THREADS]
 
   // The thread's vector j of a step is in this column of the step.
   const auto column_of = [&](int j) { return segment * PIECE + (j * THREADS + thread) * VECTOR; };
-  const auto write = [&](int step, int j, uint4 words) {
+  const auto write = [&](Element* out, int step, int j, uint4 words) {
     const int column = step * STEP + column_of(j);
     if (step < pieces || column < vocab) store_words(out + column, words);
   };
   const auto write_zeros = [&] {
+    Element* const out = out_row<Element, SEGMENTS>(arguments);
     for (int step = 0; step <= pieces; ++step)
-      for (int j = 0; j < VECTORS; ++j) write(step, j, uint4{});
+      for (int j = 0; j < VECTORS; ++j) write(out, step, j, uint4{});
   };
 
   if (arguments.mask != nullptr && !arguments.mask[row]) {
@@ -309,9 +319,10 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   const long long target = arguments.targets[row];
   const int column = target >= 0 && target < vocab ? int(target) : -1;
   // Only one thread reads the target's place later: it takes it out of the sums, and writes its gradient.
-  const int place = column % PIECE / VECTOR;  // vector of the piece
-  const bool owner = column >= 0 && column % STEP / PIECE == segment && place % THREADS == thread;
-  const int own_step = owner ? column / STEP : -1;
+  const auto owns = [&](int column) {
+    return column >= 0 && column % STEP / PIECE == segment && column % PIECE / VECTOR % THREADS == thread;
+  };
+  const int place = column % PIECE / VECTOR, own_step = owns(column) ? column / STEP : -1;
   // The row's numbers, one per thread, which keeps it in a register while it is on its way.
   float number = thread == ENTROPY_THRESHOLD ? -1e30f : thread == INPUTS ? -INF : 0.0f;
   if (thread < INPUTS && arguments.inputs[thread] != nullptr)
@@ -337,7 +348,7 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   }
 
   if (thread < INPUTS) shared.inputs[thread] = number;
-  if (thread == INPUTS) shared.target = number;
+  if (thread == INPUTS) shared.target = number, shared.scales = scales, shared.column = column;
 
   // Fold: the block's sums, which are the segment's.
   float top = -INF;
@@ -370,6 +381,8 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   if constexpr (SEGMENTS > 1) {
     cluster_arrive();
     cluster_wait();
+  } else {
+    block_barrier();  // no thread needs it, but it ends the life of registers
   }
 
   // The objective, in each block alike.
@@ -378,11 +391,13 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
     for (int i = 0; i < SEGMENTS; ++i) top = fmaxf(top, fold_maximum(shared.segments[i]));
     term = {0, 0};
     for (int i = 0; i < SEGMENTS; ++i) {
-      const Term one = fold_term(shared.segments[i], top, outer2);
+      const Term one = fold_term(shared.segments[i], top, shared.scales.outer * LOG2E);
       term.s += one.s, term.w += one.w;
     }
+    const Scales scales = shared.scales;
+    const bool valid = shared.column >= 0;
     const Capped y = capped<SOFTCAP>(shared.target, scales.inner2);
-    const Statistics found = finish(folded(top, term.s, term.w), y.value, column >= 0, scales.outer);
+    const Statistics found = finish(folded(top, term.s, term.w), y.value, valid, scales.outer);
     const auto own = [&](Input input, float otherwise) {
       return arguments.inputs[input] != nullptr ? shared.inputs[input] : otherwise;
     };
@@ -399,7 +414,7 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
       for (int i = 2; i < RESULTS; ++i) results[i * rows] = float(terms[i - 2]);
     }
     const float c = float(terms[RESULTS - 2]), h = float(terms[RESULTS - 1]);
-    shared.idle = column >= 0 && c == 0.0f && found.log_sum == found.log_sum && (!ENTROPY || h == 0.0f);
+    shared.idle = valid && c == 0.0f && found.log_sum == found.log_sum && (!ENTROPY || h == 0.0f);
     gradient_scalars<ENTROPY>(shared, found, c, h, scales.slope, y.slope);
   }
   block_barrier();
@@ -409,15 +424,18 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   }
 
   // Loop: the gradient. The target's entry is written over that of its vector by the same thread.
+  Element* const out = out_row<Element, SEGMENTS>(arguments);
+  const Scales row_scales = shared.scales;
   const float maximum_z = shared.maximum, scale_a = shared.a, scale_b = shared.b, shift2 = shared.shift2;
   const auto gradient_of = [&](uint4 words) {
-    return gradient<Element, SOFTCAP, ENTROPY>(words, scales, maximum_z, scale_a, scale_b, shift2);
+    return gradient<Element, SOFTCAP, ENTROPY>(words, row_scales, maximum_z, scale_a, scale_b, shift2);
   };
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i)
-    for (int j = 0; j < VECTORS; ++j) write(i, j, gradient_of(held[i * (PIECE / VECTOR) + j * THREADS + thread]));
-  for (int j = 0; j < VECTORS; ++j) write(pieces, j, gradient_of(tail[j]));
-  if (owner) out[column].bits = (unsigned short)Element::pair(shared.at_target, 0.0f);
+    for (int j = 0; j < VECTORS; ++j)
+      write(out, i, j, gradient_of(held[i * (PIECE / VECTOR) + j * THREADS + thread]));
+  for (int j = 0; j < VECTORS; ++j) write(out, pieces, j, gradient_of(tail[j]));
+  if (owns(shared.column)) out[shared.column].bits = (unsigned short)Element::pair(shared.at_target, 0.0f);
 }
 
 }  // namespace fastrl

@@ -50,11 +50,11 @@ def compiled(variant: Variant, target: str) -> tuple[int, int, str]:
 
 
 def loops(variant: Variant, target: str) -> list[list[str]]:
-    """The instructions of the innermost loops that read pieces of a row: statistics, gradient."""
+    """The instructions of the loops that read pieces of a row: statistics, gradient."""
     code = Code(compiled(variant, target)[2])
-    inner = [s for s in code.loops if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in code.loops)]
-    bodies = [[text for _, text in code.body(*span)] for span in inner]
-    return [body for body in bodies if any(text.startswith("LDS.128") for text in body)]
+    reading = [s for s in code.loops if any(text.startswith("LDS.128") for _, text in code.body(*s))]
+    inner = [s for s in reading if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in reading)]
+    return [[text for _, text in code.body(*span)] for span in inner]
 
 
 def count(body: list[str], pattern: str) -> dict[str, int]:
