@@ -29,12 +29,19 @@ def use_backend(name: str) -> Iterator[None]:
     RuntimeError with the reason if that backend is not available here. A call with tensors that the forced backend
     cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too.
     """
-    global _forced
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
     reason = _why_unavailable(name)
     if reason is not None:
         raise RuntimeError(f"the {name} backend is not available: {reason}")
+    with forcing(name):
+        yield
+
+
+@contextmanager
+def forcing(name: str) -> Iterator[None]:
+    """`use_backend` without its checks: nothing that the backend computes is looked at."""
+    global _forced
     previous, _forced = _forced, name
     try:
         yield

@@ -90,6 +90,15 @@ def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
+#: Of each operator by its name: its function, with the arguments of the schema.
+_bodies: dict[str, Callable[..., Any]] = {}
+
+
+def body(name: str) -> Callable[..., Any]:
+    """The function of the operator `fastrl::name`, with the arguments of its schema, as the dispatcher calls it."""
+    return _bodies[name]
+
+
 class Operator(Generic[P, R]):
     """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`."""
 
@@ -116,6 +125,7 @@ class Operator(Generic[P, R]):
             mutates_args=mutates,
             schema=torch.library.infer_schema(on_arguments, mutates_args=mutates),
         )
+        _bodies[f"fastrl::{self.__name__}"] = on_arguments
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the operator; all parameters are needed, in order or by name."""

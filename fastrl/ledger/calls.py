@@ -1,0 +1,118 @@
+"""The calls that a ledger is made of: a loss with its gradients, at a shape, from tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.ledger.record import GPU, Ledger, record
+from fastrl.losses.logprobs import linear_token_logprobs
+from fastrl.losses.policy import linear_policy_loss, logits_policy_loss
+from fastrl.planning.devices import Device
+from fastrl.planning.plans import use_plan
+from fastrl.sampling_mask.mask import SamplingMask, _Facts
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32, needs: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=GPU, requires_grad=needs)
+
+
+def linear(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    objective: Any,
+    gradients: Sequence[str] = ("hidden", "weight"),
+    on_policy: bool = False,
+    longest: int | None = None,
+    kept: int = 0,
+    budget: int | str | None = None,
+    plan: str | None = None,
+) -> Ledger:
+    """The ledger of `linear_policy_loss` and the backward of its loss, or of `linear_token_logprobs` without one.
+
+    Args: those of `plan_memory`, and
+        device: whose memory holds nothing but the inputs and their gradients.
+        plan: to take whatever it costs; None: the one that the call chooses.
+    """
+    responses = _responses(tokens, longest)
+    inputs = (hidden * tokens, hidden * vocab, vocab if "bias" in gradients else 0)
+
+    def call() -> Callable[[], object]:
+        x = _empty(responses, tokens // responses, hidden, dtype=dtype, needs="hidden" in gradients)
+        w = _empty(vocab, hidden, dtype=dtype, needs="weight" in gradients)
+        bias = _empty(vocab, dtype=dtype, needs=True) if "bias" in gradients else None
+        given = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept), "memory_budget": budget}
+        batch = _batch(responses, tokens, on_policy)
+        targets = batch.pop("targets")
+        wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]
+
+        def run() -> object:
+            with nullcontext() if plan is None else use_plan(plan):
+                if objective is None:
+                    results = linear_token_logprobs(x, w, targets, entropy=False, **given).logprobs
+                    return torch.autograd.grad(results, wanted, torch.empty_like(results)) if wanted else results
+                loss = linear_policy_loss(x, w, targets, objective=objective, **batch, **given).loss
+            return torch.autograd.grad(loss, wanted) if wanted else loss
+
+        return run
+
+    return record(call, device, device.memory - 2 * dtype.itemsize * sum(inputs), _answer(tokens, responses))
+
+
+def logits(
+    tokens: int,
+    vocab: int,
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    objective: Any,
+    on_policy: bool = False,
+    longest: int | None = None,
+    inplace: bool = True,
+) -> Ledger:
+    """The ledger of `logits_policy_loss` and the backward of its loss."""
+    responses = _responses(tokens, longest)
+
+    def call() -> Callable[[], object]:
+        x = _empty(responses, tokens // responses, vocab, dtype=dtype, needs=True)
+        batch = _batch(responses, tokens, on_policy)
+        targets = batch.pop("targets")
+
+        def run() -> object:
+            loss = logits_policy_loss(x, targets, objective=objective, inplace=inplace, **batch).loss
+            return torch.autograd.grad(loss, (x,))
+
+        return run
+
+    return record(call, device, device.memory, _answer(tokens, responses))
+
+
+def _responses(tokens: int, longest: int | None) -> int:
+    """How many responses of equal length: of the longest's if that divides the tokens, else one."""
+    return tokens // longest if longest and tokens % longest == 0 else 1
+
+
+def _batch(responses: int, tokens: int, on_policy: bool) -> dict[str, Tensor | None]:
+    shape = (responses, tokens // responses)
+    old = None if on_policy else _empty(*shape)
+    return {"targets": _empty(*shape, dtype=torch.int64), "advantages": _empty(responses), "old_logprobs": old}
+
+
+def _supports(tokens: int, vocab: int, entries: int) -> SamplingMask | None:
+    if not entries:
+        return None
+    offsets = _empty(tokens + 1, dtype=torch.int64)
+    return SamplingMask._made(_empty(entries, dtype=torch.int32), offsets, _Facts(vocab - 1, -(-entries // tokens), 0))
+
+
+def _answer(tokens: int, responses: int) -> Callable[[int], int]:
+    """What the host reads: the number of tokens that count, or (for more than two numbers) that of each response."""
+    return lambda count: tokens if count <= 2 else tokens // responses

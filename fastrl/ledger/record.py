@@ -1,0 +1,228 @@
+"""Records the kernel launches of a call at its real shapes, without its data and without a GPU.
+
+Tensors of torch's meta device stand in for those of a GPU: `pretend` makes them say that they are on one, so that the
+package takes the path that it would take there, with the Triton backend. A dispatch mode sees every operation on them;
+for an operator of the package it runs the operator's own function, so that what is inside is seen too. A Triton kernel
+that would be launched is noted instead.
+
+Values do not exist. Where the host asks for one, which on a GPU is a synchronisation, the ledger gives an answer: every
+mask is true, and `answer` says which number the host reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fastrl.backend import choice
+from fastrl.ledger.traffic import Traffic, of_kernel, of_operation
+from fastrl.operators.operator import body
+from fastrl.planning.devices import Device
+
+#: A number that no machine's GPU has: nothing that is remembered about a real one is mixed up with it.
+GPU = torch.device("cuda", 100)
+_MEMORY = torch._C.TensorBase
+_HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+
+
+class Launch(NamedTuple):
+    """One kernel launch, or an operation of torch that takes `count` of them."""
+
+    name: str
+    traffic: Traffic
+    count: int = 1
+
+    def seconds(self, device: Device) -> float:
+        """Its modelled time."""
+        return self.traffic.seconds(device) + self.count * device.launch
+
+
+class Ledger(NamedTuple):
+    """What one call does on a GPU."""
+
+    launches: list[Launch]
+    syncs: list[str]  # the operations for which the host waits
+
+    @property
+    def count(self) -> int:
+        """The number of launches."""
+        return sum(launch.count for launch in self.launches)
+
+    def seconds(self, device: Device) -> float:
+        """Its modelled time, one kernel after another."""
+        return sum(launch.seconds(device) for launch in self.launches)
+
+
+class _Stand:
+    """Whether stand-ins say that they are on a GPU; not while torch computes their shapes."""
+
+    pretends = True
+
+
+def _stands_in(tensor: Tensor) -> bool:
+    return _Stand.pretends and _MEMORY.device.__get__(tensor).type == "meta"  # type: ignore[attr-defined]
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return GPU if _stands_in(tensor) else _MEMORY.device.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return _device(tensor).type == "cuda"
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return _device(tensor).type == "meta"
+
+
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    if _Stand.pretends and storage.device.type == "meta":
+        return int(storage._cdata) * 256  # one of its own, aligned as an allocator's
+    return int(torch._C.StorageBase.data_ptr(storage))  # type: ignore[attr-defined]
+
+
+def _address(tensor: Tensor) -> int:
+    if not _stands_in(tensor):
+        return int(_MEMORY.data_ptr(tensor))
+    return _storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+@contextmanager
+def pretend(device: Device, free: int) -> Iterator[None]:
+    """Tensors of the meta device say that they are on this GPU, which has so many free bytes.
+
+    Holds for the whole process, in all its threads.
+    """
+    properties = SimpleNamespace(multi_processor_count=device.multiprocessors, total_memory=device.memory)
+    with ExitStack() as stack:
+        for name, pretence in (("device", _device), ("is_cuda", _is_cuda), ("is_meta", _is_meta)):
+            stack.enter_context(mock.patch.object(Tensor, name, property(pretence), create=True))
+        for owner, name, value in (
+            (Tensor, "data_ptr", _address),
+            (torch.UntypedStorage, "data_ptr", _storage_address),
+            (torch.cuda, "device", lambda _: nullcontext()),
+            (torch.cuda, "get_device_properties", lambda _: properties),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "mem_get_info", lambda *_: (free, device.memory)),
+            (torch.cuda, "memory_reserved", lambda *_: 0),
+            (torch.cuda, "memory_allocated", lambda *_: 0),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        stack.enter_context(choice.forcing("triton"))
+        yield
+
+
+class _Recorder(TorchDispatchMode):
+    """Computes shapes only, and notes what a GPU would have to do."""
+
+    def __init__(self, answer: Callable[[int], float]) -> None:
+        super().__init__()
+        self.ledger, self.answer = Ledger([], []), answer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "fastrl":
+            with self:
+                return body(func.name())(*args, **kwargs)
+        if func._can_decompose():  # inside an operator, what torch makes of other operations arrives whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        to = kwargs.get("device")
+        if tensors and not any(map(_is_cuda, tensors)) and not (to is not None and to.type == "cuda"):
+            with _disable_current_modes():
+                return func(*args, **kwargs)  # the host's own tensors
+        if name == "_to_copy" and to is not None and to.type == "cpu":
+            return self._read(name, args[0], kwargs)
+        if name == "_local_scalar_dense":
+            return self._read(name, args[0], {}).reshape(()).item()
+        if name == "nonzero":
+            self.ledger.syncs.append(name)
+            result = self._shapes(
+                torch.ops.aten.empty.memory_format, ([args[0].numel(), args[0].dim()],), _LIKE_NONZERO
+            )
+        elif name in _HOST_READS:
+            raise NotImplementedError(f"the ledger does not know what {func} gives")
+        else:
+            if to is not None:
+                kwargs["device"] = torch.device("meta")
+                if tensors and not _is_cuda(tensors[0]) and not kwargs.get("non_blocking"):
+                    self.ledger.syncs.append("copy from the host")
+            if tensors and not _is_cuda(tensors[0]) and name == "_to_copy":
+                args = (torch.empty_like(args[0], device="meta"), *args[1:])
+            result = self._shapes(func, args, kwargs)
+        with _quiet():
+            found = of_operation(func, args, kwargs, result)
+        if found is not None:
+            self.ledger.launches.append(Launch(name, *found))
+        return result
+
+    @staticmethod
+    def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _disable_current_modes(), _quiet():
+            return func(*args, **kwargs)
+
+    def _read(self, name: str, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """What the host reads: the same answer for every entry of the tensor."""
+        if source.dtype == torch.bool:
+            raise NotImplementedError("the ledger does not know the value of a condition")
+        self.ledger.syncs.append(f"{name} of {source.numel()} numbers")
+        with _disable_current_modes():
+            return torch.full(source.shape, self.answer(source.numel()), dtype=kwargs.get("dtype") or source.dtype)
+
+    def note(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Note a launch of a Triton kernel."""
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        with _quiet():
+            self.ledger.launches.append(Launch(kernel.fn.__name__, of_kernel(kernel.fn.__name__, grid, arguments)))
+
+
+_LIKE_NONZERO = {"dtype": torch.int64, "device": torch.device("meta")}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, stand-ins are what they are: tensors of the meta device."""
+    before, _Stand.pretends = _Stand.pretends, False
+    try:
+        yield
+    finally:
+        _Stand.pretends = before
+
+
+def record(
+    call: Callable[[], Callable[[], object]], device: Device, free: int, answer: Callable[[int], float]
+) -> Ledger:
+    """The ledger of what `call()` returns: a function that makes one call with tensors on `GPU`.
+
+    free: bytes of the device's memory that are free.
+    answer: from the number of entries of a tensor that the host reads, the value of each.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    # torch lets tensors be made on a GPU that is not there only while its own mode of fake tensors is on.
+    with FakeTensorMode(), pretend(device, free), torch.autograd.set_multithreading_enabled(False):
+        # Twice, because a first call also finds out what the library can do.
+        for _ in range(2):
+            recorder = _Recorder(answer)
+
+            def launcher(kernel: Any, grid: Any, recorder: _Recorder = recorder) -> Callable[..., None]:
+                return lambda *args, **kwargs: recorder.note(kernel, grid, *args, **kwargs)
+
+            with mock.patch.object(KernelInterface, "__getitem__", launcher), recorder:
+                run = call()
+                recorder.ledger.launches.clear()
+                recorder.ledger.syncs.clear()
+                run()
+    return recorder.ledger
