@@ -1,1 +1,1 @@
-"""The ledger of a call: every kernel that it launches, its bytes and operations, and its modelled time; without data."""
+"""The ledger of a call: the kernels that it launches, their bytes, operations and modelled times; without data."""

@@ -81,7 +81,8 @@ def _forward_gradient(arguments: _Arguments) -> Traffic:
 
 
 def _scale(arguments: _Arguments) -> Traffic:
-    return Traffic(4, 0)  # the factor, which is 1: the upstream gradient of a loss that nothing scales
+    """In place the factor alone is read: it is 1 unless something scales the loss."""
+    return Traffic(4, 0) if arguments["INPLACE"] else _once(arguments)
 
 
 def _products(arguments: _Arguments) -> Traffic:

@@ -142,8 +142,8 @@ def store_product(
 
 def store_rows(out: Tensor, index: Tensor | slice, rows: Tensor, factor: Tensor | None) -> None:
     """out[index] = factor * rows (n, H), in the dtype of out; the factor is applied in float32."""
-    if factor is None and rows.dtype == out.dtype:
-        out[index] = rows
+    if factor is None and (rows.dtype == out.dtype or isinstance(index, slice)):
+        out[index] = rows  # a copy casts as it goes
         return
     for part in pieces(rows.shape[0], 12 * rows.shape[1]):
         piece = rows[part].float() if factor is None else rows[part].float() * factor

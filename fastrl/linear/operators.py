@@ -118,6 +118,8 @@ linear_gradient.register_fake(fake_gradients)
 def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
     """The sum of slopes (N, H) times coefficients (N,), computed in float32, in the dtype of the slopes."""
     out = torch.empty_like(slopes[0])
+    if len(slopes) == 1 and out.is_cuda:  # which casts as it multiplies; a CPU would copy its operands
+        return torch.mul(slopes[0], coefficients[0][:, None], out=out)
     for part in products.pieces(out.shape[0], 8 * out.shape[1]):
         total = slopes[0][part] * coefficients[0][part, None]
         for slope, coefficient in zip(slopes[1:], coefficients[1:], strict=True):

@@ -40,7 +40,11 @@ class Device(NamedTuple):
         beyond: bytes of the result beyond that.
         """
         peak = self.flops_float32 if itemsize == 4 else self.flops
-        return max(flops / peak, self.seconds(size)) + _EXPOSED * self.seconds(beyond)
+        return max(flops / peak, self.seconds(size)) + self.exposed(beyond)
+
+    def exposed(self, size: float) -> float:
+        """The part of the time of moving these bytes of products' sums that operations do not hide."""
+        return _EXPOSED * self.seconds(size)
 
     def row_kernel(self, size: float) -> float:
         """The time of a kernel that sweeps once over rows of logits, reading or reading and writing these bytes."""
@@ -65,4 +69,11 @@ _EXPOSED = 0.7
 
 H100 = Device("H100", "cuda", 3.0e12, 730e12, 50e12, 3e-6, 80 << 30, 132, 50 << 20)
 H200 = Device("H200", "cuda", 4.3e12, 790e12, 50e12, 3e-6, 141 << 30, 132, 50 << 20)
-DEVICES = {device.name: device for device in (H100, H200)}
+#: Two cores of a Xeon; a launch stands for the Python of one call.
+CPU = Device("CPU", "cpu", 20e9, 400e9, 400e9, 6.25e-6, 16 << 30)
+DEVICES = {device.name: device for device in (H100, H200, CPU)}
+
+
+def of_kind(kind: str) -> Device:
+    """The device by whose ceilings plans are chosen: one of each kind, so that a call has the same plan on every GPU."""
+    return H100 if kind == "cuda" else CPU

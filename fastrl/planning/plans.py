@@ -122,7 +122,7 @@ class Plan:
     units: int  # matrix products over N x V x H
     flops: int
     temporary_bytes: int
-    cost: float  # by which plans are compared: operations, plus memory traffic expressed in operations
+    cost: float  # modelled seconds, by which plans are compared
     tiles: dict[str, Tile]  # by pass
     pass_bytes: int  # bytes that a pass may take
     tile_bytes: int  # bytes that one tile may take

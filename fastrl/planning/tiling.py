@@ -9,9 +9,9 @@ A pass forms every tile of the logits once, with one matrix product, and compute
     weight             dL/dweight and dL/dbias, one slice of the vocabulary after another
     both               `hidden` and `weight` at once, in the order of `weight`
 
-Bytes are those of the tensors that the pass allocates, accurate to a few per mille. Costs are floating-point
-operations: those of the matrix products, plus reading the operands and making the calls for a tile, expressed as the
-operations that take as long.
+Bytes are those of the tensors that the pass allocates, accurate to a few per mille. Costs are seconds, modelled by
+`fastrl.planning.devices`: of the matrix products, the memory that they and the row kernels read and write, and the
+launches for a tile.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import NamedTuple
 
 import torch
 
+from fastrl.planning.devices import CPU, of_kind
+
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
 #: The same if the vocabulary may be cut: on a CPU a tile that stays in the last-level cache gains 2 to 7 %.
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
-#: Floating-point operations that take as long as moving one byte, and as the calls for one tile: two cores of a Xeon at
-#: 400 GFLOP/s and 20 GB/s; an H200 at 790 TFLOP/s and 4.3 TB/s.
-_A_BYTE = {"cpu": 20.0, "cuda": 184.0}
-_A_TILE = {"cpu": 2e7, "cuda": 4e10}
+#: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
+_A_TILE = 6
 #: Allocating a tile costs a CPU as much as moving its bytes this many times: page faults, zeroing, the first write.
 #: Measured at 2048 x 64 x 32768: 13 ms more for a tile of 128 MiB than for one of 51.
 _FRESH = 3
@@ -129,9 +129,14 @@ class Pass(NamedTuple):
         return 1 + (self.kind != "weight" and needs_hidden) + (self.kind != "hidden" and needs_weight)
 
     def cost(self, tile: Tile, units: int) -> float:
-        """Its floating-point operations, plus memory traffic and calls expressed in operations."""
-        rows, width, vocab, itemsize, device, *_ = self.sizes
-        chunks, slices = -(-rows // tile.rows), -(-vocab // tile.columns)
+        """Its modelled seconds."""
+        rows, _, vocab, _, kind, *_ = self.sizes
+        chunks, slices = max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
+        return self._on_cpu(tile, units, chunks, slices) if kind == "cpu" else self._on_gpu(units, chunks, slices)
+
+    def _on_cpu(self, tile: Tile, units: int, chunks: int, slices: int) -> float:
+        """Operations hide no traffic, and tiles stay in the cache."""
+        rows, width, vocab, itemsize, *_ = self.sizes
         # Each product reads W once per chunk and the hidden states once per slice.
         moved = units * (chunks * vocab + slices * rows) * width * itemsize
         # Sums over several tiles are read and written again.
@@ -139,13 +144,46 @@ class Pass(NamedTuple):
             moved += 8 * chunks * vocab * width
         if self.kind in ("hidden", "both") and slices > 1:
             moved += 8 * slices * rows * width
-        if device == "cpu":
-            moved += _FRESH * tile.rows * tile.columns * itemsize
+        moved += _FRESH * tile.rows * tile.columns * itemsize
         flops = 2.0 * units * rows * width * vocab
         if self.kind == "statistics" and slices > 1:
             # Combining slices takes a dozen small calls; and whole rows share their code with the other plans.
             flops *= 1.05
-        return flops + _A_BYTE.get(device, 20.0) * moved + _A_TILE.get(device, 2e7) * chunks * slices
+        return flops / CPU.flops + CPU.seconds(moved) + (_A_TILE + 2) * CPU.launch * chunks * slices
+
+    def _on_gpu(self, units: int, chunks: int, slices: int) -> float:
+        """Product by product, for tiles of equal size."""
+        rows, width, vocab, itemsize, kind, *_ = self.sizes
+        device, tiles = of_kind(kind), chunks * slices
+        n, v = rows / chunks, vocab / slices
+        flops, operands = 2.0 * n * v * width, (n * v + (n + v) * width) * itemsize
+        # Sums over several tiles: float32, written by the first, read and written by the others, cast in the end.
+        wider = 4 - itemsize
+        of_weight = self.sizes.weight and self.kind in ("forward-gradient", "weight", "both")
+        beyond = last = 0.0
+        if of_weight and chunks > 1:
+            beyond += (wider + 4 * (1 - 1 / chunks)) * v * width * tiles
+            last += (4 + itemsize) * vocab * width if wider else 0
+        if self.kind in ("hidden", "both") and slices > 1:
+            beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles
+            last += (4 + itemsize) * rows * width if wider else 0
+        logits = rows * vocab * itemsize
+        if self.kind == "statistics":
+            kernels = device.row_kernel(logits)
+        elif self.whole_rows:
+            visits = self.vectors if self.kind == "frozen" else 1
+            kernels = visits * device.visit(2 * logits, rows, vocab * itemsize, 1)
+        else:
+            kernels = device.row_kernel(2 * logits)
+        # Combining the statistics of slices takes two dozen operations.
+        combine = 24 if self.kind == "statistics" and slices > 1 else 0
+        return (
+            tiles * units * device.product(flops, operands, 0.0, itemsize)
+            + device.exposed(beyond)
+            + device.seconds(last)
+            + kernels
+            + (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch
+        )
 
     def tile(self, budget: int, cap: int) -> Tile | None:
         """The cheapest tile of at most about `cap` bytes whose pass takes at most `budget` bytes, or None."""
@@ -223,5 +261,5 @@ def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
 
 
 def support_cost(sizes: Sizes, entries: int, gradients: int) -> float:
-    """The cost of products with support entries: each reads a row of the weight, or of the hidden states."""
-    return _A_BYTE.get(sizes.device, 20.0) * entries * sizes.hidden * sizes.itemsize * (1 + gradients)
+    """The seconds of products with support entries: each reads a row of the weight, or of the hidden states."""
+    return of_kind(sizes.device).seconds(entries * sizes.hidden * sizes.itemsize * (1 + gradients))
