@@ -22,6 +22,7 @@ ORDER = (
     "sampling_mask",
     "linear",
     "losses",
+    "ledger",
     "models",
     "integrations",
     "training",

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastrl.ledger.record import GPU, Ledger, record
 from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.losses.policy import linear_policy_loss, logits_policy_loss
+from fastrl.objectives.objective import Objective
 from fastrl.planning.devices import Device
 from fastrl.planning.plans import use_plan
 from fastrl.sampling_mask.mask import SamplingMask, _Facts
@@ -43,14 +44,13 @@ def linear(
         plan: to take whatever it costs; None: the one that the call chooses.
     """
     responses = _responses(tokens, longest)
-    inputs = (hidden * tokens, hidden * vocab, vocab if "bias" in gradients else 0)
 
     def call() -> Callable[[], object]:
         x = _empty(responses, tokens // responses, hidden, dtype=dtype, needs="hidden" in gradients)
         w = _empty(vocab, hidden, dtype=dtype, needs="weight" in gradients)
         bias = _empty(vocab, dtype=dtype, needs=True) if "bias" in gradients else None
         given = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept), "memory_budget": budget}
-        batch = _batch(responses, tokens, on_policy)
+        batch = _batch(objective, responses, tokens, on_policy)
         targets = batch.pop("targets")
         wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]
 
@@ -64,7 +64,12 @@ def linear(
 
         return run
 
-    return record(call, device, device.memory - 2 * dtype.itemsize * sum(inputs), _answer(tokens, responses))
+    return record(call, device, free_bytes(device, tokens, hidden, vocab, dtype), _answer(tokens, responses))
+
+
+def free_bytes(device: Device, tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
+    """The bytes of the device's memory beside the hidden states, the weight and their gradients."""
+    return device.memory - 2 * dtype.itemsize * (tokens + vocab) * hidden
 
 
 def logits(
@@ -83,7 +88,7 @@ def logits(
 
     def call() -> Callable[[], object]:
         x = _empty(responses, tokens // responses, vocab, dtype=dtype, needs=True)
-        batch = _batch(responses, tokens, on_policy)
+        batch = _batch(objective, responses, tokens, on_policy)
         targets = batch.pop("targets")
 
         def run() -> object:
@@ -100,10 +105,17 @@ def _responses(tokens: int, longest: int | None) -> int:
     return tokens // longest if longest and tokens % longest == 0 else 1
 
 
-def _batch(responses: int, tokens: int, on_policy: bool) -> dict[str, Tensor | None]:
+def _batch(objective: Any, responses: int, tokens: int, on_policy: bool) -> dict[str, Any]:
+    """Targets, and of the other inputs those that the objective needs."""
     shape = (responses, tokens // responses)
-    old = None if on_policy else _empty(*shape)
-    return {"targets": _empty(*shape, dtype=torch.int64), "advantages": _empty(responses), "old_logprobs": old}
+    batch: dict[str, Any] = {"targets": _empty(*shape, dtype=torch.int64), "advantages": _empty(responses)}
+    if not on_policy:
+        batch["old_logprobs"] = _empty(*shape)
+    if isinstance(objective, Objective) and objective.kl is not None and objective.kl.needs_reference:
+        batch["ref_logprobs"] = _empty(*shape)
+    if isinstance(objective, Objective) and objective.rollout_correction is not None:
+        batch["rollout_logprobs"] = _empty(*shape)
+    return batch
 
 
 def _supports(tokens: int, vocab: int, entries: int) -> SamplingMask | None:

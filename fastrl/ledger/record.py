@@ -144,9 +144,9 @@ class _Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs)  # the host's own tensors
         if name == "_to_copy" and to is not None and to.type == "cpu":
-            return self._read(name, args[0], kwargs)
+            return self._read(args[0], kwargs)
         if name == "_local_scalar_dense":
-            return self._read(name, args[0], {}).reshape(()).item()
+            return self._read(args[0], {}).reshape(()).item()
         if name == "nonzero":
             self.ledger.syncs.append(name)
             result = self._shapes(
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         with _quiet():
             found = of_operation(func, args, kwargs, result)
         if found is not None:
-            self.ledger.launches.append(Launch(name, *found))
+            self.ledger.launches.append(Launch(found[0].product and f"product {found[0].product}" or name, *found))
         return result
 
     @staticmethod
@@ -173,11 +173,11 @@ class _Recorder(TorchDispatchMode):
         with _disable_current_modes(), _quiet():
             return func(*args, **kwargs)
 
-    def _read(self, name: str, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _read(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """What the host reads: the same answer for every entry of the tensor."""
         if source.dtype == torch.bool:
             raise NotImplementedError("the ledger does not know the value of a condition")
-        self.ledger.syncs.append(f"{name} of {source.numel()} numbers")
+        self.ledger.syncs.append(f"{source.numel()} number{'s' * (source.numel() != 1)}")
         with _disable_current_modes():
             return torch.full(source.shape, self.answer(source.numel()), dtype=kwargs.get("dtype") or source.dtype)
 

@@ -27,6 +27,7 @@ class Traffic(NamedTuple):
     rows: int = 0  # rows of logits that a row kernel takes
     again: int = 0  # bytes of a row that it reads a second time, from the L2 cache if they are still there
     programs: int = 0  # programs of it that fit a multiprocessor
+    product: str = ""  # the shape and the dtypes of a matrix product
 
     def seconds(self, device: Device) -> float:
         """Its modelled time without that of the launch."""
@@ -188,4 +189,7 @@ def _product(name: str, given: dict[str, Any], out: Tensor) -> Traffic:
     flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
     added = size(given["self"]) if adds and given.get("beta", 1) else 0
     operands, whole = size(a) + size(b), out.numel() * a.element_size()
-    return Traffic(operands + added, size(out), flops, a.element_size(), added + size(out) - whole)
+    dtypes = " -> ".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (a, out)))
+    shape = f"{a.shape[0]} x {a.shape[1]} x {b.shape[1]}, {dtypes}"
+    beyond = added + size(out) - whole
+    return Traffic(operands + added, size(out), flops, a.element_size(), beyond, product=shape)

@@ -33,14 +33,17 @@ class Device(NamedTuple):
         """The time of moving this many bytes, read and written together."""
         return size / self.bytes_a_second
 
+    def peak(self, itemsize: int) -> float:
+        """Operations per second of a large matrix product of operands of `itemsize` bytes."""
+        return self.flops_float32 if itemsize == 4 else self.flops
+
     def product(self, flops: float, size: float, beyond: float, itemsize: int) -> float:
         """The time of a matrix product of this many operations on operands of `itemsize` bytes.
 
         size: bytes of the operands, and of the result in the operands' dtype.
         beyond: bytes of the result beyond that.
         """
-        peak = self.flops_float32 if itemsize == 4 else self.flops
-        return max(flops / peak, self.seconds(size)) + self.exposed(beyond)
+        return max(flops / self.peak(itemsize), self.seconds(size)) + self.exposed(beyond)
 
     def exposed(self, size: float) -> float:
         """The part of the time of moving these bytes of products' sums that operations do not hide."""

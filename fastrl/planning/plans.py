@@ -32,6 +32,7 @@ from fastrl.backend.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
+from fastrl.planning.devices import Device
 from fastrl.planning.tiling import Needs, Pass, PassBudget, Sizes, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
@@ -127,12 +128,17 @@ class Plan:
     pass_bytes: int  # bytes that a pass may take
     tile_bytes: int  # bytes that one tile may take
     one_chunk: bool = False  # whether one tile holds all rows, so that dL/dweight needs no float32 sums
+    support_bytes: int = 0  # that products with support entries must move
     mapped: bool = False  # whether the memory of a pass must be returned to the system before the next pass
 
     @property
     def pass_budget(self) -> PassBudget:
         """The bytes that each of its passes may take."""
         return PassBudget(self.pass_bytes, self.tile_bytes, self.mapped)
+
+    def floor(self, device: Device, itemsize: int) -> float:
+        """The seconds below which no computation of its products can be: their operations, and the supports' bytes."""
+        return self.flops / device.peak(itemsize) + device.seconds(self.support_bytes)
 
 
 @contextmanager
@@ -286,7 +292,7 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
         return None
     tiles: dict[str, Tile] = {}
     pass_sizes = []
-    units, cost = 0, tiling.support_cost(call.sizes, call.support_entries, sum(call.needs[:2]))
+    units, cost = 0, tiling.support_cost(call.sizes, call.support_entries, call.needs)
     for one in _passes(call, name):
         tile = one.tile(pass_bytes, cap)
         if tile is None:
@@ -302,4 +308,5 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
     mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > pass_bytes
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
-    return Plan(name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, one_chunk, mapped)
+    moved = tiling.support_bytes(call.sizes, call.all_rows, call.support_entries, call.needs)
+    return Plan(name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, one_chunk, moved, mapped)

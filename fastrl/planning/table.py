@@ -1,9 +1,7 @@
-"""`plan_memory` and `fastrl plan`: which plan a linear loss takes within a memory budget, and what the others cost."""
+"""`plan_memory`: which plan a linear loss takes within a memory budget, and what the others cost."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +10,13 @@ import torch
 
 from fastrl.objectives.dependence import ANY, Given, scope, slopes
 from fastrl.objectives.objective import Objective
-from fastrl.objectives.presets import GRPO, PRESETS, any_numbers
+from fastrl.objectives.presets import GRPO
 from fastrl.planning.budget import default_budget, parse_budget, text
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
 from fastrl.planning.tiling import Needs
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: The dtypes of hidden states and weight, by name.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INPUTS = ("hidden", "weight", "bias")
 _USUAL = GRPO()
 
@@ -121,8 +120,8 @@ def plan_memory(
             raise ValueError(f"{name} must be at least {lowest}, got {value}")
     if unrecorded > tokens or (unrecorded and not kept):
         raise ValueError(f"unrecorded must be at most tokens, {tokens}, and 0 without kept ids, got {unrecorded}")
-    if dtype not in _DTYPES.values():
-        raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES.values()))}, got {dtype}")
+    if dtype not in DTYPES.values():
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}")
     unknown = [name for name in gradients if name not in _INPUTS]
     if unknown or isinstance(gradients, str):
         raise ValueError(f"gradients must be some of {', '.join(_INPUTS)}, got {gradients!r}")
@@ -154,64 +153,3 @@ def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool
     if not callable(objective) and not isinstance(objective, Objective):
         raise TypeError(f"objective must be an Objective, a callable or None, got {type(objective).__name__}")
     return {"scope": scope(objective, Given(old=not on_policy)), "slopes": slopes(objective)}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs `fastrl plan` with these arguments and returns the exit status."""
-    options = _parser().parse_args(argv)
-    name = options.objective
-    try:
-        plans = plan_memory(
-            options.tokens,
-            options.hidden,
-            options.vocab,
-            _DTYPES[options.dtype],
-            options.budget,
-            objective=None if name == "logprobs" else any_numbers(name),
-            gradients=[x for x in options.gradients.split(",") if x not in ("", "none")],
-            on_policy=options.on_policy,
-            longest=options.longest,
-            kept=options.kept,
-            unrecorded=options.unrecorded,
-            device=options.device,
-        )
-    except ValueError as error:
-        print(f"fastrl plan: {error}", file=sys.stderr)
-        return 2
-    print(plans)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fastrl plan",
-        description="Which plan a fused linear loss takes within a budget of temporary memory, and what the others"
-        " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (of tokens without a recorded support if"
-        " others have one); estimated times are relative to the chosen plan's.",
-    )
-    add = parser.add_argument
-    add("--tokens", type=int, required=True, help="unmasked tokens")
-    add("--hidden", type=int, required=True, help="width of the hidden states")
-    add("--vocab", type=int, required=True, help="entries of the vocabulary")
-    add("--budget", help="such as 512MiB; default: half of the free memory")
-    add("--dtype", choices=_DTYPES, default="bfloat16")
-    names = [*PRESETS, "logprobs"]
-    add(
-        "--objective",
-        choices=names,
-        default="GRPO",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; or logprobs, for log-probabilities alone; default: %(default)s",
-    )
-    add("--gradients", default="hidden,weight", help="some of hidden,weight,bias, or none; default: %(default)s")
-    add("--on-policy", action="store_true", help="without old log-probabilities")
-    add("--longest", type=int, help="tokens of the longest response; default: all")
-    add("--kept", type=int, default=0, help="recorded ids of all tokens' sampling masks together; default: no masks")
-    add(
-        "--unrecorded",
-        type=int,
-        default=0,
-        help="tokens without a recorded support (or with a very wide one) beside those that have one",
-    )
-    add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
-    return parser

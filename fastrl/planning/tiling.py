@@ -260,6 +260,18 @@ def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
     return entries <= (rows + fixed_rows) * widest_support(sizes.vocab, sizes.device, sizes.itemsize)
 
 
-def support_cost(sizes: Sizes, entries: int, gradients: int) -> float:
+def support_cost(sizes: Sizes, entries: int, needs: Needs) -> float:
     """The seconds of products with support entries: each reads a row of the weight, or of the hidden states."""
-    return of_kind(sizes.device).seconds(entries * sizes.hidden * sizes.itemsize * (1 + gradients))
+    return of_kind(sizes.device).seconds(support_bytes(sizes, 0, entries, needs) if entries else 0)
+
+
+def support_bytes(sizes: Sizes, rows: int, entries: int, needs: Needs) -> int:
+    """The bytes that products with support entries of `rows` rows must move; 0 without entries.
+
+    Each product gathers a row of the weight or of the hidden states for each entry; the hidden states are read, and the
+    gradients are written.
+    """
+    if not entries:
+        return 0
+    gathered = (1 + needs.hidden + needs.weight) * entries
+    return (gathered + (1 + needs.hidden) * rows + needs.weight * sizes.vocab) * sizes.hidden * sizes.itemsize
