@@ -144,9 +144,11 @@ class _Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs)  # the host's own tensors
         if name == "_to_copy" and to is not None and to.type == "cpu":
-            return self._read(args[0], kwargs)
+            asked = self._asked(args[0])
+            with _disable_current_modes():
+                return torch.full(args[0].shape, asked, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "_local_scalar_dense":
-            return self._read(args[0], {}).reshape(()).item()
+            return self._asked(args[0])
         if name == "nonzero":
             self.ledger.syncs.append(name)
             result = self._shapes(
@@ -173,13 +175,12 @@ class _Recorder(TorchDispatchMode):
         with _disable_current_modes(), _quiet():
             return func(*args, **kwargs)
 
-    def _read(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """What the host reads: the same answer for every entry of the tensor."""
+    def _asked(self, source: Tensor) -> float:
+        """The value of every entry of a tensor that the host reads."""
         if source.dtype == torch.bool:
             raise NotImplementedError("the ledger does not know the value of a condition")
         self.ledger.syncs.append(f"{source.numel()} number{'s' * (source.numel() != 1)}")
-        with _disable_current_modes():
-            return torch.full(source.shape, self.answer(source.numel()), dtype=kwargs.get("dtype") or source.dtype)
+        return self.answer(source.numel())
 
     def note(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Note a launch of a Triton kernel."""

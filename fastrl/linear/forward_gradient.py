@@ -47,11 +47,14 @@ def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
 class _Sums:
     """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
 
-    def __init__(self, head: Head, needs: Needs, one_chunk: bool, backend: str) -> None:
+    def __init__(self, head: Head, needs: Needs, one_chunk: bool, all_rows: bool, backend: str) -> None:
         device, (vocab, _) = head.weight.device, head.weight.shape
         self.matrix = head.weight
         dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
-        self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs.hidden else None
+        self.hidden = None
+        if needs.hidden:
+            make = torch.empty if all_rows else torch.zeros  # of the other rows none is written
+            self.hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=device)
         self.head = HeadSums(
             products.empty(tuple(head.weight.shape), dtype, head.weight, backend) if needs.weight else None,
             torch.zeros(vocab, dtype=torch.float32, device=device) if needs.bias else None,
@@ -89,10 +92,9 @@ def forward_gradient(
     chunk at most, in the weight's dtype.
     """
     n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
-    out = LossTerms(
-        *(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n)))
-    )
-    sums = _Sums(head, needs, one_chunk, backend)
+    make = torch.zeros if used.count < n else torch.empty  # masked rows have no chunk that writes them
+    out = LossTerms(*(make(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
+    sums = _Sums(head, needs, one_chunk, sum(chunk.active for chunk in chunks) == n, backend)
     longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     held = Held(head, Tile(longest, vocab), used.index is not None, backend)
     for number, chunk in enumerate(chunks):
@@ -114,13 +116,14 @@ def forward_gradient(
     return out, sums.finish()
 
 
-def idle_rows(inputs: RowInputs) -> Tensor:
-    """Rows whose gradient is 0 whatever their logits: A = 0 or no policy weight, no KL and no entropy term."""
-    idle = (inputs.advantages == 0) | (inputs.policy_weights == 0)
+def active_rows(inputs: RowInputs) -> Tensor:
+    """Rows (N,) bool that are not idle: the gradient of an idle row, with A = 0 or no policy weight, and no KL and no
+    entropy term, is 0 whatever its logits."""
+    active = torch.logical_and(inputs.advantages, inputs.policy_weights)
     for weights in (inputs.kl_weights, inputs.entropy_weights):
         if weights is not None:
-            idle = idle & (weights == 0)
-    return idle
+            active = torch.logical_or(active, weights)
+    return active
 
 
 def _gradient_by_kernel(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkGradient:
@@ -167,7 +170,7 @@ def linear_forward_gradient(
 ) -> LinearLoss:
     """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide."""
     checks.targets_in_range(targets, mask, head.weight.shape[0])
-    used, active = forward.active_first(mask, idle_rows(inputs), targets.shape[0], num_tokens)
+    used, active = forward.active_first(mask, active_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
     if one_chunk:
         chunks = row_chunks(used.count, active, max(used.count, 1))

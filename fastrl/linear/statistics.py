@@ -59,21 +59,22 @@ def _places(chosen: Tensor, known: int) -> Tensor:
     return torch.nonzero_static(chosen, size=known)[:, 0].clamp_min(0)
 
 
-def active_first(valid: Tensor | None, idle: Tensor | None, total: int, known: int) -> tuple[Order, int]:
-    """The order of the valid rows, with the active (not idle) rows first, and the number of active rows.
+def active_first(valid: Tensor | None, active: Tensor, total: int, known: int) -> tuple[Order, int]:
+    """The order of the valid rows, with the `active` rows (N,) bool first, and the number of those.
 
     One synchronisation on a GPU. If the number of valid rows is known there is none, and all rows count as active.
     """
-    if idle is None or (known >= 0 and idle.is_cuda):
+    if known >= 0 and active.is_cuda:
         used = order(valid, total, known)
         return used, used.count
-    active = ~idle if valid is None else valid & ~idle
-    counts = [active.sum()] if valid is None else [active.sum(), valid.sum()]
-    active_count, *valid_count = torch.stack(counts).tolist()
-    count = valid_count[0] if valid_count else total
+    if valid is None:
+        active_count, count = int(active.sum()), total
+    else:
+        active = active & valid
+        active_count, count = torch.stack([active.sum(), valid.sum()]).tolist()
     if active_count == count:
         return order(valid, total, count), count
-    valid_idle = idle if valid is None else valid & idle
+    valid_idle = ~active if valid is None else valid & ~active
     return (
         Order(torch.cat([_places(active, active_count), _places(valid_idle, count - active_count)]), count),
         active_count,

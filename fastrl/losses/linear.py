@@ -70,7 +70,7 @@ def _ask(problem: Problem, call: LinearCall) -> _Host | None:
     active = batch.counts
     if isinstance(problem.objective, Objective):
         _, inputs, _ = row_objective(problem.objective, batch, problem.weights)
-        not_idle = ~forward_gradient_ops.idle_rows(inputs)
+        not_idle = forward_gradient_ops.active_rows(inputs)
         active = batch.counts.where(batch.responses.sum(not_idle.to(batch.counts.dtype)) > 0, 0)
     size = batch.responses.count
     ends = batch.responses.offsets
