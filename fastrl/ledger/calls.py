@@ -49,7 +49,7 @@ def linear(
         x = _empty(responses, tokens // responses, hidden, dtype=dtype, needs="hidden" in gradients)
         w = _empty(vocab, hidden, dtype=dtype, needs="weight" in gradients)
         bias = _empty(vocab, dtype=dtype, needs=True) if "bias" in gradients else None
-        given = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept), "memory_budget": budget}
+        given: dict[str, Any] = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept), "memory_budget": budget}
         batch = _batch(objective, responses, tokens, on_policy)
         targets = batch.pop("targets")
         wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]

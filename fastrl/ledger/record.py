@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from fastrl.backend import choice
 from fastrl.ledger.traffic import Traffic, of_kernel, of_operation
@@ -30,10 +32,12 @@ from fastrl.planning.devices import Device
 #: A number that no machine's GPU has: nothing that is remembered about a real one is mixed up with it.
 GPU = torch.device("cuda", 100)
 _MEMORY = torch._C.TensorBase
-_HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+#: Operations whose results have a length, or are a number, that only the values tell.
+_UNKNOWN = ("masked_select", "equal", "_unique2", "unique_dim", "bincount")
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True)
+class Launch:
     """One kernel launch, or an operation of torch that takes `count` of them."""
 
     name: str
@@ -45,7 +49,8 @@ class Launch(NamedTuple):
         return self.traffic.seconds(device) + self.count * device.launch
 
 
-class Ledger(NamedTuple):
+@dataclass(frozen=True)
+class Ledger:
     """What one call does on a GPU."""
 
     launches: list[Launch]
@@ -68,11 +73,11 @@ class _Stand:
 
 
 def _stands_in(tensor: Tensor) -> bool:
-    return _Stand.pretends and _MEMORY.device.__get__(tensor).type == "meta"  # type: ignore[attr-defined]
+    return _Stand.pretends and _MEMORY.device.__get__(tensor).type == "meta"
 
 
 def _device(tensor: Tensor) -> torch.device:
-    return GPU if _stands_in(tensor) else _MEMORY.device.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+    return GPU if _stands_in(tensor) else _MEMORY.device.__get__(tensor)
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -138,36 +143,35 @@ class _Recorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         to = kwargs.get("device")
-        if tensors and not any(map(_is_cuda, tensors)) and not (to is not None and to.type == "cuda"):
+        if not any(map(_is_cuda, tensors)) and (to is None or to.type == "cpu"):
             with _disable_current_modes():
-                return func(*args, **kwargs)  # the host's own tensors
+                return func(*args, **kwargs)  # on the host
         if name == "_to_copy" and to is not None and to.type == "cpu":
             asked = self._asked(args[0])
             with _disable_current_modes():
                 return torch.full(args[0].shape, asked, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "_local_scalar_dense":
             return self._asked(args[0])
+        if name in _UNKNOWN:
+            raise NotImplementedError(f"the ledger does not know what {func} gives")
+        if to is not None:
+            kwargs["device"] = torch.device("meta")
+        if name == "_to_copy" and not _is_cuda(args[0]):
+            if not kwargs.get("non_blocking"):
+                self.ledger.syncs.append("a copy from the host")
+            args = (torch.empty_like(args[0], device="meta"), *args[1:])
         if name == "nonzero":
             self.ledger.syncs.append(name)
-            result = self._shapes(
-                torch.ops.aten.empty.memory_format, ([args[0].numel(), args[0].dim()],), _LIKE_NONZERO
-            )
-        elif name in _HOST_READS:
-            raise NotImplementedError(f"the ledger does not know what {func} gives")
+            shape = [args[0].numel(), args[0].dim()]
+            result = self._shapes(torch.empty, (shape,), {"dtype": torch.int64, "device": "meta"})
         else:
-            if to is not None:
-                kwargs["device"] = torch.device("meta")
-                if tensors and not _is_cuda(tensors[0]) and not kwargs.get("non_blocking"):
-                    self.ledger.syncs.append("copy from the host")
-            if tensors and not _is_cuda(tensors[0]) and name == "_to_copy":
-                args = (torch.empty_like(args[0], device="meta"), *args[1:])
             result = self._shapes(func, args, kwargs)
         with _quiet():
             found = of_operation(func, args, kwargs, result)
         if found is not None:
-            self.ledger.launches.append(Launch(found[0].product and f"product {found[0].product}" or name, *found))
+            self.ledger.launches.append(Launch((found[0].product and f"product {found[0].product}") or name, *found))
         return result
 
     @staticmethod
@@ -187,9 +191,6 @@ class _Recorder(TorchDispatchMode):
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         with _quiet():
             self.ledger.launches.append(Launch(kernel.fn.__name__, of_kernel(kernel.fn.__name__, grid, arguments)))
-
-
-_LIKE_NONZERO = {"dtype": torch.int64, "device": torch.device("meta")}
 
 
 @contextmanager

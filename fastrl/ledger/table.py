@@ -21,7 +21,7 @@ def text_of(ledger: Ledger, plan: Plan, device: Device, itemsize: int) -> str:
     groups.sort(key=lambda launches: -_seconds(launches, device))
     large = [g for g in groups if _seconds(g, device) >= _SMALL * total]
     small = [launch for g in groups if g not in large for launch in g]
-    rows = [("launches", "kernel or operation of torch", "read", "written", "TFLOP", "ms")]
+    rows: list[tuple[str, ...]] = [("launches", "kernel or operation of torch", "read", "written", "TFLOP", "ms")]
     rows += [_row(launches[0].name, launches, device) for launches in large]
     if small:
         rows.append(_row("others", small, device))

@@ -78,5 +78,5 @@ DEVICES = {device.name: device for device in (H100, H200, CPU)}
 
 
 def of_kind(kind: str) -> Device:
-    """The device by whose ceilings plans are chosen: one of each kind, so that a call has the same plan on every GPU."""
+    """The device by whose ceilings plans are chosen; one GPU for all, so that a call has the same plan on each."""
     return H100 if kind == "cuda" else CPU

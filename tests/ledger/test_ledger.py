@@ -1,0 +1,166 @@
+"""The ledger: its numbers are those of a real call, and by it no default exceeds its limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.cli import main
+from fastrl.objectives.presets import any_numbers
+from fastrl.planning.devices import H100, H200
+from fastrl.planning.plans import use_plan
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import KernelInterface
+
+from fastrl.ledger import calls, record
+
+PPO = fastrl.PPO()
+TARGET = (8192, 4096, 151936)
+#: N, H, V -> the limits of default / floor: with both gradients, and with a frozen head.
+SHAPES = {
+    TARGET: (1.06, 1.08),
+    (8192, 2048, 151936): (1.13, 1.16),
+    (4096, 4096, 128256): (1.06, 1.09),
+    (8192, 4096, 262144): (1.06, 1.09),
+    (32768, 4096, 151936): (1.10, 1.08),
+}
+BOTH, FROZEN = ("hidden", "weight"), ("hidden",)
+
+
+def linear(shape: tuple[int, int, int], objective: Any = PPO, **options: Any) -> record.Ledger:
+    return calls.linear(*shape, torch.bfloat16, H100, objective=objective, **options)
+
+
+def chosen(shape: tuple[int, int, int], **options: Any) -> Any:
+    return fastrl.plan_memory(*shape, budget="38GiB", device="cuda", objective=PPO, **options).chosen
+
+
+def chunks(ledger: record.Ledger) -> int:
+    return sum(launch.name == "row_forward_gradient_kernel" for launch in ledger.launches)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_defaults_are_near_their_floors(shape: tuple[int, int, int]) -> None:
+    for gradients, limit in zip((BOTH, FROZEN), SHAPES[shape], strict=True):
+        ledger, plan = linear(shape, gradients=gradients), chosen(shape, gradients=gradients)
+        floor = plan.floor(H100, 2)
+        assert floor == (1 + len(gradients)) * 2 * shape[0] * shape[1] * shape[2] / H100.flops
+        assert floor < ledger.seconds(H100) <= limit * floor, gradients
+        assert sum(launch.traffic.flops for launch in ledger.launches) == plan.flops
+        assert ledger.count <= 35 + 8 * chunks(ledger) and ledger.syncs == ["1 number"], gradients
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in fastrl.PRESETS if name not in ("GSPO", "GSPOToken", "GMPO", "LUSPO")]
+)
+def test_launches_of_row_local_presets(name: str) -> None:
+    objective, shape = any_numbers(name), (512, 64, 4096)
+    if name in ("VESPO", "DeepSeekV32"):
+        pytest.skip("a token's gradient needs its whole response: the objective runs in torch")
+    ledger = linear(shape, objective, longest=64)
+    assert ledger.count <= 35 + 8 * chunks(ledger) and chunks(ledger) == 1
+    from_logits = calls.logits(shape[0], shape[2], torch.bfloat16, H100, objective=objective, longest=64)
+    assert from_logits.count <= 30 and from_logits.syncs == []
+
+
+def test_recorded_sets() -> None:
+    sets, dense = linear(TARGET, kept=8 * TARGET[0]), linear(TARGET)
+    assert sets.seconds(H100) <= SETS[0] * dense.seconds(H100)
+    assert sets.count <= SETS[1] and sets.syncs == []
+
+
+#: The share of the dense time, and launches.
+SETS = (0.039, 160)
+
+
+@pytest.mark.parametrize("gradients", [BOTH, FROZEN, ()], ids=str)
+def test_the_planner_has_the_ledgers_prices(gradients: tuple[str, ...]) -> None:
+    plans = fastrl.plan_memory(*TARGET, budget="2GiB", device="cuda", objective=PPO, gradients=gradients).fitting
+    assert len(plans) >= 1
+    for plan in plans:
+        ledger = linear(TARGET, gradients=gradients, budget="2GiB", plan=plan.name)
+        # The planner leaves out what all plans launch: preparing the batch, the objective in torch, the metrics.
+        rest = ledger.seconds(H100) - plan.cost
+        assert 0 <= rest <= 150 * H100.launch + 0.01 * plan.cost, (plan.name, plan.cost, rest)
+
+
+def test_the_kernels_are_those_of_a_real_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (tokens, width, vocab) = (24, 32, 512)
+    launched: list[tuple[str, tuple[int, ...]]] = []
+    original = KernelInterface.__getitem__
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
+        launched.append((kernel.fn.__name__, grid))
+        return original(kernel, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    hidden = torch.randn(1, tokens, width, device=device, requires_grad=True)
+    weight = torch.randn(vocab, width, device=device, requires_grad=True)
+    targets = torch.randint(vocab, (1, tokens), device=device)
+    rest = {"objective": PPO, "advantages": torch.ones(1, device=device), "old_logprobs": torch.zeros(1, tokens)}
+    rest["old_logprobs"] = rest["old_logprobs"].to(device)
+    for plan in ("forward-gradient", "recompute"):
+        launched.clear()
+        with fastrl.use_backend("triton"), use_plan(plan):
+            fastrl.linear_policy_loss(hidden, weight, targets, memory_budget="1GiB", **rest).loss.backward()
+        real = [name for name, _ in launched]
+        ledger = calls.linear(*shape, torch.float32, H100, objective=PPO, plan=plan, budget="1GiB")
+        assert [x.name for x in ledger.launches if x.name.endswith("_kernel")] == real, plan
+
+
+def test_bytes_and_operations_of_launches() -> None:
+    (n, h, v), by_name = TARGET, {}
+    for launch in linear(TARGET).launches:
+        by_name.setdefault(launch.name, launch.traffic)
+    visit = by_name["row_forward_gradient_kernel"]
+    per_row = 8 + 3 * 4  # the target; advantage, weight and old log-probability
+    assert (visit.read, visit.written) == (n * (2 * v + per_row), n * (2 * v + 40))
+    product = by_name[f"product {n} x {h} x {v}, bfloat16"]
+    assert (product.read, product.written, product.flops) == (2 * (n + v) * h, 2 * n * v, 2 * n * h * v)
+    assert product.beyond == 0
+    several = {x.name: x.traffic for x in linear((32768, 4096, 151936)).launches}
+    summed = several["product 151936 x 4096 x 4096, bfloat16 -> float32"]  # the last of them
+    assert summed.beyond == (4 + 2) * v * h and summed.read == 2 * 4096 * (v + h) + 4 * v * h
+    assert several["scale_kernel"].read == 4 * v * h + 4, "one pass casts the sums"
+
+
+def test_a_faster_device_takes_less_time() -> None:
+    ledger = linear((512, 64, 4096))
+    assert ledger.seconds(H200) < ledger.seconds(H100)
+
+
+def test_nothing_pretends_afterwards() -> None:
+    meta = torch.empty(3, device="meta")
+
+    def call() -> Any:
+        inside = torch.empty(3, device=record.GPU)
+        assert inside.is_cuda and inside.device == record.GPU and inside.data_ptr() % 16 == 0
+        assert not torch.zeros(3, device="cpu").is_cuda
+        return lambda: bool(inside.isnan().any())
+
+    with pytest.raises(NotImplementedError, match="value of a condition"):
+        record.record(call, H100, 1 << 30, int)
+    assert not {"device", "is_cuda", "is_meta", "data_ptr"} & set(vars(Tensor))
+    assert meta.is_meta and not meta.is_cuda and meta.device.type == "meta"
+    assert torch.zeros(2).sum().item() == 0
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan",
+        *(f"--{name}={size}" for name, size in zip(("tokens", "hidden", "vocab"), TARGET, strict=True)),
+    ]
+    assert main([*arguments, "--objective", "PPO", "--ledger", "H200"]) == 0
+    table, ledger, waits = capsys.readouterr().out.strip().split("\n\n")[-3:]
+    assert table.startswith("budget") and "modelled on an H200: 4.3 TB/s copy, 790 TFLOP/s" in ledger
+    assert "row_forward_gradient_kernel" in ledger and "the host waits: for 1 number" in waits
+    assert " x its floor of 38.7" in waits
+    assert main([*arguments, "--ledger", "--device", "cpu"]) == 2
+    assert main([*arguments, "--ledger", "--kept", "9", "--unrecorded", "5"]) == 2
+    assert "--unrecorded" in capsys.readouterr().err
