@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 from fastrl.ledger import calls
 from fastrl.ledger.record import pretend
@@ -33,6 +34,8 @@ def _plans(options: argparse.Namespace) -> str:
     gpu = None if options.ledger is None else DEVICES[options.ledger]
     if gpu is not None and options.device == "cpu":
         raise ValueError(f"--ledger prices the launches on a GPU, {gpu.name}, got --device cpu")
+    if gpu is not None and find_spec("triton") is None:
+        raise ValueError("--ledger lists the launches of Triton kernels: triton is not installed")
     if gpu is not None and options.unrecorded:
         raise ValueError(f"--ledger takes no --unrecorded tokens, got {options.unrecorded}")
     sizes, dtype = (options.tokens, options.hidden, options.vocab), DTYPES[options.dtype]

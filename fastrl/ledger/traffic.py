@@ -1,8 +1,8 @@
 """The bytes that a kernel reads and writes, and the operations of a matrix product.
 
 By default each tensor argument is read once, and each result is written once. A Triton kernel's results are its
-arguments `out...`; where that or "once" is not so, the kernel has an entry in `_KERNELS`. An operation of torch has its
-results from its schema; operations that move something else are in `_MOVED`.
+arguments `out...` and those in `RESULTS`; where "once" is not so, the kernel has an entry in `_KERNELS`. The results of
+an operation of torch are in its schema; operations that move something else are in `_MOVED`.
 """
 
 from __future__ import annotations
@@ -49,73 +49,75 @@ def size(x: Tensor | None) -> int:
 # --- Triton kernels ---------------------------------------------------------------------------------------------------
 
 _Arguments = dict[str, Any]
+#: The arguments that a kernel writes, beside `out...`.
+RESULTS = {
+    "row_statistics_kernel": ("target_logits_ptr",),
+    "row_forward_gradient_kernel": ("gradient_ptr",),
+    "entry_rows_kernel": ("rows_ptr", "keys_ptr"),
+    "support_products_kernel": ("values_ptr",),
+    "support_forward_gradient_kernel": ("gradient_ptr", "logprobs_ptr", "entropies_ptr", "terms_ptr"),
+    "heads_kernel": ("heads_ptr", "sorted_rows_ptr"),
+    "segment_sums_kernel": ("partials_ptr", "bias_partials_ptr"),
+}
 
 
 def of_kernel(name: str, grid: Sequence[int], arguments: _Arguments) -> Traffic:
     """The traffic of a launch of a Triton kernel, from its arguments by name."""
-    if name in _KERNELS:
-        return _KERNELS[name](arguments)
-    return _once(arguments)
-
-
-def _once(arguments: _Arguments) -> Traffic:
     tensors = {key: x for key, x in arguments.items() if isinstance(x, Tensor)}
-    written = sum(size(x) for key, x in tensors.items() if key.startswith("out"))
-    return Traffic(sum(map(size, tensors.values())) - written, written)
+    written = sum(size(x) for key, x in tensors.items() if key.startswith("out") or key in RESULTS.get(name, ()))
+    once = Traffic(sum(map(size, tensors.values())) - written, written)
+    return _KERNELS[name](once, arguments, grid) if name in _KERNELS else once
 
 
-def _rows(arguments: _Arguments) -> Traffic:
-    return _once(arguments)._replace(rows=arguments["targets_ptr"].numel())
+def _rows(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
+    return once._replace(rows=arguments["targets_ptr"].numel())
 
 
-def _forward_gradient(arguments: _Arguments) -> Traffic:
+def _forward_gradient(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
     logits, gradient = arguments["logits_ptr"], arguments["gradient_ptr"]
-    once, own = _once(arguments), size(gradient)
-    rows = arguments["targets_ptr"].numel()
     return once._replace(
-        read=once.read - own,
-        written=once.written + (own or size(logits)),
-        rows=rows,
+        written=once.written + (size(logits) if gradient is None else 0),
+        rows=arguments["targets_ptr"].numel(),
         again=logits.shape[-1] * logits.element_size(),
         programs=max(1, 65536 // (arguments.get("maxnreg", 64) * 32 * arguments["num_warps"])),
     )
 
 
-def _scale(arguments: _Arguments) -> Traffic:
+def _scale(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
     """In place the factor alone is read: it is 1 unless something scales the loss."""
-    return Traffic(4, 0) if arguments["INPLACE"] else _once(arguments)
+    return Traffic(4, 0) if arguments["INPLACE"] else once
 
 
-def _products(arguments: _Arguments) -> Traffic:
+def _products(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
     """Each entry gathers a row of the head; a token's entries read its hidden state again from L1."""
-    hidden, weight, ids = (arguments[f"{name}_ptr"] for name in ("hidden", "weight", "token_ids"))
-    gathered = ids.numel() * weight.shape[1] * weight.element_size()
-    return Traffic(size(hidden) + gathered + size(ids) + size(arguments["rows_ptr"]), size(arguments["values_ptr"]))
+    weight, ids = arguments["weight_ptr"], arguments["token_ids_ptr"]
+    return once._replace(read=once.read - size(weight) + ids.numel() * size(weight[:1]))
 
 
-def _segment_sums(arguments: _Arguments) -> Traffic:
-    """Each entry gathers a row; each segment that has an entry is written (no long ones, which go by pieces)."""
+def _segment_sums(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
+    """Each entry gathers a row; each segment that has an entry is written (none is so long that it goes by pieces)."""
     source, out, ids = (arguments[f"{name}_ptr"] for name in ("source", "out", "ids"))
-    written = min(ids.numel(), arguments["segments"]) * size(out[:1])
-    read = (
-        ids.numel() * size(source[:1])
-        + size(ids)
-        + size(arguments["source_rows_ptr"])
-        + size(arguments["gradient_ptr"])
-    )
-    return Traffic(read + size(arguments["entries_ptr"]) + (written if arguments["ADD"] else 0), written)
+    written = _segments(arguments) * size(out[:1])
+    per_entry = sum(size(arguments[f"{name}_ptr"]) for name in ("gradient", "entries", "source_rows"))
+    read = ids.numel() * size(source[:1]) + size(ids) + per_entry
+    return Traffic(read + (written if arguments["ADD"] else 0), written)
 
 
-def _pieces(arguments: _Arguments) -> Traffic:
-    return Traffic(size(arguments["ids_ptr"]) // arguments["PIECE"], 0)
+def _pieces(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
+    """It looks at one id of each piece; with programs beyond the pieces it fills the segments without an entry."""
+    ids, heads, out = (arguments[f"{name}_ptr"] for name in ("ids", "heads", "out"))
+    pieces = -(-ids.numel() // arguments["PIECE"])
+    if grid[0] <= pieces:
+        return Traffic(pieces * ids.element_size(), 0)
+    return Traffic(size(ids) + size(heads), (arguments["segments"] - _segments(arguments)) * size(out[:1]))
 
 
-def _heads(arguments: _Arguments) -> Traffic:
-    ids = arguments["ids_ptr"]
-    return Traffic(size(ids), min(ids.numel(), arguments["segments"]) * 8)
+def _segments(arguments: _Arguments) -> int:
+    """How many segments have an entry: all ids are different, or all segments have one."""
+    return min(arguments["ids_ptr"].numel(), arguments["segments"])
 
 
-_KERNELS: dict[str, Callable[[_Arguments], Traffic]] = {
+_KERNELS: dict[str, Callable[[Traffic, _Arguments, Sequence[int]], Traffic]] = {
     "row_statistics_kernel": _rows,
     "row_gradient_kernel": _rows,
     "row_forward_gradient_kernel": _forward_gradient,
@@ -123,7 +125,6 @@ _KERNELS: dict[str, Callable[[_Arguments], Traffic]] = {
     "support_products_kernel": _products,
     "segment_sums_kernel": _segment_sums,
     "add_pieces_kernel": _pieces,
-    "heads_kernel": _heads,
 }
 
 # --- operations of torch ----------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import KernelInterface
 
-from fastrl.ledger import calls, record
+from fastrl.ledger import calls, record, traffic
 
 PPO = fastrl.PPO()
 TARGET = (8192, 4096, 151936)
@@ -161,3 +163,47 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--ledger", "--device", "cpu"]) == 2
     assert main([*arguments, "--ledger", "--kept", "9", "--unrecorded", "5"]) == 2
     assert "--unrecorded" in capsys.readouterr().err
+
+
+def stored(kernel: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> set[str]:
+    """The pointer parameters that a kernel may store to, through its local names and the `out...` of functions."""
+    sources: dict[str, set[str]] = {}
+
+    def names(node: ast.AST) -> set[str]:
+        return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+    targets: set[str] = set()
+    for node in ast.walk(kernel):
+        if isinstance(node, ast.Assign):
+            for name in names(node.targets[0]):
+                sources.setdefault(name, set()).update(names(node.value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.store":
+            targets |= names(node.args[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in functions:
+            given = zip(functions[ast.unparse(node.func)].args.args, node.args, strict=False)
+            targets |= {name for parameter, x in given if parameter.arg.startswith("out_") for name in names(x)}
+    while (more := targets.union(*(sources.get(name, set()) for name in targets))) != targets:
+        targets = more
+    return {x.arg for x in kernel.args.args if x.arg.endswith("_ptr")} & targets
+
+
+def test_every_result_of_every_kernel_is_known() -> None:
+    paths = Path(fastrl.__file__).parent.glob("kernels/*.py")
+    nodes = [node for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    functions = {node.name: node for node in nodes}
+    kernels = [node for node in nodes if node.name.endswith("_kernel")]
+    assert len(kernels) > 10
+    for kernel in kernels:
+        if kernel.name in ("choose_kernel", "write_kernel", "read_kernel"):
+            continue  # they are in no loss
+        # These write over an argument if they are given no other, and read what tells them where to write.
+        known = {
+            "row_forward_gradient_kernel": {"logits_ptr"},
+            "scale_kernel": {"tensor_ptr"},
+            "support_restrict_kernel": {"logits_ptr", "rows_ptr"},
+        }
+        places = {"heads_ptr", "ids_ptr", "offsets_ptr"}  # read, to know where to write
+        written = {x.arg for x in kernel.args.args if x.arg.startswith("out")} | set(
+            traffic.RESULTS.get(kernel.name, ())
+        )
+        assert stored(kernel, functions) - places <= written | known.get(kernel.name, set()), kernel.name
