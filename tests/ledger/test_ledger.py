@@ -78,7 +78,7 @@ def test_recorded_sets() -> None:
 
 
 #: The share of the dense time, and launches.
-SETS = (0.039, 160)
+SETS = (0.029, 40)
 
 
 @pytest.mark.parametrize("gradients", [BOTH, FROZEN, ()], ids=str)
