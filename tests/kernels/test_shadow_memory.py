@@ -117,7 +117,11 @@ def test_an_element_that_is_partly_outside_is_found() -> None:
     assert (finding.kind, finding.elements) == ("written outside the arguments, nearest", 1)
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.flip(0), lambda x: x[None, :, None]], ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.t(), lambda x: x.flip(0), lambda x: x[None, :, None]],
+    ids=["transposed", "flipped", "more dimensions"],
+)
 def test_whole_tensors_have_no_gaps(view: Callable[[Tensor], Tensor]) -> None:
     assert copied(view(torch.randn(8, 8)), torch.empty(N)) == []
 
