@@ -83,9 +83,9 @@ def slices(total: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
-def pieces(total: int, each: int) -> Iterator[slice]:
-    """Slices of [0, total) that take PIECE_BYTES at most, at `each` bytes per element, but have at least one."""
-    return slices(total, max(1, PIECE_BYTES // max(each, 1)))
+def pieces(total: int, each: int, size: int = PIECE_BYTES) -> Iterator[slice]:
+    """Slices of [0, total) that take `size` bytes at most, at `each` bytes per element, but have at least one."""
+    return slices(total, max(1, size // max(each, 1)))
 
 
 def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:

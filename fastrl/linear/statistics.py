@@ -99,9 +99,11 @@ class Rows(NamedTuple):
         return Rows(self.targets[rows], t, stats, c, h, support)
 
 
-def pass_tile(kind: str, head: Head, order: Order, budget: PassBudget, vectors: int = 1, weight: bool = True) -> Tile:
+def pass_tile(
+    kind: str, head: Head, order: Order, budget: PassBudget, vectors: int = 1, weight: bool = True, summed: bool = False
+) -> Tile:
     """The tile of a pass. The planner has made sure that one fits."""
-    one = Pass(kind, head.sizes(order.count, weight), vectors)
+    one = Pass(kind, head.sizes(order.count, weight), vectors, summed=summed)
     tile = one.tile(budget.total, budget.tile)
     if tile is None:
         least = one.least_bytes(budget.tile)
@@ -198,7 +200,7 @@ class _Combined:
         return Statistics(*(x.float() for x in stats))
 
 
-#: Objectives whose gradient is that of logp (c = 1), and that of the entropy (h = 1): row-local, without a ratio.
+#: With `_slope_inputs`, the row-local objective whose gradient is that of logp (c = 1) or of the entropy (h = 1).
 _SLOPE = RowObjective("reinforce", (0.0, 0.0, 0.0, 0.0), "none", "none", 0.0, 0.0, 20.0)
 
 

@@ -25,7 +25,7 @@ from fastrl.linear.operators import linear_statistics
 from fastrl.linear.statistics import order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import PlannedCall
-from fastrl.planning.budget import default_budget
+from fastrl.planning.budget import default_budget, rounded_down
 from fastrl.planning.plans import Plan, choose, possible_plans
 from fastrl.planning.tiling import Needs
 
@@ -90,9 +90,9 @@ def _plan(by_plan: PlannedCall) -> tuple[Plan, int]:
     if budget is None and torch.compiler.is_compiling():
         return choose(forward, budget), 0
     # The free memory may have shrunk since the call's plan was chosen.
-    size = (
-        max(default_budget(forward.device, forward.index), by_plan.plan.temporary_bytes) if budget is None else budget
-    )
+    size = budget
+    if size is None:
+        size = max(rounded_down(default_budget(forward.device, forward.index)), by_plan.plan.temporary_bytes)
     (plan,) = possible_plans(forward, size, named=budget is not None)
     # Other passes follow: their tiles must not be allocated in addition to the memory that these have freed.
     return replace(plan, mapped=True), size - plan.temporary_bytes

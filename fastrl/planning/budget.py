@@ -48,6 +48,12 @@ def default_budget(device: str, index: int | None = None) -> int:
     return max(free // 2, 1 << 24)
 
 
+def rounded_down(size: int) -> int:
+    """At most an eighth less, so that small changes of what is free alter no plan, and with it no result."""
+    step = 1 << max(size.bit_length() - 4, 0)
+    return size // step * step
+
+
 def free_bytes(device: str, index: int | None = None) -> int | None:
     """Bytes on the device that are free for this process; None if not known."""
     if device == "cuda":

@@ -21,8 +21,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -31,7 +30,7 @@ from fastrl.backend.choice import fastest
 from fastrl.backend.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, TOKEN
 from fastrl.planning import tiling
-from fastrl.planning.budget import BudgetTooSmall, default_budget, text
+from fastrl.planning.budget import BudgetTooSmall, default_budget, rounded_down, text
 from fastrl.planning.devices import Device
 from fastrl.planning.tiling import Needs, Pass, PassBudget, Sizes, Tile
 
@@ -46,6 +45,7 @@ _BLOCK_COPIES = 12  # float32 tensors of a block's size that plain torch holds a
 _SLACK = 1 << 20  # rounding up by allocators, and small copies by libraries
 _CORES = os.cpu_count() or 1
 _forced: str | None = None
+_logged: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Call:
         total = self.copied + _SLACK + self._scratch(name) + self._support_bytes()
         if name == "frozen-head":
             per_row += self.slopes * self.hidden * self.dtype.itemsize
-            total += tiling.PIECE_BYTES
+            total += tiling.SLOPES_BYTES.get(self.device, tiling.PIECE_BYTES)
         if self.needs.bias:
             total += 12 * self.vocab
         return total + max(self.all_rows, self.rows) * per_row
@@ -173,13 +173,14 @@ def choose(call: Call, budget: int | None) -> Plan:
     share = default_budget(call.device, call.index)
     cheapest = _cheapest(call, names, 1 << 60, named=False)
     if cheapest is not None and cheapest.temporary_bytes <= share:
-        return cheapest
-    size = 1 << share.bit_length() - 1  # so that small changes of what is free alter no result
+        # With fewer rows than were counted, no larger tiles.
+        return replace(cheapest, pass_bytes=cheapest.temporary_bytes - call.held(cheapest.name))
+    size = rounded_down(share)
     best = _cheapest(call, names, size, named=False)
     if best is None:
-        _refuse(call, names, size, "the default budget, half of the free memory rounded down to a power of two,")
+        _refuse(call, names, size, "the default budget, half of the free memory,")
     if cheapest is not None and best.name != cheapest.name:
-        _log_dearer(best.name, best.units, cheapest.name, cheapest.units, cheapest.temporary_bytes, size)
+        _log_dearer(best, cheapest, size)
     return best
 
 
@@ -205,13 +206,17 @@ def _refuse(call: Call, names: tuple[str, ...], size: int, source: str) -> NoRet
     )
 
 
-@cache
-def _log_dearer(name: str, units: int, cheaper: str, cheaper_units: int, needed: int, size: int) -> None:
-    """Logs, once for the same numbers, that a call takes a dearer plan for want of memory."""
+def _log_dearer(plan: Plan, cheaper: Plan, size: int) -> None:
+    """Logs, once for the same plans and memory, that a call takes a dearer plan for want of memory."""
+    key = (plan.name, cheaper.name, size)
+    if key in _logged:
+        return
+    _logged.add(key)
     logging.getLogger("fastrl").warning(
         "the plan %s (%dU) is taken instead of %s (%dU), which needs %d bytes (%s) of temporary memory: without"
-        " memory_budget= %d bytes (%s) may be taken, half of the free memory rounded down to a power of two",
-        *(name, units, cheaper, cheaper_units, needed, text(needed), size, text(size)),
+        " memory_budget= %d bytes (%s) may be taken, half of what is free",
+        *(plan.name, plan.units, cheaper.name, cheaper.units),
+        *(cheaper.temporary_bytes, text(cheaper.temporary_bytes), size, text(size)),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from fastrl.objectives.dependence import ANY, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
-from fastrl.planning.budget import default_budget, parse_budget, text
+from fastrl.planning.budget import default_budget, parse_budget, rounded_down, text
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
 from fastrl.planning.tiling import Needs
 
@@ -142,7 +142,8 @@ def plan_memory(
     )
     requested = parse_budget(budget, "budget")
     chosen = choose(call, requested)
-    size = default_budget(device) if requested is None else requested
+    # Without a budget, what the cheapest plan needs may be taken, or half of what is free, rounded.
+    size = max(rounded_down(default_budget(device)), chosen.temporary_bytes) if requested is None else requested
     least = {name: least_budget(call, name) for name in applicable(call)}
     return MemoryPlans(size, chosen, tuple(possible_plans(call, size, named=requested is not None)), least)
 

@@ -30,6 +30,8 @@ TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
+#: The same where the slopes of a frozen head are combined: a GPU takes a handful of launches for each piece.
+SLOPES_BYTES = {"cpu": PIECE_BYTES, "cuda": 32 << 20}
 #: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
 _A_TILE = 6
 #: Allocating a tile costs a CPU as much as moving its bytes this many times: page faults, zeroing, the first write.
@@ -88,6 +90,7 @@ class Pass(NamedTuple):
     sizes: Sizes
     vectors: int = 1  # that "frozen" forms per row
     least_rows: int = 0  # that a tile must hold together; 0: as few as are useful
+    summed: bool = False  # "forward-gradient": dL/dweight is summed in float32 even if a tile holds all rows
 
     @property
     def whole_rows(self) -> bool:
@@ -114,7 +117,7 @@ class Pass(NamedTuple):
                 total += rows * width * 4
             else:
                 total += n * width * 4
-        if self.kind == "forward-gradient" and narrow and self.sizes.weight and n < rows:
+        if self.kind == "forward-gradient" and narrow and self.sizes.weight and (n < rows or self.summed):
             total += vocab * width * 4
         if self.kind in ("weight", "both") and narrow and (n < rows or half):
             total += v * width * 4
@@ -198,14 +201,14 @@ class Pass(NamedTuple):
 
         They do not depend on the budget, so that the cheapest tile that fits never costs more in a larger budget.
         """
-        rows, width, vocab, itemsize, *_ = self.sizes
+        rows, _, vocab, itemsize, *_ = self.sizes
         least_rows = self.least_rows or (1 if self.whole_rows else _LEAST_ROWS)
         if self.kind == "frozen":
             cap //= self.vectors  # it holds this many tiles
         elif not self.whole_rows and self.kind != "statistics":
             cap = min(cap, SLICED_BYTES.get(self.sizes.device, cap))
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
-        sums = 4 * vocab * width if self.kind == "forward-gradient" and self.sizes.narrow and self.sizes.weight else 0
+        sums = sums_bytes(self)
         for part in _parts(max(rows, 1), least_rows):
             # Products are fastest for whole blocks of rows.
             n = part if part <= max(least_rows, 256) else min(-(-part // 256) * 256, rows)
@@ -215,6 +218,13 @@ class Pass(NamedTuple):
                 smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
                 if smallest or n * columns * itemsize <= (cap + sums if n >= rows else cap):
                     yield Tile(n, columns)
+
+
+def sums_bytes(one: Pass) -> int:
+    """Bytes of the float32 sums of dL/dweight, which a tile of all rows makes superfluous; 0 if there are none."""
+    _, width, vocab, *_ = one.sizes
+    superfluous = one.kind == "forward-gradient" and one.sizes.narrow and one.sizes.weight and not one.summed
+    return 4 * vocab * width if superfluous else 0
 
 
 @lru_cache(maxsize=1024)

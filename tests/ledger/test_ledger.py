@@ -71,6 +71,24 @@ def test_launches_of_row_local_presets(name: str) -> None:
     assert from_logits.count <= 30 and from_logits.syncs == []
 
 
+#: Plan, gradients, objective -> launches at the target shape. Where the objective runs in torch they are many.
+LAUNCHES = [
+    ("recompute", BOTH, PPO, 149),
+    ("two-pass", BOTH, PPO, 154),
+    ("whole-response", BOTH, fastrl.GSPO(), 167),
+    ("frozen-head", FROZEN, PPO, 137),
+    ("frozen-head", FROZEN, fastrl.PPO(entropy_coef=0.1), 214),
+    ("forward", (), PPO, 126),
+]
+
+
+@pytest.mark.parametrize(("plan", "gradients", "objective", "most"), LAUNCHES, ids=lambda x: str(x)[:20])
+def test_launches_of_the_other_plans_do_not_grow(
+    plan: str, gradients: tuple[str, ...], objective: Any, most: int
+) -> None:
+    assert linear(TARGET, objective, gradients=gradients, plan=plan, longest=1024).count <= most
+
+
 def test_recorded_sets() -> None:
     sets, dense = linear(TARGET, kept=8 * TARGET[0]), linear(TARGET)
     assert sets.seconds(H100) <= SETS[0] * dense.seconds(H100)

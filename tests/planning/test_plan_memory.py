@@ -122,21 +122,48 @@ def test_without_a_budget_the_cheapest_plan_up_to_half_of_the_free_memory(
 ) -> None:
     free = 1 << 40
     monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None: free)
-    memory._log_dearer.cache_clear()
+    monkeypatch.setattr(memory, "_logged", set())
     call = Call(8192, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
     best = memory.choose(call, None)
     assert best.name == "forward-gradient" and best.one_chunk
     free = 2 * best.temporary_bytes
     assert memory.choose(call, None) == best and not caplog.records
     free -= 2
-    for _ in range(3):
-        assert memory.choose(call, None).name == "recompute"
+    for rows in (8192, 8193, 8194, 8192):  # one line for all lengths
+        assert memory.choose(replace(call, rows=rows), None).name == "recompute"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("the plan recompute (4U) is taken instead of forward-gradient (3U), which needs")
-    assert str(best.temporary_bytes) in line and str(2 << 30) in line
+    assert str(best.temporary_bytes) in line and "(2.25 GiB)" in line
     free = 1 << 24
     with pytest.raises(budgets.BudgetTooSmall, match="the default budget, half of the free memory"):
         memory.choose(replace(call, all_rows=1 << 20), None)
+
+
+def test_without_a_budget_the_table_lists_what_the_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gib in (6.4, 6.8, 7.2, 8.0, 64.0):
+        monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None, gib=gib: int(gib * 2**30))
+        plans = fastrl.plan_memory(32768, 4096, 151936, device="cuda")
+        cheapest = min(plans.fitting, key=lambda plan: plan.cost)
+        assert (cheapest.name, cheapest.tiles) == (plans.chosen.name, plans.chosen.tiles), gib
+        assert plans.chosen.temporary_bytes <= plans.budget <= gib * 2**29
+
+
+def test_a_budget_is_rounded_by_at_most_an_eighth() -> None:
+    for size in (1, 7, 8, 9, 1000, (3 << 30) - 1, 3 << 30):
+        assert 7 / 8 * size <= budgets.rounded_down(size) <= size
+    assert len({budgets.rounded_down(size) for size in range(1 << 20, 1 << 21)}) == 8
+
+
+def test_fewer_rows_than_planned_keep_the_sums_and_the_budget() -> None:
+    """The host may know only a bound on the rows. Then dL/dweight is float32, also where one tile holds all rows."""
+    planned = Call(32768, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
+    plan = memory.choose(planned, 4 << 30)
+    assert not plan.one_chunk
+    for rows in (32768, 12514, 8192, 4096, 100):
+        one = Pass("forward-gradient", planned.sizes._replace(rows=rows), summed=True)
+        tile = one.tile(plan.pass_bytes, plan.tile_bytes)
+        assert tile is not None and tile.rows * tile.columns * 2 <= plan.tile_bytes
+        assert one.bytes(tile) <= plan.pass_bytes and one.bytes(tile) >= 4 * 4096 * 151936
 
 
 def test_without_a_budget_no_whole_logits_are_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,9 +111,10 @@ def compile_case(case: Case) -> dict[str, Any]:
         constants["STAGES"] = case.stages or (sizes.stages if light else 1)
     one_sweep = case.kernel in ("statistics", "split", "gradient")
     options = launch_options(warps, registers(4 if case.dtype == "fp32" else 2, light) if one_sweep else 128, warp)
-    types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel == "gradient" else "fp32"}
+    types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel in ("gradient", "scale") else "fp32"}
     types |= {"gradient_ptr": case.dtype, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
-    compiled = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"}, options)
+    scaled = {"out_ptr"} if case.kernel == "scale" else set()
+    compiled = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"} | scaled, options)
     found, code = inspect(compiled, case.gpu)
     if case.gpu == "gfx942":
         return found
