@@ -4,13 +4,13 @@
     python benchmarks/tune.py --out DIR --kernel forward-gradient --shape 8192x151936
     python benchmarks/tune.py --out DIR --kernel head --shape 8192x4096x151936
 
-`head` is the linear loss with its gradients, by the largest tile that the plan may take. On a GPU the sizes of the row
-kernels are compiled by many processes meanwhile. Prints the fastest first, the default marked, and writes tune.json
-again after every choice. Statistics and forward-gradient must keep the same
-`vector`, `block` and `segments` for a row, or their results are no longer bitwise equal: choose these for both. A
-choice takes half a second when it is compiled: there are some 50 of statistics, 30 of gradient, 60 of
-forward-gradient, and 6 of the head, of a few seconds. Of forward-gradient's, "cluster" is the CUDA C++ kernel, where it
-takes the rows, with sizes of its own.
+`head` is the linear loss with its gradients: by default, and where no tile, not even one of all rows, may take more
+than `tile_bytes`, so that there are several chunks. On a GPU the sizes of the row kernels are compiled by many
+processes meanwhile. Prints the fastest first, the default marked, and writes tune.json again after every choice.
+Statistics and forward-gradient must keep the same `vector`, `block` and `segments` for a row, or their results are no
+longer bitwise equal: choose these for both. A choice takes half a second when it is compiled: there are some 50 of
+statistics, 30 of gradient, 60 of forward-gradient, and 4 of the head, of a few seconds. Of forward-gradient's,
+"cluster" is the CUDA C++ kernel, where it takes the rows, with sizes of its own.
 """
 
 from __future__ import annotations
@@ -155,19 +155,33 @@ def sweep(
     return rows
 
 
-#: What a tile of the linear loss may take, beside the default.
+#: What any tile of the linear loss may take, beside the default.
 TILES = tuple(mib << 20 for mib in (640, 960, 1280, 1920, 2560, 5120))
 
 
+@contextmanager
+def bounded(device: str, tile_bytes: int | None) -> Iterator[None]:
+    """Within the context no tile, not even one of all rows, may take more than these bytes; None: as by default."""
+    if tile_bytes is None:
+        yield
+        return
+    with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}), patch.object(tiling, "sums_bytes", lambda one: 0):
+        tiling._fit.cache_clear()  # it does not see that `sums_bytes` is another
+        try:
+            yield
+        finally:
+            tiling._fit.cache_clear()
+
+
 def head_choices(problem: Problem, device: str) -> list[Choice]:
-    """The bounds on a tile that lead to different tiles, and the rows of these. Default first.
+    """The bounds on a tile (None: the default) that lead to different tiles, and the rows of these. Default first.
 
     `rows` are those of the plan that the call takes without a budget.
     """
     size, weight = problem.size, problem.inputs["weight"]
     found: dict[tuple[str, int], Choice] = {}
-    for tile_bytes in (tiling.TILE_BYTES[device], *TILES):
-        with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}):
+    for tile_bytes in (None, *TILES):
+        with bounded(device, tile_bytes):
             sizes = (size.tokens, size.hidden, size.vocab, weight.dtype)
             plan = fastrl.plan_memory(*sizes, objective=fastrl.PPO(), device=device).chosen
         rows = max((tile.rows for tile in plan.tiles.values()), default=0)
@@ -180,7 +194,7 @@ def run_head(problem: Problem, device: str, keep: Keep = lambda rows: None) -> l
     run = ours("fastrl").on(problem).prepare()
 
     def with_tile(choice: Choice) -> None:
-        with patch.dict(tiling.TILE_BYTES, {device: choice["tile_bytes"]}), torch.enable_grad():
+        with bounded(device, choice["tile_bytes"]), torch.enable_grad():
             run.call()
 
     return sweep(head_choices(problem, device), with_tile, device, keep)

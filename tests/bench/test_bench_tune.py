@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ import tune
 
 from fastrl.backend.contract import Transform
 from fastrl.backend.triton import backend as triton_backend
+from fastrl.bench.problems import Size
 from fastrl.kernels import row_forward_gradient
+from fastrl.planning import budget, tiling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -69,6 +73,24 @@ def test_the_tiles_of_a_linear_loss_are_swept_and_each_size_once(
     with pytest.raises(SystemExit):
         tune.main(["--out", str(tmp_path), "--kernel", "head", "--shape", "8x16"])
     assert "argument --shape: head takes NxHxV, the row kernels NxV, got 8x16" in capsys.readouterr().err
+
+
+def test_one_chunk_is_compared_with_several_at_the_target_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "free_bytes", lambda *_: 72 << 30)
+    problem: Any = SimpleNamespace(
+        size=Size(8192, 4096, 151936, 2), inputs={"weight": torch.empty(0, dtype=torch.bfloat16)}
+    )
+    first, *others = tune.head_choices(problem, "cuda")
+    assert first == {"tile_bytes": None, "plan": "forward-gradient", "rows": 8192}
+    assert len({row["rows"] for row in others}) == len(others) >= 3
+    for row in others:
+        assert row["rows"] < 8192 and row["rows"] * 151936 * 2 <= row["tile_bytes"]
+        with tune.bounded("cuda", row["tile_bytes"]):  # what a call with this choice takes
+            assert tune.head_choices(problem, "cuda")[0]["rows"] == row["rows"]
+    # Nothing of it is left.
+    one = tiling.Pass("forward-gradient", tiling.Sizes(8192, 4096, 151936, 2, "cuda", False))
+    assert tiling.sums_bytes(one) == 4 * 151936 * 4096
+    assert tune.head_choices(problem, "cuda")[0] == first
 
 
 def test_what_is_measured_is_kept_after_every_choice() -> None:
