@@ -27,9 +27,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
-from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+from fastrl.backend.contract import Statistics, Support, Transform
 from fastrl.backend.triton import backend
 from fastrl.kernels import row_statistics
+from fastrl.linear import statistics as linear_statistics
 from fastrl.objectives.rows import RowInputs
 
 #: Triton defines its kernels for the interpreter if it sees this.
@@ -88,9 +89,12 @@ def suite_cases() -> list[Case]:
             ),
         ]
     for dtype in _DTYPES:
-        row.append((f"scale, {dtype}", partial(_scale, dtype)))
+        row.append((f"scale, {dtype}", partial(_scale, dtype, dtype)))
         row += [(f"find_support, {dtype}, top_k {k}", partial(_find_support, dtype, k)) for k in (0, 50)]
-        row.append((f"supports, {dtype}", partial(_supports, dtype)))
+        row.append((f"supports, {dtype}", partial(_supports, dtype, add=False)))
+        rare.append((f"supports beside dense rows, {dtype}", partial(_supports, dtype, add=True)))
+        rare += [(f"slope {vector}, {dtype}", partial(_slope, dtype, vector)) for vector in (0, 1)]
+    row.append(("scale, float32 to bfloat16", partial(_scale, torch.float32, torch.bfloat16)))
     return row + rare
 
 
@@ -144,8 +148,16 @@ def _visit(logits: Tensor, masked: bool, transform: Transform, entropy: bool, be
     backend.row_forward_gradient(logits, targets, _mask(masked), transform, tune.CLIP, inputs, out)
 
 
-def _scale(dtype: torch.dtype) -> None:
-    backend.scale_(torch.zeros(64, dtype=dtype), torch.ones(()))
+def _slope(dtype: torch.dtype, vector: int) -> None:
+    """What a frozen head visits its rows for: d logp, like cross-entropy, or d entropy."""
+    logits, (targets, _) = torch.zeros(1, _ROWS, _VOCAB, dtype=dtype), _per_row()
+    inputs, out = linear_statistics._slope_inputs(vector, targets), torch.empty_like(logits) if vector else None
+    backend.row_forward_gradient(logits, targets, None, Transform(), linear_statistics._SLOPE, inputs, out)
+
+
+def _scale(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    tensor = torch.zeros(64, dtype=dtype)
+    backend.scale(tensor, torch.ones(()), tensor if out_dtype == dtype else torch.empty(64, dtype=out_dtype))
 
 
 def _find_support(dtype: torch.dtype, top_k: int) -> None:
@@ -154,7 +166,9 @@ def _find_support(dtype: torch.dtype, top_k: int) -> None:
         backend.find_support(torch.zeros(1, _ROWS, _VOCAB, dtype=dtype), 1.0, top_k, 0.95, 0.0)
 
 
-def _supports(dtype: torch.dtype) -> None:
+def _supports(dtype: torch.dtype, add: bool) -> None:
+    import tune
+
     width, transform = 64, Transform()
     targets, c = _per_row()
     hidden, weight = torch.zeros(_ROWS, width, dtype=dtype), torch.zeros(_VOCAB, width, dtype=dtype)
@@ -163,8 +177,9 @@ def _supports(dtype: torch.dtype) -> None:
     backend.support_products(hidden, weight, None, support)
     backend.support_statistics(values, targets, support, transform)
     backend.support_gradient(values, targets, support, transform, Statistics(c, c, c, c), c, None, values)
-    backend.support_hidden(values, weight, support, hidden)
-    backend.support_weight(values, hidden, ByToken(ids, targets, ids), weight, None, False)
+    backend.support_forward_gradient(values, targets, support, transform, tune.CLIP, RowInputs(c, c, c), values)
+    backend.support_hidden(values, weight, support, hidden, add)
+    backend.support_weight(values, hidden, backend.by_token(support, _VOCAB), weight, None, add)
     backend.support_restrict(torch.zeros(_ROWS, _VOCAB, dtype=dtype), 0, targets, ids, support.offsets)
 
 

@@ -5,7 +5,7 @@
 
 Each kernel runs once at its target size and is compared with float64; then it is timed beside a copy or a read of as
 many bytes. Meanwhile many processes compile the variants that the suites launch. Then come the table of the products
-that the linear loss could be made of, its time by the size of a tile, and with an upstream gradient of 0.25. Writes
+that the linear loss could be made of, its time in several chunks, and with an upstream gradient of 0.25. Writes
 smoke.json again after every line. The exit status is 1 if something failed or an error is too large.
 
 Log-probabilities, entropies and losses are compared at all rows, gradients at 64 rows (and 32 of the head's), supports
@@ -31,13 +31,14 @@ from torch import Tensor
 from tune import CLIP, run_head
 
 from fastrl.backend.choice import kernels
-from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.contract import LossTerms, Statistics, Support, Transform
+from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.bench import ceilings, machine
 from fastrl.bench.candidates import BOTH, LOSS, POLICY, SETS_POLICY, STATISTICS, Candidate, ours
 from fastrl.bench.clock import synchronize, time_runs
 from fastrl.bench.contenders import EAGER, Outcome, Run, without_results
 from fastrl.bench.measure import Bench, default_device, errors
-from fastrl.bench.problems import Expected, Problem, linear_problem, logits_problem
+from fastrl.bench.problems import Expected, Problem, Tokens, linear_problem, logits_problem
 from fastrl.objectives.rows import RowInputs
 
 _REPEATS, _SECONDS = 5, 1.0
@@ -47,6 +48,7 @@ _FEW_ROWS = 256
 _MEAN_SET = 8
 _TOP_P = 0.95
 _UPSTREAM = 0.25
+_CLUSTER = "forward-gradient, cluster kernel (off by default)"
 #: Lengths of the sums of the products that form d_weight: rows of a chunk. And widths of the others'.
 _LENGTHS = (2048, 4096, 8192)
 #: Errors may be so many times those of eager torch, and more: in nats so many units of float32, in gradients one of
@@ -154,33 +156,30 @@ def row_parts(problem: Problem) -> Iterator[Part]:
 
     yield Part("gradient", Run(gradient), partial(errors, expected=both), bound, 2 * once)
 
-    inputs = RowInputs(tokens.advantages, torch.full_like(tokens.advantages, 1 / tokens.count), tokens.old)
-
-    def visit(into: Tensor | None, target: Tensor) -> Outcome:
-        found = backend.row_forward_gradient(target, tokens.targets, None, identity, CLIP, inputs, into)
-        gradient = (target if into is None else into)[0]
-        return Outcome(found.terms[0].sum(), found.logprobs, found.entropy, {"logits": gradient})
-
-    loss = problem.expected_loss()
+    visit, loss = visit_of(problem), problem.expected_loss()
     check, bound = partial(errors, expected=loss), bounds(LOSS, problem, loss, ("logits",))
-    yield Part("forward-gradient, beside", Run(lambda: visit(out, rows)), check, bound, 2 * once)
-    in_place = Run(lambda: visit(None, out), lambda: _copy(rows, out))
+    yield Part("forward-gradient, beside", Run(lambda: visit(rows, out)), check, bound, 2 * once)
+    in_place = Run(lambda: visit(out, None), lambda: _copy(rows, out))
     yield Part("forward-gradient, in place", in_place, check, bound, 2 * once)
 
     quarter = torch.tensor(_UPSTREAM, device=logits.device)
 
-    def scale() -> Outcome:
-        backend.scale_(out, quarter)
-        return Outcome(None, None, None, {})
+    def scale(source: Tensor, target: Tensor) -> Outcome:
+        backend.scale(source, quarter, target)
+        return Outcome(None, None, None, {"scaled": target})
 
-    sampled = tokens.sampled()
-    yield Part(
-        "scale",
-        Run(scale, lambda: _copy(rows, out)),
-        lambda _: {"scaled": float((out[0, sampled] - rows[0, sampled] * _UPSTREAM).abs().max())},
-        {"scaled": 0.0},  # a power of two rounds nothing
-        2 * once,
-    )
+    def scaled(source: Tensor, outcome: Outcome) -> Found:
+        target, some = outcome.gradients["scaled"], tokens.sampled()
+        some = some[some < len(target)]
+        exact = source[some].double() * _UPSTREAM
+        return {"scaled": float((target[some] - exact).abs().max() / exact.abs().max())}
+
+    run = Run(lambda: scale(out[0], out[0]), lambda: _copy(rows, out))
+    yield Part("scale", run, partial(scaled, logits), {"scaled": 0.0}, 2 * once)  # a power of two rounds nothing
+    wide = logits[: (len(logits) + 1) // 2].float() / 3
+    narrow = torch.empty_like(wide, dtype=torch.bfloat16)
+    into, a_rounding = Run(lambda: scale(wide, narrow)), {"scaled": torch.finfo(narrow.dtype).eps}
+    yield Part("scale, float32 to bfloat16", into, partial(scaled, wide), a_rounding, 6 * wide.numel())
 
     def kept() -> Outcome:
         ids, offsets = backend.find_support(rows, 1.0, 0, _TOP_P, 0.0)
@@ -192,6 +191,46 @@ def row_parts(problem: Problem) -> Iterator[Part]:
 
 def _outcome(found: Statistics) -> Outcome:
     return Outcome(None, found.logprobs, found.entropy, {})
+
+
+def visit_of(problem: Problem) -> Callable[[Tensor, Tensor | None], Outcome]:
+    """Forward-gradient of the clipped loss: of logits (1, N, V), beside them or (None) in place."""
+    tokens, backend = problem.tokens, kernels("triton", problem.inputs["logits"])
+    inputs = _inputs(tokens)
+
+    def visit(logits: Tensor, out: Tensor | None) -> Outcome:
+        found = backend.row_forward_gradient(logits, tokens.targets, None, Transform(), CLIP, inputs, out)
+        return _loss_outcome(found, {"logits": (logits if out is None else out)[0]})
+
+    return visit
+
+
+def cluster_parts(problem: Problem) -> Iterator[Part]:
+    """The CUDA C++ kernel that keeps a row on chip."""
+    rows, loss, visit = problem.inputs["logits"][None], problem.expected_loss(), visit_of(problem)
+    out, bound = torch.empty_like(rows), bounds(LOSS, problem, loss, ("logits",))
+
+    def call() -> Outcome:
+        with cluster_kernel.use_clusters():
+            return visit(out, None)
+
+    run = Run(call, lambda: _copy(rows, out))
+    yield Part(_CLUSTER, run, partial(errors, expected=loss), bound, 2 * problem.size.once)
+
+
+def clusters_fit(vocab: int, dtype: torch.dtype, device: str) -> bool:
+    """Whether that kernel takes such logits here."""
+    with cluster_kernel.use_clusters():
+        return cluster_kernel.fits(torch.empty(1, 1, vocab, dtype=dtype, device=device), None)
+
+
+def _inputs(tokens: Tokens) -> RowInputs:
+    """What the clipped loss reads."""
+    return RowInputs(tokens.advantages, torch.full_like(tokens.advantages, 1 / tokens.count), tokens.old)
+
+
+def _loss_outcome(found: LossTerms, gradients: dict[str, Tensor]) -> Outcome:
+    return Outcome(found.terms[0].sum(), found.logprobs, found.entropy, gradients)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -247,7 +286,7 @@ def _upstream(problem: Problem) -> Run:
 
 
 def set_parts(problem: Problem) -> Iterator[Part]:
-    """The kernels over recorded supports, together in a loss."""
+    """The kernels over recorded supports, together in a loss; and the one that forms all of its rows' terms alone."""
     size, tokens = problem.size, problem.tokens
     assert tokens.sets is not None
     entries, width = tokens.sets.token_ids.numel(), size.hidden * size.element_size
@@ -256,6 +295,44 @@ def set_parts(problem: Problem) -> Iterator[Part]:
     expected, run = problem.expected_loss(), SETS_POLICY[0].on(problem).prepare()
     bound = bounds(SETS_POLICY, problem, expected, BOTH)
     yield Part("loss over recorded sets", run, partial(errors, expected=expected), bound, moved)
+
+    backend, valid = kernels("triton", tokens.targets), torch.ones_like(tokens.targets, dtype=torch.bool)
+    support = Support(tokens.sets.token_ids, tokens.sets.offsets, valid)
+    values = backend.support_products(problem.inputs["hidden"], problem.inputs["weight"], None, support)
+    out, inputs = torch.empty_like(values), _inputs(tokens)
+
+    def visit() -> Outcome:
+        given = (values, tokens.targets, support, Transform(), CLIP, inputs, out)
+        return _loss_outcome(backend.support_forward_gradient(*given), {"values": out})
+
+    exact = _over_entries(problem, support, values.double())
+    assert exact.loss is not None
+    single = _over_entries(problem, support, values)
+    in_float32 = Outcome(single.loss, *single[1:3], {"values": single.gradients["values"][1]})
+    bound = {
+        name: None if error is None else _TIMES * error + _UNITS * torch.finfo(torch.float32).eps
+        for name, error in errors(in_float32, exact).items()
+    }
+    # Per entry an id, a logit and its gradient; per row eight terms, two results, three inputs, target, offset, mask.
+    moved = 12 * entries + (4 * 13 + 8 + 8 + 1) * size.tokens
+    yield Part("support forward-gradient", Run(visit), partial(errors, expected=exact), bound, moved)
+
+
+def _over_entries(problem: Problem, support: Support, values: Tensor) -> Expected:
+    """The clipped loss of the support's logits, as autograd forms it in their dtype."""
+    rows, values = support.rows(), values.clone().requires_grad_()
+
+    def sums(x: Tensor) -> Tensor:
+        return x.new_zeros(problem.tokens.count).index_add(0, rows, x)
+
+    relative = values - values.detach().amax()
+    of_all = relative - sums(relative.exp()).log()[rows]
+    logprobs = sums(of_all * (support.token_ids == problem.tokens.targets[rows]))
+    loss = problem.loss(logprobs)
+    gradient = torch.autograd.grad(loss, values)[0]
+    entropy = -sums(of_all.exp() * of_all)
+    every = torch.arange(len(values), device=values.device)
+    return Expected(loss.detach(), logprobs.detach(), entropy.detach(), {"values": (every, gradient)})
 
 
 def too_large(found: Found, bound: Found) -> bool:
@@ -393,9 +470,13 @@ def run(shape: tuple[int, ...], dtype: torch.dtype, only: str | None, report: Re
             for row in run_head(problem, device):
                 report.add("tiles", **row, failed=row["error"] is not None)
         del problem
-    if only is None or only.startswith("loss"):
+    if only is None or only.startswith(("loss", "support")):
         sets = linear_problem(n, width, vocab, dtype, device, mean_set=_MEAN_SET)
         measure(chosen(set_parts(sets)), report, bench, speeds)
+        del sets
+    # Last: it is young, and a process whose GPU made an illegal access measures nothing more.
+    if _CLUSTER.startswith(only or "") and clusters_fit(vocab, dtype, device):
+        measure(chosen(cluster_parts(logits_problem(n, vocab, dtype, device))), report, bench, speeds)
     synchronize(device)
 
 

@@ -28,8 +28,10 @@ KERNELS = [
     "forward-gradient, beside",
     "forward-gradient, in place",
     "scale",
+    "scale, float32 to bfloat16",
     "find_support, top-p",
 ]
+SETS = ["loss over recorded sets", "support forward-gradient"]
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -48,15 +50,10 @@ def test_every_kernel_product_and_tile_has_a_line(
     for line in lines:
         found.setdefault(line["table"], []).append(line)
     loss = "linear loss, forward-gradient"
-    assert [line["name"] for line in found["kernels"]] == [
-        *KERNELS,
-        loss,
-        f"{loss}, upstream 0.25",
-        "loss over recorded sets",
-    ]
+    assert [line["name"] for line in found["kernels"]] == [*KERNELS, loss, f"{loss}, upstream 0.25", *SETS]
     for line in found["kernels"]:
         assert line["milliseconds"] > 0 and line["share_of_limit"] > 0 and line["errors"] and not line["failed"]
-    assert {"d_hidden", "d_weight"} <= set(found["kernels"][-2]["errors"])
+    assert {"d_hidden", "d_weight"} <= set(found["kernels"][-3]["errors"])
     products = {line["name"]: line for line in found["products"]}
     assert set(products) == {
         "logits",
@@ -92,13 +89,55 @@ def test_a_wrong_kernel_and_one_that_fails_are_told(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(backend, "row_statistics", right)
     monkeypatch.setattr(backend, "row_forward_gradient", broken)
     status, lines = run(tmp_path, "--only", "f")
-    assert status == 1 and [line["name"] for line in lines] == KERNELS[3:5] + KERNELS[6:]
+    assert status == 1 and [line["name"] for line in lines] == KERNELS[3:5] + KERNELS[7:]
     assert [line.get("error") for line in lines] == ["RuntimeError: misaligned address"] * 2 + [None]
     assert [line["failed"] for line in lines] == [True, True, False]
 
     monkeypatch.setattr(smoke, "bounds", broken)
     status, lines = run(tmp_path, "--only", "f")
     assert status == 1 and [line["name"] for line in lines] == ["after nothing"] and lines[0]["failed"]
+
+
+def test_the_cluster_kernel_has_a_line_of_its_own_where_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastrl.backend.triton import backend
+
+    cluster, calls = smoke.cluster_kernel, []
+
+    def stand_in(logits: Any, *rest: Any) -> Any:
+        calls.append(logits)
+        with monkeypatch.context() as off:
+            off.setattr(cluster, "_on", False)
+            return backend.row_forward_gradient(logits, *rest)
+
+    monkeypatch.setattr(cluster, "fits", lambda logits, out: cluster._on)
+    monkeypatch.setattr(cluster, "row_forward_gradient", stand_in)
+    status, lines = run(tmp_path, "--only", "forward-gradient, in")
+    assert status == 0 and len(lines) == 1 and not calls and not cluster._on
+    status, lines = run(tmp_path, "--only", "forward-gradient, cluster")
+    assert status == 0 and calls and not cluster._on
+    (line,) = lines
+    assert line["name"] == "forward-gradient, cluster kernel (off by default)"
+    assert "d_logits" in line["errors"] and line["milliseconds"] > 0
+
+
+def test_a_wrong_gradient_over_supports_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastrl.backend.triton import backend
+
+    right = backend.support_forward_gradient
+
+    def wrong(*arguments: Any) -> Any:
+        found = right(*arguments)
+        arguments[-1].mul_(1.001)
+        return found
+
+    monkeypatch.setattr(backend, "support_forward_gradient", wrong)
+    status, (line,) = run(tmp_path, "--only", "support")
+    assert status == 1 and line["failed"]
+    assert line["errors"]["d_values"] == pytest.approx(1e-3, rel=0.01)
+    for name in ("loss", "logprobs", "entropy"):
+        assert line["errors"][name] <= line["bounds"][name]
 
 
 def test_an_error_may_be_as_large_as_its_bound_and_must_be_finite() -> None:
