@@ -111,7 +111,7 @@ class Backward:
         return logits
 
     def _tile(self, kind: str) -> Tile:
-        return pass_tile(kind, self.head, self.order, self.budget)
+        return pass_tile(kind, self.head, self.order, self.budget, needs=self.needs)
 
     def _held(self, tile: Tile) -> Held:
         return Held(self.head, tile, self.order.index is not None, self.backend, self.budget.mapped)

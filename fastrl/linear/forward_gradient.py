@@ -176,7 +176,7 @@ def linear_forward_gradient(
         chunks = row_chunks(used.count, active, max(used.count, 1))
     elif used.count:
         # There may be fewer rows than were planned, but the sums are float32 as planned.
-        tile = forward.pass_tile("forward-gradient", head, used, budget, weight=needs.weight, summed=True)
+        tile = forward.pass_tile("forward-gradient", head, used, budget, needs=needs, summed=True)
         chunks = row_chunks(used.count, active, tile.rows)
     by_kernel = _gradient_by_kernel(backend, objective, inputs)
     results, gradients = forward_gradient(head, targets, transform, used, chunks, by_kernel, needs, one_chunk, backend)

@@ -18,7 +18,7 @@ from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning.tiling import Pass, PassBudget, Tile
+from fastrl.planning.tiling import ALL, Needs, Pass, PassBudget, Tile
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Rows(NamedTuple):
 
 
 def pass_tile(
-    kind: str, head: Head, order: Order, budget: PassBudget, vectors: int = 1, weight: bool = True, summed: bool = False
+    kind: str, head: Head, order: Order, budget: PassBudget, vectors: int = 1, needs: Needs = ALL, summed: bool = False
 ) -> Tile:
     """The tile of a pass. The planner has made sure that one fits."""
-    one = Pass(kind, head.sizes(order.count, weight), vectors, summed=summed)
+    one = Pass(kind, head.sizes(order.count, needs.weight), vectors, inner=needs.hidden, summed=summed)
     tile = one.tile(budget.total, budget.tile)
     if tile is None:
         least = one.least_bytes(budget.tile)

@@ -270,7 +270,7 @@ def _tile_bytes(call: Call, name: str) -> int:
 
 def _passes(call: Call, name: str) -> list[Pass]:
     rows = _least_rows(call, name)
-    return [Pass(kind, call.sizes, call.slopes, rows) for kind in _kinds(call, name)]
+    return [Pass(kind, call.sizes, call.slopes, rows, call.needs.hidden) for kind in _kinds(call, name)]
 
 
 def least_budget(call: Call, name: str) -> int:
@@ -304,9 +304,8 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
             return None
         tiles[one.kind] = tile
         pass_sizes.append(one.bytes(tile))
-        needed_units = one.units(call.needs.hidden, call.needs.weight)
-        units += needed_units
-        cost += one.cost(tile, needed_units)
+        units += one.units
+        cost += one.cost(tile)
     largest = max([0, *pass_sizes])
     whole = tiles.get("forward-gradient")
     one_chunk = whole is not None and whole.rows >= call.rows

@@ -51,6 +51,9 @@ class Needs(NamedTuple):
     bias: bool
 
 
+ALL = Needs(True, True, True)
+
+
 class Sizes(NamedTuple):
     """A linear loss: N valid rows (or a bound), H, V, bytes per element, device type, whether it is float16."""
 
@@ -90,6 +93,7 @@ class Pass(NamedTuple):
     sizes: Sizes
     vectors: int = 1  # that "frozen" forms per row
     least_rows: int = 0  # that a tile must hold together; 0: as few as are useful
+    inner: bool = True  # whether dL/dhidden is formed, where the pass can
     summed: bool = False  # "forward-gradient": dL/dweight is summed in float32 even if a tile holds all rows
 
     @property
@@ -123,16 +127,18 @@ class Pass(NamedTuple):
             total += v * width * 4
         return total
 
-    def units(self, needs_hidden: bool = True, needs_weight: bool = True) -> int:
+    @property
+    def units(self) -> int:
         """The number of matrix products over N x H x V."""
         if self.kind == "statistics":
             return 1
         if self.kind == "frozen":
             return 1 + self.vectors
-        return 1 + (self.kind != "weight" and needs_hidden) + (self.kind != "hidden" and needs_weight)
+        return 1 + (self.kind != "weight" and self.inner) + (self.kind != "hidden" and self.sizes.weight)
 
-    def cost(self, tile: Tile, units: int) -> float:
+    def cost(self, tile: Tile) -> float:
         """Its modelled seconds."""
+        units = self.units
         rows, _, vocab, _, kind, *_ = self.sizes
         chunks, slices = max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
         return self._on_cpu(tile, units, chunks, slices) if kind == "cpu" else self._on_gpu(units, chunks, slices)
@@ -232,7 +238,7 @@ def _fit(one: Pass, budget: int, cap: int) -> Tile | None:
     best, best_cost = None, 0.0
     for tile in one._tiles(cap):
         if one.bytes(tile) <= budget:
-            cost = one.cost(tile, one.units())
+            cost = one.cost(tile)
             if best is None or cost < best_cost:  # torch.compile cannot trace min with a key
                 best, best_cost = tile, cost
     return best

@@ -10,7 +10,6 @@ import cluster_emulation
 import kernel_cases as cases
 import pytest
 import torch
-from conftest import DEVICE
 from kernel_cases import OBJECTIVE, OPTIONAL, PLAIN
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from fastrl.backend.torch import rows as reference
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EMULATED = DEVICE == "cpu"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
