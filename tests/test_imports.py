@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. The kernels are part of the backends; of the rest they import the plain tuples only.
 ORDER = (
     "base",
+    "distributed",
     "objectives",
     "advantages",
     "backend",

@@ -1,0 +1,60 @@
+"""Sums over the ranks of a group, with their gradients. Every rank gets the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastrl.distributed.groups import gather
+
+
+def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of x over the ranks, added in their order in float64, in the dtype of x; x itself without a group.
+
+    Differentiable: each rank's loss may depend on the sum, so the backward sums the upstream gradients of all ranks.
+    All ranks must run the backward, or none.
+    """
+    return x if group is None else _Sum.apply(x, group)
+
+
+def group_max(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The maximum of x over the ranks, NaN if any is; not differentiable."""
+    return x if group is None else gather(x.detach(), group).amax(0)
+
+
+def whole_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of x over the ranks, with the gradient of this rank's x alone: for a loss, which every rank's backward
+    starts from."""
+    return x if group is None else _WholeSum.apply(x, group)
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    parts = gather(x.detach(), group)
+    total = parts[0].double()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return _summed(upstream, ctx.group), None
+
+
+class _WholeSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None
