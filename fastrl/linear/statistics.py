@@ -17,6 +17,7 @@ from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
 from fastrl.objectives.rows import RowInputs, RowObjective
+from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.planning.tiling import ALL, Needs, Pass, PassBudget, Tile
 
@@ -147,7 +148,7 @@ def _chunk_statistics(
     """Statistics of a chunk of rows, computed one slice of the vocabulary after another."""
     vocab = held.head.weight.shape[0]
     transform = transform._replace(temperatures=rows.temperatures)
-    combined = None if step >= vocab else _Combined(rows.targets)
+    combined = None if step >= vocab else Combined(rows.targets)
     for columns in slices(vocab, step):
         logits = held.logits(hidden, columns)
         if rows.dense_support is not None:
@@ -159,45 +160,6 @@ def _chunk_statistics(
         combined.add(stats, (targets >= 0) & (targets < logits.shape[1]))
     assert combined is not None
     return combined.finish()
-
-
-class _Combined:
-    """Combines the statistics of vocabulary slices into those of whole rows, in float64.
-
-    Let l = log sum exp of a slice. The target's log-probability is the one within its own slice minus
-    log1p(exp(rest - l)), where rest is the l of all other slices together: a confident token keeps its digits. The
-    entropy is log sum exp - mean z, and the mean z of a slice is its l - H.
-    """
-
-    def __init__(self, targets: Tensor) -> None:
-        zeros = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
-        self.maximum = torch.full_like(zeros, -torch.inf)
-        self.total, self.rest = self.maximum, self.maximum  # log sum exp of all slices, and of all but the target's
-        self.mean = zeros
-        self.of_target = self.logprob = torch.full_like(
-            zeros, torch.nan
-        )  # of the target's slice: its l, and logp within it
-
-    def add(self, stats: Statistics, has_target: Tensor) -> None:
-        """Add the statistics of a slice; `has_target`: rows whose target is in the slice."""
-        empty = stats.maximum == -torch.inf  # all logits are -inf: the other statistics are NaN
-        l = (stats.maximum.double() + stats.log_sum.double()).where(~empty, -torch.inf)  # noqa: E741
-        total = torch.logaddexp(self.total, l)
-        nothing = total == -torch.inf
-        share = (l - total).exp().where(~nothing, 0.0)
-        mean = (l - stats.entropy).where(~empty, 0.0)
-        self.mean = self.mean * (1 - share) + mean * share
-        self.total = total
-        self.maximum = torch.maximum(self.maximum, stats.maximum.double())
-        self.rest = torch.where(has_target, self.rest, torch.logaddexp(self.rest, l))
-        self.of_target = torch.where(has_target, l, self.of_target)
-        self.logprob = torch.where(has_target, stats.logprobs.double().where(~empty, 0.0), self.logprob)
-
-    def finish(self) -> Statistics:
-        """The statistics of the whole rows."""
-        logprob = self.logprob - torch.nn.functional.softplus(self.rest - self.of_target)
-        stats = (logprob, self.total - self.mean, self.maximum, self.total - self.maximum)
-        return Statistics(*(x.float() for x in stats))
 
 
 #: With `_slope_inputs`, the row-local objective whose gradient is that of logp (c = 1) or of the entropy (h = 1).

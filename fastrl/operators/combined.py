@@ -1,0 +1,50 @@
+"""Statistics of slices of the vocabulary, combined into those of whole rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.contract import Statistics
+
+
+class Combined:
+    """Combines the statistics of vocabulary slices into those of whole rows, in float64.
+
+    Let l = log sum exp of a slice. The target's log-probability is the one within its own slice minus
+    log1p(exp(rest - l)), where rest is the l of all other slices together: a confident token keeps its digits. The
+    entropy is log sum exp - mean z, and the mean z of a slice is its l - H.
+    """
+
+    def __init__(self, targets: Tensor) -> None:
+        zeros = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
+        self.maximum = torch.full_like(zeros, -torch.inf)
+        self.total, self.rest = self.maximum, self.maximum  # log sum exp of all slices, and of all but the target's
+        self.mean = zeros
+        # Of the target's slice: its l, and the log-probability within it.
+        self.of_target = self.logprob = torch.full_like(zeros, torch.nan)
+
+    def add(self, stats: Statistics, has_target: Tensor) -> None:
+        """Add slices: their statistics (S, n), or (n,) of one; `has_target`, of the same shape: where the target is."""
+        one = stats.maximum.dim() == 1
+        logprobs, entropy, maximum, log_sum = (x[None] if one else x for x in (y.double() for y in stats))
+        has_target = has_target[None] if one else has_target
+        empty = maximum == -torch.inf  # all logits are -inf: the other statistics are NaN
+        l = (maximum + log_sum).where(~empty, -torch.inf)  # noqa: E741
+        before, self.total = self.total, torch.cat([self.total[None], l]).logsumexp(0)
+        possible = self.total > -torch.inf
+        possible |= self.total.isnan()
+        shares = (torch.cat([before[None], l]) - self.total).exp().where(possible, 0.0)
+        means = torch.cat([self.mean[None], (l - entropy).where(~empty, 0.0)])
+        self.mean = (means * shares).sum(0)
+        self.maximum = torch.maximum(self.maximum, maximum.amax(0))
+        self.rest = torch.cat([self.rest[None], l.where(~has_target, -torch.inf)]).logsumexp(0)
+        found = has_target.any(0)
+        self.of_target = l.where(has_target, 0.0).sum(0).where(found, self.of_target)
+        self.logprob = logprobs.where(has_target & ~empty, 0.0).sum(0).where(found, self.logprob)
+
+    def finish(self) -> Statistics:
+        """The statistics (n,) of the whole rows."""
+        logprob = self.logprob - torch.nn.functional.softplus(self.rest - self.of_target)
+        stats = (logprob, self.total - self.mean, self.maximum, self.total - self.maximum)
+        return Statistics(*(x.float() for x in stats))
