@@ -34,11 +34,16 @@ def vocabulary_arguments(
     )
 
 
-def checked_logits(logits: object, targets: object, inplace: object) -> tuple[Tensor, Tensor]:
-    """Returns the logits (..., V) and their targets (...); raises an error that names a wrong argument."""
+def checked_logits(
+    logits: object, targets: object, inplace: object, may_be_empty: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns the logits (..., V) and their targets (...); raises an error that names a wrong argument.
+
+    V may be 0 for a rank's part of a vocabulary.
+    """
     logits = checks.tensor("logits", logits, checks.LOGIT_DTYPES)
     checks.once_differentiable("logits", logits)
-    if logits.dim() < 1 or logits.shape[-1] == 0:
+    if logits.dim() < 1 or (logits.shape[-1] == 0 and not may_be_empty):
         raise ValueError(f"logits must have shape (..., V) with V >= 1, got {tuple(logits.shape)}")
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")

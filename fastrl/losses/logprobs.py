@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastrl.backend.choice import forced
+from fastrl.distributed.shards import VocabularyShard, checked_options
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
 from fastrl.losses.call import linear_call, planned
 from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
-from fastrl.losses.supports import Supports, logits_over_support, split_support
+from fastrl.losses.spread import agreed_logits, over, tensor_parallel_group
+from fastrl.losses.supports import Supports, logits_over_support, sharded_stats, split_support
 from fastrl.objectives.dependence import ANY
 from fastrl.operators.rows import as_rows, row_statistics
 from fastrl.sampling_mask.mask import SamplingMask
@@ -42,6 +44,10 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     inplace: bool = False,
+    tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
 ) -> TokenStats:
     """Computes log-probabilities of targets, and entropies, from logits, without an (N, V) float32 tensor.
 
@@ -61,6 +67,17 @@ def token_logprobs(
         softcap: > 0, bounds the logits smoothly (Gemma 2).
         inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
             RuntimeError. Nothing else may read the logits after the backward. It has no effect under torch.compile.
+        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: logits (..., V_r) are this
+            rank's columns, which follow those of the earlier ranks; V_r may differ between ranks and be 0. Targets,
+            mask, temperature and sampling_mask are of the whole vocabulary and the same on every rank, and so are the
+            results, to the bit. The gradient is that of this rank's columns, of a loss that every rank computes. The
+            forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per token, the
+            backward none. Differentiable once, and not under torch.compile.
+        vocab_start: the id of this rank's first column, checked; None = where the columns of the earlier ranks end.
+        vocab_size: of the whole vocabulary; columns beyond it are padding, which has no probability and gets a gradient
+            of 0. None = all columns of all ranks.
+        reduce_hidden_grad: has no effect, as there are no hidden states; it is an argument so that the functions from
+            logits and from hidden states take the same ones.
 
     Returns:
         TokenStats of float32 tensors shaped like targets.
@@ -70,20 +87,39 @@ def token_logprobs(
         IndexError: a valid target outside [0, V), on the CPU or inside `check_inputs()`; otherwise, on a GPU, its
             log-probability is NaN.
         ValueError: a target outside its row's support, under the same conditions.
+        RuntimeError, ValueError: over a tp_group, another rank raised an error, or got other arguments.
+        NotImplementedError: a tp_group under torch.compile.
     """
-    logits, targets = checked_logits(logits, targets, inplace)
-    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    supports = split_support(sampling_mask, args, logits.shape[-1])
-    consume = consumes(logits, inplace)
-    rows = as_rows(logits, consume)
-    logprobs, entropies = logits_stats(rows, args, supports, forced(), consume)
+    group = tensor_parallel_group(tp_group)
+    with over(group):
+        checked_options(vocab_start, vocab_size, reduce_hidden_grad, group)
+        logits, targets = checked_logits(logits, targets, inplace, may_be_empty=group is not None)
+        args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+        consume = consumes(logits, inplace)
+        rows = as_rows(logits, consume)
+        shard = None
+        if group is not None:
+            options = (sampling_mask, vocab_start, vocab_size, reduce_hidden_grad)
+            shard = agreed_logits(group, rows, args, targets.shape, *options, inplace=inplace)
+    supports = split_support(sampling_mask, args, logits.shape[-1] if shard is None else shard.total)
+    logprobs, entropies = logits_stats(rows, args, supports, forced(), consume, shard)
     return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
 def logits_stats(
-    rows: Tensor, args: VocabularyArguments, supports: Supports | None, backend: str, consume: bool
+    rows: Tensor,
+    args: VocabularyArguments,
+    supports: Supports | None,
+    backend: str,
+    consume: bool,
+    shard: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
+    """Differentiable log-probabilities and entropies (N,) from logits (A, B, V), of which a shard is a rank's part.
+
+    `supports` are of the whole vocabulary.
+    """
+    if shard is not None:
+        return sharded_stats(rows, args, supports, backend, consume, shard)
     if supports is not None:
         return logits_over_support(rows, args, supports, backend, consume)
     stats = row_statistics(rows, *args, backend, consume)

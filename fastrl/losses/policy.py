@@ -24,11 +24,13 @@ from torch import Tensor
 from fastrl.backend.choice import forced, kernels
 from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
+from fastrl.distributed.shards import checked_options
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
 from fastrl.losses.call import linear_call
 from fastrl.losses.linear import linear_loss
 from fastrl.losses.logprobs import logits_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
+from fastrl.losses.spread import agreed_logits, over, tensor_parallel_group
 from fastrl.losses.supports import split_support
 from fastrl.objectives.dependence import Given, why_not_row_local
 from fastrl.objectives.evaluate import CustomObjective, row_objective
@@ -130,6 +132,10 @@ def logits_policy_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     inplace: bool = False,
+    tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
 ) -> PolicyLoss:
     """Computes `policy_loss` from logits (..., V); the only (N, V) tensors are the logits and their gradient.
 
@@ -137,36 +143,49 @@ def logits_policy_loss(
     that need a gradient are overwritten by it, and a second backward raises RuntimeError. Without it the gradient has
     its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on that token
     only) the forward reads every row once and computes the gradient, under activation checkpointing too. The loss
-    is then differentiable once (no create_graph=True). For other objectives, for float16 and with a sampling mask, the
-    backward computes it.
+    is then differentiable once (no create_graph=True). For other objectives, for float16, with a sampling mask and over
+    a tp_group, the backward computes it.
+
+    Over a tp_group every rank gets the whole loss, to the bit: everything but the logits is the same on all ranks.
 
     Args: those of `policy_loss` except `entropy`, which is computed here (targets in place of logprobs), and those of
         `token_logprobs`.
 
     Returns, raises: as `policy_loss` and `token_logprobs`.
     """
-    logits, targets = checked_logits(logits, targets, inplace)
-    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    problem = make_problem(
-        objective,
-        targets,
-        "targets",
-        True,
-        denominator,
-        torch.float32,
-        advantages=advantages,
-        mask=mask,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        token_weights=token_weights,
-        entropy_weights=entropy_weights,
-        entropy_threshold=entropy_threshold,
-        cu_seqlens=cu_seqlens,
-    )
+    group = tensor_parallel_group(tp_group)
+    with over(group):
+        checked_options(vocab_start, vocab_size, reduce_hidden_grad, group)
+        logits, targets = checked_logits(logits, targets, inplace, may_be_empty=group is not None)
+        args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+        problem = make_problem(
+            objective,
+            targets,
+            "targets",
+            True,
+            denominator,
+            torch.float32,
+            advantages=advantages,
+            mask=mask,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            token_weights=token_weights,
+            entropy_weights=entropy_weights,
+            entropy_threshold=entropy_threshold,
+            cu_seqlens=cu_seqlens,
+        )
+        consume = consumes(logits, inplace)
+        shard = None
+        if group is not None:
+            rows = row_ops.as_rows(logits, consume)
+            options = (sampling_mask, vocab_start, vocab_size, reduce_hidden_grad)
+            shard = agreed_logits(group, rows, args, targets.shape, *options, inplace=inplace, objective=objective)
+    if shard is not None:
+        supports = split_support(sampling_mask, args, shard.total)
+        return from_statistics(problem, *logits_stats(rows, args, supports, forced(), consume, shard))
     supports = split_support(sampling_mask, args, logits.shape[-1])
     backend = forced()
-    consume = consumes(logits, inplace)
     by_forward_gradient = (
         supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
     )
@@ -177,7 +196,7 @@ def logits_policy_loss(
     ):
         return _logits_forward_gradient(problem, logits, args, backend, consume)
     rows = row_ops.as_rows(logits, consume)
-    return from_statistics(problem, *logits_stats(rows, args, supports, backend, consume))
+    return from_statistics(problem, *logits_stats(rows, args, supports, backend, consume, None))
 
 
 def _logits_forward_gradient(

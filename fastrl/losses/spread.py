@@ -1,7 +1,7 @@
 """Calls over a `tp_group`: what its ranks must agree on before they compute, and this rank's part of the vocabulary.
 
-    group = checked_group("tp_group", tp_group)
-    with reporting(tp_group=group):
+    group = tensor_parallel_group(tp_group)
+    with over(group):
         ...                                             # every check of the arguments: an error reaches all ranks
         shard = agreed_shard(group, weight.shape[0], vocab_start, vocab_size, reduce_hidden_grad, same)
 
@@ -14,17 +14,20 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastrl.backend.choice import forced
+from fastrl.backend.choice import forced, kernels
 from fastrl.base import checks
-from fastrl.distributed.groups import agree
+from fastrl.distributed.groups import agree, checked_group, reporting
 from fastrl.distributed.shards import VocabularyShard, checked_options, shard_of
 from fastrl.losses.arguments import VocabularyArguments
+from fastrl.losses.supports import checked_mask
+from fastrl.operators import consumed
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -46,6 +49,38 @@ def agreed_shard(
     facts = agree("tp_group", group, {**same, **options}, {"held": held, "start": vocab_start})
     helds, starts = ([x[name] for x in facts] for name in ("held", "start"))
     return shard_of(group, helds, starts, vocab_size, reduce_hidden_grad)
+
+
+def tensor_parallel_group(tp_group: object) -> ProcessGroup | None:
+    """The group, checked; raises NotImplementedError for one under torch.compile."""
+    group = checked_group("tp_group", tp_group)
+    if group is not None and torch.compiler.is_compiling():
+        raise NotImplementedError("tp_group is not built for torch.compile; call the function outside of it")
+    return group
+
+
+def over(group: ProcessGroup | None) -> AbstractContextManager[None]:
+    """The context of the checks before `agreed_shard`: an error in it reaches all ranks."""
+    return nullcontext() if group is None else reporting(tp_group=group)
+
+
+def agreed_logits(
+    group: ProcessGroup,
+    rows: Tensor,
+    args: VocabularyArguments,
+    shape: torch.Size,
+    sampling_mask: object,
+    vocab_start: int | None,
+    vocab_size: int | None,
+    reduce_hidden_grad: bool,
+    **same: object,
+) -> VocabularyShard:
+    """`agreed_shard` of logits (A, B, V_r), after the checks that could fail on one rank alone."""
+    consumed.refuse(rows)
+    kernels(forced(), rows)
+    checked_mask(sampling_mask, args, None)
+    alike = same_arguments(args, shape, rows.dtype, sampling_mask, **same)
+    return agreed_shard(group, rows.shape[-1], vocab_start, vocab_size, reduce_hidden_grad, alike)
 
 
 def same_arguments(

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from fastrl.backend.contract import Support, entry_rows
 from fastrl.base import checks
+from fastrl.distributed.shards import VocabularyShard
 from fastrl.linear.head import Head
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.support import support_row_statistics
+from fastrl.operators.sharded import sharded_row_statistics
+from fastrl.operators.support import check_targets, support_row_statistics, without_target
 from fastrl.sampling_mask.csr import offsets_of
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -30,8 +32,11 @@ class Supports(NamedTuple):
     dense_support: DenseSupport | None  # of the dense rows that have a support
 
 
-def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -> SamplingMask | None:
-    """Returns the sampling mask, checked against the call; None if there is none or it records nothing."""
+def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int | None) -> SamplingMask | None:
+    """Returns the sampling mask, checked against the call; None if there is none or it records nothing.
+
+    With a vocab of None, which a rank does not know before the others told theirs, ids are not checked.
+    """
     if sampling_mask is None:
         return None
     if not isinstance(sampling_mask, SamplingMask):
@@ -40,7 +45,8 @@ def checked_mask(sampling_mask: object, args: VocabularyArguments, vocab: int) -
     if len(sampling_mask) != rows:
         raise ValueError(f"sampling_mask must have one row per target, {rows}, got {len(sampling_mask)}")
     checks.same_device("sampling_mask", sampling_mask.token_ids, args.targets, "targets")
-    sampling_mask.check_vocab(vocab)
+    if vocab is not None:
+        sampling_mask.check_vocab(vocab)
     return sampling_mask if sampling_mask.token_ids.shape[0] else None
 
 
@@ -95,6 +101,43 @@ def split_support(sampling_mask: object, args: VocabularyArguments, vocab: int) 
     return supports._replace(dense=None, num_dense=0, dense_support=supports.dense_support._replace(rows=rows))
 
 
+def local_supports(supports: Supports, shard: VocabularyShard) -> Supports:
+    """The entries that this rank holds, counted from its first one; one synchronisation on a GPU for each kind of row.
+
+    Which rows are gathered and which are dense stays what it is for the whole vocabulary, on every rank alike. A
+    gathered row without an entry here has no ids, and its statistics are those of an empty slice. A dense row with a
+    support that has no entry here gets the id `shard.size`, just past the rank's: without ids it would count as whole.
+    """
+    support, wide = supports.support, supports.dense_support
+    narrow = _local_entries(support.token_ids, support.offsets, shard, False)
+    if wide is not None:
+        ids, offsets = _local_entries(wide.token_ids, wide.offsets, shard, True)
+        wide = wide._replace(token_ids=ids, offsets=offsets)
+    return supports._replace(support=Support(*narrow, support.valid), dense_support=wide)
+
+
+def _local_entries(
+    token_ids: Tensor, offsets: Tensor, shard: VocabularyShard, never_empty: bool
+) -> tuple[Tensor, Tensor]:
+    rows = entry_rows(offsets, token_ids.shape[0])
+    ids = token_ids - shard.start
+    kept = here = (ids >= 0) & (ids < shard.size)
+    lengths = torch.zeros_like(offsets[1:]).index_add_(0, rows, here.long())
+    if never_empty:
+        lacking = (lengths == 0) & (offsets.diff() > 0)
+        first = torch.arange(rows.shape[0], device=rows.device) == offsets[rows]
+        kept, ids, lengths = here | (lacking[rows] & first), ids.where(here, shard.size), lengths + lacking
+    return ids[kept], offsets_of(lengths)
+
+
+def outside_support(targets: Tensor, supports: Supports) -> Tensor:
+    """(N,) bool: rows whose target is not in their support, of which a rank that lacks the target would not know."""
+    outside = without_target(targets, supports.support.token_ids, supports.support.offsets)
+    if (wide := supports.dense_support) is not None:
+        outside |= without_target(targets, wide.token_ids, wide.offsets)
+    return outside
+
+
 def logits_over_support(
     rows: Tensor, args: VocabularyArguments, supports: Supports, backend: str, consume: bool
 ) -> tuple[Tensor, Tensor]:
@@ -104,6 +147,27 @@ def logits_over_support(
         rows, targets, supports.dense, transform, supports.support, supports.dense_support, backend, consume
     )
     return stats.logprobs, stats.entropy
+
+
+def sharded_stats(
+    rows: Tensor,
+    args: VocabularyArguments,
+    supports: Supports | None,
+    backend: str,
+    consume: bool,
+    shard: VocabularyShard,
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies (N,) from a rank's logits (A, B, V_r).
+
+    `supports` are of the whole vocabulary, for which targets are checked, so that all ranks raise or none.
+    """
+    if supports is None:
+        checks.targets_in_range(args.targets, args.mask, shard.total)
+        return sharded_row_statistics(rows, *args, shard, backend, consume)
+    check_targets(args.targets, supports.dense, supports.support, supports.dense_support, shard.total)
+    own = local_supports(supports, shard)
+    entries = (own.dense, own.support, own.dense_support, outside_support(args.targets, supports))
+    return sharded_row_statistics(rows, *args, shard, backend, consume, *entries)
 
 
 def unit_strides(head: Head) -> tuple[Head, int]:

@@ -164,26 +164,15 @@ class Operator(Generic[P, R]):
         """Registers the backward; only the first results, as many as `differentiable`, have a gradient.
 
         `save(ctx, inputs, results)` gets the parameters by name and the results. It returns by name what the backward
-        reads, which is then `saved(ctx)`: tensors, numbers, texts, and tuples or lists of them. `backward(ctx,
+        reads, which `keep` saves and is then `saved(ctx)`. `backward(ctx,
         *upstream)` gets the gradients of the differentiable results, or None, and returns its own by parameter; what it
         leaves out has none.
         """
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             results = output if isinstance(output, tuple) else (output,)
-            tensors: list[Tensor] = []
-
-            def place(leaf: Any) -> Any:
-                if not isinstance(leaf, Tensor):
-                    return leaf
-                tensors.append(leaf)
-                return _Saved(len(tensors) - 1)
-
-            values = save(ctx, self.packed(inputs), results)
-            ctx.values = {name: _rebuilt(value, place) for name, value in values.items()}
-            ctx.save_for_backward(*tensors)
+            keep(ctx, save(ctx, self.packed(inputs), results))
             ctx.mark_non_differentiable(*results[differentiable:])
-            ctx.set_materialize_grads(False)
 
         def run(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
             gradients = backward(ctx, *upstream[:differentiable])
@@ -192,8 +181,23 @@ class Operator(Generic[P, R]):
         self._operator.register_autograd(run, setup_context=setup_context)
 
 
+def keep(ctx: Any, values: dict[str, Any]) -> None:
+    """Saves what a backward reads, by name: tensors, numbers, texts, and tuples or lists of them."""
+    tensors: list[Tensor] = []
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Saved(len(tensors) - 1)
+
+    ctx.values = {name: _rebuilt(value, place) for name, value in values.items()}
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
 def saved(ctx: Any) -> dict[str, Any]:
-    """What `Operator.register_autograd` saved, by name; raises RuntimeError if a tensor of it was freed or changed."""
+    """What `keep` saved, by name; raises RuntimeError if a tensor of it was freed or changed."""
     tensors = ctx.saved_tensors
 
     def tensor(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.operators import consumed
-from fastrl.operators.operator import Operator, operator, saved
+from fastrl.operators.operator import operator, saved
 
 
 @operator()
@@ -104,7 +104,7 @@ def coefficients(d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[st
 
 
 def logits_backward(
-    gradient: Operator[..., Tensor], gradient_: Operator[..., None]
+    gradient: Callable[..., Tensor], gradient_: Callable[..., None]
 ) -> Callable[..., dict[str, Tensor | None]]:
     """The backward of statistics of logits: by `gradient`, or by `gradient_` over logits that the loss may consume."""
 
@@ -142,7 +142,7 @@ def as_rows(logits: Tensor, inplace: bool) -> Tensor:
     vocab = logits.shape[-1]
     # The last dimension before V stays B, so that x[:, :-1] of a padded batch needs no copy.
     inner = logits.shape[-2] if logits.dim() > 1 else 1
-    outer = logits.numel() // max(inner * vocab, 1)
+    outer = logits.shape[:-2].numel()
     try:
         rows = logits.view(outer, inner, vocab)
     except RuntimeError:

@@ -7,14 +7,20 @@ them combines all in the same order: the results have the same bits on every ran
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Statistics
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Statistics, Support, Transform
 from fastrl.distributed.groups import start_gather
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.operators.combined import Combined
+from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.operator import keep
+from fastrl.operators.rows import like_logits, logits_backward
+from fastrl.operators.support import statistics_over_support, write_row_gradient
 
 
 def empty_shard_statistics(targets: Tensor) -> Statistics:
@@ -52,3 +58,110 @@ def gathered(local: Statistics, targets: Tensor, shard: VocabularyShard, mask: T
         mask: (n,) bool; the statistics of other rows are 0. None means that all rows count.
     """
     return start_gathered(local, targets, shard, mask)()
+
+
+def sharded_row_statistics(
+    logits: Tensor,  # (A, B, V_r)
+    targets: Tensor,  # (N,) int64 ids in the whole vocabulary
+    mask: Tensor | None,  # (N,) bool
+    transform: Transform,
+    shard: VocabularyShard,
+    backend: str,
+    consume: bool,
+    dense: Tensor | None = None,  # (N,) bool, with a support: valid rows without one; None: no such rows
+    support: Support | None = None,  # this rank's entries
+    dense_support: DenseSupport | None = None,  # this rank's entries
+    outside: Tensor | None = None,  # (N,) bool: rows whose target is not in their support
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies (N,) of whole rows, the same bits on every rank.
+
+    The forward makes one collective, the backward none. Columns beyond the shard's size are padding. With `consume` the
+    backward writes the gradient over the logits.
+    """
+    entries = (dense, support, dense_support, outside)
+    logprobs, entropy = _Statistics.apply(logits, targets, mask, transform, shard, backend, consume, entries)
+    return logprobs, entropy
+
+
+class _Statistics(torch.autograd.Function):
+    """A torch.library operator could not take the group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        mask: Tensor | None,
+        transform: Transform,
+        shard: VocabularyShard,
+        backend: str,
+        consume: bool,
+        entries: tuple[Tensor | None, Support | None, DenseSupport | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        dense, support, dense_support, outside = entries
+        own, values = targets - shard.start, None
+        columns = logits[..., : shard.size]
+        if not columns.numel():
+            local = empty_shard_statistics(targets)
+        elif support is None:
+            local = kernels(backend, logits).row_statistics(columns, own, mask, transform)
+        else:
+            *found, values = statistics_over_support(columns, own, dense, transform, support, dense_support, backend)
+            local = Statistics(*found)
+            local.maximum.masked_fill_(support.valid & (support.offsets.diff() == 0), -torch.inf)
+        statistics = gathered(local, targets, shard, mask)
+        if outside is not None:
+            statistics.logprobs.masked_fill_(outside if mask is None else outside & mask, torch.nan)
+        ctx.consumed = False
+        saved = {"logits": logits, "size": shard.size, "targets": own, "mask": mask, "transform": transform}
+        saved |= {"dense": dense, "support": support, "dense_support": dense_support, "values": values}
+        keep(ctx, {**saved, "statistics": statistics, "backend": backend, "consume": consume})
+        return statistics.logprobs, statistics.entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError("over a tp_group, log-probabilities and entropies are differentiable once")
+        return (_backward(ctx, d_logprobs, d_entropy).get("logits"), *[None] * 7)
+
+
+def _write_gradient(
+    out: Tensor,
+    logits: Tensor,
+    size: int,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    dense: Tensor | None,
+    support: Support | None,
+    dense_support: DenseSupport | None,
+    values: Tensor | None,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    backend: str,
+) -> None:
+    """Writes dL/dlogits (A, B, V_r), 0 in the padding, to `out`, which may be the logits themselves."""
+    columns, own = logits[..., :size], out[..., :size]
+    if columns.numel() and support is None:
+        kernels(backend, logits).row_gradient(columns, targets, mask, transform, statistics, c, h, own)
+    elif columns.numel():
+        assert support is not None and values is not None
+        write_row_gradient(
+            columns, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, own
+        )
+    out[..., size:].zero_()
+
+
+def _gradient(logits: Tensor, **arguments: Any) -> Tensor:
+    out = like_logits(logits)
+    _write_gradient(out, logits, **arguments)
+    return out
+
+
+def _gradient_(logits: Tensor, **arguments: Any) -> None:
+    _write_gradient(logits, logits, **arguments)
+    torch.autograd.graph.increment_version(logits)  # so that autograd raises if another operation saved the logits
+
+
+_backward = logits_backward(_gradient, _gradient_)

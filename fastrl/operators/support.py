@@ -91,6 +91,28 @@ class SupportStatistics(NamedTuple):
     values: Tensor  # (nnz,) float32
 
 
+def statistics_over_support(
+    logits: Tensor,
+    targets: Tensor,
+    dense: Tensor | None,
+    transform: Transform,
+    support: Support,
+    dense_support: DenseSupport | None,
+    backend: str,
+) -> SupportStatistics:
+    """What `support_row_statistics` returns; nothing is checked."""
+    row_kernels: Any = kernels(backend, logits)
+    rest = None if dense is None else row_kernels.row_statistics(logits, targets, dense, transform)
+    rows = support.rows()
+    values = logits[rows // logits.shape[1], rows % logits.shape[1], support.token_ids.long()].float()
+    stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
+    for chosen, block in _wide_blocks(logits, dense_support, backend):
+        block_stats = row_kernels.row_statistics(block[None], targets[chosen], None, _of_rows(transform, chosen))
+        for total, part in zip(stats, block_stats, strict=True):
+            total[chosen] = part
+    return SupportStatistics(*stats, values)
+
+
 def fake_statistics(targets: Tensor, support: Support, **_: Any) -> SupportStatistics:
     """Uninitialised statistics of the targets' rows and of the support's entries."""
     values = targets.new_empty(support.token_ids.shape, dtype=torch.float32)
@@ -111,25 +133,17 @@ def support_row_statistics(
     """`row_statistics` over the support's entries, and their logits; the first two results are differentiable."""
     check_targets(targets, dense, support, dense_support, logits.shape[-1])
     consumed.refuse(logits)
-    row_kernels: Any = kernels(backend, logits)
-    rest = None if dense is None else row_kernels.row_statistics(logits, targets, dense, transform)
-    rows = support.rows()
-    values = logits[rows // logits.shape[1], rows % logits.shape[1], support.token_ids.long()].float()
-    stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
-    for chosen, block in _wide_blocks(logits, dense_support, backend):
-        block_stats = row_kernels.row_statistics(block[None], targets[chosen], None, _of_rows(transform, chosen))
-        for total, part in zip(stats, block_stats, strict=True):
-            total[chosen] = part
+    stats = statistics_over_support(logits, targets, dense, transform, support, dense_support, backend)
     if dense_support is not None:
         lacking = without_target(targets, dense_support.token_ids, dense_support.offsets)
         stats.logprobs.masked_fill_(lacking, torch.nan)
-    return SupportStatistics(*stats, values)
+    return stats
 
 
 support_row_statistics.register_fake(fake_statistics)
 
 
-def _write_row_gradient(
+def write_row_gradient(
     logits: Tensor,
     targets: Tensor,
     dense: Tensor | None,
@@ -184,7 +198,7 @@ def support_row_gradient(
 ) -> Tensor:
     """dL/dlogits (A, B, V), contiguous."""
     out = like_logits(logits)
-    _write_row_gradient(
+    write_row_gradient(
         logits, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, out
     )
     return out
@@ -208,7 +222,7 @@ def support_row_gradient_(
     backend: str,
 ) -> None:
     """`support_row_gradient`, written over the logits."""
-    _write_row_gradient(
+    write_row_gradient(
         logits, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, logits
     )
 
