@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,6 +20,17 @@ def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     All ranks must run the backward, or none.
     """
     return x if group is None else _Sum.apply(x, group)
+
+
+def add_parts(total: Tensor, group: ProcessGroup) -> None:
+    """total becomes its sum over the ranks, in place, in its own dtype and with the library's order of additions."""
+    start_add_parts(total, group)()
+
+
+def start_add_parts(total: Tensor, group: ProcessGroup) -> Callable[[], None]:
+    """Starts `add_parts`; the call of what it returns waits for the sum, on a GPU without stopping the host."""
+    work = dist.all_reduce(total, group=group, async_op=True)
+    return lambda: work.wait() and None
 
 
 def group_max(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Statistics, Transform
+from fastrl.distributed.shards import VocabularyShard
+from fastrl.distributed.sums import add_parts
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, HeadSums, Held, slices
 from fastrl.linear.statistics import Order, Rows, order, pass_tile
@@ -25,7 +27,8 @@ TWO_PASS = "two-pass"
 class Backward:
     """Computes the gradients of one call, pass by pass, from c and h (N,) or None.
 
-    num_tokens: the number of rows in the mask, or -1 if the host does not know it.
+    num_tokens: the number of rows in the mask, or -1 if the host does not know it. shard: of the vocabulary, if the
+    head is one; then targets count from its first entry, and dL/dhidden is summed over its group if it says so.
     """
 
     def __init__(
@@ -42,8 +45,13 @@ class Backward:
         num_tokens: int,
         budget: PassBudget,
         dense_support: DenseSupport | None = None,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.head, self.transform, self.needs, self.backend, self.budget = head, transform, needs, backend, budget
+        self.shard = shard
+        self.group = shard.group if shard is not None and shard.reduces else None
+        # dL/dhidden is then a part of a sum, which needs a wider dtype than that of the factors.
+        self.partial = self.group is not None and head.hidden.dtype != torch.float32
         self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
         self.undo = None
         c, h = self.order.of(c), self.order.of(h)  # type: ignore[assignment]
@@ -53,7 +61,7 @@ class Backward:
         of = self.order.of
         active = Statistics(*map(of, stats))  # type: ignore[arg-type]
         self.rows = Rows(of(targets), of(transform.temperatures), active, c, h, self.order.dense_support(dense_support))  # type: ignore[arg-type]
-        whole = self.order.index is None
+        whole = self.order.index is None and head.weight.shape[0] > 0
         self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
         self.weight = self._output(head.weight, needs.weight, filled=True)
         self.bias = self._output(head.weight[:, 0], needs.bias, filled=True)
@@ -84,7 +92,7 @@ class Backward:
         """Runs the plan's passes; returns dL/d(hidden, weight, bias) in their dtypes, None if not needed."""
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
-            if self.needs.hidden and needs_head and plan != TWO_PASS:
+            if self.needs.hidden and (needs_head or self.group) and plan != TWO_PASS:
                 self._weight_pass(self._tile("both"), with_hidden=True)
             else:
                 if self.needs.hidden:
@@ -111,7 +119,7 @@ class Backward:
         return logits
 
     def _tile(self, kind: str) -> Tile:
-        return pass_tile(kind, self.head, self.order, self.budget, needs=self.needs)
+        return pass_tile(kind, self.head, self.order, self.budget, needs=self.needs, shard=self.shard)
 
     def _held(self, tile: Tile) -> Held:
         return Held(self.head, tile, self.order.index is not None, self.backend, self.budget.mapped)
@@ -126,9 +134,12 @@ class Backward:
         """dL/dhidden, one chunk of rows after another, summed over slices of the vocabulary."""
         assert self.hidden is not None
         held, vocab = self._held(tile), self.head.weight.shape[0]
-        sums = None if tile.columns >= vocab else self._float32(tile.rows)
+        whole = tile.columns >= vocab and not self.partial
+        sums = None if whole else self._float32(tile.rows)
         for _, where, hidden, rows in self._chunks(held, tile.rows):
             total = None if sums is None else sums[: hidden.shape[0]]
+            if total is not None and vocab == 0:
+                total.zero_()
             for columns in slices(vocab, tile.columns):
                 gradient = self._gradient(hidden, rows, columns, held)
                 if total is None:
@@ -136,7 +147,11 @@ class Backward:
                 else:
                     products.add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)
             if total is not None:
+                if self.group is not None and self.partial:
+                    add_parts(total, self.group)
                 products.store_rows(self.hidden, where, total, self.undo)
+        if self.group is not None and not self.partial:
+            add_parts(self.hidden, self.group)
 
     def _float32(self, rows: int) -> Tensor:
         """Uninitialised memory for float32 sums (rows, H)."""
@@ -147,11 +162,13 @@ class Backward:
         """dL/dweight and dL/dbias, slice by slice, each written once; `with_hidden`: also dL/dhidden, summed."""
         count, vocab = self.order.count, self.head.weight.shape[0]
         held = self._held(tile)
-        whole = tile.columns >= vocab
+        whole = tile.columns >= vocab and not self.partial
         narrow = self.head.hidden.dtype != torch.float32
         total = self._float32(count) if with_hidden and not whole and narrow else None
+        if total is not None and vocab == 0:
+            total.zero_()
         direct = self.undo is None and tile.rows >= count  # a single product needs no sum
-        sums = self._float32(tile.columns) if self.needs.weight and narrow and not direct else None
+        sums = self._float32(min(tile.columns, vocab)) if self.needs.weight and narrow and not direct else None
         for columns in slices(vocab, tile.columns):
             outer = self._outer(columns, sums, direct)
             for part, where, hidden, rows in self._chunks(held, tile.rows):
@@ -163,6 +180,9 @@ class Backward:
                 elif with_hidden:
                     self._add_hidden(total, part, where, gradient, columns)
             outer.finish()
+        if with_hidden and self.group is not None:
+            assert self.hidden is not None
+            add_parts(self.hidden if total is None else total, self.group)
         if total is not None:
             assert self.hidden is not None
             products.store_rows(self.hidden, self.order.rows(slice(0, count)), total, self.undo)

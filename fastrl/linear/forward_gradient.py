@@ -16,18 +16,23 @@ from torch import Tensor
 
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import LossTerms, Transform
+from fastrl.backend.torch.rows import row_terms
 from fastrl.base import checks
+from fastrl.distributed.shards import VocabularyShard
+from fastrl.distributed.sums import start_add_parts
 from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.head import Head, HeadSums, Held
+from fastrl.linear.sharded import start_statistics, write_gradient
 from fastrl.linear.statistics import Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.operators.attach import hand_over, refuse_second_order
 from fastrl.operators.operator import operator, saved
 from fastrl.planning.tiling import Needs, PassBudget, Tile
 
-#: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk) -> LossTerms
-ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], LossTerms]
+#: Begins to turn a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk). What
+#: it returns ends that, and gives the rows' results.
+ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], Callable[[], LossTerms]]
 
 
 class Chunk(NamedTuple):
@@ -45,15 +50,33 @@ def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
 
 
 class _Sums:
-    """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
+    """Collects the gradients of the chunks: dH by rows, dW and db summed in float32.
 
-    def __init__(self, head: Head, needs: Needs, one_chunk: bool, all_rows: bool, backend: str) -> None:
+    If the head is a shard, dH is a part of a sum over devices. It is float32 then, by position in the order, and the
+    devices add up their parts while the last chunk's dW is computed.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        used: Order,
+        needs: Needs,
+        one_chunk: bool,
+        all_rows: bool,
+        backend: str,
+        shard: VocabularyShard | None,
+    ) -> None:
         device, (vocab, _) = head.weight.device, head.weight.shape
-        self.matrix = head.weight
+        self.matrix, self.used = head.weight, used
+        self.group = shard.group if shard is not None and shard.reduces and needs.hidden else None
         dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
-        self.hidden = None
+        self.hidden: Tensor | None = None
+        self.parts: Tensor | None = None
+        self.wait: Callable[[], None] | None = None
+        make = torch.empty if all_rows else torch.zeros  # of the other rows none is written
+        if self.group is not None and head.hidden.dtype != torch.float32:
+            self.parts = make((used.count, head.hidden.shape[1]), dtype=torch.float32, device=device)
         if needs.hidden:
-            make = torch.empty if all_rows else torch.zeros  # of the other rows none is written
             self.hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=device)
         self.head = HeadSums(
             products.empty(tuple(head.weight.shape), dtype, head.weight, backend) if needs.weight else None,
@@ -61,16 +84,31 @@ class _Sums:
             direct=one_chunk,
         )
 
-    def add(self, where: Tensor | slice, hidden: Tensor, gradient: Tensor) -> None:
-        """Add a chunk: hidden (n, H), dL/dlogits (n, V)."""
-        if self.hidden is not None:
-            products.store_product(self.hidden, where, gradient, self.matrix)
+    def add(self, positions: slice, hidden: Tensor, gradient: Tensor, last: bool) -> None:
+        """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
+        if self.parts is not None:
+            products.add_inner(self.parts[positions], gradient, self.matrix, first=True)
+        elif self.hidden is not None:
+            products.store_product(self.hidden, self.used.rows(positions), gradient, self.matrix)
+        if last:
+            self._start_sum()
         self.head.add(gradient, hidden)
+
+    def _start_sum(self) -> None:
+        if self.group is not None and self.wait is None:
+            total = self.hidden if self.parts is None else self.parts
+            assert total is not None
+            self.wait = start_add_parts(total, self.group)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """dL/d(hidden, weight, bias)."""
         if self.head.weight is not None and self.head.first:
             self.head.weight.zero_()
+        self._start_sum()
+        if self.wait is not None:
+            self.wait()
+        if self.parts is not None and self.hidden is not None:
+            products.store_rows(self.hidden, self.used.rows(slice(0, self.used.count)), self.parts, None)
         return self.hidden, self.head.weight, self.head.bias
 
 
@@ -85,34 +123,46 @@ def forward_gradient(
     needs: Needs,
     one_chunk: bool,
     backend: str,
+    shard: VocabularyShard | None = None,
 ) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
     """Row results and dL/d(hidden, weight, bias): each chunk's logits are overwritten by their gradient.
 
     Gradients of idle rows enter no product. dL/dweight is float32, but with `one_chunk`, which says that there is one
-    chunk at most, in the weight's dtype.
+    chunk at most, in the weight's dtype. With a shard, a chunk's statistics travel between the devices while the
+    product of the next is computed.
     """
     n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
     make = torch.zeros if used.count < n else torch.empty  # masked rows have no chunk that writes them
     out = LossTerms(*(make(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
-    sums = _Sums(head, needs, one_chunk, sum(chunk.active for chunk in chunks) == n, backend)
+    all_active = sum(chunk.active for chunk in chunks) == n and vocab > 0
+    sums = _Sums(head, used, needs, one_chunk, all_active, backend, shard)
     longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    held = Held(head, Tile(longest, vocab), used.index is not None, backend)
+    tiles = 1 if shard is None else min(max(len(chunks), 1), 2)
+    held = [Held(head, Tile(longest, vocab), used.index is not None, backend) for _ in range(tiles)]
+    last = max((number for number, chunk in enumerate(chunks) if chunk.active), default=-1)
+    begun: list[tuple[int, Tensor, Tensor, Callable[[], LossTerms]]] = []
+
+    def end() -> None:
+        number, hidden, logits, terms = begun.pop(0)
+        chunk = chunks[number]
+        where = used.rows(slice(chunk.start, chunk.stop))
+        out.logprobs[where], out.entropy[where], out.terms[:, where] = terms()
+        if chunk.active:
+            positions = slice(chunk.start, chunk.start + chunk.active)
+            sums.add(positions, hidden[: chunk.active], logits[: chunk.active], number == last)
+
     for number, chunk in enumerate(chunks):
         where = used.rows(slice(chunk.start, chunk.stop))
-        hidden = held.hidden(where)
-        logits = held.logits(hidden, slice(0, vocab))
+        hidden = held[number % tiles].hidden(where)
+        logits = held[number % tiles].logits(hidden, slice(0, vocab))
         t = transform.temperatures
         chunk_transform = transform if t is None else transform._replace(temperatures=t[where].contiguous())
         terms = chunk_gradient(logits[None], targets[where], chunk_transform, where, number)
-        out.logprobs[where], out.entropy[where], out.terms[:, where] = terms
-        if chunk.active == len(hidden):
-            sums.add(where, hidden, logits)
-        elif chunk.active:
-            sums.add(
-                used.rows(slice(chunk.start, chunk.start + chunk.active)),
-                hidden[: chunk.active],
-                logits[: chunk.active],
-            )
+        begun.append((number, hidden, logits, terms))
+        if len(begun) == tiles:
+            end()
+    while begun:
+        end()
     return out, sums.finish()
 
 
@@ -126,20 +176,33 @@ def active_rows(inputs: RowInputs) -> Tensor:
     return active
 
 
-def _gradient_by_kernel(backend: str, objective: RowObjective, inputs: RowInputs) -> ChunkGradient:
-    """Returns a ChunkGradient that runs the objective inside the backend's kernel."""
+def _gradient_by_kernel(
+    backend: str, objective: RowObjective, inputs: RowInputs, shard: VocabularyShard | None
+) -> ChunkGradient:
+    """Returns a ChunkGradient that runs the objective inside the backend's kernel, or on gathered statistics."""
 
-    def chunk_gradient(
+    def begin(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
-    ) -> LossTerms:
+    ) -> Callable[[], LossTerms]:
         chosen = {k: x if x is None or x.dim() == 0 else x[where].contiguous() for k, x in inputs._asdict().items()}
         part = RowInputs(**chosen)
-        result: LossTerms = kernels(backend, logits).row_forward_gradient(
-            logits, targets, None, transform, objective, part
-        )
-        return result
+        if shard is None:
+            result: LossTerms = kernels(backend, logits).row_forward_gradient(
+                logits, targets, None, transform, objective, part
+            )
+            return lambda: result
+        statistics = start_statistics(logits, targets, transform, backend, shard)
 
-    return chunk_gradient
+        def end() -> LossTerms:
+            stats = statistics()
+            terms, c, h = row_terms(stats.logprobs, stats.entropy, None, objective, part)
+            slopes = c, None if part.entropy_weights is None else h
+            write_gradient(logits, targets, transform, stats, *slopes, backend, shard, logits)
+            return LossTerms(stats.logprobs, stats.entropy, terms)
+
+        return end
+
+    return begin
 
 
 class LinearLoss(NamedTuple):
@@ -169,20 +232,39 @@ def linear_forward_gradient(
     one_chunk: bool,
 ) -> LinearLoss:
     """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide."""
-    checks.targets_in_range(targets, mask, head.weight.shape[0])
+    arguments = (head, targets, mask, transform, inputs, objective, needs, backend, num_tokens, budget, one_chunk)
+    results, gradients = row_local_gradients(*arguments)
+    return LinearLoss(
+        results.terms[0].sum(), *results, *(head.hidden.new_empty(0) if g is None else g for g in gradients)
+    )
+
+
+def row_local_gradients(
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    inputs: RowInputs,
+    objective: RowObjective,
+    needs: Needs,
+    backend: str,
+    num_tokens: int,
+    budget: PassBudget,
+    one_chunk: bool,
+    shard: VocabularyShard | None = None,
+) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
+    """`forward_gradient` of a row-local objective."""
+    checks.targets_in_range(targets, mask, head.weight.shape[0] if shard is None else shard.total)
     used, active = forward.active_first(mask, active_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
     if one_chunk:
         chunks = row_chunks(used.count, active, max(used.count, 1))
     elif used.count:
         # There may be fewer rows than were planned, but the sums are float32 as planned.
-        tile = forward.pass_tile("forward-gradient", head, used, budget, needs=needs, summed=True)
+        tile = forward.pass_tile("forward-gradient", head, used, budget, needs=needs, summed=True, shard=shard)
         chunks = row_chunks(used.count, active, tile.rows)
-    by_kernel = _gradient_by_kernel(backend, objective, inputs)
-    results, gradients = forward_gradient(head, targets, transform, used, chunks, by_kernel, needs, one_chunk, backend)
-    return LinearLoss(
-        results.terms[0].sum(), *results, *(head.hidden.new_empty(0) if g is None else g for g in gradients)
-    )
+    begin = _gradient_by_kernel(backend, objective, inputs, shard)
+    return forward_gradient(head, targets, transform, used, chunks, begin, needs, one_chunk, backend, shard)
 
 
 @linear_forward_gradient.register_fake

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastrl.backend.choice import kernels
 from fastrl.base.pages import mapped
+from fastrl.distributed.shards import VocabularyShard
 from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
 
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
@@ -26,11 +27,17 @@ class Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
-    def sizes(self, rows: int, weight: bool = True) -> Sizes:
-        """The sizes from which tiles are chosen; `rows` are valid, `weight`: whether the weight needs a gradient."""
+    def sizes(self, rows: int, weight: bool = True, shard: VocabularyShard | None = None) -> Sizes:
+        """The sizes from which tiles are chosen; `rows` are valid, `weight`: whether the weight needs a gradient.
+
+        If the weight is a shard, they are those of the largest, so that all ranks choose the same chunks of rows.
+        """
         vocab, width = self.weight.shape
         half = self.weight.dtype == torch.float16
-        return Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
+        sizes = Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
+        if shard is None:
+            return sizes
+        return sizes._replace(vocab=shard.largest, shards=shard.group.size(), partial=shard.reduces)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
@@ -58,7 +65,8 @@ class Held:
     def __init__(self, head: Head, tile: Tile, gathers: bool, backend: str, mapped: bool = False) -> None:
         weight, make = head.weight, scratch if mapped else empty
         self.head = head
-        self._logits = make((tile.rows * tile.columns,), weight.dtype, weight, backend)
+        columns = min(tile.columns, weight.shape[0])  # a tile may be that of a larger shard
+        self._logits = make((tile.rows * columns,), weight.dtype, weight, backend)
         self._rows = make((tile.rows, weight.shape[1]), weight.dtype, weight, backend) if gathers else None
 
     def hidden(self, where: Tensor | slice) -> Tensor:

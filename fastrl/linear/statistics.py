@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.distributed.shards import VocabularyShard
 from fastrl.linear import head as products
 from fastrl.linear.head import Head, Held, slices
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.sharded import empty_shard_statistics
 from fastrl.planning.tiling import ALL, Needs, Pass, PassBudget, Tile
 
 
@@ -101,10 +103,17 @@ class Rows(NamedTuple):
 
 
 def pass_tile(
-    kind: str, head: Head, order: Order, budget: PassBudget, vectors: int = 1, needs: Needs = ALL, summed: bool = False
+    kind: str,
+    head: Head,
+    order: Order,
+    budget: PassBudget,
+    vectors: int = 1,
+    needs: Needs = ALL,
+    summed: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> Tile:
     """The tile of a pass. The planner has made sure that one fits."""
-    one = Pass(kind, head.sizes(order.count, needs.weight), vectors, inner=needs.hidden, summed=summed)
+    one = Pass(kind, head.sizes(order.count, needs.weight, shard), vectors, inner=needs.hidden, summed=summed)
     tile = one.tile(budget.total, budget.tile)
     if tile is None:
         least = one.least_bytes(budget.tile)
@@ -126,12 +135,16 @@ def statistics(
     num_tokens: int,
     budget: PassBudget,
     dense_support: DenseSupport | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Statistics:
-    """Row statistics (N,) from hidden states, with one product (1U); 0 for masked rows."""
+    """Row statistics (N,) from hidden states, with one product (1U); 0 for masked rows.
+
+    With a shard, those of its entries alone, for targets counted from its first.
+    """
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
         return out
-    tile = pass_tile("statistics", head, used, budget)
+    tile = pass_tile("statistics", head, used, budget, shard=shard)
     held = Held(head, tile, used.index is not None, backend, budget.mapped)
     rows = Rows(used.of(targets), used.of(transform.temperatures), dense_support=used.dense_support(dense_support))  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
@@ -147,6 +160,8 @@ def _chunk_statistics(
 ) -> Statistics:
     """Statistics of a chunk of rows, computed one slice of the vocabulary after another."""
     vocab = held.head.weight.shape[0]
+    if vocab == 0:  # an empty shard
+        return empty_shard_statistics(rows.targets)
     transform = transform._replace(temperatures=rows.temperatures)
     combined = None if step >= vocab else Combined(rows.targets)
     for columns in slices(vocab, step):

@@ -33,7 +33,7 @@ from fastrl.operators.support import (
 from fastrl.planning.tiling import Needs, PassBudget
 
 
-def _products(
+def support_products(
     head: Head,
     support: Support,
     gradient: Tensor,
@@ -115,7 +115,7 @@ def support_linear_gradient(
         gradients = backward.run(plan)
     gradient = torch.empty_like(values)
     kernels(backend, values).support_gradient(values, targets, support, transform, statistics, c, h, gradient)
-    return _products(head, support, gradient, needs, backend, gradients)
+    return support_products(head, support, gradient, needs, backend, gradients)
 
 
 support_linear_gradient.register_fake(fake_gradients)
@@ -175,7 +175,7 @@ def support_linear_products(
     head: Head, support: Support, gradient: Tensor, needs: Needs, backend: str
 ) -> HeadGradients:
     """The backward of `support_linear_loss`."""
-    return _products(head, support, gradient, needs, backend)
+    return support_products(head, support, gradient, needs, backend)
 
 
 support_linear_products.register_fake(fake_gradients)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fastrl.backend.contract import Transform
 from fastrl.base import checks
@@ -63,14 +65,17 @@ def forms_gradient(logits: Tensor) -> bool:
     return logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def checked_head(hidden: object, weight: object, bias: object, targets: object) -> tuple[Head, Tensor, int]:
+def checked_head(
+    hidden: object, weight: object, bias: object, targets: object, group: ProcessGroup | None = None
+) -> tuple[Head, Tensor, int]:
     """Returns a head with hidden states (N, H), the targets (...) and the bytes copied; raises for a wrong argument.
 
-    Under autocast, hidden, weight and bias are cast to its dtype, as torch.nn.functional.linear would cast them.
+    Under autocast, hidden, weight and bias are cast to its dtype, as torch.nn.functional.linear would cast them. Over a
+    group, weight and bias are this rank's shard, which may be empty, or DTensors that lie over the group.
     """
     hidden = checks.tensor("hidden", hidden)
-    weight = checks.tensor("weight", weight)
-    bias = None if bias is None else checks.tensor("bias", bias)
+    weight = checks.tensor("weight", own_part("weight", weight, group))
+    bias = None if bias is None else checks.tensor("bias", own_part("bias", bias, group))
     inputs = (hidden, weight, bias)
     for name, value in zip(("hidden", "weight", "bias"), inputs, strict=True):
         if value is not None:
@@ -79,7 +84,8 @@ def checked_head(hidden: object, weight: object, bias: object, targets: object) 
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     checks.tensor("hidden", hidden, checks.LOGIT_DTYPES)
-    if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
+    sizes = weight.shape[1:] if group is not None else weight.shape
+    if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in sizes:
         raise ValueError(
             "hidden must have shape (..., H) and weight (V, H) with V, H >= 1,"
             f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
@@ -94,6 +100,22 @@ def checked_head(hidden: object, weight: object, bias: object, targets: object) 
     targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
     head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     return head, targets, _copied_bytes(inputs, head)
+
+
+def own_part(name: str, value: object, group: ProcessGroup | None) -> object:
+    """This rank's rows of a DTensor that lies over the group in shards of its first dimension; other values as is."""
+    if group is None or type(value).__name__ != "DTensor":
+        return value
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(value, DTensor)
+    members = dist.get_process_group_ranks(group)
+    if value.device_mesh.mesh.flatten().tolist() != members or value.placements != (Shard(0),):
+        raise TypeError(
+            f"{name} must be a tensor, or a DTensor with placements (Shard(0),) over the ranks of tp_group, {members};"
+            f" got a DTensor with placements {value.placements} over ranks {value.device_mesh.mesh.tolist()}"
+        )
+    return value.to_local()
 
 
 def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl.backend.choice import forced, resolved
-from fastrl.backend.contract import Statistics
+from fastrl.backend.contract import Statistics, Transform
 from fastrl.base import checks
+from fastrl.distributed.shards import VocabularyShard
 from fastrl.linear.head import Head
 from fastrl.linear.operators import linear_statistics
+from fastrl.linear.sharded import ShardedCall, sharded_statistics
 from fastrl.linear.supports import support_linear_statistics
 from fastrl.losses.arguments import VocabularyArguments, checked_head, vocabulary_arguments
-from fastrl.losses.supports import Supports, checked_mask, split, unit_strides
+from fastrl.losses.spread import ALONE, TensorParallel, agreed_facts, same_arguments
+from fastrl.losses.supports import Supports, checked_mask, local_supports, outside_support, split, unit_strides
 from fastrl.objectives.dependence import ANY, RESPONSE
+from fastrl.operators.support import check_targets
 from fastrl.planning import plans
-from fastrl.planning.budget import parse_budget
+from fastrl.planning.budget import default_budget, parse_budget
 from fastrl.planning.plans import Call, Plan
 from fastrl.planning.tiling import Needs, gathers, widest_support
 from fastrl.sampling_mask.mask import SamplingMask
@@ -32,6 +36,18 @@ class LinearCall(NamedTuple):
     num_tokens: int  # the number of valid tokens, if the caller knows it; else -1
     budget: int | None
     copied: int  # bytes of inputs that were copied so far
+    shard: VocabularyShard | None = None  # the part of the vocabulary that the head is, if it lies over a group
+    share: int | None = None  # bytes that a call without a budget may take; None: half of what is free here
+
+    @property
+    def vocab(self) -> int:
+        """The size of the whole vocabulary."""
+        return self.head.weight.shape[0] if self.shard is None else self.shard.total
+
+    @property
+    def largest(self) -> int:
+        """The most vocabulary entries that the head of any rank has."""
+        return self.head.weight.shape[0] if self.shard is None else self.shard.largest
 
     @property
     def needs(self) -> Needs:
@@ -51,16 +67,61 @@ def linear_call(
     logit_scale: float,
     softcap: float | None,
     memory_budget: int | str | None,
-    tp_group: Any,
     num_tokens: int | None = None,
+    tp: TensorParallel = ALONE,
 ) -> LinearCall:
-    """Checks the arguments that all functions of hidden states share; the error names the wrong one."""
-    head, targets, copied = checked_head(hidden, weight, bias, targets)
-    checks.unsupported(tp_group=tp_group)
+    """Checks the arguments that all functions of hidden states share; the error names the wrong one.
+
+    In a group, every rank calls this and all other checks of its arguments inside `tp.reporting()`, and then
+    `over_groups`.
+    """
+    tp.check()
+    head, targets, copied = checked_head(hidden, weight, bias, targets, tp.group)
     budget = parse_budget(memory_budget)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     count = _known_count(num_tokens, args)
-    return LinearCall(head, args, checked_mask(sampling_mask, args, head.weight.shape[0]), count, budget, copied)
+    support = checked_mask(sampling_mask, args, None if tp.group else head.weight.shape[0])
+    return LinearCall(head, args, support, count, budget, copied)
+
+
+def over_groups(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same: object) -> LinearCall:
+    """The call as the ranks of its groups agree on it: its shard of the head, the smallest budget.
+
+    Args:
+        shape: of targets.
+        same: further arguments, by name, that must be equal on all ranks.
+
+    Raises:
+        RuntimeError, ValueError: as `groups.agree`, and for shards that do not fit together.
+    """
+    if tp.group is None:
+        return call
+    head, device = call.head, call.head.weight.device
+    share = None if call.budget is not None else default_budget(device.type, device.index)
+    facts = {"budget": call.budget, "share": share, "copied": call.copied}
+    width = f"hidden size {head.hidden.shape[1]}, {head.hidden.shape[0]} rows"
+    arguments = same_arguments(
+        call.args, shape, head.hidden.dtype, call.sampling_mask, hidden=width, num_tokens=call.num_tokens, **same
+    )
+    arguments |= {"bias": head.bias is not None, "requires_grad": tuple(call.needs), "plan": plans.forced()}
+    shard, by_rank = agreed_facts(tp, head.weight.shape[0], arguments, facts)
+    if call.sampling_mask is not None:
+        call.sampling_mask.check_vocab(shard.total)
+    padded = head.weight.shape[0] > shard.size
+    if padded:
+        head = head._replace(
+            weight=head.weight[: shard.size], bias=None if head.bias is None else head.bias[: shard.size]
+        )
+    held = 2 * head.weight.shape[0] * head.weight.shape[1] * head.weight.element_size()
+    copied = max(x["copied"] for x in by_rank) + (held if padded and head.weight.requires_grad else 0)
+    budgets, shares = ([x[key] for x in by_rank if x[key] is not None] for key in ("budget", "share"))
+    return call._replace(
+        head=head,
+        shard=shard,
+        copied=copied,
+        budget=min(budgets) if budgets else None,
+        share=min(shares) if shares else None,
+    )
 
 
 def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
@@ -97,6 +158,8 @@ class PlannedCall(NamedTuple):
         The others may be empty unless `all_statistics`.
         """
         (head, args, *_), plan, supports = self.call, self.plan, self.supports
+        if self.call.shard is not None:
+            return self._over_shards(self.call.shard)
         if supports is not None:
             rows = (supports.dense, args.transform, supports.support, supports.dense_support)
             sparse = support_linear_statistics(
@@ -109,6 +172,29 @@ class PlannedCall(NamedTuple):
             head, *args, forced(), self.rows, waits, plan.name, plan.pass_budget, slopes, all_statistics
         )
         return Statistics(*stats[:4])
+
+    def _over_shards(self, shard: VocabularyShard, transform: Transform | None = None) -> Statistics:
+        (head, (targets, mask, own_transform), *_), plan, supports = self.call, self.plan, self.supports
+        if supports is not None:
+            check_targets(targets, supports.dense, supports.support, supports.dense_support, shard.total)
+            outside = outside_support(targets, supports)
+            supports = local_supports(supports, shard)
+        return sharded_statistics(
+            head,
+            targets,
+            mask,
+            ShardedCall(
+                own_transform if transform is None else transform,
+                forced(),
+                self.rows,
+                self.call.num_tokens < 0,
+                plan.name,
+                plan.pass_budget,
+                self.inputs.slopes if plan.name == "frozen-head" else 0,
+                shard,
+                *(() if supports is None else (supports.dense, supports.support, supports.dense_support, outside)),
+            ),
+        )
 
 
 def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longest: int = 0) -> PlannedCall:
@@ -126,16 +212,16 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
         head, copied = unit_strides(call.head)
         call = call._replace(head=head, copied=call.copied + copied)
         itemsize, device = head.weight.element_size(), head.weight.device.type
-        widest = widest_support(head.weight.shape[0], device, itemsize)
-        supports = split(recorded, call.args, widest, True, lambda n, ids: gathers(n, ids, head.sizes(n)))
+        widest = widest_support(call.largest, device, itemsize)
+        sizes = head.sizes(1, shard=call.shard)
+        supports = split(recorded, call.args, widest, True, lambda n, ids: gathers(n, ids, sizes))
         entries, rows = recorded.token_ids.shape[0], supports.num_dense
         scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0
-    vocab, width = call.head.weight.shape
     device = call.head.weight.device.type
     inputs = Call(
         rows=_counted_rows(call.args) if rows < 0 else rows,
-        hidden=width,
-        vocab=vocab,
+        hidden=call.head.weight.shape[1],
+        vocab=call.largest,
         dtype=call.head.weight.dtype,
         device=device,
         needs=call.needs,
@@ -147,5 +233,7 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
         support_entries=entries,
         backend=resolved(forced(), device),
         index=call.head.weight.device.index,
+        shards=1 if call.shard is None else call.shard.group.size(),
+        partial=call.shard is not None and call.shard.reduces,
     )
-    return PlannedCall(call, plans.choose(inputs, call.budget), inputs, rows, supports)
+    return PlannedCall(call, plans.choose(inputs, call.budget, call.share), inputs, rows, supports)

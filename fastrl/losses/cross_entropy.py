@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl.base import checks
 from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.losses.policy import linear_policy_loss
+from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.presets import REINFORCE
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -29,6 +30,9 @@ def linear_cross_entropy(
     softcap: float | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
     num_tokens: int | None = None,
 ) -> Tensor:
     """Computes the cross-entropy of `hidden @ weight.T + bias`, in nats, in chunks of rows.
@@ -42,7 +46,7 @@ def linear_cross_entropy(
         reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
         denominator: replaces the local number of tokens in "mean".
         memory_budget: as in `linear_token_logprobs`.
-        tp_group: not implemented yet.
+        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if known; saves a host synchronisation on a GPU.
 
     Returns:
@@ -51,35 +55,39 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as `linear_token_logprobs`.
     """
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-    if denominator is not None and reduction != "mean":
-        raise ValueError(f"denominator goes with reduction='mean', got reduction={reduction!r}")
-    targets = checks.tensor("targets", targets, (torch.int64,))
-    if targets.dim() == 0 and reduction != "none" and isinstance(hidden, Tensor):  # a policy loss sums over tokens
-        hidden, targets = hidden[None], targets[None]
-        temperature = temperature[None] if isinstance(temperature, Tensor) else temperature
-    mask = targets != ignore_index
-    head: dict[str, Any] = {
-        "bias": bias,
-        "mask": mask,
-        "temperature": temperature,
-        "logit_scale": logit_scale,
-        "softcap": softcap,
-        "memory_budget": memory_budget,
-        "tp_group": tp_group,
-    }
-    if reduction == "none":
-        return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
-    advantages = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-    loss = linear_policy_loss(
-        hidden,
-        weight,
-        targets,
-        objective=REINFORCE(),
-        advantages=advantages,
-        num_tokens=num_tokens,
-        denominator=1.0 if reduction == "sum" else denominator,
-        **head,
-    )
-    return loss.loss
+    with TensorParallel.of(tp_group).reporting():
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+        if denominator is not None and reduction != "mean":
+            raise ValueError(f"denominator goes with reduction='mean', got reduction={reduction!r}")
+        targets = checks.tensor("targets", targets, (torch.int64,))
+        if targets.dim() == 0 and reduction != "none" and isinstance(hidden, Tensor):  # a policy loss sums over tokens
+            hidden, targets = hidden[None], targets[None]
+            temperature = temperature[None] if isinstance(temperature, Tensor) else temperature
+        mask = targets != ignore_index
+        head: dict[str, Any] = {
+            "bias": bias,
+            "mask": mask,
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "memory_budget": memory_budget,
+            "tp_group": tp_group,
+            "vocab_start": vocab_start,
+            "vocab_size": vocab_size,
+            "reduce_hidden_grad": reduce_hidden_grad,
+        }
+        if reduction == "none":
+            return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
+        advantages = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+        loss = linear_policy_loss(
+            hidden,
+            weight,
+            targets,
+            objective=REINFORCE(),
+            advantages=advantages,
+            num_tokens=num_tokens,
+            denominator=1.0 if reduction == "sum" else denominator,
+            **head,
+        )
+        return loss.loss

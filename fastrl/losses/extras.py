@@ -20,8 +20,11 @@ from torch import Tensor
 from fastrl.backend.choice import forced
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.backend.torch.rows import transformed
+from fastrl.distributed.shards import VocabularyShard
+from fastrl.distributed.sums import group_sum
 from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.operators import linear_statistics
+from fastrl.linear.sharded import ShardedCall, sharded_statistics
 from fastrl.linear.statistics import order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import PlannedCall
@@ -65,18 +68,18 @@ def extras_ahead(extras: tuple[str, ...], by_plan: PlannedCall) -> Ahead:
     """Runs the passes of the requested extras one after another, within the budget of the call."""
     if not {"mean_logits", "log_sum_sq_probs"} & set(extras):
         return Ahead(None, None)
-    args = by_plan.call.args
+    args, shard = by_plan.call.args, by_plan.call.shard
     head = Head(*(None if x is None else x.detach() for x in by_plan.call.head))  # type: ignore[arg-type]
     plan, spare = _plan(by_plan)
     mean, half = None, None
     if "log_sum_sq_probs" in extras:
-        half = _log_sum_half(head, args, plan)
+        half = _log_sum_half(head, args, plan, shard)
     if "mean_logits" in extras and args.transform.softcap:
         # torch.compile cannot trace the reuse of tiles between products. As a decorator, disable would import triton.
-        mean = torch.compiler.disable(_mean_by_tiles)(head, args, plan, spare)
+        mean = torch.compiler.disable(_mean_by_tiles)(head, args, plan, spare, shard)
     elif "mean_logits" in extras:
         with torch.autocast(by_plan.inputs.device, enabled=False):  # the head is cast already; this pass is float32
-            mean = _mean_by_weight(head, args)
+            mean = _mean_by_weight(head, args, shard)
     return Ahead(mean, half)
 
 
@@ -92,7 +95,9 @@ def _plan(by_plan: PlannedCall) -> tuple[Plan, int]:
     # The free memory may have shrunk since the call's plan was chosen.
     size = budget
     if size is None:
-        size = max(rounded_down(default_budget(forward.device, forward.index)), by_plan.plan.temporary_bytes)
+        share = by_plan.call.share
+        free = default_budget(forward.device, forward.index) if share is None else share
+        size = max(rounded_down(free), by_plan.plan.temporary_bytes)
     (plan,) = possible_plans(forward, size, named=budget is not None)
     # Other passes follow: their tiles must not be allocated in addition to the memory that these have freed.
     return replace(plan, mapped=True), size - plan.temporary_bytes
@@ -123,12 +128,15 @@ def _is_top1(statistics: Statistics, mask: Tensor | None) -> Tensor:
     return top if mask is None else top & mask
 
 
-def _log_sum_half(head: Head, args: VocabularyArguments, plan: Plan) -> Tensor:
+def _log_sum_half(head: Head, args: VocabularyArguments, plan: Plan, shard: VocabularyShard | None) -> Tensor:
     """log_sum at half the temperature: every z, and so their maximum, is exactly twice as large."""
     temperature, temperatures, *_ = args.transform
     halved = args.transform._replace(
         temperature=temperature / 2, temperatures=None if temperatures is None else temperatures / 2
     )
+    if shard is not None:
+        call = ShardedCall(halved, forced(), -1, False, plan.name, plan.pass_budget, 0, shard)
+        return sharded_statistics(head, args.targets, args.mask, call).log_sum
     return linear_statistics(
         head, args.targets, args.mask, halved, forced(), -1, False, plan.name, plan.pass_budget, 0, True
     ).log_sum
@@ -141,7 +149,7 @@ def _factor(transform: Transform, where: Tensor | slice) -> float | Tensor:
     return transform.logit_scale / transform.temperatures[where]
 
 
-def _mean_by_weight(head: Head, args: VocabularyArguments) -> Tensor:
+def _mean_by_weight(head: Head, args: VocabularyArguments, shard: VocabularyShard | None) -> Tensor:
     """Mean without a softcap: it is linear, (hidden . mean(weight) + mean(bias)) logit_scale / temperature."""
     vocab, width = head.weight.shape
     step = max(1, _PIECE_BYTES // (4 * width))
@@ -149,8 +157,12 @@ def _mean_by_weight(head: Head, args: VocabularyArguments) -> Tensor:
     # A sum on a GPU reads a half-precision operand directly; on a CPU it would copy it whole.
     for part in slices(vocab, vocab if head.weight.is_cuda or head.weight.dtype == torch.float32 else step):
         total += head.weight[part].sum(0, dtype=torch.float32)
-    mean = (total / vocab).float()
-    shift = None if head.bias is None else head.bias.double().mean().float()
+    if head.bias is not None:
+        total = torch.cat([total, head.bias.double().sum()[None]])
+    if shard is not None:
+        total = group_sum(total, shard.group)
+    mean = (total / (vocab if shard is None else shard.total)).float()
+    mean, shift = mean[:width], None if head.bias is None else mean[width]
     used = order(args.mask, args.targets.shape[0])
     out = torch.zeros(args.targets.shape[0], dtype=torch.float32, device=head.hidden.device)
     for part in slices(used.count, step):
@@ -160,7 +172,9 @@ def _mean_by_weight(head: Head, args: VocabularyArguments) -> Tensor:
     return out
 
 
-def _mean_by_tiles(head: Head, args: VocabularyArguments, plan: Plan, spare: int) -> Tensor:
+def _mean_by_tiles(
+    head: Head, args: VocabularyArguments, plan: Plan, spare: int, shard: VocabularyShard | None
+) -> Tensor:
     """Mean with a softcap: computes the logits tile by tile, as the statistics do, and sums each tile in pieces."""
     used, backend = order(args.mask, args.targets.shape[0]), forced()
     out = torch.zeros(args.targets.shape[0], dtype=torch.float32, device=head.hidden.device)
@@ -169,7 +183,7 @@ def _mean_by_tiles(head: Head, args: VocabularyArguments, plan: Plan, spare: int
     vocab = head.weight.shape[0]
     max_bytes = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
-    tile = pass_tile("statistics", head, used, plan.pass_budget)
+    tile = pass_tile("statistics", head, used, plan.pass_budget, shard=shard)
     held = Held(head, tile, used.index is not None, backend, plan.mapped)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
@@ -179,8 +193,8 @@ def _mean_by_tiles(head: Head, args: VocabularyArguments, plan: Plan, spare: int
         total = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for columns in slices(vocab, tile.columns):
             _add_sums(total, held.logits(hidden, columns), transform, entries)
-        out[where] = total / vocab
-    return out
+        out[where] = total / (vocab if shard is None else shard.total)
+    return out if shard is None else group_sum(out, shard.group)
 
 
 def _add_sums(total: Tensor, logits: Tensor, transform: Transform, entries: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from fastrl.backend.choice import forced, kernels
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
+from fastrl.distributed.shards import VocabularyShard
 from fastrl.linear import forward_gradient as forward_gradient_ops
 from fastrl.linear import statistics as forward
-from fastrl.linear.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient
+from fastrl.linear.forward_gradient import Chunk, ChunkGradient, linear_forward_gradient, row_local_gradients
 from fastrl.linear.head import Head
+from fastrl.linear.sharded import start_statistics, write_gradient
 from fastrl.linear.statistics import Order
 from fastrl.linear.supports import support_linear_loss
 from fastrl.losses.arguments import VocabularyArguments
@@ -86,9 +89,12 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
     call, plan = by_plan.call, by_plan.plan
     if isinstance(problem.objective, Objective):
         spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
-        loss, *terms, _, _, _ = linear_forward_gradient(
-            call.head, *call.args, inputs, spec, call.needs, forced(), call.num_tokens, plan.pass_budget, plan.one_chunk
-        )
+        arguments = (*call.args, inputs, spec, call.needs, forced(), call.num_tokens, plan.pass_budget, plan.one_chunk)
+        if call.shard is not None:
+            compute = partial(row_local_gradients, shard=call.shard)
+            loss, result = _attached(problem, call, lambda head: compute(head, *arguments))
+            return from_terms(problem, result, loss, clamped=clamped)
+        loss, *terms, _, _, _ = linear_forward_gradient(call.head, *arguments)
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
     # A row-local callable runs in torch between each chunk's statistics and its gradient.
     used = forward.order(call.args.mask, call.args.targets.shape[0], call.num_tokens)
@@ -104,7 +110,7 @@ def _sparse(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> Polic
     """The sparse plan: for a row-local objective, the forward computes the loss and the support logits' gradient."""
     (head, args, *_), objective = by_plan.call, problem.objective
     row_local = isinstance(objective, Objective) and scope(objective, Given.of(problem.batch)) == TOKEN
-    if not row_local or by_plan.supports is None:
+    if not row_local or by_plan.supports is None or by_plan.call.shard is not None:
         return _from_statistics(problem, by_plan, host)
     assert isinstance(objective, Objective)
     spec, inputs, clamped = row_objective(objective, problem.batch, problem.weights)
@@ -175,28 +181,32 @@ def _forward_gradient_in_torch(
     problem: Problem, call: LinearCall, used: Order, chunks: list[Chunk], part: _Part, dropped: Tensor | None
 ) -> PolicyLoss:
     """Forward-gradient; the objective runs in torch, between a chunk's statistics and its gradient."""
-    head, (targets, mask, transform) = call.head, call.args
-    checks.targets_in_range(targets, mask, head.weight.shape[0])
+    targets, mask, transform = call.args
+    checks.targets_in_range(targets, mask, call.vocab)
     backend, needs = forced(), call.needs
+    chunk_gradient = _gradient_by_torch(problem, backend, part, dropped, call.shard)
+
+    def run(head: Head) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
+        return forward_gradient_ops.forward_gradient(
+            head, targets, transform, used, chunks, chunk_gradient, needs, len(chunks) <= 1, backend, call.shard
+        )
+
+    loss, result = _attached(problem, call, run)
+    return from_terms(problem, result, loss, dropped=dropped)
+
+
+def _attached(
+    problem: Problem, call: LinearCall, compute: Callable[[Head], tuple[LossTerms, tuple[Tensor | None, ...]]]
+) -> tuple[Tensor, LossTerms]:
+    """The loss, attached to the gradients that `compute` forms with it, and the rows' results."""
     forward_terms: list[LossTerms] = []
-    chunk_gradient = _gradient_by_torch(problem, backend, part, dropped)
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        result, gradients = forward_gradient_ops.forward_gradient(
-            Head(*inputs),  # type: ignore[arg-type]
-            targets,
-            transform,
-            used,
-            chunks,
-            chunk_gradient,
-            needs,
-            len(chunks) <= 1,
-            backend,
-        )
+        result, gradients = compute(Head(*inputs))  # type: ignore[arg-type]
         forward_terms[:] = [result]
         return result.terms[0].sum(), gradients
 
-    batch = problem.batch
+    batch, (targets, mask, transform) = problem.batch, call.args
     reads = (
         targets,
         mask,
@@ -210,21 +220,41 @@ def _forward_gradient_in_torch(
         batch.entropy_weights,
         batch.entropy_threshold,
     )
-    loss = attach_gradients(run, head, backend, consume=False, reads=reads)
-    return from_terms(problem, forward_terms[0], loss, dropped=dropped)
+    loss = attach_gradients(run, call.head, forced(), consume=False, reads=reads)
+    return loss, forward_terms[0]
 
 
-def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Tensor | None) -> ChunkGradient:
+def _gradient_by_torch(
+    problem: Problem, backend: str, part: _Part, dropped: Tensor | None, shard: VocabularyShard | None
+) -> ChunkGradient:
     """Returns a ChunkGradient that runs the objective in torch."""
 
-    def chunk_gradient(
+    def begin(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
-    ) -> LossTerms:
+    ) -> Callable[[], LossTerms]:
         row_kernels: Any = kernels(backend, logits)
-        stats: Statistics = row_kernels.row_statistics(logits, targets, None, transform)
+        if shard is None:
+            stats: Statistics = row_kernels.row_statistics(logits, targets, None, transform)
+            statistics = None
+        else:
+            statistics = start_statistics(logits, targets, transform, backend, shard)
+
+        def end() -> LossTerms:
+            whole = stats if statistics is None else statistics()
+            terms, c, h = coefficients(whole, where, number)
+            if shard is None:
+                row_kernels.row_gradient(logits, targets, None, transform, whole, c, h, logits)
+            else:
+                write_gradient(logits, targets, transform, whole, c, h, backend, shard, logits)
+            return LossTerms(whole.logprobs, whole.entropy, terms)
+
+        return end
+
+    def coefficients(stats: Statistics, where: Tensor | slice, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A chunk's terms (len(TERMS), n), c (n,) and h (n,) or None."""
         batch, weights, offsets, places = part(where, number)
         with torch.enable_grad():
-            logp, entropy = stats.logprobs.requires_grad_(), stats.entropy.requires_grad_()
+            logp, entropy = (x.detach().requires_grad_() for x in stats[:2])
             terms, chunk_dropped = objective_loss(
                 problem.objective,
                 batch,
@@ -240,12 +270,9 @@ def _gradient_by_torch(problem: Problem, backend: str, part: _Part, dropped: Ten
             )
         if dropped is not None and chunk_dropped is not None:
             dropped[where] = chunk_dropped[places]
-        stats = Statistics(*(s.detach() for s in stats))
-        c = torch.zeros_like(stats.logprobs) if c is None else c
-        row_kernels.row_gradient(logits, targets, None, transform, stats, c, h, logits)
-        return LossTerms(stats.logprobs, stats.entropy, terms.detach()[:, places])
+        return terms.detach()[:, places], torch.zeros_like(stats.logprobs) if c is None else c, h
 
-    return chunk_gradient
+    return begin
 
 
 def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:

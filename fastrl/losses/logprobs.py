@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastrl.backend.choice import forced
-from fastrl.distributed.shards import VocabularyShard, checked_options
+from fastrl.distributed.shards import VocabularyShard
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
-from fastrl.losses.call import linear_call, planned
+from fastrl.losses.call import linear_call, over_groups, planned
 from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
-from fastrl.losses.spread import agreed_logits, over, tensor_parallel_group
+from fastrl.losses.spread import TensorParallel, agreed_logits
 from fastrl.losses.supports import Supports, logits_over_support, sharded_stats, split_support
 from fastrl.objectives.dependence import ANY
 from fastrl.operators.rows import as_rows, row_statistics
@@ -90,17 +90,14 @@ def token_logprobs(
         RuntimeError, ValueError: over a tp_group, another rank raised an error, or got other arguments.
         NotImplementedError: a tp_group under torch.compile.
     """
-    group = tensor_parallel_group(tp_group)
-    with over(group):
-        checked_options(vocab_start, vocab_size, reduce_hidden_grad, group)
-        logits, targets = checked_logits(logits, targets, inplace, may_be_empty=group is not None)
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        tp.check()
+        logits, targets = checked_logits(logits, targets, inplace, may_be_empty=tp.group is not None)
         args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
         consume = consumes(logits, inplace)
         rows = as_rows(logits, consume)
-        shard = None
-        if group is not None:
-            options = (sampling_mask, vocab_start, vocab_size, reduce_hidden_grad)
-            shard = agreed_logits(group, rows, args, targets.shape, *options, inplace=inplace)
+        shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, {"inplace": inplace})
     supports = split_support(sampling_mask, args, logits.shape[-1] if shard is None else shard.total)
     logprobs, entropies = logits_stats(rows, args, supports, forced(), consume, shard)
     return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
@@ -140,6 +137,9 @@ def linear_token_logprobs(
     softcap: float | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
     extras: tuple[str, ...] = (),
 ) -> TokenStats:
     """Computes `token_logprobs` of `hidden @ weight.T + bias` in chunks of rows, without an (N, V) tensor.
@@ -164,25 +164,35 @@ def linear_token_logprobs(
         extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
             with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
             "log_sum_sq_probs" (costs U). See `TokenStats`.
-        tp_group: not implemented yet.
+        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: weight and bias are this
+            rank's consecutive rows of the head, (V_r, H) and (V_r,), V_r >= 0; a DTensor in such shards is taken too.
+            All else is the same on every rank, and so are the results, to the bit. The head's gradient is that of the
+            rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
+            frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
+            torch.compile.
+        vocab_start, vocab_size: as in `token_logprobs`, of rows.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
 
     Returns, raises: as `token_logprobs`. Also ValueError for a budget too small for any plan (the message names the
     smallest that works) and for an unknown extra, and NotImplementedError for extras with a sampling_mask.
     """
-    extras = checked_extras(extras, sampling_mask)
-    call = linear_call(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        mask=mask,
-        temperature=temperature,
-        sampling_mask=sampling_mask,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        memory_budget=memory_budget,
-        tp_group=tp_group,
-    )
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        extras = checked_extras(extras, sampling_mask)
+        call = linear_call(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            mask=mask,
+            temperature=temperature,
+            sampling_mask=sampling_mask,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            memory_budget=memory_budget,
+            tp=tp,
+        )
+        call = over_groups(call, tp, targets.shape, entropy=entropy, extras=extras)
     by_plan = planned(call, ANY, slopes=1 + entropy)
     ahead = extras_ahead(extras, by_plan)
     stats = by_plan.statistics(all_statistics=bool(extras))

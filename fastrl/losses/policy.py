@@ -24,13 +24,12 @@ from torch import Tensor
 from fastrl.backend.choice import forced, kernels
 from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
-from fastrl.distributed.shards import checked_options
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
-from fastrl.losses.call import linear_call
+from fastrl.losses.call import linear_call, over_groups
 from fastrl.losses.linear import linear_loss
 from fastrl.losses.logprobs import logits_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
-from fastrl.losses.spread import agreed_logits, over, tensor_parallel_group
+from fastrl.losses.spread import TensorParallel, agreed_logits, same_problem
 from fastrl.losses.supports import split_support
 from fastrl.objectives.dependence import Given, why_not_row_local
 from fastrl.objectives.evaluate import CustomObjective, row_objective
@@ -153,10 +152,10 @@ def logits_policy_loss(
 
     Returns, raises: as `policy_loss` and `token_logprobs`.
     """
-    group = tensor_parallel_group(tp_group)
-    with over(group):
-        checked_options(vocab_start, vocab_size, reduce_hidden_grad, group)
-        logits, targets = checked_logits(logits, targets, inplace, may_be_empty=group is not None)
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        tp.check()
+        logits, targets = checked_logits(logits, targets, inplace, may_be_empty=tp.group is not None)
         args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
         problem = make_problem(
             objective,
@@ -177,10 +176,10 @@ def logits_policy_loss(
         )
         consume = consumes(logits, inplace)
         shard = None
-        if group is not None:
+        if tp.group is not None:
             rows = row_ops.as_rows(logits, consume)
-            options = (sampling_mask, vocab_start, vocab_size, reduce_hidden_grad)
-            shard = agreed_logits(group, rows, args, targets.shape, *options, inplace=inplace, objective=objective)
+            same = {"inplace": inplace, **same_problem(problem)}
+            shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, same)
     if shard is not None:
         supports = split_support(sampling_mask, args, shard.total)
         return from_statistics(problem, *logits_stats(rows, args, supports, forced(), consume, shard))
@@ -252,6 +251,9 @@ def linear_policy_loss(
     bias: Tensor | None = None,  # (V,)
     memory_budget: int | str | None = None,
     tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
     num_tokens: int | None = None,
 ) -> PolicyLoss:
     """Computes `policy_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
@@ -272,35 +274,38 @@ def linear_policy_loss(
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
-    call = linear_call(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        mask=mask,
-        temperature=temperature,
-        sampling_mask=sampling_mask,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        memory_budget=memory_budget,
-        tp_group=tp_group,
-        num_tokens=num_tokens,
-    )
-    problem = make_problem(
-        objective,
-        targets,
-        "targets",
-        True,
-        denominator,
-        torch.float32,
-        advantages=advantages,
-        mask=mask,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        token_weights=token_weights,
-        entropy_weights=entropy_weights,
-        entropy_threshold=entropy_threshold,
-        cu_seqlens=cu_seqlens,
-    )
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        call = linear_call(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            mask=mask,
+            temperature=temperature,
+            sampling_mask=sampling_mask,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            memory_budget=memory_budget,
+            num_tokens=num_tokens,
+            tp=tp,
+        )
+        problem = make_problem(
+            objective,
+            targets,
+            "targets",
+            True,
+            denominator,
+            torch.float32,
+            advantages=advantages,
+            mask=mask,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            token_weights=token_weights,
+            entropy_weights=entropy_weights,
+            entropy_threshold=entropy_threshold,
+            cu_seqlens=cu_seqlens,
+        )
+        call = over_groups(call, tp, targets.shape, **same_problem(problem))
     return linear_loss(problem, call)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
 from fastrl.losses.logprobs import linear_token_logprobs
+from fastrl.losses.spread import TensorParallel
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -79,12 +80,16 @@ def linear_dpo_loss(
     softcap: float | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
 ) -> PreferenceLoss:
     """Computes `dpo_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
     Args:
-        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, memory_budget, tp_group: as in
-            `linear_token_logprobs`, for 2B responses: the chosen ones first, then the rejected ones in the same order.
+        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, memory_budget, tp_group,
+            vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for 2B responses: the chosen
+            ones first, then the rejected ones in the same order.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens.
         beta: as in `dpo_loss`.
@@ -96,37 +101,43 @@ def linear_dpo_loss(
     Raises:
         TypeError, ValueError, IndexError: as `dpo_loss` and `linear_token_logprobs`.
     """
-    targets = checks.tensor("targets", targets, (torch.int64,))
-    if cu_seqlens is None and targets.ndim != 2:
-        raise ValueError(f"targets must have shape (responses, time) without cu_seqlens, got {tuple(targets.shape)}")
-    checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets)
-    responses = Responses(targets.shape, checked, targets.device)
-    if responses.count % 2:
-        raise ValueError(f"targets must hold chosen and rejected responses, an even number, got {responses.count}")
-    if mask is None:
-        raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
-    ref = checks.tensor("ref_logprobs", ref_logprobs)
-    checks.shape("ref_logprobs", ref, (responses.count,), "one per response, summed")
-    checks.same_device("ref_logprobs", ref, targets, "targets")
-    beta = checks.number("beta", beta, positive=True)
+    with TensorParallel.of(tp_group).reporting():
+        targets = checks.tensor("targets", targets, (torch.int64,))
+        if cu_seqlens is None and targets.ndim != 2:
+            raise ValueError(
+                f"targets must have shape (responses, time) without cu_seqlens, got {tuple(targets.shape)}"
+            )
+        checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets)
+        responses = Responses(targets.shape, checked, targets.device)
+        if responses.count % 2:
+            raise ValueError(f"targets must hold chosen and rejected responses, an even number, got {responses.count}")
+        if mask is None:
+            raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
+        ref = checks.tensor("ref_logprobs", ref_logprobs)
+        checks.shape("ref_logprobs", ref, (responses.count,), "one per response, summed")
+        checks.same_device("ref_logprobs", ref, targets, "targets")
+        beta = checks.number("beta", beta, positive=True)
 
-    stats = linear_token_logprobs(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        mask=mask,
-        temperature=temperature,
-        sampling_mask=sampling_mask,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        memory_budget=memory_budget,
-        tp_group=tp_group,
-    )
-    rewards = beta * (responses.sum(stats.logprobs.reshape(-1)) - ref.detach().float())
-    chosen, rejected = rewards.chunk(2) if responses.count else (rewards, rewards)
-    margins = chosen - rejected
-    return PreferenceLoss(_mean_over_pairs(margins), chosen.detach(), rejected.detach(), margins.detach())
+        stats = linear_token_logprobs(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            mask=mask,
+            temperature=temperature,
+            sampling_mask=sampling_mask,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            memory_budget=memory_budget,
+            tp_group=tp_group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            reduce_hidden_grad=reduce_hidden_grad,
+        )
+        rewards = beta * (responses.sum(stats.logprobs.reshape(-1)) - ref.detach().float())
+        chosen, rejected = rewards.chunk(2) if responses.count else (rewards, rewards)
+        margins = chosen - rejected
+        return PreferenceLoss(_mean_over_pairs(margins), chosen.detach(), rejected.detach(), margins.detach())
 
 
 def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Calls over a `tp_group`: what its ranks must agree on before they compute, and this rank's part of the vocabulary.
 
-    group = tensor_parallel_group(tp_group)
-    with over(group):
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
         ...                                             # every check of the arguments: an error reaches all ranks
-        shard = agreed_shard(group, weight.shape[0], vocab_start, vocab_size, reduce_hidden_grad, same)
+        shard, facts = agreed_facts(tp, weight.shape[0], same, {"budget": 1 << 20})
 
 After it every rank knows that the others have the same targets and options and make the same collectives. What is wrong
 with the whole vocabulary (a target outside it) is then found by all ranks alike.
@@ -15,7 +15,7 @@ import dataclasses
 import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,61 +26,75 @@ from fastrl.base import checks
 from fastrl.distributed.groups import agree, checked_group, reporting
 from fastrl.distributed.shards import VocabularyShard, checked_options, shard_of
 from fastrl.losses.arguments import VocabularyArguments
+from fastrl.losses.problem import Problem
 from fastrl.losses.supports import checked_mask
 from fastrl.operators import consumed
 from fastrl.sampling_mask.mask import SamplingMask
 
 
-def agreed_shard(
-    group: ProcessGroup,
-    held: int,
-    vocab_start: int | None,
-    vocab_size: int | None,
-    reduce_hidden_grad: bool,
-    same: Mapping[str, object],
-) -> VocabularyShard:
-    """This rank's part of the vocabulary, of which it holds `held` rows or columns, padding included.
+class TensorParallel(NamedTuple):
+    """The arguments of a function whose vocabulary may lie over a group."""
+
+    group: ProcessGroup | None = None
+    vocab_start: int | None = None
+    vocab_size: int | None = None
+    reduce_hidden_grad: bool = True
+
+    @classmethod
+    def of(cls, tp_group: object, *options: Any) -> TensorParallel:
+        """The arguments, with a checked group; raises NotImplementedError for a group under torch.compile."""
+        group = checked_group("tp_group", tp_group)
+        if group is not None and torch.compiler.is_compiling():
+            raise NotImplementedError("tp_group is not built for torch.compile; call the function outside of it")
+        return cls(group, *options)
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """The context of the checks before the ranks agree: an error in it reaches all of them."""
+        return nullcontext() if self.group is None else reporting(tp_group=self.group)
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError for an option that is wrong by itself."""
+        checked_options(self.vocab_start, self.vocab_size, self.reduce_hidden_grad, self.group)
+
+
+ALONE = TensorParallel()
+
+
+def agreed_facts(
+    tp: TensorParallel, held: int, same: Mapping[str, object], facts: Mapping[str, object]
+) -> tuple[VocabularyShard, list[dict[str, Any]]]:
+    """This rank's part of the vocabulary, of which it holds `held` rows or columns, padding included; and all `facts`.
 
     One exchange between the hosts. Raises ValueError on every rank if something of `same`, which `same_arguments` and
     the caller gather, differs between the ranks, or if the shards do not fit together.
     """
-    checked_options(vocab_start, vocab_size, reduce_hidden_grad, group)
-    options = {"vocab_size": vocab_size, "reduce_hidden_grad": reduce_hidden_grad}
-    facts = agree("tp_group", group, {**same, **options}, {"held": held, "start": vocab_start})
-    helds, starts = ([x[name] for x in facts] for name in ("held", "start"))
-    return shard_of(group, helds, starts, vocab_size, reduce_hidden_grad)
-
-
-def tensor_parallel_group(tp_group: object) -> ProcessGroup | None:
-    """The group, checked; raises NotImplementedError for one under torch.compile."""
-    group = checked_group("tp_group", tp_group)
-    if group is not None and torch.compiler.is_compiling():
-        raise NotImplementedError("tp_group is not built for torch.compile; call the function outside of it")
-    return group
-
-
-def over(group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """The context of the checks before `agreed_shard`: an error in it reaches all ranks."""
-    return nullcontext() if group is None else reporting(tp_group=group)
+    tp.check()
+    assert tp.group is not None
+    options = {"vocab_size": tp.vocab_size, "reduce_hidden_grad": tp.reduce_hidden_grad}
+    by_rank = agree("tp_group", tp.group, {**same, **options}, {**facts, "held": held, "start": tp.vocab_start})
+    helds, starts = ([x[name] for x in by_rank] for name in ("held", "start"))
+    return shard_of(tp.group, helds, starts, tp.vocab_size, tp.reduce_hidden_grad), by_rank
 
 
 def agreed_logits(
-    group: ProcessGroup,
+    tp: TensorParallel,
     rows: Tensor,
     args: VocabularyArguments,
     shape: torch.Size,
     sampling_mask: object,
-    vocab_start: int | None,
-    vocab_size: int | None,
-    reduce_hidden_grad: bool,
-    **same: object,
-) -> VocabularyShard:
-    """`agreed_shard` of logits (A, B, V_r), after the checks that could fail on one rank alone."""
+    same: Mapping[str, object],
+) -> VocabularyShard | None:
+    """The shard that logits (A, B, V_r) are, after the checks that could fail on one rank alone; None without a group.
+
+    shape: of targets. same: further arguments that must be equal on all ranks.
+    """
+    if tp.group is None:
+        return None
     consumed.refuse(rows)
     kernels(forced(), rows)
     checked_mask(sampling_mask, args, None)
     alike = same_arguments(args, shape, rows.dtype, sampling_mask, **same)
-    return agreed_shard(group, rows.shape[-1], vocab_start, vocab_size, reduce_hidden_grad, alike)
+    return agreed_facts(tp, rows.shape[-1], alike, {})[0]
 
 
 def same_arguments(
@@ -109,13 +123,33 @@ def same_arguments(
     }
 
 
+def same_problem(problem: Problem) -> dict[str, object]:
+    """What every rank must pass alike of a policy loss, by name."""
+    batch = problem.batch
+    given = {
+        "advantages": batch.advantages,
+        "old_logprobs": batch.old,
+        "ref_logprobs": batch.ref,
+        "rollout_logprobs": batch.rollout,
+        "token_weights": batch.token_weights,
+        "entropy_weights": batch.entropy_weights,
+        "entropy_threshold": batch.entropy_threshold,
+        "denominator": problem.weights,
+    }
+    return {
+        "objective": described(problem.objective),
+        "number of responses": batch.responses.count,
+        **{name: None if x is None else f"given{_values(x)}" for name, x in given.items()},
+    }
+
+
 def _values(*tensors: Tensor) -> str:
     """A checksum of the values, if they may be read."""
     if not all(checks.values_are_checked(x) for x in tensors):
         return ""
     checksum = 0
     for x in tensors:
-        checksum = zlib.crc32(x.detach().cpu().contiguous().numpy(), checksum)
+        checksum = zlib.crc32(x.detach().cpu().contiguous().numpy().data, checksum)
     return f" with checksum {checksum:08x}"
 
 

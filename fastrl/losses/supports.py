@@ -166,8 +166,10 @@ def sharded_stats(
         return sharded_row_statistics(rows, *args, shard, backend, consume)
     check_targets(args.targets, supports.dense, supports.support, supports.dense_support, shard.total)
     own = local_supports(supports, shard)
-    entries = (own.dense, own.support, own.dense_support, outside_support(args.targets, supports))
-    return sharded_row_statistics(rows, *args, shard, backend, consume, *entries)
+    outside = outside_support(args.targets, supports)
+    return sharded_row_statistics(
+        rows, *args, shard, backend, consume, own.dense, own.support, own.dense_support, outside
+    )
 
 
 def unit_strides(head: Head) -> tuple[Head, int]:

@@ -119,7 +119,7 @@ class _Statistics(torch.autograd.Function):
         return statistics.logprobs, statistics.entropy
 
     @staticmethod
-    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("over a tp_group, log-probabilities and entropies are differentiable once")
         return (_backward(ctx, d_logprobs, d_entropy).get("logits"), *[None] * 7)

@@ -66,6 +66,8 @@ class Call:
     support_entries: int = 0  # recorded ids over all tokens; if not 0, `rows` counts the tokens without a support
     backend: str = ""  # "": the fastest on the device
     index: int | None = None  # of the device, if there are several; None: the current one
+    shards: int = 1  # devices over which the vocabulary lies; `vocab` is the size of the largest shard
+    partial: bool = False  # whether dL/dhidden is summed over these
 
     @property
     def sizes(self) -> Sizes:
@@ -78,6 +80,8 @@ class Call:
             self.device,
             self.dtype == torch.float16,
             self.needs.weight,
+            self.shards,
+            self.partial,
         )
 
     def held(self, name: str) -> int:
@@ -89,6 +93,8 @@ class Call:
             total += tiling.SLOPES_BYTES.get(self.device, tiling.PIECE_BYTES)
         if self.needs.bias:
             total += 12 * self.vocab
+        if self.shards > 1:  # the statistics of all shards, and the pieces in which they are combined
+            total += max(self.all_rows, self.rows) * 16 * (self.shards + 1) + tiling.PIECE_BYTES
         return total + max(self.all_rows, self.rows) * per_row
 
     def _support_bytes(self) -> int:
@@ -157,8 +163,16 @@ def use_plan(name: str) -> Iterator[None]:
         _forced = before
 
 
-def choose(call: Call, budget: int | None) -> Plan:
-    """Returns the cheapest plan that fits. If none fits, BudgetTooSmall names the smallest possible budget."""
+def forced() -> str | None:
+    """The plan that all calls take now, or None."""
+    return _forced
+
+
+def choose(call: Call, budget: int | None, share: int | None = None) -> Plan:
+    """Returns the cheapest plan that fits. If none fits, BudgetTooSmall names the smallest possible budget.
+
+    `share`: what may be taken without a budget; None: half of the device's free memory.
+    """
     names = applicable(call)
     if torch.compiler.is_compiling() and budget is None:
         # The free memory at the time of tracing says nothing about later runs, which may also have other lengths.
@@ -170,7 +184,7 @@ def choose(call: Call, budget: int | None) -> Plan:
         names = (_forced,)
     if budget is not None:
         return _cheapest(call, names, budget, named=True) or _refuse(call, names, budget, "memory_budget")
-    share = default_budget(call.device, call.index)
+    share = default_budget(call.device, call.index) if share is None else share
     cheapest = _cheapest(call, names, 1 << 60, named=False)
     if cheapest is not None and cheapest.temporary_bytes <= share:
         # With fewer rows than were counted, no larger tiles.
@@ -250,7 +264,7 @@ def _kinds(call: Call, name: str) -> tuple[str, ...]:
     if name == "frozen-head":
         return ("frozen",)
     head = call.needs.weight or call.needs.bias
-    if name == "recompute" and head and call.needs.hidden:
+    if name == "recompute" and (head or call.partial) and call.needs.hidden:  # dL/dhidden is summed over devices once
         return ("statistics", "both")
     return ("statistics", *(("hidden",) if call.needs.hidden else ()), *(("weight",) if head else ()))
 

@@ -64,6 +64,8 @@ class Sizes(NamedTuple):
     device: str
     half: bool
     weight: bool = True  # whether the weight's gradient is formed
+    shards: int = 1  # devices over which the vocabulary lies, `vocab` entries on each at most
+    partial: bool = False  # whether dL/dhidden is a part of a sum over these, which is float32 and rounded once
 
     @property
     def narrow(self) -> bool:
@@ -104,18 +106,23 @@ class Pass(NamedTuple):
     def bytes(self, tile: Tile) -> int:
         """Temporary bytes, without per-row values."""
         n, v = tile
-        rows, width, vocab, itemsize, _, half, _ = self.sizes
-        # The tile, and a contiguous copy of its rows' hidden states.
-        total = n * (v + width) * itemsize
+        rows, width, vocab, itemsize, _, half, *_ = self.sizes
+        partial = self.sizes.partial and self.sizes.narrow and self.inner
+        # The tile, and a contiguous copy of its rows' hidden states. While the statistics of one chunk travel between
+        # devices, the next is computed.
+        total = n * (v + width) * itemsize * (2 if self._travels(n) else 1)
         whole, narrow = v == vocab, self.sizes.narrow
         if self.kind == "statistics":
             return total + (0 if whole else n * _COMBINED_BYTES)
         if self.kind == "frozen":
-            return total + (self.vectors - 1) * n * v * itemsize + n * width * itemsize
+            held = self.vectors * rows * width * 4 if partial else n * width * itemsize
+            return total + (self.vectors - 1) * n * v * itemsize + held
         if narrow:
             total += (2 if half else 1) * PIECE_BYTES
         if self.kind in ("forward-gradient", "hidden", "both"):
-            if whole:
+            if partial:
+                total += (n if self.kind == "hidden" else rows) * width * 4
+            elif whole:
                 total += n * width * itemsize
             elif self.kind == "both" and narrow:
                 total += rows * width * 4
@@ -126,6 +133,10 @@ class Pass(NamedTuple):
         if self.kind in ("weight", "both") and narrow and (n < rows or half):
             total += v * width * 4
         return total
+
+    def _travels(self, rows: int) -> bool:
+        """Whether one chunk of several waits for statistics from other devices."""
+        return self.sizes.shards > 1 and self.kind == "forward-gradient" and rows < self.sizes.rows
 
     @property
     def units(self) -> int:

@@ -111,7 +111,7 @@ def test_logits(changes: dict[str, Any]) -> None:
     ({"memory_budget": 1.5}, TypeError, "memory_budget must be a number of bytes or a string .* got float"),
     ({"memory_budget": True}, TypeError, "memory_budget must be a number of bytes or a string .* got bool"),
     ({"memory_budget": "1KiB"}, ValueError, r"memory_budget is too small for 6 tokens .* smallest possible is \d+"),
-    ({"tp_group": object()}, NotImplementedError, "tp_group is not built yet"),
+    ({"tp_group": object()}, TypeError, "tp_group must be a torch.distributed.ProcessGroup, got object"),
     ({"num_tokens": 5}, ValueError, "num_tokens must be the number of unmasked tokens, 6, got 5"),
     ({"num_tokens": 6.0}, TypeError, "num_tokens must be an int, got float"),
 )
@@ -156,11 +156,6 @@ def test_a_masked_target_is_not_read() -> None:
     mask = torch.tensor([[1, 0, 0]] * B)
     out = fastrl.token_logprobs(torch.zeros(B, T, V), targets, mask=mask)
     assert torch.equal(out.logprobs[:, 1:], torch.zeros(B, 2))
-
-
-def test_tensor_parallelism_is_not_built_yet() -> None:
-    with pytest.raises(NotImplementedError, match="tp_group is not built yet"):
-        fastrl.linear_token_logprobs(**HEAD, tp_group=object())
 
 
 def test_an_index_error_leaves_the_logits_alone() -> None:
