@@ -131,8 +131,8 @@ def main() -> None:
     chosen: list[memory.Plan] = []
     choose = memory.choose
 
-    def spy(call: memory.Call, budget: int | None) -> memory.Plan:
-        chosen.append(choose(call, budget))
+    def spy(call: memory.Call, *given: int | None) -> memory.Plan:
+        chosen.append(choose(call, *given))
         return chosen[-1]
 
     memory.choose = spy
