@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
@@ -38,6 +41,16 @@ class VocabularyShard:
     def largest(self) -> int:
         """The size of the largest shard, for which plans and tiles are chosen, so that all ranks choose the same."""
         return max(self.sizes)
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(ranks, 1) int64 each: the first entry of every shard, and the one behind its last."""
+        return _bounds(self.starts, self.sizes, device)
+
+
+@lru_cache(maxsize=64)
+def _bounds(starts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    first = torch.tensor(starts, device=device)[:, None]
+    return first, first + torch.tensor(sizes, device=device)[:, None]
 
 
 def shard_of(

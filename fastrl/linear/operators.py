@@ -19,7 +19,7 @@ from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
 from fastrl.operators.operator import Operator, operator, saved
 from fastrl.operators.rows import coefficients, empty_statistics, upstream
-from fastrl.planning.tiling import PIECE_BYTES, SLOPES_BYTES, Needs, PassBudget
+from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, PassBudget
 
 
 class LinearStatistics(NamedTuple):
@@ -120,7 +120,7 @@ def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
     out = torch.empty_like(slopes[0])
     if len(slopes) == 1 and out.is_cuda:  # which casts as it multiplies; a CPU would copy its operands
         return torch.mul(slopes[0], coefficients[0][:, None], out=out)
-    piece_bytes = SLOPES_BYTES.get(out.device.type, PIECE_BYTES)
+    piece_bytes = ELEMENTWISE_BYTES.get(out.device.type, PIECE_BYTES)
     for part in products.pieces(out.shape[0], 8 * out.shape[1], piece_bytes):
         total = slopes[0][part] * coefficients[0][part, None]
         for slope, coefficient in zip(slopes[1:], coefficients[1:], strict=True):

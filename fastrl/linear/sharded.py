@@ -41,9 +41,13 @@ def start_statistics(
 
     Targets (n,) are those of the whole vocabulary. The call of what it returns waits for the other ranks.
     """
-    if not logits.shape[-1]:
-        return start_gathered(empty_shard_statistics(targets), targets, shard)
-    local = kernels(backend, logits).row_statistics(logits, targets - shard.start, None, transform)
+
+    def local() -> Statistics:
+        if not logits.shape[-1]:
+            return empty_shard_statistics(targets)
+        stats: Statistics = kernels(backend, logits).row_statistics(logits, targets - shard.start, None, transform)
+        return stats
+
     return start_gathered(local, targets, shard)
 
 
@@ -137,21 +141,24 @@ def _forward(
         if call.slopes:
             stats, slopes = _frozen(head, targets, mask, call)
             return stats, None, slopes
-        local = forward.statistics(
-            head, own, mask, call.transform, call.backend, call.num_tokens, call.budget, shard=shard
-        )
-        return gathered(local, targets, shard, mask), None, []
-    rest = None
-    if call.dense is not None:
-        arguments = (call.dense, call.transform, call.backend, call.num_tokens, call.budget, call.dense_support, shard)
-        rest = forward.statistics(head, own, *arguments)
-    row_kernels = kernels(call.backend, head.hidden)
-    values = row_kernels.support_products(*head, call.support)
-    local = together(rest, row_kernels.support_statistics(values, own, call.support, call.transform))
-    # A row may have all of its entries on other ranks.
-    here = call.support.offsets.diff() > 0
-    elsewhere = ~here if call.dense is None else ~(here | call.dense)
-    local = local._replace(maximum=local.maximum.masked_fill(elsewhere, -torch.inf))
+        arguments = (mask, call.transform, call.backend, call.num_tokens, call.budget)
+        return gathered(lambda: forward.statistics(head, own, *arguments, shard=shard), targets, shard, mask), None, []
+    support, values = call.support, None
+
+    def local() -> Statistics:
+        nonlocal values
+        rest = None
+        if call.dense is not None:
+            arguments = (call.dense, call.transform, call.backend, call.num_tokens, call.budget, call.dense_support)
+            rest = forward.statistics(head, own, *arguments, shard)
+        row_kernels = kernels(call.backend, head.hidden)
+        values = row_kernels.support_products(*head, support)
+        stats = together(rest, row_kernels.support_statistics(values, own, support, call.transform))
+        # A row may have all of its entries on other ranks.
+        here = support.offsets.diff() > 0
+        elsewhere = ~here if call.dense is None else ~(here | call.dense)
+        return stats._replace(maximum=stats.maximum.masked_fill(elsewhere, -torch.inf))
+
     stats = gathered(local, targets, shard, mask)
     if call.outside is not None:
         stats.logprobs.masked_fill_(call.outside if mask is None else call.outside & mask, torch.nan)

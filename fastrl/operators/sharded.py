@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Statistics, Support, Transform
+from fastrl.base import checks
 from fastrl.distributed.groups import start_gather
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.operators.combined import Combined
@@ -21,6 +22,12 @@ from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.operator import keep
 from fastrl.operators.rows import like_logits, logits_backward
 from fastrl.operators.support import statistics_over_support, write_row_gradient
+from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES
+
+#: float64 tensors of the size of what is gathered, which combining holds at once
+_COPIES = 12
+#: In place of log_sum, which is at least 0: the rank raised an error.
+_FAILED = -1.0
 
 
 def empty_shard_statistics(targets: Tensor) -> Statistics:
@@ -30,34 +37,58 @@ def empty_shard_statistics(targets: Tensor) -> Statistics:
 
 
 def start_gathered(
-    local: Statistics, targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
+    compute: Callable[[], Statistics], targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
 ) -> Callable[[], Statistics]:
     """Starts `gathered`; the call of what it returns waits for the other ranks and gives the statistics."""
+    error: Exception | None = None
+    try:
+        local = compute()
+    except Exception as raised:  # raised below: the others wait for this rank's part
+        error, nan = raised, torch.full(targets.shape, torch.nan, dtype=torch.float32, device=targets.device)
+        local = Statistics(nan, nan, nan, torch.full_like(nan, _FAILED))
     if targets.shape[0] == 0:
-        return lambda: local
-    finish = start_gather(torch.stack(local), shard.group)
+        finish = None
+    else:
+        finish = start_gather(torch.stack(local), shard.group)
 
     def combined() -> Statistics:
-        parts = Statistics(*finish().unbind(1))
-        starts, sizes = (torch.tensor(x, device=targets.device)[:, None] for x in (shard.starts, shard.sizes))
-        whole = Combined(targets)
-        whole.add(parts, (targets >= starts) & (targets < starts + sizes))
-        stats = whole.finish()
-        return stats if mask is None else Statistics(*(x.where(mask, 0.0) for x in stats))
+        parts = finish() if finish is not None else torch.stack(local)[None]  # (ranks, 4, n)
+        if error is not None:
+            raise error
+        if targets.shape[0] and checks.values_are_checked(targets):
+            for rank in (parts[:, 3, 0] == _FAILED).nonzero()[:, 0].tolist():
+                raise RuntimeError(f"rank {rank} of tp_group raised an error while it computed its part")
+        starts, ends = shard.bounds(targets.device)
+        out = torch.empty_like(parts[0])
+        each = _COPIES * 8 * (shard.group.size() + 2)
+        step = max(1, ELEMENTWISE_BYTES.get(targets.device.type, PIECE_BYTES) // each)
+        for first in range(0, targets.shape[0], step):
+            rows = slice(first, first + step)
+            ids = targets[rows]
+            whole = Combined(ids)
+            whole.add(Statistics(*parts[..., rows].unbind(1)), (ids >= starts) & (ids < ends))
+            out[:, rows] = torch.stack(whole.finish())
+        if mask is not None:
+            out.masked_fill_(~mask, 0.0)
+        return Statistics(*(x.clone() for x in out))
 
     return combined
 
 
-def gathered(local: Statistics, targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None) -> Statistics:
+def gathered(
+    compute: Callable[[], Statistics], targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
+) -> Statistics:
     """The statistics of whole rows, from those of every rank's columns: one collective, the same bits on every rank.
 
+    An error in `compute` reaches all ranks: as one where values may be read, else as NaN in all statistics.
+
     Args:
-        local: each (n,) float32, of this rank's columns; a maximum of -inf means that the row has none here.
+        compute: gives those of this rank's columns, each (n,) float32; a maximum of -inf means that the row has none.
         targets: (n,) int64 ids in the whole vocabulary; one outside it has a NaN log-probability.
         shard: of this rank.
         mask: (n,) bool; the statistics of other rows are 0. None means that all rows count.
     """
-    return start_gathered(local, targets, shard, mask)()
+    return start_gathered(compute, targets, shard, mask)()
 
 
 def sharded_row_statistics(
@@ -101,14 +132,19 @@ class _Statistics(torch.autograd.Function):
         dense, support, dense_support, outside = entries
         own, values = targets - shard.start, None
         columns = logits[..., : shard.size]
-        if not columns.numel():
-            local = empty_shard_statistics(targets)
-        elif support is None:
-            local = kernels(backend, logits).row_statistics(columns, own, mask, transform)
-        else:
+
+        def local() -> Statistics:
+            nonlocal values
+            if not columns.numel():
+                return empty_shard_statistics(targets)
+            if support is None:
+                stats: Statistics = kernels(backend, logits).row_statistics(columns, own, mask, transform)
+                return stats
             *found, values = statistics_over_support(columns, own, dense, transform, support, dense_support, backend)
-            local = Statistics(*found)
-            local.maximum.masked_fill_(support.valid & (support.offsets.diff() == 0), -torch.inf)
+            stats = Statistics(*found)
+            stats.maximum.masked_fill_(support.valid & (support.offsets.diff() == 0), -torch.inf)
+            return stats
+
         statistics = gathered(local, targets, shard, mask)
         if outside is not None:
             statistics.logprobs.masked_fill_(outside if mask is None else outside & mask, torch.nan)

@@ -90,11 +90,12 @@ class Call:
         total = self.copied + _SLACK + self._scratch(name) + self._support_bytes()
         if name == "frozen-head":
             per_row += self.slopes * self.hidden * self.dtype.itemsize
-            total += tiling.SLOPES_BYTES.get(self.device, tiling.PIECE_BYTES)
+            total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
         if self.needs.bias:
             total += 12 * self.vocab
         if self.shards > 1:  # the statistics of all shards, and the pieces in which they are combined
-            total += max(self.all_rows, self.rows) * 16 * (self.shards + 1) + tiling.PIECE_BYTES
+            total += max(self.all_rows, self.rows) * 16 * (self.shards + 2)
+            total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
         return total + max(self.all_rows, self.rows) * per_row
 
     def _support_bytes(self) -> int:

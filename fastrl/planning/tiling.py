@@ -30,8 +30,9 @@ TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
-#: The same where the slopes of a frozen head are combined: a GPU takes a handful of launches for each piece.
-SLOPES_BYTES = {"cpu": PIECE_BYTES, "cuda": 32 << 20}
+#: The same of work row by row, element by element (the slopes of a frozen head, the statistics of shards): a GPU takes
+#: a handful of launches for each piece.
+ELEMENTWISE_BYTES = {"cpu": PIECE_BYTES, "cuda": 32 << 20}
 #: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
 _A_TILE = 6
 #: Allocating a tile costs a CPU as much as moving its bytes this many times: page faults, zeroing, the first write.
