@@ -64,12 +64,7 @@ def linear(
 
         return run
 
-    return record(call, device, free_bytes(device, tokens, hidden, vocab, dtype), _answer(tokens, responses))
-
-
-def free_bytes(device: Device, tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """The bytes of the device's memory beside the hidden states, the weight and their gradients."""
-    return device.memory - 2 * dtype.itemsize * (tokens + vocab) * hidden
+    return record(call, device, device.free(tokens, hidden, vocab, dtype.itemsize), _answer(tokens, responses))
 
 
 def logits(

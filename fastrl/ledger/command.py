@@ -1,4 +1,4 @@
-"""`fastrl plan`: the plans of a linear loss within a memory budget, and the ledger of the one that it takes."""
+"""`fastrl plan`: the plans of a linear loss within a memory budget, the ledger of the one that it takes, its shares."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from fastrl.ledger import calls
 from fastrl.ledger.record import pretend
 from fastrl.ledger.table import text_of
 from fastrl.objectives.presets import PRESETS, any_numbers
-from fastrl.planning.devices import DEVICES
-from fastrl.planning.table import DTYPES, plan_memory
+from fastrl.planning.budget import parse_budget
+from fastrl.planning.devices import DEVICES, H100
+from fastrl.planning.plans import Call
+from fastrl.planning.scaling import Layout, report, share_of
+from fastrl.planning.table import DTYPES, call_of, plan_memory
 
 _GPUS = [name for name, device in DEVICES.items() if device.kind == "cuda"]
 
@@ -31,30 +34,47 @@ def main(argv: Sequence[str]) -> int:
 
 def _plans(options: argparse.Namespace) -> str:
     """What the command prints. Raises ValueError for a wrong option."""
-    gpu = None if options.ledger is None else DEVICES[options.ledger]
-    if gpu is not None and options.device == "cpu":
-        raise ValueError(f"--ledger prices the launches on a GPU, {gpu.name}, got --device cpu")
-    if gpu is not None and find_spec("triton") is None:
-        raise ValueError("--ledger lists the launches of Triton kernels: triton is not installed")
-    if gpu is not None and options.unrecorded:
-        raise ValueError(f"--ledger takes no --unrecorded tokens, got {options.unrecorded}")
     sizes, dtype = (options.tokens, options.hidden, options.vocab), DTYPES[options.dtype]
-    gradients = [x for x in options.gradients.split(",") if x not in ("", "none")]
     shared = {
         "objective": None if options.objective == "logprobs" else any_numbers(options.objective),
-        "gradients": gradients,
+        "gradients": [x for x in options.gradients.split(",") if x not in ("", "none")],
         "on_policy": options.on_policy,
         "longest": options.longest,
         "kept": options.kept,
-        "budget": options.budget,
     }
-    device = options.device if gpu is None else "cuda"
-    with nullcontext() if gpu is None else pretend(gpu, calls.free_bytes(gpu, *sizes, dtype)):
+    if (options.tp, options.cp, options.gpus) != (None, None, None):
+        return _over_gpus(options, call_of(*sizes, dtype, unrecorded=options.unrecorded, device="cuda", **shared))
+    shared["budget"] = options.budget
+    named = DEVICES.get((options.device or "").upper())
+    gpu = named if named is not None and named.kind == "cuda" else None
+    ledger = None if options.ledger is None else (gpu or H100) if options.ledger is True else DEVICES[options.ledger]
+    if ledger is not None:
+        if options.device == "cpu" or ledger is not (gpu or ledger):
+            raise ValueError(f"--ledger prices the launches on a GPU, {ledger.name}, got --device {options.device}")
+        if find_spec("triton") is None:
+            raise ValueError("--ledger lists the launches of Triton kernels: triton is not installed")
+        if options.unrecorded:
+            raise ValueError(f"--ledger takes no --unrecorded tokens, got {options.unrecorded}")
+        gpu = ledger
+    device = options.device if gpu is None else gpu.kind
+    with nullcontext() if gpu is None else pretend(gpu, gpu.free(*sizes, dtype.itemsize)):
         plans = plan_memory(*sizes, dtype, unrecorded=options.unrecorded, device=device, **shared)
-    if gpu is None:
+    if ledger is None:
         return str(plans)
-    ledger = calls.linear(*sizes, dtype, gpu, **shared)
-    return f"{plans}\n\n{text_of(ledger, plans.chosen, gpu, dtype.itemsize)}"
+    launches = calls.linear(*sizes, dtype, ledger, **shared)
+    return f"{plans}\n\n{text_of(launches, plans.chosen, ledger, dtype.itemsize)}"
+
+
+def _over_gpus(options: argparse.Namespace, call: Call) -> str:
+    """What the command prints for a call over several GPUs. Raises ValueError for a wrong option."""
+    if options.ledger is not None:
+        raise ValueError("--ledger lists the launches on one GPU: it goes without --tp, --cp and --gpus")
+    if options.kept:
+        raise ValueError(f"--tp, --cp and --gpus go without --kept, got {options.kept}")
+    tp, cp = (1 if n is None else n for n in (options.tp, options.cp))
+    device = H100 if options.device in (None, "cuda") else DEVICES[options.device.upper()]
+    layout = Layout(tp, cp, tp * cp if options.gpus is None else options.gpus).checked(device)
+    return report(share_of(call, layout, device, parse_budget(options.budget, "--budget")), layout, device)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,13 +108,23 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="tokens without a recorded support (or with a very wide one) beside those that have one",
     )
-    add("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    add(
+        "--device",
+        type=str.lower,
+        choices=("cuda", *map(str.lower, DEVICES)),
+        help="a GPU that is named need not be here; its memory is taken as free; default: the GPU if there is one",
+    )
+    add("--tp", type=int, help="GPUs over which the vocabulary lies: prints what each does and exchanges, modelled")
+    add("--cp", type=int, help="GPUs over which the tokens lie; the same")
+    add("--gpus", type=int, help="all GPUs, over which the head's gradient is summed; default: tp x cp")
     add(
         "--ledger",
         nargs="?",
-        const=_GPUS[0],
+        const=True,  # the one of --device
+        type=str.upper,
         choices=_GPUS,
         help="also list the kernel launches of the chosen plan and its backward, with their bytes, operations and"
-        f" modelled time on this GPU (default: {_GPUS[0]}), which need not be here; its memory is taken as free",
+        f" modelled time on this GPU (default: that of --device, or {H100.name}), which need not be here; its memory is"
+        " taken as free",
     )
     return parser

@@ -283,7 +283,8 @@ def _tile_bytes(call: Call, name: str) -> int:
     return max(cap, _least_rows(call, name) * call.vocab * call.dtype.itemsize)
 
 
-def _passes(call: Call, name: str) -> list[Pass]:
+def passes(call: Call, name: str) -> list[Pass]:
+    """The passes of the plan over the logits, in their order."""
     rows = _least_rows(call, name)
     return [Pass(kind, call.sizes, call.slopes, rows, call.needs.hidden) for kind in _kinds(call, name)]
 
@@ -291,7 +292,7 @@ def _passes(call: Call, name: str) -> list[Pass]:
 def least_budget(call: Call, name: str) -> int:
     """The smallest budget in bytes that the plan fits."""
     cap = _tile_bytes(call, name)
-    sizes = [one.least_bytes(cap) for one in _passes(call, name)]
+    sizes = [one.least_bytes(cap) for one in passes(call, name)]
     return max([0, *sizes]) + call.held(name)  # torch.compile cannot trace the default of max
 
 
@@ -313,7 +314,7 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     tiles: dict[str, Tile] = {}
     pass_sizes = []
     units, cost = 0, tiling.support_cost(call.sizes, call.support_entries, call.needs)
-    for one in _passes(call, name):
+    for one in passes(call, name):
         tile = one.tile(pass_bytes, cap)
         if tile is None:
             return None

@@ -107,6 +107,43 @@ def plan_memory(
         TypeError, ValueError: if an argument is wrong; the message names it. If the budget is too small, the message
             gives the smallest possible one.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    call = call_of(
+        tokens,
+        hidden,
+        vocab,
+        dtype,
+        objective=objective,
+        gradients=gradients,
+        on_policy=on_policy,
+        longest=longest,
+        kept=kept,
+        unrecorded=unrecorded,
+        device=device,
+    )
+    requested = parse_budget(budget, "budget")
+    chosen = choose(call, requested)
+    # Without a budget, what the cheapest plan needs may be taken, or half of what is free, rounded.
+    size = max(rounded_down(default_budget(device)), chosen.temporary_bytes) if requested is None else requested
+    least = {name: least_budget(call, name) for name in applicable(call)}
+    return MemoryPlans(size, chosen, tuple(possible_plans(call, size, named=requested is not None)), least)
+
+
+def call_of(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    objective: Objective | Callable[..., Any] | None,
+    gradients: Sequence[str],
+    on_policy: bool,
+    longest: int | None,
+    kept: int,
+    unrecorded: int,
+    device: str,
+) -> Call:
+    """What the planner knows of a call with these arguments of `plan_memory`, which are checked."""
     counts = (
         ("tokens", tokens),
         ("hidden", hidden),
@@ -125,10 +162,9 @@ def plan_memory(
     unknown = [name for name in gradients if name not in _INPUTS]
     if unknown or isinstance(gradients, str):
         raise ValueError(f"gradients must be some of {', '.join(_INPUTS)}, got {gradients!r}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
-    call = Call(
+    return Call(
         rows=unrecorded if kept else tokens,
         hidden=hidden,
         vocab=vocab,
@@ -140,12 +176,6 @@ def plan_memory(
         support_entries=kept,
         **_objective(objective, on_policy),
     )
-    requested = parse_budget(budget, "budget")
-    chosen = choose(call, requested)
-    # Without a budget, what the cheapest plan needs may be taken, or half of what is free, rounded.
-    size = max(rounded_down(default_budget(device)), chosen.temporary_bytes) if requested is None else requested
-    least = {name: least_budget(call, name) for name in applicable(call)}
-    return MemoryPlans(size, chosen, tuple(possible_plans(call, size, named=requested is not None)), least)
 
 
 def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastrl.planning.devices import CPU, of_kind
+from fastrl.planning.devices import CPU, Device, of_kind
 
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
@@ -89,6 +89,15 @@ class Tile(NamedTuple):
     columns: int
 
 
+class Times(NamedTuple):
+    """Modelled seconds of a pass on a GPU, by what takes them."""
+
+    products: float
+    sums: float  # float32 sums of products, beyond what the products' operations hide
+    kernels: float  # the row kernels
+    launches: float
+
+
 class Pass(NamedTuple):
     """A pass over the logits of a linear loss: what its tile, its memory and its cost are."""
 
@@ -150,13 +159,17 @@ class Pass(NamedTuple):
 
     def cost(self, tile: Tile) -> float:
         """Its modelled seconds."""
-        units = self.units
-        rows, _, vocab, _, kind, *_ = self.sizes
-        chunks, slices = max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
-        return self._on_cpu(tile, units, chunks, slices) if kind == "cpu" else self._on_gpu(units, chunks, slices)
+        kind = self.sizes.device
+        return self._on_cpu(tile) if kind == "cpu" else sum(self.times(tile, of_kind(kind)))
 
-    def _on_cpu(self, tile: Tile, units: int, chunks: int, slices: int) -> float:
+    def counts(self, tile: Tile) -> tuple[int, int]:
+        """The number of chunks of rows, and of slices of the vocabulary."""
+        rows, _, vocab, *_ = self.sizes
+        return max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
+
+    def _on_cpu(self, tile: Tile) -> float:
         """Operations hide no traffic, and tiles stay in the cache."""
+        units, (chunks, slices) = self.units, self.counts(tile)
         rows, width, vocab, itemsize, *_ = self.sizes
         # Each product reads W once per chunk and the hidden states once per slice.
         moved = units * (chunks * vocab + slices * rows) * width * itemsize
@@ -172,10 +185,11 @@ class Pass(NamedTuple):
             flops *= 1.05
         return flops / CPU.flops + CPU.seconds(moved) + (_A_TILE + 2) * CPU.launch * chunks * slices
 
-    def _on_gpu(self, units: int, chunks: int, slices: int) -> float:
-        """Product by product, for tiles of equal size."""
-        rows, width, vocab, itemsize, kind, *_ = self.sizes
-        device, tiles = of_kind(kind), chunks * slices
+    def times(self, tile: Tile, device: Device) -> Times:
+        """The same on this GPU, product by product, for tiles of equal size."""
+        units, (chunks, slices) = self.units, self.counts(tile)
+        rows, width, vocab, itemsize, *_ = self.sizes
+        tiles = chunks * slices
         n, v = rows / chunks, vocab / slices
         flops, operands = 2.0 * n * v * width, (n * v + (n + v) * width) * itemsize
         # Sums over several tiles: float32, written by the first, read and written by the others, cast in the end.
@@ -198,12 +212,11 @@ class Pass(NamedTuple):
             kernels = device.row_kernel(2 * logits)
         # Combining the statistics of slices takes two dozen operations.
         combine = 24 if self.kind == "statistics" and slices > 1 else 0
-        return (
-            tiles * units * device.product(flops, operands, 0.0, itemsize)
-            + device.exposed(beyond)
-            + device.seconds(last)
-            + kernels
-            + (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch
+        return Times(
+            tiles * units * device.product(flops, operands, 0.0, itemsize),
+            device.exposed(beyond) + device.seconds(last),
+            kernels,
+            (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch,
         )
 
     def tile(self, budget: int, cap: int) -> Tile | None:

@@ -1,0 +1,326 @@
+"""What one rank of a linear loss does, exchanges and waits for, if vocabulary and tokens lie over GPUs; all modelled.
+
+`docs/scaling.md` has the formulas, the assumptions and tables that this module makes. Ranks are numbered with the
+vocabulary (tp) inside, the tokens (cp) around it, and whole copies of both outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from fastrl.objectives.dependence import ANY
+from fastrl.planning.budget import BudgetTooSmall, rounded_down, text
+from fastrl.planning.devices import Collective, Device
+from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, passes
+from fastrl.planning.tiling import Pass, Tile
+
+#: Numbers that a rank sends for each row: maximum, log-sum, target's log-probability, entropy; float32.
+_ROW_FACTS = 4
+#: Launches that combine the statistics of all ranks, and those of an objective in torch.
+_COMBINE, _OBJECTIVE = 24, 100
+#: Sums over cp ranks for one evaluation of an objective: of counts, of responses' sums, of the loss with its metrics.
+#: Each is a gather of one float64 for each response.
+_SUMS = 3
+#: Plans whose tile holds whole rows, so that its gradient needs the statistics of all ranks while it is in memory.
+_BY_CHUNK = ("forward-gradient", "whole-response", "frozen-head")
+
+
+class Layout(NamedTuple):
+    """How a call lies over GPUs: its vocabulary over `tp`, its tokens over `cp`; all other GPUs hold copies of that."""
+
+    tp: int = 1
+    cp: int = 1
+    gpus: int = 1
+
+    def checked(self, device: Device) -> Layout:
+        """Itself; ValueError names the option of `fastrl plan` that is wrong."""
+        for name, value in self._asdict().items():
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if not device.nvlink:
+            raise ValueError(f"--tp and --cp need a --device with NVLink, got {device.name.lower()}")
+        if device.node % self.tp and self.tp % device.node:
+            raise ValueError(f"--tp must divide the {device.node} GPUs of a node or be a multiple, got {self.tp}")
+        if self.gpus % (self.tp * self.cp):
+            raise ValueError(f"--gpus must be a multiple of --tp x --cp, {self.tp * self.cp}, got {self.gpus}")
+        return self
+
+    def part(self, call: Call) -> Call:
+        """The part of a call without recorded supports that the rank with most tokens and entries has."""
+        rows, all_rows, longest = (-(-n // self.cp) for n in (call.rows, call.all_rows, call.longest))
+        return replace(call, rows=rows, all_rows=all_rows, longest=longest, vocab=-(-call.vocab // self.tp))
+
+
+class Exchange(NamedTuple):
+    """The collectives of one kind in a call and its backward."""
+
+    name: str
+    count: int
+    each: Collective  # on average
+    exposed: float  # seconds of all of them that no product hides
+
+    @property
+    def total(self) -> Collective:
+        """All of them together."""
+        return Collective(*(self.count * x for x in self.each))
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of a call. Times are seconds, modelled."""
+
+    call: Call  # of the rank alone
+    plan: Plan
+    temporary_bytes: int  # the plan's, and for what is exchanged
+    operations: float  # of the products
+    traffic: float  # what products and row kernels wait for memory beyond that
+    launches: float
+    exchanges: tuple[Exchange, ...]
+    head_gradient: Collective  # once a step, in float32: reduce-scatter of dL/dweight over all that hold the same part
+
+    @property
+    def exposed(self) -> float:
+        """Seconds for which no kernel but a collective runs."""
+        return sum(x.exposed for x in self.exchanges)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the call and its backward."""
+        return self.operations + self.traffic + self.launches + self.exposed
+
+    @property
+    def sent(self) -> Collective:
+        """What all its collectives move and take, hidden or not."""
+        return Collective(*(sum(x) for x in zip(*(x.total for x in self.exchanges), strict=True)))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what limits them, the largest first."""
+        parts = {"arithmetic": self.operations, "memory traffic": self.traffic, "launches": self.launches}
+        for exchange in self.exchanges:
+            each = exchange.each
+            late = exchange.exposed * each.latency / each.seconds if each.seconds else 0.0
+            link = "network" if each.network else "NVLink"
+            parts["latency"] = parts.get("latency", 0.0) + late
+            parts[link] = parts.get(link, 0.0) + exchange.exposed - late
+        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+    def fits(self, device: Device) -> bool:
+        """Whether the device holds this, the hidden states, the weight and their gradients."""
+        return self.temporary_bytes <= _free(self.call, device)
+
+
+def _free(call: Call, device: Device) -> int:
+    return device.free(call.rows, call.hidden, call.vocab, call.dtype.itemsize)
+
+
+def default_budget(call: Call, device: Device) -> int:
+    """What a rank may take without a budget, if its device holds nothing but inputs and gradients."""
+    return rounded_down(max(_free(call, device) // 2, 0))
+
+
+def exchanged_bytes(call: Call, tp: int) -> int:
+    """Temporary memory for what the ranks of a vocabulary exchange: every rank's statistics, and dL/dhidden's sum."""
+    if tp == 1:
+        return 0
+    sums = 4 * call.rows * call.hidden if call.needs.hidden and call.sizes.narrow else 0
+    return 4 * _ROW_FACTS * tp * call.rows + sums
+
+
+def chosen(call: Call, budget: int, tp: int) -> tuple[Plan, int]:
+    """The plan of a rank's own call within its budget in bytes, and all temporary bytes. Raises BudgetTooSmall."""
+    more = exchanged_bytes(call, tp)
+    try:
+        plan = choose(call, max(budget - more, 0))
+        if tp > 1 and len(_chunks(call, plan)) > 1:
+            # A second tile holds the next chunk's logits while the statistics of one are exchanged.
+            more += max(tile.rows * tile.columns for tile in plan.tiles.values()) * call.dtype.itemsize
+            plan = choose(call, max(budget - more, 0))
+    except BudgetTooSmall:
+        least = min(least_budget(call, name) for name in applicable(call))
+        raise BudgetTooSmall(
+            f"a rank's budget is too small: got {text(budget)}, but what ranks exchange takes {text(more)}, and the"
+            f" smallest plan {text(least)}"
+        ) from None
+    return plan, plan.temporary_bytes + more
+
+
+def _chunks(call: Call, plan: Plan) -> list[int]:
+    """The rows between one gather of statistics and the next."""
+    if plan.name not in _BY_CHUNK:
+        return [call.rows]
+    (tile,) = plan.tiles.values()
+    return [min(tile.rows, call.rows - start) for start in range(0, call.rows, tile.rows)]
+
+
+def share_of(call: Call, layout: Layout, device: Device, budget: int | None = None) -> Share:
+    """The share of the rank that has most.
+
+    Args:
+        call: of all ranks, without recorded supports.
+        device: a GPU with links.
+        budget: of each rank in bytes; None: half of what inputs and gradients leave free.
+
+    Raises BudgetTooSmall.
+    """
+    call = layout.part(call)
+    budget = default_budget(call, device) if budget is None else budget
+    plan, temporary_bytes = chosen(call, budget, layout.tp)
+    chunks = _chunks(call, plan)
+    tiled = [(one, plan.tiles[one.kind]) for one in passes(call, plan.name)]
+    times = [one.times(tile, device) for one, tile in tiled]
+    kernels = sum(x.kernels for x in times)
+    if layout.tp > 1 and plan.name in _BY_CHUNK:
+        # Statistics and gradient are two kernels, with the exchange between them: three sweeps.
+        vectors = call.slopes if plan.name == "frozen-head" else 1
+        kernels = (1 + 2 * vectors) * device.row_kernel(call.rows * call.vocab * call.dtype.itemsize)
+    operations = plan.flops / device.peak(call.dtype.itemsize)
+    traffic = sum(x.products + x.sums for x in times) - operations + kernels
+
+    evaluations = len(chunks) if plan.name in _BY_CHUNK else 1
+    in_torch = call.scope != ANY and (layout.tp > 1 or plan.name != "forward-gradient")
+    more = (layout.tp > 1) * _COMBINE * len(chunks) + in_torch * _OBJECTIVE * evaluations
+    launches = sum(x.launches for x in times) + more * device.launch
+
+    exchanges = []
+    if layout.tp > 1:
+        product = times[0].products / tiled[0][0].units  # one, of all rows
+        exchanges.append(_statistics(call, chunks, layout, device, product))
+        if call.needs.hidden:
+            hidden = device.collective(4 * call.rows * call.hidden, layout.tp, rounds=2)
+            behind = _behind_hidden(plan, tiled, chunks[-1] / call.rows, device)
+            exchanges.append(Exchange("sum of dL/dhidden", 1, hidden, max(0.0, hidden.seconds - behind)))
+    if layout.cp > 1 and call.scope != ANY:
+        count = _SUMS * (evaluations if plan.name == "whole-response" else 1)
+        responses = -(-call.rows // (call.longest or call.rows))
+        sums = device.collective(8 * responses * layout.cp, layout.cp, layout.tp)
+        exchanges.append(Exchange("sums over responses", count, sums, count * sums.seconds))
+    size = 4 * call.vocab * call.hidden if call.needs.weight else 0
+    head = device.collective(size, layout.gpus // layout.tp, layout.tp) if size else Collective()
+    return Share(call, plan, temporary_bytes, operations, traffic, launches, tuple(exchanges), head)
+
+
+def _statistics(call: Call, chunks: list[int], layout: Layout, device: Device, product: float) -> Exchange:
+    """The gathers of row statistics; each but the last is hidden by the product that forms the next chunk's logits."""
+    gathers = [device.collective(4 * _ROW_FACTS * rows * layout.tp, layout.tp) for rows in chunks]
+    hidden = [product * rows / call.rows for rows in chunks[1:]]
+    exposed = sum(max(0.0, x.seconds - y) for x, y in zip(gathers, hidden, strict=False)) + gathers[-1].seconds
+    mean = Collective(*(sum(x) / len(gathers) for x in zip(*gathers, strict=True)))
+    return Exchange("gather of statistics", len(gathers), mean, exposed)
+
+
+def _behind_hidden(plan: Plan, tiled: list[tuple[Pass, Tile]], last: float, device: Device) -> float:
+    """Seconds of the products that run while dL/dhidden is summed: those of dL/dweight that come last.
+
+    last: the share of the rows in the last chunk.
+    """
+    one, tile = tiled[-1]
+    products = one.times(tile, device).products
+    if one.kind == "weight":  # a pass of its own
+        return products
+    if not one.sizes.weight or one.kind not in ("forward-gradient", "both"):
+        return 0.0
+    chunks, slices = one.counts(tile)
+    return products / one.units * (last if plan.name in _BY_CHUNK else 1 / (chunks * slices))
+
+
+def report(share: Share, layout: Layout, device: Device) -> str:
+    """A share as text: times, and one line for each kind of collective."""
+    call, plan, ms = share.call, share.plan, 1e3
+    table = [("collective", "count", "NVLink", "network", "latency us", "ms", "exposed ms")]
+    table += [_cells(x.name, x.count, x.total, f"{x.exposed * ms:.4g}") for x in share.exchanges]
+    if len(share.exchanges) > 1:
+        table.append(_cells("all", sum(x.count for x in share.exchanges), share.sent, f"{share.exposed * ms:.4g}"))
+    if share.head_gradient.seconds:
+        table.append(_cells("head gradient, float32, once a step", 1, share.head_gradient, ""))
+    if len(table) == 1:
+        table = [("no collectives",)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    chunks, first, second = len(_chunks(call, plan)), *list(share.parts.items())[:2]
+    fits = "" if share.fits(device) else ", which beside inputs and gradients does not fit"
+    return "\n".join(
+        [
+            f"modelled on {layout.gpus} {device.name}, {device.node} in a node: {device.nvlink / 1e9:g} GB/s each way"
+            f" over NVLink, {device.network / 1e9:g} GB/s a GPU between nodes; nothing is measured",
+            f"each rank: {call.rows} tokens x {call.hidden} x {call.vocab}, {plan.name}, {plan.units}U, {chunks} chunk"
+            f"{'s' * (chunks > 1)}, {text(share.temporary_bytes)} of temporary memory{fits}",
+            f"{share.seconds * ms:.4g} ms: operations {share.operations * ms:.4g}, memory traffic beyond them"
+            f" {share.traffic * ms:.4g}, launches {share.launches * ms:.4g}, exposed collectives"
+            f" {share.exposed * ms:.4g} ({share.exposed / share.seconds:.1%})",
+            f"what limits: {first[0]} {first[1] / share.seconds:.0%}, then {second[0]} {second[1] / share.seconds:.0%}",
+            "",
+            *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table),
+        ]
+    )
+
+
+def _cells(name: str, count: int, sent: Collective, exposed: str) -> tuple[str, ...]:
+    nvlink, network = (text(round(x)) for x in (sent.nvlink, sent.network))
+    return name, str(count), nvlink, network, f"{sent.latency * 1e6:.4g}", f"{sent.seconds * 1e3:.4g}", exposed
+
+
+#: What the tables of docs/scaling.md list.
+GPUS = (8, 64, 256, 1024)
+TOKENS = tuple(n << 10 for n in (128, 256, 512, 1024))
+TP = (1, 2, 4, 8)
+_COLUMNS = ("GPUs", "tokens", "tp x cp", "rows", "chunks", "products ms", "other ms", "NVLink MB", "network kB")
+_COLUMNS += ("collectives ms", "exposed ms", "lost", "GiB", "limits", "head gradient: network MB", "ms")
+
+
+def every_layout(call: Call, device: Device) -> str:
+    """A table of markdown: one sequence over so many GPUs, with the vocabulary over the GPUs of a node or fewer."""
+    return _markdown(call, device, ((n, Layout(tp, gpus // tp, gpus)) for gpus in GPUS for n in TOKENS for tp in TP))
+
+
+def fastest_layouts(call: Call, device: Device) -> str:
+    """The same, with the fastest layout of each number of GPUs and tokens alone."""
+    return _markdown(call, device, ((n, fastest(call, n, gpus, device)) for gpus in GPUS for n in TOKENS))
+
+
+def fastest(call: Call, tokens: int, gpus: int, device: Device) -> Layout:
+    """The layout of a sequence over all of these GPUs that takes the least time."""
+
+    def seconds(layout: Layout) -> float:
+        share = of_sequence(call, tokens, layout, device)
+        return inf if share is None else share.seconds
+
+    return min((Layout(tp, gpus // tp, gpus) for tp in TP), key=seconds)
+
+
+def of_sequence(call: Call, tokens: int, layout: Layout, device: Device) -> Share | None:
+    """The share of a rank if `call` had one response of so many tokens; None if memory does not suffice."""
+    try:
+        share = share_of(replace(call, rows=tokens, all_rows=tokens, longest=tokens), layout, device)
+    except BudgetTooSmall:
+        return None
+    return share if share.fits(device) else None
+
+
+def _markdown(call: Call, device: Device, layouts: Iterable[tuple[int, Layout]]) -> str:
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS)]
+    lines += [_line(tokens, layout, of_sequence(call, tokens, layout, device)) for tokens, layout in layouts]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _tokens(count: int) -> str:
+    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}k"
+
+
+def _line(tokens: int, layout: Layout, share: Share | None) -> tuple[str, ...]:
+    first = (str(layout.gpus), _tokens(tokens), f"{layout.tp} x {layout.cp}", str(-(-tokens // layout.cp)))
+    if share is None:
+        return (*first, *("",) * 9, "memory: does not fit", "", "")
+    sent, head = share.sent, share.head_gradient
+    return (
+        *first,
+        str(len(_chunks(share.call, share.plan))),
+        *(f"{x * 1e3:.2f}" for x in (share.operations, share.traffic + share.launches)),
+        *(f"{x:.1f}" for x in (sent.nvlink / 1e6, sent.network / 1e3)),
+        *(f"{x * 1e3:.2f}" for x in (sent.seconds, share.exposed)),
+        *(f"{share.exposed / share.seconds:.1%}", f"{share.temporary_bytes / 2**30:.1f}"),
+        ", ".join(list(share.parts)[:2]),
+        *(f"{head.network / 1e6:.1f}", f"{head.seconds * 1e3:.2f}"),
+    )
