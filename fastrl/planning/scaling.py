@@ -54,7 +54,8 @@ class Layout(NamedTuple):
         return replace(call, rows=rows, all_rows=all_rows, longest=longest, vocab=-(-call.vocab // self.tp))
 
 
-class Exchange(NamedTuple):
+@dataclass(frozen=True)
+class Exchange:
     """The collectives of one kind in a call and its backward."""
 
     name: str
@@ -230,7 +231,7 @@ def _behind_hidden(plan: Plan, tiled: list[tuple[Pass, Tile]], last: float, devi
 def report(share: Share, layout: Layout, device: Device) -> str:
     """A share as text: times, and one line for each kind of collective."""
     call, plan, ms = share.call, share.plan, 1e3
-    table = [("collective", "count", "NVLink", "network", "latency us", "ms", "exposed ms")]
+    table: list[tuple[str, ...]] = [("collective", "count", "NVLink", "network", "latency us", "ms", "exposed ms")]
     table += [_cells(x.name, x.count, x.total, f"{x.exposed * ms:.4g}") for x in share.exchanges]
     if len(share.exchanges) > 1:
         table.append(_cells("all", sum(x.count for x in share.exchanges), share.sent, f"{share.exposed * ms:.4g}"))
@@ -266,8 +267,10 @@ def _cells(name: str, count: int, sent: Collective, exposed: str) -> tuple[str, 
 GPUS = (8, 64, 256, 1024)
 TOKENS = tuple(n << 10 for n in (128, 256, 512, 1024))
 TP = (1, 2, 4, 8)
-_COLUMNS = ("GPUs", "tokens", "tp x cp", "rows", "chunks", "products ms", "other ms", "NVLink MB", "network kB")
-_COLUMNS += ("collectives ms", "exposed ms", "lost", "GiB", "limits", "head gradient: network MB", "ms")
+_COLUMNS = (
+    *("GPUs", "tokens", "tp x cp", "rows", "chunks", "products ms", "other ms", "NVLink MB", "network kB"),
+    *("collectives ms", "exposed ms", "lost", "GiB", "limits", "head gradient: network MB", "ms"),
+)
 
 
 def every_layout(call: Call, device: Device) -> str:
