@@ -12,15 +12,14 @@ from math import inf
 from typing import NamedTuple
 
 from fastrl.objectives.dependence import ANY
-from fastrl.planning.budget import BudgetTooSmall, rounded_down, text
+from fastrl.planning.budget import BudgetTooSmall, text
 from fastrl.planning.devices import Collective, Device
-from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, passes
-from fastrl.planning.tiling import Pass, Tile
+from fastrl.planning.plans import Call, Plan, choose, passes
 
-#: Numbers that a rank sends for each row: maximum, log-sum, target's log-probability, entropy; float32.
-_ROW_FACTS = 4
-#: Launches that combine the statistics of all ranks, and those of an objective in torch.
-_COMBINE, _OBJECTIVE = 24, 100
+#: Bytes that a rank sends for each row: log-probability, entropy, maximum and log-sum in float32.
+_ROW_BYTES = 16
+#: Launches that combine the statistics of all ranks, and those of a clipped objective in torch; counted.
+_COMBINE, _OBJECTIVE = 64, 130
 #: Sums over cp ranks for one evaluation of an objective: of counts, of responses' sums, of the loss with its metrics.
 #: Each is a gather of one float64 for each response.
 _SUMS = 3
@@ -51,7 +50,9 @@ class Layout(NamedTuple):
     def part(self, call: Call) -> Call:
         """The part of a call without recorded supports that the rank with most tokens and entries has."""
         rows, all_rows, longest = (-(-n // self.cp) for n in (call.rows, call.all_rows, call.longest))
-        return replace(call, rows=rows, all_rows=all_rows, longest=longest, vocab=-(-call.vocab // self.tp))
+        vocab, shared = -(-call.vocab // self.tp), self.tp > 1
+        own = replace(call, rows=rows, all_rows=all_rows, longest=longest, vocab=vocab)
+        return replace(own, shards=self.tp, partial=shared)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class Share:
 
     call: Call  # of the rank alone
     plan: Plan
-    temporary_bytes: int  # the plan's, and for what is exchanged
     operations: float  # of the products
     traffic: float  # what products and row kernels wait for memory beyond that
     launches: float
@@ -110,43 +110,12 @@ class Share:
         return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
     def fits(self, device: Device) -> bool:
-        """Whether the device holds this, the hidden states, the weight and their gradients."""
-        return self.temporary_bytes <= _free(self.call, device)
+        """Whether the device holds the plan's memory beside hidden states, weight and their gradients."""
+        return self.plan.temporary_bytes <= _free(self.call, device)
 
 
 def _free(call: Call, device: Device) -> int:
     return device.free(call.rows, call.hidden, call.vocab, call.dtype.itemsize)
-
-
-def default_budget(call: Call, device: Device) -> int:
-    """What a rank may take without a budget, if its device holds nothing but inputs and gradients."""
-    return rounded_down(max(_free(call, device) // 2, 0))
-
-
-def exchanged_bytes(call: Call, tp: int) -> int:
-    """Temporary memory for what the ranks of a vocabulary exchange: every rank's statistics, and dL/dhidden's sum."""
-    if tp == 1:
-        return 0
-    sums = 4 * call.rows * call.hidden if call.needs.hidden and call.sizes.narrow else 0
-    return 4 * _ROW_FACTS * tp * call.rows + sums
-
-
-def chosen(call: Call, budget: int, tp: int) -> tuple[Plan, int]:
-    """The plan of a rank's own call within its budget in bytes, and all temporary bytes. Raises BudgetTooSmall."""
-    more = exchanged_bytes(call, tp)
-    try:
-        plan = choose(call, max(budget - more, 0))
-        if tp > 1 and len(_chunks(call, plan)) > 1:
-            # A second tile holds the next chunk's logits while the statistics of one are exchanged.
-            more += max(tile.rows * tile.columns for tile in plan.tiles.values()) * call.dtype.itemsize
-            plan = choose(call, max(budget - more, 0))
-    except BudgetTooSmall:
-        least = min(least_budget(call, name) for name in applicable(call))
-        raise BudgetTooSmall(
-            f"a rank's budget is too small: got {text(budget)}, but what ranks exchange takes {text(more)}, and the"
-            f" smallest plan {text(least)}"
-        ) from None
-    return plan, plan.temporary_bytes + more
 
 
 def _chunks(call: Call, plan: Plan) -> list[int]:
@@ -168,18 +137,11 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     Raises BudgetTooSmall.
     """
     call = layout.part(call)
-    budget = default_budget(call, device) if budget is None else budget
-    plan, temporary_bytes = chosen(call, budget, layout.tp)
+    plan = choose(call, budget, max(_free(call, device) // 2, 0))
     chunks = _chunks(call, plan)
-    tiled = [(one, plan.tiles[one.kind]) for one in passes(call, plan.name)]
-    times = [one.times(tile, device) for one, tile in tiled]
-    kernels = sum(x.kernels for x in times)
-    if layout.tp > 1 and plan.name in _BY_CHUNK:
-        # Statistics and gradient are two kernels, with the exchange between them: three sweeps.
-        vectors = call.slopes if plan.name == "frozen-head" else 1
-        kernels = (1 + 2 * vectors) * device.row_kernel(call.rows * call.vocab * call.dtype.itemsize)
+    times = [one.times(plan.tiles[one.kind], device) for one in passes(call, plan.name)]
     operations = plan.flops / device.peak(call.dtype.itemsize)
-    traffic = sum(x.products + x.sums for x in times) - operations + kernels
+    traffic = sum(x.products + x.sums + x.kernels for x in times) - operations
 
     evaluations = len(chunks) if plan.name in _BY_CHUNK else 1
     in_torch = call.scope != ANY and (layout.tp > 1 or plan.name != "forward-gradient")
@@ -188,12 +150,9 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
 
     exchanges = []
     if layout.tp > 1:
-        product = times[0].products / tiled[0][0].units  # one, of all rows
-        exchanges.append(_statistics(call, chunks, layout, device, product))
+        exchanges.append(_statistics(call, plan, chunks, layout, device, times[0].products))
         if call.needs.hidden:
-            hidden = device.collective(4 * call.rows * call.hidden, layout.tp, rounds=2)
-            behind = _behind_hidden(plan, tiled, chunks[-1] / call.rows, device)
-            exchanges.append(Exchange("sum of dL/dhidden", 1, hidden, max(0.0, hidden.seconds - behind)))
+            exchanges.append(_hidden(call, plan, chunks, layout, device, times[-1].products))
     if layout.cp > 1 and call.scope != ANY:
         count = _SUMS * (evaluations if plan.name == "whole-response" else 1)
         responses = -(-call.rows // (call.longest or call.rows))
@@ -201,31 +160,41 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
         exchanges.append(Exchange("sums over responses", count, sums, count * sums.seconds))
     size = 4 * call.vocab * call.hidden if call.needs.weight else 0
     head = device.collective(size, layout.gpus // layout.tp, layout.tp) if size else Collective()
-    return Share(call, plan, temporary_bytes, operations, traffic, launches, tuple(exchanges), head)
+    return Share(call, plan, operations, traffic, launches, tuple(exchanges), head)
 
 
-def _statistics(call: Call, chunks: list[int], layout: Layout, device: Device, product: float) -> Exchange:
-    """The gathers of row statistics; each but the last is hidden by the product that forms the next chunk's logits."""
-    gathers = [device.collective(4 * _ROW_FACTS * rows * layout.tp, layout.tp) for rows in chunks]
-    hidden = [product * rows / call.rows for rows in chunks[1:]]
-    exposed = sum(max(0.0, x.seconds - y) for x, y in zip(gathers, hidden, strict=False)) + gathers[-1].seconds
+def _statistics(call: Call, plan: Plan, chunks: list[int], layout: Layout, device: Device, products: float) -> Exchange:
+    """The gathers of row statistics. While one is under way, the gradients of the chunk before are formed, and the
+    logits of the next. A frozen head's chunks wait.
+
+    products: seconds of the products of all chunks.
+    """
+    gathers = [device.collective(_ROW_BYTES * rows * layout.tp, layout.tp) for rows in chunks]
+    hidden = [0.0] * len(chunks)
+    if plan.name != "frozen-head":
+        product = products / plan.units / call.rows  # of a row
+        around = zip([0, *chunks], [*chunks[1:], 0], strict=False)
+        hidden = [product * ((plan.units - 1) * before + after) for before, after in around]
+    exposed = sum(max(0.0, x.seconds - y) for x, y in zip(gathers, hidden, strict=True))
     mean = Collective(*(sum(x) / len(gathers) for x in zip(*gathers, strict=True)))
     return Exchange("gather of statistics", len(gathers), mean, exposed)
 
 
-def _behind_hidden(plan: Plan, tiled: list[tuple[Pass, Tile]], last: float, device: Device) -> float:
-    """Seconds of the products that run while dL/dhidden is summed: those of dL/dweight that come last.
+def _hidden(call: Call, plan: Plan, chunks: list[int], layout: Layout, device: Device, products: float) -> Exchange:
+    """The sums of dL/dhidden. Where gradients are formed in the forward, dL/dweight of the last chunk hides it.
 
-    last: the share of the rows in the last chunk.
+    products: seconds of the products of the last pass.
     """
-    one, tile = tiled[-1]
-    products = one.times(tile, device).products
-    if one.kind == "weight":  # a pass of its own
-        return products
-    if not one.sizes.weight or one.kind not in ("forward-gradient", "both"):
-        return 0.0
-    chunks, slices = one.counts(tile)
-    return products / one.units * (last if plan.name in _BY_CHUNK else 1 / (chunks * slices))
+    count, behind = 1, 0.0
+    if plan.name == "frozen-head":
+        count = call.slopes
+    elif plan.name == "two-pass" and call.sizes.narrow:  # each chunk of rows is rounded once it is summed
+        count = -(-call.rows // plan.tiles["hidden"].rows)
+    elif plan.name in _BY_CHUNK and call.needs.weight:
+        behind = products / plan.units * chunks[-1] / call.rows
+    size = 4 * call.rows * call.hidden * (call.slopes if plan.name == "frozen-head" else 1)
+    each = device.collective(size / count, layout.tp, rounds=2)
+    return Exchange("sum of dL/dhidden", count, each, count * max(0.0, each.seconds - behind))
 
 
 def report(share: Share, layout: Layout, device: Device) -> str:
@@ -247,7 +216,7 @@ def report(share: Share, layout: Layout, device: Device) -> str:
             f"modelled on {layout.gpus} {device.name}, {device.node} in a node: {device.nvlink / 1e9:g} GB/s each way"
             f" over NVLink, {device.network / 1e9:g} GB/s a GPU between nodes; nothing is measured",
             f"each rank: {call.rows} tokens x {call.hidden} x {call.vocab}, {plan.name}, {plan.units}U, {chunks} chunk"
-            f"{'s' * (chunks > 1)}, {text(share.temporary_bytes)} of temporary memory{fits}",
+            f"{'s' * (chunks > 1)}, {text(share.plan.temporary_bytes)} of temporary memory{fits}",
             f"{share.seconds * ms:.4g} ms: operations {share.operations * ms:.4g}, memory traffic beyond them"
             f" {share.traffic * ms:.4g}, launches {share.launches * ms:.4g}, exposed collectives"
             f" {share.exposed * ms:.4g} ({share.exposed / share.seconds:.1%})",
@@ -323,7 +292,7 @@ def _line(tokens: int, layout: Layout, share: Share | None) -> tuple[str, ...]:
         *(f"{x * 1e3:.2f}" for x in (share.operations, share.traffic + share.launches)),
         *(f"{x:.1f}" for x in (sent.nvlink / 1e6, sent.network / 1e3)),
         *(f"{x * 1e3:.2f}" for x in (sent.seconds, share.exposed)),
-        *(f"{share.exposed / share.seconds:.1%}", f"{share.temporary_bytes / 2**30:.1f}"),
+        *(f"{share.exposed / share.seconds:.1%}", f"{share.plan.temporary_bytes / 2**30:.1f}"),
         ", ".join(list(share.parts)[:2]),
         *(f"{head.network / 1e6:.1f}", f"{head.seconds * 1e3:.2f}"),
     )

@@ -117,7 +117,7 @@ class Pass(NamedTuple):
         """Temporary bytes, without per-row values."""
         n, v = tile
         rows, width, vocab, itemsize, _, half, *_ = self.sizes
-        partial = self.sizes.partial and self.sizes.narrow and self.inner
+        partial = self._partial
         # The tile, and a contiguous copy of its rows' hidden states. While the statistics of one chunk travel between
         # devices, the next is computed.
         total = n * (v + width) * itemsize * (2 if self._travels(n) else 1)
@@ -143,6 +143,11 @@ class Pass(NamedTuple):
         if self.kind in ("weight", "both") and narrow and (n < rows or half):
             total += v * width * 4
         return total
+
+    @property
+    def _partial(self) -> bool:
+        """Whether parts of dL/dhidden are summed over devices in a wider dtype than that of the hidden states."""
+        return self.sizes.partial and self.sizes.narrow and self.inner
 
     def _travels(self, rows: int) -> bool:
         """Whether one chunk of several waits for statistics from other devices."""
@@ -199,14 +204,18 @@ class Pass(NamedTuple):
         if of_weight and chunks > 1:
             beyond += (wider + 4 * (1 - 1 / chunks)) * v * width * tiles
             last += (4 + itemsize) * vocab * width if wider else 0
-        if self.kind in ("hidden", "both") and slices > 1:
-            beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles
-            last += (4 + itemsize) * rows * width if wider else 0
+        visits = self.vectors if self.kind == "frozen" else 1
+        of_hidden = self.kind in ("hidden", "both") and slices > 1
+        if of_hidden or (self._partial and self.kind not in ("statistics", "weight")):
+            beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles * visits
+            last += (4 + itemsize) * rows * width * visits if wider else 0
         logits = rows * vocab * itemsize
         if self.kind == "statistics":
             kernels = device.row_kernel(logits)
+        elif self.whole_rows and self.sizes.shards > 1:
+            # Between statistics and gradient the devices exchange the former: no kernel can do both.
+            kernels = device.row_kernel(logits) + visits * device.row_kernel(2 * logits)
         elif self.whole_rows:
-            visits = self.vectors if self.kind == "frozen" else 1
             kernels = visits * device.visit(2 * logits, rows, vocab * itemsize, 1)
         else:
             kernels = device.row_kernel(2 * logits)

@@ -17,7 +17,7 @@ from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.devices import CPU, H100, H200
 from fastrl.planning.plans import Call, use_plan
 from fastrl.planning.scaling import GPUS, TOKENS, TP, Layout, Share, share_of
-from fastrl.planning.tiling import Needs
+from fastrl.planning.tiling import Needs, Pass, Tile
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 GRPO = Call(1, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
@@ -44,7 +44,7 @@ def test_what_the_page_says_limits() -> None:
     layouts = [(tokens, Layout(tp, gpus // tp, gpus)) for gpus in GPUS for tokens in TOKENS for tp in TP]
     shares = {(tokens, layout): made(tokens, layout) for tokens, layout in layouts}
     assert all(share.plan.name == "forward-gradient" for share in shares.values())
-    assert min(x.operations / x.seconds for (_, layout), x in shares.items() if layout.gpus <= 64) >= 0.83
+    assert min(x.operations / x.seconds for (_, layout), x in shares.items() if layout.gpus <= 64) >= 0.81
     lost: dict[int, list[float]] = {gpus: [] for gpus in GPUS}
     for gpus in GPUS:
         for tokens in TOKENS:
@@ -53,7 +53,7 @@ def test_what_the_page_says_limits() -> None:
             lost[gpus].append(shares[tokens, best].exposed / shares[tokens, best].seconds)
     assert max(lost[8] + lost[64]) <= 0.02
     assert (round(min(lost[256]), 2), round(max(lost[256]), 2)) == (0.03, 0.2)
-    assert (round(min(lost[1024]), 2), round(max(lost[1024]), 2)) == (0.15, 0.49)
+    assert (round(min(lost[1024]), 2), round(max(lost[1024]), 2)) == (0.15, 0.44)
     assert list(shares[TOKENS[0], Layout(1, 1024, 1024)].parts)[:2] == ["latency", "memory traffic"]
     for tokens, layout in layouts:
         share = shares[tokens, layout]
@@ -62,8 +62,11 @@ def test_what_the_page_says_limits() -> None:
             assert 6e-3 < share.head_gradient.seconds < 12e-3
         if layout.gpus == 1024:
             assert share.head_gradient.seconds > share.seconds
-    bad = [(tokens, layout) for tokens, layout in layouts if scaling.of_sequence(WIDE, tokens, layout, H100) is None]
-    assert bad == [(1 << 20, Layout(8, 1, 8))]
+    for tokens, percent in ((1 << 17, 3.3), (1 << 20, 9.2)):
+        share = shares[tokens, Layout(8, 1, 8)]
+        assert round(100 * share.exposed / share.seconds, 1) == percent
+    other = [x for x in layouts if made(*x, WIDE).plan.name != "forward-gradient"]
+    assert other == [(1 << 20, Layout(8, 1, 8))] and made(*other[0], WIDE).plan.name == "two-pass"
 
 
 @pytest.mark.parametrize(("tp", "most"), [(2, 19), (4, 6), (8, 2)])
@@ -105,34 +108,35 @@ def test_a_share_by_hand() -> None:
     assert d_hidden.each.seconds == pytest.approx(8.4e-6 + 14 * 3.4e-6 + d_hidden.each.nvlink / 370e9)
     assert sums.count == 3 and sums.each.network == 8 * 3 and sums.exposed == 3 * sums.each.seconds
     assert share.head_gradient.network == pytest.approx(3 / 4 * 4 * vocab * hidden)
-    assert share.temporary_bytes == share.plan.temporary_bytes + 16 * rows * 8 + 4 * rows * hidden
     assert share.exposed == gather.exposed + sums.exposed
     assert sum(share.parts.values()) == pytest.approx(share.seconds)
     assert share.sent.seconds == pytest.approx(sum(x.count * x.each.seconds for x in share.exchanges))
 
 
-def test_chunks_hide_all_gathers_but_the_last() -> None:
-    """And dL/dhidden is summed behind the last chunk only."""
+def test_products_around_a_gather_hide_it() -> None:
+    """Those of the gradients before and of the logits after it; dL/dhidden is summed behind the last chunk only."""
     share = share_of(CHUNKED, Layout(8, 1, 8), H100)
     gather, d_hidden = share.exchanges
     tile = share.plan.tiles["forward-gradient"]
     last = CHUNKED.rows - (gather.count - 1) * tile.rows
-    assert gather.count == -(-CHUNKED.rows // tile.rows) > 1
-    assert gather.exposed == pytest.approx(H100.collective(16 * last * 8, 8).seconds)
+    assert gather.count == -(-CHUNKED.rows // tile.rows) > 1 and gather.exposed == 0
     product = 2 * last * 18992 * 4096 / 730e12
     assert d_hidden.exposed == pytest.approx(d_hidden.each.seconds - product, rel=0.01)
-    second_tile = 2 * tile.rows * tile.columns
-    held = share.temporary_bytes - share.plan.temporary_bytes - 16 * CHUNKED.rows * 8 - 4 * CHUNKED.rows * 4096
-    assert second_tile <= held <= 1.1 * second_tile  # the tile of the first choice, which may be larger
+    slow = H100._replace(nvlink=H100.nvlink / 1000)
+    gather = share_of(CHUNKED, Layout(8, 1, 8), slow).exchanges[0]
+    one, ends = 2 * tile.rows * 18992 * 4096 / 730e12, slow.collective(16 * last * 8, 8).seconds
+    middle = slow.collective(16 * tile.rows * 8, 8).seconds
+    hidden = one + 3 * (gather.count - 3) * one + (2 * one + product) + 2 * one  # the first, the next, two at the end
+    assert gather.exposed == pytest.approx((gather.count - 1) * middle + ends - hidden, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("plan", "changes", "counts"),
     [
         ("recompute", {}, [1, 1]),
-        ("two-pass", {}, [1, 1]),
+        ("recompute", {"dtype": torch.float32}, [1, 1]),
+        ("two-pass", {"dtype": torch.float32}, [1, 1]),
         ("forward-gradient", {"needs": Needs(False, True, False)}, [33]),
-        ("frozen-head", {"needs": Needs(True, False, False), "scope": RESPONSE}, [33, 1]),
         ("forward", {"needs": Needs(False, False, False)}, [1]),
     ],
 )
@@ -140,10 +144,40 @@ def test_collectives_of_each_plan(plan: str, changes: dict[str, Any], counts: li
     with use_plan(plan):
         share = share_of(replace(CHUNKED, **changes), Layout(8, 1, 8), H100)
     assert [x.count for x in share.exchanges] == counts
-    if plan == "two-pass":  # its pass for dL/dweight comes after that for dL/dhidden, and hides the sum
-        assert share.exchanges[1].exposed == 0
+    assert (
+        share.exchanges[-1].exposed == share.exchanges[-1].count * share.exchanges[-1].each.seconds or len(counts) == 1
+    )
     if "needs" in changes and not changes["needs"].weight:
         assert share.head_gradient.seconds == 0
+
+
+def test_collectives_of_a_chunk_or_a_slope() -> None:
+    """Two-pass in 16 bits sums each chunk of dL/dhidden; a frozen head sums each slope and hides no gather."""
+    with use_plan("two-pass"):
+        share = share_of(CHUNKED, Layout(8, 1, 8), H100)
+    d_hidden = share.exchanges[1]
+    assert d_hidden.count == -(-CHUNKED.rows // share.plan.tiles["hidden"].rows) > 1
+    assert d_hidden.total.nvlink == pytest.approx(2 * 7 / 8 * 4 * CHUNKED.rows * 4096)
+    assert d_hidden.exposed == pytest.approx(d_hidden.total.seconds)
+    frozen = replace(CHUNKED, needs=Needs(True, False, False), scope=RESPONSE, slopes=2, rows=1 << 18)
+    with use_plan("frozen-head"):
+        share = share_of(frozen, Layout(8, 1, 8), H100)
+    gather, d_hidden = share.exchanges
+    assert gather.count > 1 and gather.exposed == pytest.approx(gather.total.seconds)
+    assert d_hidden.count == 2 and d_hidden.each.nvlink == 2 * 7 / 8 * 4 * frozen.rows * 4096
+
+
+def test_the_costs_of_shards() -> None:
+    """Three sweeps of the row kernels, and dL/dhidden in float32, which is cast once."""
+    sizes = Layout(8, 1, 8).part(replace(CHUNKED, rows=16384)).sizes
+    tile = Tile(16384, 18992)
+    shared = Pass("forward-gradient", sizes).times(tile, H100)
+    alone = Pass("forward-gradient", sizes._replace(shards=1, partial=False)).times(tile, H100)
+    logits, hidden = 2 * 16384 * 18992, 16384 * 4096
+    assert shared.kernels == pytest.approx(H100.row_kernel(3 * logits))
+    assert alone.kernels == pytest.approx(H100.visit(2 * logits, 16384, 2 * 18992, 1)) and alone.sums == 0
+    assert shared.sums == pytest.approx(H100.exposed(2 * hidden) + H100.seconds(6 * hidden))
+    assert shared.products == alone.products
 
 
 def test_sums_over_responses_are_made_for_each_chunk_of_responses() -> None:
@@ -155,7 +189,7 @@ def test_sums_over_responses_are_made_for_each_chunk_of_responses() -> None:
 
 
 def test_more_gpus_tokens_and_speed() -> None:
-    """More ranks take no longer to compute, more tokens longer; an H200 is faster; float32 needs no float32 sums."""
+    """More ranks take no longer to compute, more tokens longer; an H200 is faster."""
     for tp in TP:
         compute = [made(TOKENS[0], Layout(tp, gpus // tp, gpus)).operations for gpus in GPUS]
         assert compute == sorted(compute, reverse=True)
@@ -164,23 +198,20 @@ def test_more_gpus_tokens_and_speed() -> None:
     layout = Layout(8, 1, 8)
     slow, fast = (share_of(CHUNKED, layout, device, 20 << 30) for device in (H100, H200))
     assert fast.seconds < slow.seconds and fast.sent == slow.sent
-    assert scaling.exchanged_bytes(GRPO, 1) == 0
-    wide = replace(GRPO, dtype=torch.float32, rows=64)
-    assert scaling.exchanged_bytes(wide, 4) == 4 * 4 * 4 * 64
 
 
 def test_one_rank_is_the_plan_alone() -> None:
     share = share_of(CHUNKED, Layout(), H100)
-    assert share.exchanges == () and share.temporary_bytes == share.plan.temporary_bytes
+    assert share.exchanges == ()
     assert share.seconds == pytest.approx(share.plan.cost)
 
 
-def test_a_budget_holds_what_is_exchanged() -> None:
+def test_what_does_not_fit() -> None:
     call, layout = replace(CHUNKED, rows=1 << 17), Layout(8, 1, 8)
-    for budget in (3 << 30, 4 << 30, 8 << 30):
-        assert share_of(call, layout, H100, budget).temporary_bytes <= budget
-    with pytest.raises(BudgetTooSmall, match=r"got 2 GiB, but what ranks exchange takes 2\.016 GiB"):
-        share_of(call, layout, H100, 2 << 30)
+    assert share_of(call, layout, H100, 3 << 30).plan.temporary_bytes <= 3 << 30
+    with pytest.raises(BudgetTooSmall, match="too small for 131072 tokens x 4096 x 18992 in bfloat16: got 1048576"):
+        share_of(call, layout, H100, 1 << 20)
+    assert scaling.of_sequence(replace(GRPO, hidden=32768), 1 << 20, layout, H100) is None
 
 
 @refused(
@@ -222,7 +253,7 @@ def test_a_named_device_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--tp", "3"], "--tp must divide"),
         (["--cp", "4", "--device", "cpu"], "--device with NVLink, got cpu"),
-        (["--tp", "8", "--budget", "1GiB"], "what ranks exchange takes 2.016 GiB"),
+        (["--tp", "8", "--budget", "1MiB"], "too small for 131072 tokens x 4096 x 18992"),
         (["--tp", "8", "--budget", "much"], "--budget must be a number of bytes"),
         (["--tp", "2", "--kept", "3"], "go without --kept, got 3"),
         (["--gpus", "8", "--ledger"], "--ledger lists the launches on one GPU"),
