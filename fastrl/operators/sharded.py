@@ -22,10 +22,8 @@ from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.operator import keep
 from fastrl.operators.rows import like_logits, logits_backward
 from fastrl.operators.support import statistics_over_support, write_row_gradient
-from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES
+from fastrl.planning.tiling import combined_rows
 
-#: float64 tensors of the size of what is gathered, which combining holds at once
-_COPIES = 12
 #: In place of log_sum, which is at least 0: the rank raised an error.
 _FAILED = -1.0
 
@@ -60,8 +58,7 @@ def start_gathered(
                 raise RuntimeError(f"rank {rank} of tp_group raised an error while it computed its part")
         starts, ends = shard.bounds(targets.device)
         out = torch.empty_like(parts[0])
-        each = _COPIES * 8 * (shard.group.size() + 2)
-        step = max(1, ELEMENTWISE_BYTES.get(targets.device.type, PIECE_BYTES) // each)
+        step = combined_rows(shard.group.size(), targets.device.type)
         for first in range(0, targets.shape[0], step):
             rows = slice(first, first + step)
             ids = targets[rows]

@@ -15,10 +15,11 @@ from fastrl.objectives.dependence import ANY
 from fastrl.planning.budget import BudgetTooSmall, text
 from fastrl.planning.devices import Collective, Device
 from fastrl.planning.plans import Call, Plan, choose, passes
+from fastrl.planning.tiling import combined_rows
 
 #: Bytes that a rank sends for each row: log-probability, entropy, maximum and log-sum in float32.
 _ROW_BYTES = 16
-#: Launches that combine the statistics of all ranks, and those of a clipped objective in torch; counted.
+#: Launches that combine the statistics of all ranks for a piece of rows, and of a clipped objective in torch: counted.
 _COMBINE, _OBJECTIVE = 64, 130
 #: Sums over cp ranks for one evaluation of an objective: of counts, of responses' sums, of the loss with its metrics.
 #: Each is a gather of one float64 for each response.
@@ -143,9 +144,10 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     operations = plan.flops / device.peak(call.dtype.itemsize)
     traffic = sum(x.products + x.sums + x.kernels for x in times) - operations
 
-    evaluations = len(chunks) if plan.name in _BY_CHUNK else 1
+    evaluations = len(chunks) if plan.name in ("forward-gradient", "whole-response") else 1
     in_torch = call.scope != ANY and (layout.tp > 1 or plan.name != "forward-gradient")
-    more = (layout.tp > 1) * _COMBINE * len(chunks) + in_torch * _OBJECTIVE * evaluations
+    pieces = sum(-(-rows // combined_rows(layout.tp, call.device)) for rows in chunks)
+    more = (layout.tp > 1) * _COMBINE * pieces + in_torch * _OBJECTIVE * evaluations
     launches = sum(x.launches for x in times) + more * device.launch
 
     exchanges = []

@@ -40,6 +40,8 @@ _A_TILE = 6
 _FRESH = 3
 #: The smallest tile: with smaller ones a pass would be too slow to be useful.
 _LEAST_ROWS, _LEAST_COLUMNS = 64, 128
+#: float64 tensors of the size of what is gathered that combining the statistics of shards holds at once.
+_COMBINED_COPIES = 12
 #: Bytes per row of the float64 values with which the statistics of vocabulary slices are combined
 _COMBINED_BYTES = 12 * 8
 
@@ -258,6 +260,11 @@ class Pass(NamedTuple):
                 smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
                 if smallest or n * columns * itemsize <= (cap + sums if n >= rows else cap):
                     yield Tile(n, columns)
+
+
+def combined_rows(shards: int, device: str) -> int:
+    """The number of rows whose statistics of all shards are combined at once."""
+    return max(1, ELEMENTWISE_BYTES.get(device, PIECE_BYTES) // (_COMBINED_COPIES * 8 * (shards + 2)))
 
 
 def sums_bytes(one: Pass) -> int:

@@ -10,14 +10,18 @@ import pytest
 import torch
 from refused import refused
 
+from fastrl.backend.contract import Statistics
+from fastrl.backend.torch.rows import row_terms
 from fastrl.cli import main
 from fastrl.objectives.dependence import RESPONSE
+from fastrl.objectives.rows import RowInputs, RowObjective
+from fastrl.operators.combined import Combined
 from fastrl.planning import scaling
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.devices import CPU, H100, H200
 from fastrl.planning.plans import Call, use_plan
 from fastrl.planning.scaling import GPUS, TOKENS, TP, Layout, Share, share_of
-from fastrl.planning.tiling import Needs, Pass, Tile
+from fastrl.planning.tiling import Needs, Pass, Tile, combined_rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 GRPO = Call(1, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
@@ -197,6 +201,28 @@ def test_more_gpus_tokens_and_speed() -> None:
     layout = Layout(8, 1, 8)
     slow, fast = (share_of(CHUNKED, layout, device, 20 << 30) for device in (H100, H200))
     assert fast.seconds < slow.seconds and fast.sent == slow.sent
+
+
+def test_launches_to_combine_and_of_the_objective() -> None:
+    """What the model takes for each gather is what the functions launch, to a tenth."""
+    pytest.importorskip("triton")
+    from launches import counted
+
+    ranks = Statistics(*torch.rand(4, 8, 10).unbind())
+    with counted() as combining:
+        whole = Combined(torch.zeros(10, dtype=torch.int64))
+        whole.add(ranks, torch.ones(8, 10, dtype=torch.bool))
+        torch.stack(whole.finish())
+    objective = RowObjective("clip", (0.2, 0.2, 0.0, 0.0), "none", "none", 0.0, 0.0, 20.0)
+    with counted() as evaluating:
+        row_terms(*torch.rand(2, 10), None, objective, RowInputs(torch.ones(10), torch.ones(10), old=torch.rand(10)))
+    assert combining.total == pytest.approx(scaling._COMBINE, rel=0.1)
+    assert evaluating.total == pytest.approx(scaling._OBJECTIVE, rel=0.1)
+    assert combined_rows(8, "cuda") == 34952
+    with use_plan("recompute"):
+        one, two = (share_of(replace(CHUNKED, rows=rows), Layout(8, 1, 8), H100) for rows in (34952, 2 * 34952))
+    assert one.launches > (64 + 130) * H100.launch
+    assert two.launches - one.launches >= 64 * H100.launch
 
 
 def test_one_rank_is_the_plan_alone() -> None:
