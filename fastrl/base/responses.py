@@ -65,13 +65,34 @@ class Responses:
         elif len(shape) > 1:
             self.count, self.length = shape[:-1].numel(), shape[-1]
 
-    def sum(self, x: Tensor) -> Tensor:
-        """(N,) -> (G,), in a fixed order; 0 for an empty response."""
+    #: Whether further tokens of these responses lie on other ranks (`fastrl.distributed.responses`).
+    over_ranks = False
+
+    def sum(self, *summands: Tensor) -> Tensor:
+        """(N,) each -> (G,): their sums over each response, in a fixed order, added up; 0 for an empty response."""
+        return self.ranks_sum(sum(map(self._own_sum, summands[1:]), start=self._own_sum(summands[0])))
+
+    def _own_sum(self, x: Tensor) -> Tensor:
         if self.offsets is None:
             return x.reshape(self.count, self.length).sum(-1)
         if x.numel() == 0:
             return x.new_zeros(self.count) + x.sum()
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0)
+
+    def ranks_sum(self, x: Tensor) -> Tensor:
+        """x, which was computed from these tokens, summed over all ranks that hold tokens of the responses."""
+        return x
+
+    def all_tokens(self, x: Tensor, filler: float) -> Tensor:
+        """(N,) -> the values, without a gradient, of all tokens of the responses, and of `filler` any number."""
+        return x
+
+    def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss 0-dim, sums (k,) and a maximum 0-dim over all tokens from those over these tokens.
+
+        The gradient of the loss alone stays, with respect to these tokens.
+        """
+        return loss, sums, largest
 
     def spread(self, y: Tensor) -> Tensor:
         """(G,) -> (N,): each token gets its response's value."""
@@ -82,10 +103,10 @@ class Responses:
         return y[:, None].expand(self.count, self.length) if self.offsets is None else y[self.owner]
 
     def number(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-        """(N,) bool -> (G,): how many tokens are chosen."""
+        """(N,) bool -> (G,): how many of these tokens are chosen."""
         if self.offsets is None:
             return chosen.reshape(self.count, self.length).sum(-1, dtype=dtype)
-        return self.sum(chosen.to(dtype))
+        return self._own_sum(chosen.to(dtype))
 
     def divided(self, x: Tensor, y: Tensor) -> Tensor:
         """x (N,) / y (G,): each token by its response's value."""

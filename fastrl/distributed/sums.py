@@ -38,36 +38,41 @@ def group_max(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x if group is None else gather(x.detach(), group).amax(0)
 
 
-def whole_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of x over the ranks, with the gradient of this rank's x alone: for a loss, which every rank's backward
-    starts from."""
-    return x if group is None else _WholeSum.apply(x, group)
+def whole_sum(x: Tensor, largest: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The sum of x (k,) over the ranks, with the gradient of this rank's x alone, and the maximum of `largest` (m,).
+
+    The sum is for a loss, which every rank's backward starts from. A NaN is a maximum. One collective.
+    """
+    return _WholeSum.apply(x, largest, group)
 
 
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    parts = gather(x.detach(), group)
+def _summed(parts: Tensor) -> Tensor:
+    """(ranks, ...) -> (...)"""
     total = parts[0].double()
     for part in parts[1:]:
         total = total + part
-    return total.to(x.dtype)
+    return total.to(parts.dtype)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(x, group)
+        return _summed(gather(x.detach(), group))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _summed(upstream, ctx.group), None
+        return group_sum(upstream, ctx.group), None
 
 
 class _WholeSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _summed(x, group)
+    def forward(ctx: Any, x: Tensor, largest: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        parts = gather(torch.cat([x.detach(), largest.detach().to(x.dtype)]), group)
+        maximum = parts[:, x.shape[0] :].amax(0).to(largest.dtype)
+        ctx.mark_non_differentiable(maximum)
+        return _summed(parts[:, : x.shape[0]]), maximum
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream, None
+    def backward(ctx: Any, upstream: Tensor, unused: Tensor) -> tuple[Tensor, None, None]:
+        return upstream, None, None

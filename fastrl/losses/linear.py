@@ -24,7 +24,7 @@ from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import LinearCall, PlannedCall, planned
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN, Given, scope, slopes
+from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, SPREAD, TOKEN, Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
@@ -41,24 +41,39 @@ class _Host(NamedTuple):
     ends: list[int]  # the end of its rows, masked rows included
 
 
-def linear_loss(problem: Problem, call: LinearCall) -> PolicyLoss:
-    """Computes the loss of a checked problem by the plan that fits the call's budget."""
+class PlannedLoss(NamedTuple):
+    """The plan of a loss."""
+
+    by_plan: PlannedCall
+    host: _Host | None
+
+    def loss(self, problem: Problem) -> PolicyLoss:
+        """The loss of the problem that the plan was chosen for."""
+        call = self.by_plan.call
+        if call.num_tokens >= 0 and call.args.mask is not None:
+            # If the host cannot check the count, a wrong count must not train silently: it makes the loss NaN.
+            wrong = problem.batch.own_tokens != call.num_tokens
+            problem = problem._replace(weights=problem.weights.masked_fill_(wrong, torch.nan))
+        return CODE[self.by_plan.plan.name](problem, self.by_plan, self.host)
+
+
+def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> PlannedLoss:
+    """Chooses the plan for a checked problem that fits the call's budget.
+
+    over_ranks: whether the tokens of a response will lie over the ranks of a group.
+    """
     count = call.num_tokens
-    if count >= 0 and call.args.mask is not None:
-        # If the host cannot check the count, a wrong count must not train silently: it makes the loss NaN.
-        problem = problem._replace(weights=problem.weights.masked_fill_(problem.batch.tokens != count, torch.nan))
-    depends = scope(problem.objective, Given.of(problem.batch))
+    depends = scope(problem.objective, Given.of(problem.batch)._replace(over_ranks=over_ranks))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels
     host = None
-    if call.sampling_mask is not None:
+    if call.sampling_mask is not None and depends != SPREAD:
         depends = RESPONSE  # no plan holds a response's support entries until its objective is known
     elif any(call.needs) and depends in (RESPONSE, BATCH):
         host = _ask(problem, call)
     rows = count if host is None else sum(host.counts)
     longest = max(rows, 0) if host is None else max(host.counts, default=0)
-    by_plan = planned(call, depends, slopes(problem.objective), rows, longest)
-    return CODE[by_plan.plan.name](problem, by_plan, host)
+    return PlannedLoss(planned(call, depends, slopes(problem.objective), rows, longest), host)
 
 
 def _from_statistics(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:

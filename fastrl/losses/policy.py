@@ -26,10 +26,10 @@ from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
 from fastrl.losses.call import linear_call, over_groups
-from fastrl.losses.linear import linear_loss
+from fastrl.losses.linear import planned_loss
 from fastrl.losses.logprobs import logits_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
-from fastrl.losses.spread import TensorParallel, agreed_logits, same_problem
+from fastrl.losses.spread import ALONE, TensorParallel, agreed_logits, checked_cp_group, over_cp_group, same_problem
 from fastrl.losses.supports import split_support
 from fastrl.objectives.dependence import Given, why_not_row_local
 from fastrl.objectives.evaluate import CustomObjective, row_objective
@@ -55,6 +55,7 @@ def policy_loss(
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    cp_group: Any = None,
 ) -> PolicyLoss:
     """Computes a policy loss from log-probabilities: `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
@@ -84,30 +85,34 @@ def policy_loss(
     Raises:
         TypeError, ValueError: the message names the argument, the value and what was expected.
     """
-    logprobs = checks.tensor("logprobs", logprobs)
-    dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    if entropy is not None:
-        entropy = checks.tensor("entropy", entropy)
-        checks.shape("entropy", entropy, logprobs.shape, "the shape of logprobs")
-        checks.same_device("entropy", entropy, logprobs, "logprobs")
-        entropy = entropy.to(dtype)
-    problem = make_problem(
-        objective,
-        logprobs,
-        "logprobs",
-        entropy is not None,
-        denominator,
-        dtype,
-        advantages=advantages,
-        mask=mask,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        token_weights=token_weights,
-        entropy_weights=entropy_weights,
-        entropy_threshold=entropy_threshold,
-        cu_seqlens=cu_seqlens,
-    )
+    cp_group = checked_cp_group(cp_group)
+    with ALONE.reporting(cp_group):
+        logprobs = checks.tensor("logprobs", logprobs)
+        dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+        if entropy is not None:
+            entropy = checks.tensor("entropy", entropy)
+            checks.shape("entropy", entropy, logprobs.shape, "the shape of logprobs")
+            checks.same_device("entropy", entropy, logprobs, "logprobs")
+            entropy = entropy.to(dtype)
+        problem = make_problem(
+            objective,
+            logprobs,
+            "logprobs",
+            entropy is not None,
+            denominator,
+            dtype,
+            advantages=advantages,
+            mask=mask,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            token_weights=token_weights,
+            entropy_weights=entropy_weights,
+            entropy_threshold=entropy_threshold,
+            cu_seqlens=cu_seqlens,
+        )
+        needs_gradient = torch.is_grad_enabled() and logprobs.requires_grad
+        problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
     return from_statistics(problem, logprobs.to(dtype), entropy)
 
 
@@ -135,6 +140,7 @@ def logits_policy_loss(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     reduce_hidden_grad: bool = True,
+    cp_group: Any = None,
 ) -> PolicyLoss:
     """Computes `policy_loss` from logits (..., V); the only (N, V) tensors are the logits and their gradient.
 
@@ -153,7 +159,8 @@ def logits_policy_loss(
     Returns, raises: as `policy_loss` and `token_logprobs`.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    with tp.reporting():
+    cp_group = checked_cp_group(cp_group)
+    with tp.reporting(cp_group):
         tp.check()
         logits, targets = checked_logits(logits, targets, inplace, may_be_empty=tp.group is not None)
         args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
@@ -180,10 +187,14 @@ def logits_policy_loss(
             rows = row_ops.as_rows(logits, consume)
             same = {"inplace": inplace, **same_problem(problem)}
             shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, same)
+        vocab = logits.shape[-1] if shard is None else shard.total
+        supports = split_support(sampling_mask, args, vocab)
+        if cp_group is not None:  # else the operators check
+            checks.targets_in_range(args.targets, args.mask, vocab)
+        needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+        problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
     if shard is not None:
-        supports = split_support(sampling_mask, args, shard.total)
         return from_statistics(problem, *logits_stats(rows, args, supports, forced(), consume, shard))
-    supports = split_support(sampling_mask, args, logits.shape[-1])
     backend = forced()
     by_forward_gradient = (
         supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
@@ -255,6 +266,7 @@ def linear_policy_loss(
     vocab_size: int | None = None,
     reduce_hidden_grad: bool = True,
     num_tokens: int | None = None,
+    cp_group: Any = None,
 ) -> PolicyLoss:
     """Computes `policy_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
@@ -275,7 +287,8 @@ def linear_policy_loss(
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    with tp.reporting():
+    cp_group = checked_cp_group(cp_group)
+    with tp.reporting(cp_group):
         call = linear_call(
             hidden,
             weight,
@@ -308,4 +321,8 @@ def linear_policy_loss(
             cu_seqlens=cu_seqlens,
         )
         call = over_groups(call, tp, targets.shape, **same_problem(problem))
-    return linear_loss(problem, call)
+        if cp_group is not None:  # else the operators check
+            checks.targets_in_range(call.args.targets, call.args.mask, call.vocab)
+        plan = planned_loss(problem, call, cp_group is not None)
+        problem = over_cp_group(problem, cp_group, any(call.needs), advantages, denominator)
+    return plan.loss(problem)

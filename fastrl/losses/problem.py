@@ -10,7 +10,13 @@ from torch import Tensor
 from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
 from fastrl.objectives.batch import Batch, make_batch
-from fastrl.objectives.evaluate import CustomObjective, check_requirements, metrics, objective_loss, settings_of
+from fastrl.objectives.evaluate import (
+    CustomObjective,
+    check_requirements,
+    loss_and_metrics,
+    objective_loss,
+    settings_of,
+)
 from fastrl.objectives.objective import Objective
 
 
@@ -70,8 +76,7 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
     if not isinstance(problem.objective, Objective):  # a callable's result may have no graph
         loss = loss + torch.nan_to_num(0 * logp).sum()
     return PolicyLoss(
-        loss,
-        metrics(terms, batch, flat_entropy, dropped),
+        *loss_and_metrics(loss, terms, batch, flat_entropy, dropped),
         logp.detach().float().view(batch.shape),
         None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
     )
@@ -85,8 +90,7 @@ def from_terms(
     if clamped is not None:
         terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
     return PolicyLoss(
-        loss,
-        metrics(terms, batch, result.entropy, dropped),
+        *loss_and_metrics(loss, terms, batch, result.entropy, dropped),
         result.logprobs.view(batch.shape),
         result.entropy.view(batch.shape),
     )

@@ -1,4 +1,6 @@
-"""Calls over a `tp_group`: what its ranks must agree on before they compute, and this rank's part of the vocabulary.
+"""Calls over groups: what their ranks must agree on before they compute.
+
+Over a `tp_group` this rank has a part of the vocabulary:
 
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
@@ -7,6 +9,8 @@
 
 After it every rank knows that the others have the same targets and options and make the same collectives. What is wrong
 with the whole vocabulary (a target outside it) is then found by all ranks alike.
+
+Over a `cp_group` this rank has some of the tokens: `over_cp_group` comes last, after all that could fail on it alone.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from fastrl.distributed.shards import VocabularyShard, checked_options, shard_of
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.problem import Problem
 from fastrl.losses.supports import checked_mask
+from fastrl.objectives.evaluate import settings_of
+from fastrl.objectives.objective import Objective
 from fastrl.operators import consumed
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -43,14 +49,12 @@ class TensorParallel(NamedTuple):
     @classmethod
     def of(cls, tp_group: object, *options: Any) -> TensorParallel:
         """The arguments, with a checked group; raises NotImplementedError for a group under torch.compile."""
-        group = checked_group("tp_group", tp_group)
-        if group is not None and torch.compiler.is_compiling():
-            raise NotImplementedError("tp_group is not built for torch.compile; call the function outside of it")
-        return cls(group, *options)
+        return cls(_checked("tp_group", tp_group), *options)
 
-    def reporting(self) -> AbstractContextManager[None]:
+    def reporting(self, cp_group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """The context of the checks before the ranks agree: an error in it reaches all of them."""
-        return nullcontext() if self.group is None else reporting(tp_group=self.group)
+        alone = self.group is None and cp_group is None
+        return nullcontext() if alone else reporting(tp_group=self.group, cp_group=cp_group)
 
     def check(self) -> None:
         """Raises TypeError or ValueError for an option that is wrong by itself."""
@@ -58,6 +62,60 @@ class TensorParallel(NamedTuple):
 
 
 ALONE = TensorParallel()
+
+
+def _checked(name: str, group: object) -> ProcessGroup | None:
+    checked = checked_group(name, group)
+    if checked is not None and torch.compiler.is_compiling():
+        raise NotImplementedError(f"{name} is not built for torch.compile; call the function outside of it")
+    return checked
+
+
+def checked_cp_group(cp_group: object) -> ProcessGroup | None:
+    """The group; raises NotImplementedError for one under torch.compile."""
+    return _checked("cp_group", cp_group)
+
+
+def over_cp_group(
+    problem: Problem,
+    group: ProcessGroup | None,
+    needs_gradient: bool,
+    advantages: Tensor,
+    denominator: float | Tensor | None,
+) -> Problem:
+    """The problem as one rank's part of one whose tokens lie over the group; the same without a group.
+
+    Args:
+        problem: of this rank's tokens.
+        group: the cp_group.
+        needs_gradient: whether a backward may follow, which all ranks run or none.
+        advantages: as the caller passed them.
+        denominator: as the caller passed it.
+
+    Raises:
+        RuntimeError, ValueError: as `groups.agree`; a callable without row_local.
+    """
+    if group is None:
+        return problem
+    objective, batch = problem.objective, problem.batch
+    if not isinstance(objective, Objective) and not getattr(objective, "row_local", False):
+        raise ValueError(
+            "objective must be an Objective or have row_local = True beside cp_group, got"
+            f" {described(objective)}: a callable sees this rank's tokens only"
+        )
+    settings = settings_of(objective)
+    names = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs"}
+    optional = (*names, "token_weights", "entropy_weights", "entropy_threshold")
+    same = {
+        "objective": f"{described(objective)}{'' if settings is objective else described(settings)}",
+        "denominator": described(denominator),
+        "dtype": problem.weights.dtype,
+        "whether a gradient is needed": needs_gradient,
+        **{names.get(name, name): "None" if getattr(batch, name) is None else "given" for name in optional},
+    }
+    batch = batch.over(group, same, advantages)
+    weights = batch.aggregation_weights(settings, denominator).to(problem.weights.dtype)
+    return problem._replace(batch=batch, weights=weights)
 
 
 def agreed_facts(

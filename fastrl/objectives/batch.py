@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fastrl.base import checks
 from fastrl.base.responses import Responses, check_cu_seqlens
+from fastrl.distributed.groups import agree
+from fastrl.distributed.responses import SpreadResponses
 from fastrl.objectives.objective import Objective
 
 
@@ -32,8 +36,9 @@ class Batch:
     token_weights: Tensor | None
     entropy_weights: Tensor | None
     entropy_threshold: Tensor | None
-    counts: Tensor  # (G,) the number of valid tokens per response
-    tokens: Tensor  # 0-dim, the number of valid tokens
+    counts: Tensor  # (G,) the number of valid tokens per response, on all ranks that hold some
+    tokens: Tensor  # 0-dim, the number of valid tokens, on all ranks that hold some
+    own_tokens: Tensor  # 0-dim, the number of valid tokens of this batch
 
     def flat(self, x: Tensor) -> Tensor:
         """Flattens a tensor shaped like the targets to (N,), 0 where masked; differentiable."""
@@ -59,6 +64,33 @@ class Batch:
         responses = Responses(shape, offsets, self.mask.device)
         counts = self.counts[first:last]
         return replace(self, shape=shape, responses=responses, counts=counts, **self._tokens(rows)), offsets
+
+    def over(self, group: ProcessGroup, same: Mapping[str, object], advantages: Tensor) -> Batch:
+        """This batch as one rank's tokens of responses that lie over the ranks of a group.
+
+        Args:
+            group: the cp_group.
+            same: by name what else must be the same on every rank.
+            advantages: as the caller passed them.
+        """
+        per_token = advantages.shape == self.shape
+        kind = "either" if self.per_response and per_token else "one per response" if self.per_response else "per token"
+        by_rank = agree(
+            "cp_group",
+            group,
+            {"the number of responses": self.responses.count, **same},
+            {"tokens": self.mask.shape[0], "advantages": kind},
+        )
+        kinds = sorted({facts["advantages"] for facts in by_rank} - {"either"})
+        if len(kinds) > 1:
+            raise ValueError(f"advantages must be the same on every rank of cp_group, got {' and '.join(kinds)}")
+        responses = SpreadResponses(self.responses, group, [facts["tokens"] for facts in by_rank])
+        counts = responses.ranks_sum(self.counts)
+        batch = replace(self, responses=responses, counts=counts, tokens=counts.sum())
+        if kind == "either" and kinds == ["per token"]:  # this rank happens to hold as many tokens as responses
+            flat = self.flat(advantages.detach().to(self.advantages.dtype))
+            batch = replace(batch, advantages=flat.contiguous(), per_response=False)
+        return batch
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
         """w (N,): the aggregation's weight of each token, 0 where masked."""
@@ -157,5 +189,6 @@ def make_batch(
         entropy_weights=present.get("entropy_weights"),
         entropy_threshold=threshold,
         counts=counts,
-        tokens=counts.sum(),
+        tokens=(tokens := counts.sum()),
+        own_tokens=tokens,
     )

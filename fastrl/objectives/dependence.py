@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.objective import Objective
 
-#: The scope of a token's loss: the token itself, its response, the whole batch, or any tokens, through autograd.
-TOKEN, RESPONSE, BATCH, ANY = "token", "response", "batch", "any"
+#: The scope of a token's loss: the token itself, its response, the whole batch, or any tokens, through autograd. Or
+#: tokens on several ranks: through autograd too, because its collectives are then the same whatever a rank's plan.
+TOKEN, RESPONSE, BATCH, ANY, SPREAD = "token", "response", "batch", "any", "spread"
 
 
 class Given(NamedTuple):
@@ -19,18 +20,27 @@ class Given(NamedTuple):
     rollout: bool = False
     threshold: bool = False
     uneven: bool = False  # token weights, or per-token advantages
+    over_ranks: bool = False  # the tokens of a response lie over the ranks of a group
 
     @classmethod
     def of(cls, batch: Batch) -> Given:
         """Those of `batch`."""
         uneven = batch.token_weights is not None or not batch.per_response
-        return cls(batch.old is not None, batch.rollout is not None, batch.entropy_threshold is not None, uneven)
+        return cls(
+            batch.old is not None,
+            batch.rollout is not None,
+            batch.entropy_threshold is not None,
+            uneven,
+            batch.responses.over_ranks,
+        )
 
 
 def scope(objective: Objective | Callable[..., Any], given: Given) -> str:
-    """Returns TOKEN, RESPONSE or BATCH."""
+    """Returns TOKEN, RESPONSE, BATCH or SPREAD."""
     if why_not_row_local(objective, given) is None:
         return TOKEN
+    if given.over_ranks:
+        return SPREAD
     whole = not isinstance(objective, Objective) or _needs_quantile(objective, given)
     return BATCH if whole else RESPONSE
 
@@ -59,6 +69,8 @@ def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -
         return None
     if given.old:
         return f"the {objective.ratio} ratio reads a whole response"
+    if given.over_ranks:  # kernels leave out the sum over the ranks that torch makes, and plans may differ by rank
+        return f"the {objective.ratio} ratio is a sum over ranks"
     if objective.gate.reads_rollout:
         return None if not given.rollout else "the gamma weight reads a whole response's rollout ratios"
     if objective.ratio == "sequence-token":

@@ -93,9 +93,10 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
     clip, a = objective.gate.token_clip, batch.advantages
     if clip is not None:
         raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
-    total = responses.sum(raw.where(batch.mask, 0.0))
+    summands = [raw.where(batch.mask, 0.0)]
     if objective.gate.reads_rollout and batch.rollout is not None:
-        total = total + responses.sum(f.difference(old, batch.rollout))
+        summands.append(f.difference(old, batch.rollout))
+    total = responses.sum(*summands)
     if objective.ratio != "sequence-product":
         total = total / batch.counts.clamp_min(1)
     level = responses.spread(total)
@@ -143,9 +144,10 @@ def _entropy_weights(objective: Objective, batch: Batch, entropy: Tensor) -> Ten
 
 def _quantile(values: Tensor, batch: Batch, q: float) -> Tensor:
     """The q-quantile (0-dim) of the valid values (N,), interpolated linearly; torch.quantile takes up to 2^24."""
-    if not values.numel():
+    everywhere = batch.responses.all_tokens(values.where(batch.mask, torch.inf), torch.inf)
+    if not everywhere.numel():
         return values.new_zeros(())
-    ordered = values.where(batch.mask, torch.inf).sort().values
+    ordered = everywhere.sort().values
     position = q * (batch.tokens - 1).clamp_min(0)
     low = position.floor()
     ends = ordered[torch.stack([low, position.ceil()]).long()]
@@ -284,38 +286,42 @@ def _custom_value(
     return value.reshape(-1).to(logp.dtype)
 
 
-def metrics(terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor | None) -> dict[str, Tensor]:
-    """Detached float32 scalars from terms (len(TERMS), N): means over valid tokens, and counts. No host sync.
+def loss_and_metrics(
+    loss: Tensor, terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss over all ranks' tokens, and detached float32 scalars: means over valid tokens, and counts. No host sync.
 
-    Terms and entropy (N,) are 0 where masked.
+    loss (0-dim) is that of this batch; terms (len(TERMS), N) and entropy (N,) are 0 where masked.
     """
     terms = terms.detach().float()
-    tokens = batch.tokens.float()
-    count = tokens.clamp_min(1)
-    # Few operations, each over all terms: for small batches, a GPU waits for the launch of each operation.
-    sums = terms.sum(-1)
-    total = dict(zip(TERMS, sums.unbind(), strict=True))
     ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
-    more = [torch.linalg.vector_norm(side, 1)[None]]  # side is +1, -1 or 0, so its sum separates the two
-    if entropy is not None:
-        more.append(entropy.detach().float().sum()[None])
-    means = (torch.cat([sums, *more]) / count).unbind()
-    mean, clipped = dict(zip(TERMS, means, strict=False)), means[len(TERMS)]
-    clipped_high = torch.lerp(mean["side"], clipped, 0.5)
     zero = torch.zeros((), dtype=torch.float32, device=terms.device)
-    return {
+    # Few operations, each over all terms: for small batches, a GPU waits for the launch of each operation.
+    more = {"clipped": torch.linalg.vector_norm(side, 1)}  # side is +1, -1 or 0, so its sum separates the two
+    if entropy is not None:
+        more["entropy"] = entropy.detach().float().sum()
+    if dropped is not None:
+        more["dropped"] = dropped.float().sum()
+    sums = torch.cat([terms.sum(-1), *(x[None] for x in more.values())])
+    loss, sums, ratio_max = batch.responses.totals(loss, sums, ratio.amax() if terms.shape[1] else zero)
+    tokens = batch.tokens.float()
+    names = (*TERMS, *more)
+    total = dict(zip(names, sums.unbind(), strict=True))
+    mean = dict(zip(names, (sums / tokens.clamp_min(1)).unbind(), strict=True))
+    clipped_high = torch.lerp(mean["side"], mean["clipped"], 0.5)
+    return loss, {
         "policy_loss": total["policy"],
         "kl": mean["kl"],
-        "entropy": torch.full_like(zero, torch.nan) if entropy is None else means[-1],
+        "entropy": torch.full_like(zero, torch.nan) if entropy is None else mean["entropy"],
         "ratio_mean": mean["ratio"],
-        "ratio_max": ratio.amax() if terms.shape[1] else zero,
-        "clip_frac": clipped,
-        "clip_frac_low": clipped - clipped_high,
+        "ratio_max": ratio_max,
+        "clip_frac": mean["clipped"],
+        "clip_frac_low": mean["clipped"] - clipped_high,
         "clip_frac_high": clipped_high,
         "gate_mean": mean["weight"],
         "approx_kl": mean["approx_kl"],
         "ratio_clamped": total["clamped"],
-        "masked_off_policy": zero if dropped is None else dropped.float().sum(),
+        "masked_off_policy": zero if dropped is None else total["dropped"],
         "tokens": tokens,
     }
 

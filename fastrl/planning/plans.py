@@ -28,7 +28,7 @@ import torch
 
 from fastrl.backend.choice import fastest
 from fastrl.backend.torch.rows import BLOCK_ENTRIES
-from fastrl.objectives.dependence import ANY, BATCH, TOKEN
+from fastrl.objectives.dependence import ANY, BATCH, SPREAD, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, rounded_down, text
 from fastrl.planning.devices import Device
@@ -243,7 +243,7 @@ def applicable(call: Call) -> tuple[str, ...]:
         return ("forward",)
     names = []
     # float16 gradients are scaled by the largest coefficient, which is known only after the statistics of all rows.
-    if call.dtype != torch.float16 and call.scope != ANY and not call.support_entries:
+    if call.dtype != torch.float16 and call.scope not in (ANY, SPREAD) and not call.support_entries:
         names.append("forward-gradient" if call.scope == TOKEN else "whole-response")
     head = call.needs.weight or call.needs.bias
     if not head and not call.support_entries:
