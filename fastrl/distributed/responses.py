@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from fastrl.base.responses import Responses
 from fastrl.distributed.groups import gather
@@ -31,10 +32,8 @@ class SpreadResponses(Responses):
 
     def all_tokens(self, x: Tensor, filler: float) -> Tensor:
         """(N,) -> (ranks * the largest N,): the values of all tokens, each rank's filled up with `filler`."""
-        longest = max(self._sizes)
-        return gather(torch.nn.functional.pad(x.detach(), (0, longest - x.shape[0]), value=filler), self._group).view(
-            -1
-        )
+        missing = max(self._sizes) - x.shape[0]
+        return gather(pad(x.detach(), (0, missing), value=filler), self._group).view(-1)
 
     def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The whole loss 0-dim, sums (k,) and maximum 0-dim, from those of each rank's tokens; one collective."""

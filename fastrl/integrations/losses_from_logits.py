@@ -55,7 +55,7 @@ def token_losses(
     if unknown:
         raise TypeError(f"token_losses has no argument {sorted(unknown)[0]!r}")
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    optional = dict.fromkeys(_OPTIONAL) | inputs
+    optional: dict[str, Any] = dict.fromkeys(_OPTIONAL) | inputs
     problem = make_problem(
         objective, logprobs, "logprobs", entropy is not None, None, dtype, advantages=advantages, **optional
     )

@@ -46,10 +46,10 @@ def sums() -> tuple[torch.Tensor, ...]:
     x = torch.tensor([1.0 + rank, 1e8 if rank == 0 else -1e8 if rank == 3 else 1.0], requires_grad=True)
     total = group_sum(x, world)
     (total * (rank + 1)).sum().backward()
-    y = torch.tensor(2.0 * rank, requires_grad=True)
-    whole = whole_sum(y, world)
+    y = torch.tensor([2.0 * rank], requires_grad=True)
+    whole, largest = whole_sum(y, torch.tensor([3.0, rank, torch.nan if rank == 1 else 0.0]), world)
     (3 * whole).backward()
-    return total.detach(), x.grad, whole.detach(), y.grad, group_max(x, world), gather(x.detach(), world)
+    return total.detach(), x.grad, whole.detach(), largest, y.grad, group_max(x, world), gather(x.detach(), world)
 
 
 def test_every_rank_gets_the_facts_of_all(ranks: Ranks) -> None:
@@ -72,10 +72,11 @@ def test_an_error_reaches_all_ranks_of_both_groups(ranks: Ranks) -> None:
 
 def test_sums_and_their_gradients(ranks: Ranks) -> None:
     results = ranks.run(sums)
-    for rank, (total, gradient, whole, own, largest, parts) in enumerate(results):
+    for rank, (total, gradient, whole, maxima, own, largest, parts) in enumerate(results):
         assert total.tolist() == [10.0, 2.0], "1e8 + 1 + 1 - 1e8, added in float64"
         assert gradient.tolist() == [10.0, 10.0], "1 + 2 + 3 + 4: the losses of all ranks depend on the sum"
         assert whole.item() == 12.0 and own.item() == 3.0, rank
+        assert maxima[:2].tolist() == [3.0, 3.0] and maxima[2].isnan()
         assert largest.tolist() == [4.0, 1e8]
         assert parts.shape == (4, 2)
 

@@ -87,10 +87,11 @@ class Problem:
         floats = {k: x.to(logp.dtype) for k, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
         return _found(fastrl.policy_loss(logp, objective=objective, entropy=entropy, **(given | floats)), leaves)
 
-    def by_logprobs(self, objective: Any) -> Found:
+    def by_logprobs(self, objective: Any, **more: Any) -> Found:
         leaves = self.leaves()
         stats = fastrl.token_logprobs(linear(*leaves.values()), self.targets, mask=self.arguments["mask"], entropy=True)
-        out = fastrl.policy_loss(stats.logprobs, objective=objective, entropy=stats.entropy, **self.of_policy_loss())
+        given = self.of_policy_loss() | more
+        out = fastrl.policy_loss(stats.logprobs, objective=objective, entropy=stats.entropy, **given)
         return _found(out, leaves)
 
     def by_logits(self, objective: Any, inplace: bool = False, upstream: float = 1.0, **more: Any) -> Found:
