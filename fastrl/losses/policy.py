@@ -78,12 +78,21 @@ def policy_loss(
             `top_entropy_fraction` computes.
         cu_seqlens: (B + 1,) int32, rising from 0 to N.
         denominator: replaces the local number of tokens (token-mean) or of responses (the other aggregations).
+        cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
+            parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
+            cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and
+            advantages (B,) are the same on every rank. Every sum over a response or the batch, denominators and
+            metrics run over the group, and every rank gets the whole loss, to the same bits. Its gradient is that of
+            the whole loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the
+            group, or multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the
+            backward or none. A callable must have row_local = True.
 
     Returns:
         PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
 
     Raises:
         TypeError, ValueError: the message names the argument, the value and what was expected.
+        RuntimeError: another rank of cp_group raised an error, which the message has.
     """
     cp_group = checked_cp_group(cp_group)
     with ALONE.reporting(cp_group):
@@ -282,7 +291,9 @@ def linear_policy_loss(
         num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations
             that leaving rows out costs (one here, one in a backward that computes the logits again); there a wrong
             number makes the loss NaN, and idle rows are not left out. If a sampling_mask has a row that is not
-            recorded, a GPU still synchronises for the number of such rows.
+            recorded, a GPU still synchronises for the number of such rows. With a cp_group, of this rank's tokens.
+        cp_group: as in `policy_loss`. The gradients of weight and bias are this rank's part. Objectives that are not
+            row-local then compute the logits again in the backward (4U), and so do those of a sequence ratio on-policy.
 
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """

@@ -70,7 +70,7 @@ def assert_same_bits(found: list[fastrl.PolicyLoss]) -> None:
         ("hidden", "anywhere", 4, True, {"per_token": True}),
         ("hidden", "zigzag", 2, False, {}),
         ("hidden", "without_the_last", 4, True, {"on_policy": True}),
-        ("logits", "without_the_last", 2, True, {}),
+        ("logits", "without_the_last", 2, True, {"on_policy": True}),
         ("logprobs", "contiguous", 2, False, {"per_token": True}),
     ],
 )
