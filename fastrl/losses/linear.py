@@ -24,7 +24,7 @@ from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import LinearCall, PlannedCall, planned
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, SPREAD, TOKEN, Given, scope, slopes
+from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN, Given, scope, slopes
 from fastrl.objectives.evaluate import objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
@@ -67,7 +67,7 @@ def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> Planne
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels
     host = None
-    if call.sampling_mask is not None and depends != SPREAD:
+    if call.sampling_mask is not None:
         depends = RESPONSE  # no plan holds a response's support entries until its objective is known
     elif any(call.needs) and depends in (RESPONSE, BATCH):
         host = _ask(problem, call)
