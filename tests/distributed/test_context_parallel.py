@@ -65,13 +65,13 @@ def assert_same_bits(found: list[fastrl.PolicyLoss]) -> None:
 @pytest.mark.parametrize(
     ("entry", "cut", "size", "packed", "options"),
     [
-        ("logprobs", "anywhere", 4, True, {}),
-        ("logits", "anywhere", 4, False, {"on_policy": True}),
-        ("hidden", "anywhere", 4, True, {"per_token": True}),
-        ("hidden", "zigzag", 2, False, {}),
-        ("hidden", "without_the_last", 4, True, {"on_policy": True}),
-        ("logits", "without_the_last", 2, True, {"on_policy": True}),
-        ("logprobs", "contiguous", 2, False, {"per_token": True}),
+        ("logprobs", "anywhere", 4, True, {"seed": 1}),
+        ("logits", "anywhere", 4, False, {"seed": 2, "on_policy": True}),
+        ("hidden", "anywhere", 4, True, {"seed": 3, "per_token": True}),
+        ("hidden", "zigzag", 2, False, {"seed": 4}),
+        ("hidden", "without_the_last", 4, True, {"seed": 5, "on_policy": True}),
+        ("logits", "without_the_last", 2, True, {"seed": 6, "on_policy": True}),
+        ("logprobs", "contiguous", 2, False, {"seed": 7, "per_token": True}),
     ],
 )
 def test_against_one_process(
@@ -231,27 +231,24 @@ def collectives() -> dict[tuple[str, str], tuple[int, int]]:
     for entry in ENTRIES:
         for name in ("GRPO", "GSPO", "VESPO", "top entropies", "off-policy mask", "sequence TIS", "everything"):
             with counted() as gathered:
-                with torch.no_grad():
-                    by_call(entry, problem, EVERY[name], world)
-                forward = len(gathered)
-                by(entry, problem, EVERY[name], cp_group=world)
-            assert gathered.count(torch.uint8) == 2, "one exchange between the hosts a call"
-            numbers[entry, name] = forward, len(gathered) - 2 * forward
+                loss = forward(entry, problem, EVERY[name], world)
+                before = len(gathered)
+                loss.backward()
+            assert gathered.count(torch.uint8) == 1, "the exchange between the hosts"
+            numbers[entry, name] = before, len(gathered) - before
     return numbers
 
 
-def by_call(entry: str, problem: Problem, objective: Any, group: Any) -> None:
-    """The forward alone."""
-    weight, hidden, bias = (problem.head[k] for k in ("weight", "hidden", "bias"))
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    given = {"objective": objective, "cp_group": group}
+def forward(entry: str, problem: Problem, objective: Any, group: Any) -> torch.Tensor:
+    """The loss, before its backward."""
+    leaves, given = problem.leaves(), {"objective": objective, "cp_group": group}
     if entry == "hidden":
-        fastrl.linear_policy_loss(hidden, weight, bias=bias, **given, **problem.arguments)
-    elif entry == "logits":
-        fastrl.logits_policy_loss(logits, **given, **problem.arguments)
-    else:
-        stats = fastrl.token_logprobs(logits, problem.targets, mask=problem.arguments["mask"], entropy=True)
-        fastrl.policy_loss(stats.logprobs, entropy=stats.entropy, **given, **problem.of_policy_loss())
+        return fastrl.linear_policy_loss(**leaves, **given, **problem.arguments).loss
+    logits = torch.nn.functional.linear(*leaves.values())
+    if entry == "logits":
+        return fastrl.logits_policy_loss(logits, **given, **problem.arguments).loss
+    stats = fastrl.token_logprobs(logits, problem.targets, mask=problem.arguments["mask"], entropy=True)
+    return fastrl.policy_loss(stats.logprobs, entropy=stats.entropy, **given, **problem.of_policy_loss()).loss
 
 
 def test_collectives_of_a_call(ranks: Ranks) -> None:
