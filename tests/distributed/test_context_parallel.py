@@ -266,6 +266,34 @@ def test_collectives_of_a_call(ranks: Ranks) -> None:
         assert numbers == {(entry, name): count for entry in ENTRIES for name, count in expected.items()}
 
 
+TWICE = ("GRPO", "GSPO", "VESPO", "everything")
+
+
+def both_groups() -> dict[tuple[str, str], tuple[Found, torch.Tensor]]:
+    """The tokens lie over ranks (0, 2) and (1, 3), the vocabulary over (0, 1) and (2, 3)."""
+    tp, cp = (group_of(0, 1), group_of(2, 3)), (group_of(0, 2), group_of(1, 3))
+    rank = dist.get_rank()
+    column, row = rank % 2, rank // 2
+    problem, places = part(posed(), CUTS["anywhere"]((B, T), 2), row, True)
+    held = slice(0, 20) if column == 0 else slice(20, V)
+    problem.head = problem.head | {name: problem.head[name][held] for name in ("weight", "bias")}
+    more = {"tp_group": tp[row], "cp_group": cp[column]}
+    return {(e, name): (by(e, problem, EVERY[name], **more), places) for e in ENTRIES[1:] for name in TWICE}
+
+
+def test_tokens_and_vocabulary_over_ranks(ranks: Ranks) -> None:
+    results = ranks.run(both_groups)
+    for key in results[0]:
+        (left, gradients), (right, others) = (
+            whole([results[column][key], results[column + 2][key]], MASK) for column in (0, 1)
+        )
+        if key[0] == "logits":  # the gradient of the hidden states is then the caller's to sum
+            gradients["hidden"] = gradients["hidden"] + others["hidden"]
+        gradients |= {name: torch.cat([gradients[name], others[name]]) for name in ("weight", "bias")}
+        assert_same((left, gradients), by("hidden", posed(), EVERY[key[1]]), str(key))
+        assert_same_bits([left, right, *(results[rank][key][0][0] for rank in (2, 3))])
+
+
 def not_row_local(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
     return log_ratio
 
@@ -287,19 +315,20 @@ def refusals() -> list[str]:
     texts = []
     for changes in wrong:
         for entry in ENTRIES:
-            texts.append(raised(entry, problem, {"objective": fastrl.GRPO(), "cp_group": world} | changes))
+            texts.append(raised(entry, problem, {"cp_group": world} | changes))
     out_of_range = {"targets": torch.full_like(problem.targets, V)} if first else {}
-    texts += [raised(e, problem, {"objective": fastrl.GRPO(), "cp_group": world} | out_of_range) for e in ENTRIES[1:]]
+    texts += [raised(e, problem, {"cp_group": world} | out_of_range) for e in ENTRIES[1:]]
+    texts.append(raised("hidden", problem, {"cp_group": world, "memory_budget": 1000 if first else None}))
     count = B - first
     fewer, _ = part(posed(size=(count, T, H, V), mask=MASK[:count]), CUTS["zigzag"]((count, T), 4), rank, True)
-    texts += [raised(e, fewer, {"objective": fastrl.GRPO(), "cp_group": world}) for e in ENTRIES]
+    texts += [raised(e, fewer, {"cp_group": world}) for e in ENTRIES]
     frozen = {"hidden": problem.head["hidden"].clone().requires_grad_(not first)}
-    return [*texts, raised("hidden", problem, {"objective": fastrl.GRPO(), "cp_group": world} | frozen)]
+    return [*texts, raised("hidden", problem, {"cp_group": world} | frozen)]
 
 
 def raised(entry: str, problem: Problem, changes: dict[str, Any]) -> str:
     head = dict(problem.head)
-    given = problem.arguments | changes
+    given = {"objective": fastrl.GRPO()} | problem.arguments | changes
     if entry == "logprobs":
         given = {"logprobs": torch.zeros(problem.targets.shape)} | {k: x for k, x in given.items() if k != "targets"}
     elif entry == "logits":
@@ -318,13 +347,13 @@ def test_an_error_on_one_rank_reaches_all(ranks: Ranks) -> None:
     results = ranks.run(refusals)
     own = (*["ValueError: mask must have shape"] * 3, *["ValueError: ref_logprobs is needed"] * 3)
     differing = (
-        *["ValueError: rollout_logprobs must be the same on every rank of cp_group, got a tensor on rank 0"] * 3,
+        *["ValueError: rollout_logprobs must be the same on every rank of cp_group, got given on rank 0 and"] * 3,
         *["ValueError: denominator must be the same on every rank of cp_group, got None on rank 0 and 2.0 on"] * 3,
         *["ValueError: objective must be the same on every rank of cp_group, got Objective(gate=Clip(low=0.2"] * 3,
         *["ValueError: advantages must be the same on every rank of cp_group, got one per response and per"] * 3,
-        *["ValueError: objective must be an Objective or have row_local = True beside cp_group, got not_row"] * 3,
+        *["ValueError: objective must be an Objective or have row_local = True beside cp_group, got test_c"] * 3,
     )
-    late = ["IndexError: targets[6] is 37, outside [0, 37)"] * 2
+    late = [*["IndexError: targets[6] is 37, outside [0, 37)"] * 2, "BudgetTooSmall: memory_budget is too small for"]
     last = (
         *["ValueError: the number of responses must be the same on every rank of cp_group, got 4 on rank 0 and 3"] * 3,
         "ValueError: whether a gradient is needed must be the same on every rank of cp_group, got True on rank 0",
