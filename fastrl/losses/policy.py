@@ -331,7 +331,8 @@ def linear_policy_loss(
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
         )
-        call = over_groups(call, tp, targets.shape, **same_problem(problem))
+        if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
+            call = over_groups(call, tp, targets.shape, **same_problem(problem))
         if cp_group is not None:  # else the operators check
             checks.targets_in_range(call.args.targets, call.args.mask, call.vocab)
         plan = planned_loss(problem, call, cp_group is not None)
