@@ -75,7 +75,7 @@ def agree(name: str, group: ProcessGroup, same: Mapping[str, object], facts: Map
         if "error" in answer:
             raise RuntimeError(f"rank {rank} of {name} raised {answer['error']}")
     for rank, answer in enumerate(answers):
-        for key in {*texts, *answer["same"]}:
+        for key in dict.fromkeys([*texts, *answer["same"]]):  # in one order: every rank names the same one
             first, other = (x["same"].get(key, "nothing") for x in (answers[0], answer))
             if first != other:
                 raise ValueError(

@@ -169,9 +169,9 @@ def same_arguments(
         recorded = f"{len(sampling_mask)} rows with {sampling_mask.token_ids.shape[0]} ids{values}"
     valid = targets if mask is None else targets.where(mask, 0)
     return {
+        "mask": None if mask is None else f"one{_values(mask)}",
         "targets": f"shape {tuple(shape)}{_values(valid)}",
         "dtype": dtype,
-        "mask": None if mask is None else f"one{_values(mask)}",
         "temperature": temperature if temperatures is None else f"one per token{_values(temperatures)}",
         "logit_scale": logit_scale,
         "softcap": softcap or None,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from head_cases import OPTIONS
 from objectives import OBJECTIVES
 from problem import CLOSE, Problem
 from ranks import Ranks, group_of
@@ -18,7 +17,6 @@ from vocabulary import Truth, assert_as_good_as_torch, token_stats
 import fastrl
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Transform
-from fastrl.base import checks
 from fastrl.operators.combined import Combined
 
 B, T, VOCAB = 2, 3, 507
@@ -103,9 +101,9 @@ def called(case: Case, logits: torch.Tensor, arguments: dict[str, Any], upstream
     return Found(results | getattr(out, "metrics", {}), leaf.grad)
 
 
-def over_ranks(cases: Sequence[Case]) -> list[tuple[Found | None, int, int]]:
-    """What each case gives on this rank, None if it is not in the group, and the collectives of forward + backward."""
-    found = []
+def over_ranks(cases: Sequence[Case]) -> list[Found | None]:
+    """What each case gives on this rank, None if it is not in the group."""
+    found: list[Found | None] = []
     for case in cases:
         torch.manual_seed(0)
         group = group_of(*range(len(case.shards)))
@@ -160,9 +158,9 @@ def test_statistics_equal_those_of_one_process(ranks: Ranks, backend: str) -> No
     check_all(ranks, cases)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_all_presets_equal_those_of_one_process(ranks: Ranks, backend: str) -> None:
-    check_all(ranks, [Case(UNEVEN if i % 2 else EMPTY, name, backend=backend) for i, name in enumerate(OBJECTIVES)])
+def test_all_objectives_equal_those_of_one_process(ranks: Ranks) -> None:
+    cases = [Case(UNEVEN, name, backend="cpp", inplace=i % 2 == 0) for i, name in enumerate(OBJECTIVES)]
+    check_all(ranks, cases + [Case(EMPTY, name) for name in ("GRPO", "GSPO")])
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
@@ -190,7 +188,12 @@ def test_kernels_equal_those_of_one_process(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
 def test_half_precision_is_as_good_as_torch(ranks: Ranks, backend: str) -> None:
-    cases = [Case(x, "token_logprobs", o, dtype=d, backend=backend) for d in DTYPES for x in (UNEVEN, PADDED) for o in ("plain", "all")]
+    cases = [
+        Case(x, option=option, dtype=dtype, backend=backend)
+        for dtype in DTYPES
+        for x in (UNEVEN, PADDED)
+        for option in ("plain", "all")
+    ]
     by_rank = ranks.run(over_ranks, cases)
     for i, case in enumerate(cases):
         found = whole([x[i] for x in by_rank], case)
@@ -236,3 +239,192 @@ def test_the_bits_are_those_of_slices_on_one_device(ranks: Ranks, shards: tuple[
         )
         start += size
     assert torch.equal(found.gradient, out)
+
+
+# --- what goes wrong, and what a call costs ---------------------------------------------------------------------------
+
+Y = torch.tensor([3, 9, 1, 0])
+
+
+def shared(rank: int, width: int = 5) -> torch.Tensor:
+    """Logits (4, 5) of a rank, of two."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+
+
+def counts() -> tuple[int, int, int] | None:
+    """Collectives of a forward, of its backward, and of one without tokens."""
+    group, calls = group_of(0, 1), []
+    if group is None:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_gather_into_tensor"):
+            original = getattr(dist, name)
+            patch.setattr(
+                dist, name, lambda *a, original=original, name=name, **k: calls.append(name) or original(*a, **k)
+            )
+        logits = shared(dist.get_rank()).requires_grad_()
+        out = fastrl.token_logprobs(logits, Y, entropy=True, tp_group=group)
+        forward = len(calls)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        backward = len(calls) - forward
+        none = fastrl.token_logprobs(logits[:0], Y[:0], entropy=True, tp_group=group)
+        assert none.logprobs.shape == (0,) and none.entropy.shape == (0,)
+    return forward, backward, len(calls) - forward - backward
+
+
+def test_collectives(ranks: Ranks) -> None:
+    """The exchange between the hosts and the gather of the statistics; without tokens the exchange alone."""
+    assert ranks.run(counts) == [(2, 0, 1)] * 2 + [None] * 2
+
+
+def raised(function: Any, *arguments: Any, **more: Any) -> str:
+    try:
+        function(*arguments, **more)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def wrong_calls() -> dict[str, str] | None:
+    """One mistake on rank 1 at a time, or one that both make; after each a good call still works."""
+    group, rank = group_of(0, 1), dist.get_rank()
+    if group is None:
+        return None
+    wrong, x = rank == 1, shared(rank)
+    used = x.clone().requires_grad_() * 1
+    if wrong:
+        fastrl.token_logprobs(used, Y % 5, inplace=True).logprobs.sum().backward()
+    across = (x.t().contiguous().t() if wrong else x.clone()).requires_grad_()
+    mask, other = (fastrl.SamplingMask.from_lists([[y], [9], [1, 4], []]) for y in (3, 4))
+    calls: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+        "integers": (x.long() if wrong else x, {}),
+        "strides": (across * 1, {"inplace": True}),
+        "consumed": (used.detach(), {}),
+        "targets": (x, {"targets": Y + wrong}),
+        "mask": (x, {"mask": torch.tensor([1, 1, 0, 1 - wrong])}),
+        "temperature": (x, {"temperature": 1.0 + wrong}),
+        "dtype": (x.bfloat16() if wrong else x, {}),
+        "sampling mask": (x, {"sampling_mask": mask if wrong else None}),
+        "other sampling mask": (x, {"sampling_mask": mask if wrong else other}),
+        "start": (x, {"vocab_start": 4 if wrong else None}),
+        "size": (x, {"vocab_size": 11}),
+        "outside": (x, {"targets": Y + 5}),
+        "unsupported": (x, {"sampling_mask": other}),
+    }
+    found = {}
+    for name, (logits, changes) in calls.items():
+        found[name] = raised(fastrl.token_logprobs, logits, **({"targets": Y, "tp_group": group} | changes))
+        assert raised(fastrl.token_logprobs, x, Y, tp_group=group) == "nothing"
+    loss = {"objective": fastrl.GRPO(kl_coef=0), "advantages": torch.ones(1), "tp_group": group}
+    for name, changes in (
+        ("objective", {"objective": fastrl.CISPO(cap=3.0)}),
+        ("advantages", {"advantages": torch.ones(3)}),
+    ):
+        found[name] = raised(fastrl.logits_policy_loss, x, Y, **(loss | (changes if wrong else {})))
+        assert raised(fastrl.logits_policy_loss, x, Y, **loss) == "nothing"
+    return found
+
+
+#: Errors of rank 1 alone; rank 0 is told.
+ALONE = {
+    "integers": "TypeError: logits must be one of torch.float32",
+    "strides": "ValueError: inplace=True needs logits that are dense in the vocabulary",
+    "consumed": "RuntimeError: the logits were consumed by an earlier call",
+    "advantages": "ValueError: advantages",
+}
+SAME = "must be the same on every rank of tp_group, got"
+BOTH = {
+    "targets": f"ValueError: targets {SAME} shape (4,) with checksum",
+    "mask": f"ValueError: mask {SAME} one with checksum",
+    "temperature": f"ValueError: temperature {SAME} 1.0 on rank 0 and 2.0 on rank 1",
+    "dtype": f"ValueError: dtype {SAME} torch.float32 on rank 0 and torch.bfloat16 on rank 1",
+    "sampling mask": f"ValueError: sampling_mask {SAME} None on rank 0 and 4 rows with 4 ids",
+    "other sampling mask": f"ValueError: sampling_mask {SAME} 4 rows with 4 ids with checksum",
+    "start": "ValueError: vocab_start must be 5 on rank 1",
+    "size": "ValueError: vocab_size must be from 1 to 10, the rows of all ranks, got 11",
+    "outside": "IndexError: targets[1] is 14, outside [0, 10)",
+    "unsupported": "ValueError: targets row 0 is 3, which is not in its sampling_mask set of 1 ids",
+    "objective": f"ValueError: objective {SAME} Objective(gate=Clip(low=0.2, high=0.2,",
+}
+
+
+def test_an_error_on_one_rank_reaches_all_and_what_differs_is_named(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(wrong_calls)
+    assert first.keys() == second.keys() == {*ALONE, *BOTH}
+    for name, text in ALONE.items():
+        told = f"RuntimeError: rank 1 of tp_group raised {text}"
+        assert second[name].startswith(text) and first[name].startswith(told), (name, first[name], second[name])
+    for name, text in BOTH.items():
+        assert first[name] == second[name] and first[name].startswith(text), (name, first[name], second[name])
+
+
+def odd_values() -> Any:
+    """A NaN on one rank, rows of -inf on one and on both, an invalid target where values are not read."""
+    group, rank = group_of(0, 1), dist.get_rank()
+    if group is None:
+        return None
+    x = shared(rank)
+    x[0, 2] = torch.nan if rank == 0 else x[0, 2]
+    x[1] = -torch.inf if rank == 1 else x[1]  # of which 9 is the target
+    x[2] = -torch.inf if rank == 1 else x[2]
+    leaf = x.requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastrl.base.checks.values_are_checked", lambda x: False)  # as on a GPU
+        out = fastrl.token_logprobs(leaf, Y.where(Y != 0, 10), entropy=True, tp_group=group)
+    out.logprobs.sum().backward()
+    return out.logprobs.detach(), out.entropy.detach(), leaf.grad
+
+
+def test_what_is_not_finite_is_the_same_on_all_ranks(ranks: Ranks) -> None:
+    (logprobs, entropy, gradient), second = ranks.run(odd_values)[:2]
+    torch.testing.assert_close((logprobs, entropy), second[:2], rtol=0, atol=0, equal_nan=True)
+    assert logprobs[0].isnan() and entropy[0].isnan(), "a NaN on rank 0, the target on rank 0"
+    assert logprobs[1] == -torch.inf and entropy[1].isfinite(), "the target is -inf"
+    expected = fastrl.token_logprobs(shared(0)[2:3], Y[2:3], entropy=True)
+    torch.testing.assert_close((logprobs[2:3], entropy[2:3]), (expected.logprobs, expected.entropy), **CLOSE)
+    assert logprobs[3].isnan(), "10 is outside the vocabulary"
+    for part in (gradient, second[2]):
+        assert part[0].isnan().all() and part[3].isnan().all() and part[2].isfinite().all()
+    assert not second[2][2].any(), "columns of -inf"
+
+
+def second_uses() -> list[str] | None:
+    """What a second backward, a graph of the backward and torch.compile do."""
+    group = group_of(0, 1)
+    if group is None:
+        return None
+    leaf, found = shared(dist.get_rank()).requires_grad_(), []
+    kept = fastrl.token_logprobs(leaf * 1, Y, tp_group=group).logprobs.sum()
+    first = torch.autograd.grad(kept, leaf, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(kept, leaf, retain_graph=True)[0], first)
+    found.append(raised(torch.autograd.grad, kept, leaf, create_graph=True))
+    given = leaf * 1
+    used = fastrl.token_logprobs(given, Y, inplace=True, tp_group=group).logprobs.sum()
+    assert torch.equal(torch.autograd.grad(used, leaf, retain_graph=True)[0], first)
+    assert torch.equal(given, first), "the gradient lies in the memory of the logits"
+    found.append(raised(used.backward))
+    with torch.no_grad():
+        out = fastrl.token_logprobs(leaf, Y, inplace=True, tp_group=group)
+    assert not out.logprobs.requires_grad and out.entropy is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.compiler.is_compiling", lambda: True)
+        found.append(raised(fastrl.token_logprobs, leaf, Y, tp_group=group))
+    return found
+
+
+def test_a_second_backward_and_compile(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(second_uses)
+    assert first == second
+    assert first[0].startswith("RuntimeError: over a tp_group, log-probabilities and entropies are differentiable once")
+    assert first[1].startswith("RuntimeError: the logits were consumed by the first backward")
+    assert first[2].startswith("NotImplementedError: tp_group is not built for torch.compile")
+
+
+def test_options_go_with_a_group() -> None:
+    for name, value in (("vocab_start", 0), ("vocab_size", 5)):
+        with pytest.raises(ValueError, match=f"{name} goes with tp_group, got {value} without one"):
+            fastrl.token_logprobs(shared(0), Y % 5, **{name: value})
+    with pytest.raises(TypeError, match=r"tp_group must be a torch\.distributed\.ProcessGroup, got object"):
+        fastrl.token_logprobs(shared(0), Y % 5, tp_group=object())
+    plain = fastrl.token_logprobs(shared(0), Y % 5)
+    assert torch.equal(fastrl.token_logprobs(shared(0), Y % 5, reduce_hidden_grad=False).logprobs, plain.logprobs)
