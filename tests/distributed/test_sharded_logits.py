@@ -243,7 +243,7 @@ def test_the_bits_are_those_of_slices_on_one_device(ranks: Ranks, shards: tuple[
 
 # --- what goes wrong, and what a call costs ---------------------------------------------------------------------------
 
-Y = torch.tensor([3, 9, 1, 0])
+Y = torch.tensor([3, 5, 1, 0])  # 5 is the first entry of the second rank
 
 
 def shared(rank: int, width: int = 5) -> torch.Tensor:
@@ -295,7 +295,7 @@ def wrong_calls() -> dict[str, str] | None:
     if wrong:
         fastrl.token_logprobs(used, Y % 5, inplace=True).logprobs.sum().backward()
     across = (x.t().contiguous().t() if wrong else x.clone()).requires_grad_()
-    mask, other = (fastrl.SamplingMask.from_lists([[y], [9], [1, 4], []]) for y in (3, 4))
+    mask, other = (fastrl.SamplingMask.from_lists([[y], [5], [1, 4], []]) for y in (3, 4))
     calls: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
         "integers": (x.long() if wrong else x, {}),
         "strides": (across * 1, {"inplace": True}),
@@ -342,7 +342,7 @@ BOTH = {
     "other sampling mask": f"ValueError: sampling_mask {SAME} 4 rows with 4 ids with checksum",
     "start": "ValueError: vocab_start must be 5 on rank 1",
     "size": "ValueError: vocab_size must be from 1 to 10, the rows of all ranks, got 11",
-    "outside": "IndexError: targets[1] is 14, outside [0, 10)",
+    "outside": "IndexError: targets[1] is 10, outside [0, 10)",
     "unsupported": "ValueError: targets row 0 is 3, which is not in its sampling_mask set of 1 ids",
     "objective": f"ValueError: objective {SAME} Objective(gate=Clip(low=0.2, high=0.2,",
 }
@@ -365,7 +365,7 @@ def odd_values() -> Any:
         return None
     x = shared(rank)
     x[0, 2] = torch.nan if rank == 0 else x[0, 2]
-    x[1] = -torch.inf if rank == 1 else x[1]  # of which 9 is the target
+    x[1] = -torch.inf if rank == 1 else x[1]  # of which 5 is the target
     x[2] = -torch.inf if rank == 1 else x[2]
     leaf = x.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
