@@ -44,11 +44,12 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 # The CUDA C++ kernel is compiled for GPUs that are not here: a CPU build of torch brings no NVRTC (58 MB), others do.
 NVRTC := nvidia-cuda-nvrtc==13.5.37
 
-# Two packages are read by tests and too heavy to install: their files alone, for any Python, in a folder of their own.
-PEERS := verl==0.9.1 openrlhf==0.11.2
-ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --python-version 3.11 --implementation cp --abi cp311
+# These are read by tests and too heavy to install: their files alone, for any Python, in a folder of their own.
+PEERS := verl==0.9.1 openrlhf==0.11.2 megatron-core==0.16.1
+ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --platform manylinux_2_28_x86_64 \
+	--python-version 3.11 --implementation cp --abi cp311
 
-$(VENV)/.installed-test: $(REQUIREMENTS)
+$(VENV)/.installed-test: $(REQUIREMENTS) Makefile
 	$(call install,dev$(COMMA)train$(COMMA)lora$(COMMA)trl)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet --constraint constraints.txt triton
 	$(BIN)/python -c 'from fastrl.backend.cuda.nvrtc import why_unavailable as why; exit(why())' 2>/dev/null \

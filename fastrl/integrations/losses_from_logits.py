@@ -75,7 +75,8 @@ def token_losses(
 def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
     """A function for slime's `--loss-type custom_loss --custom-loss-function-path`.
 
-    It takes (args, batch, logits, sum_of_sample_mean): logits (1, T, V) float32 of packed sequences, and the batch's
+    It takes (args, batch, logits, sum_of_sample_mean): logits (1, T, V) float32 of packed sequences, of which each rank
+    of Megatron's tensor parallel group holds its columns, and the batch's
     lists with one entry per sample: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages,
     log_probs, ref_log_probs, rollout_log_probs. It returns the loss and detached metrics "loss", "entropy_loss",
     "pg_clipfrac", "ppo_kl", and "kl_loss" if the objective has a KL. slime's `sum_of_sample_mean` averages the tokens,
@@ -87,13 +88,13 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
 
     Raises (the function):
         ValueError: for an option of slime's own loss (use_kl_loss, use_tis, use_opsm, entropy_coef ...), which here
-            belongs in the objective. NotImplementedError: for tensor or context parallelism, or rollout_top_p below 1.
+            belongs in the objective. NotImplementedError: for context parallelism, or rollout_top_p below 1.
     """
 
     def loss(
         args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        _check_slime(args, objective)
+        group = _check_slime(args, objective)
         targets, mask, index = _slime_targets(batch, logits)
         stats = token_logprobs(
             logits[0],
@@ -102,6 +103,7 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
             temperature=float(getattr(args, "rollout_temperature", 1.0)),
             entropy=True,
             inplace=inplace,
+            tp_group=group,
         )
         assert stats.entropy is not None
         logprobs, entropy = stats.logprobs[index], stats.entropy[index]
@@ -136,7 +138,8 @@ def slime_loss(objective: Objective, *, inplace: bool = False) -> SlimeLoss:
     return loss
 
 
-def _check_slime(args: Any, objective: Objective) -> None:
+def _check_slime(args: Any, objective: Objective) -> Any:
+    """The tensor parallel group over which the vocabulary lies, or None; raises for what is not supported."""
     if getattr(args, "use_kl_loss", None) and (objective.kl is None or getattr(args, "kl_loss_coef", 0.0)):
         raise ValueError("args.use_kl_loss needs a KL in the fastrl objective, and args.kl_loss_coef 0")
     slime_options = (
@@ -155,11 +158,11 @@ def _check_slime(args: Any, objective: Objective) -> None:
     try:
         from megatron.core import mpu
     except ImportError:
-        return
-    for name in ("tensor_model_parallel", "context_parallel"):
-        size = getattr(mpu, f"get_{name}_world_size")()
-        if size != 1:
-            raise NotImplementedError(f"{name} size must be 1 for this loss, got {size}")
+        return None
+    size = mpu.get_context_parallel_world_size()
+    if size != 1:
+        raise NotImplementedError(f"context_parallel size must be 1 for this loss, got {size}")
+    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
 
 
 def _slime_targets(batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,3 +21,23 @@ def exchange(package: str, name: str, old: Any, new: Any) -> None:
     for path, module in list(sys.modules.items()):
         if module is not None and (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is old:
             setattr(module, name, new)
+
+
+class Replaced:
+    """Functions and classes of another package in whose places ours of the same names are."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._pairs: list[tuple[str, Any, Any]] = []
+
+    def replace(self, module: Any, *ours: Any) -> None:
+        """Put ours in the places of those that `module` defines, wherever the package's modules hold them."""
+        for new in ours:
+            self._pairs.append((new.__name__, getattr(module, new.__name__), new))
+            exchange(self._package, *self._pairs[-1])
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for name, old, new in self._pairs:
+            exchange(self._package, name, new, old)
+        self._pairs.clear()

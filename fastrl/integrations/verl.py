@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
-from fastrl.integrations.patching import exchange, say_once
+from fastrl.integrations import megatron
+from fastrl.integrations.patching import Replaced, exchange, say_once
 from fastrl.objectives.objective import Clip
 from fastrl.planning.budget import parse_budget
 
@@ -230,6 +231,7 @@ def _metrics(
 
 _memory_budget: int | None = None
 _replaced: dict[str, tuple[Any, Any]] = {}  # name -> verl's own and fastrl's
+_of_shards = Replaced("verl")
 
 
 class FusedLinearForPPO(torch.nn.Module):
@@ -296,6 +298,9 @@ _PLACES: dict[str, tuple[str, Any]] = {
 def enable(*, memory_budget: int | str | None = None) -> None:
     """Make models with use_fused_kernels score tokens with fastrl, for any fused_kernels_backend.
 
+    Where Megatron is installed, log-probabilities and entropies of logits that lie over its tensor parallel group are
+    fastrl's too, without fused kernels (see `fastrl.integrations.megatron`).
+
     Args:
         memory_budget: as in `fastrl.linear_token_logprobs`, for each call.
 
@@ -316,6 +321,16 @@ def enable(*, memory_budget: int | str | None = None) -> None:
         _replaced[name] = getattr(module, name), _PLACES[name][1]
         exchange("verl", name, *_replaced[name])
     _memory_budget = budget
+    try:
+        of_shards = importlib.import_module("verl.utils.megatron.tensor_parallel")
+    except ImportError:  # without Megatron, verl has no logits of vocabulary shards
+        return
+    _of_shards.replace(
+        of_shards,
+        megatron.vocab_parallel_log_probs_from_logits,
+        megatron.vocab_parallel_entropy,
+        megatron.vocab_parallel_entropy_with_chunking,
+    )
 
 
 def disable() -> None:
@@ -324,6 +339,7 @@ def disable() -> None:
     for name, (old, new) in _replaced.items():
         exchange("verl", name, new, old)
     _replaced.clear()
+    _of_shards.restore()
     _memory_budget = None
 
 
