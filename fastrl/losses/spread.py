@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.distributed import ProcessGroup
 
 from fastrl.backend.choice import forced, kernels
@@ -66,8 +67,11 @@ ALONE = TensorParallel()
 
 def _checked(name: str, group: object) -> ProcessGroup | None:
     checked = checked_group(name, group)
-    if checked is not None and torch.compiler.is_compiling():
-        raise NotImplementedError(f"{name} is not built for torch.compile; call the function outside of it")
+    # A function that cannot be traced runs as it is, and those that it calls are traced, by this callback.
+    if checked is not None and (torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None):
+        raise NotImplementedError(
+            f"{name} is not built for torch.compile: make the call from a function with @torch.compiler.disable"
+        )
     return checked
 
 
