@@ -129,7 +129,10 @@ def from_parallel_logits_to_logprobs(
 
 
 def enable() -> None:
-    """Put fastrl's classes in the place of NeMo-RL's, wherever its modules hold them. ImportError without NeMo-RL."""
+    """Put fastrl's classes in the place of NeMo-RL's, wherever its modules hold them.
+
+    Raises ImportError without NeMo-RL, RuntimeError if one of its classes takes other arguments.
+    """
     try:
         module = importlib.import_module(_MODULE)
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from typing import Any
@@ -31,7 +32,17 @@ class Replaced:
         self._pairs: list[tuple[str, Any, Any]] = []
 
     def replace(self, module: Any, *ours: Any) -> None:
-        """Put ours in the places of those that `module` defines, wherever the package's modules hold them."""
+        """Put ours in the places of those that `module` defines, wherever the package's modules hold them.
+
+        Raises RuntimeError, before anything is replaced, if one is called with other arguments than ours.
+        """
+        for new in ours:
+            theirs, known = _arguments(getattr(module, new.__name__)), _arguments(new)
+            if theirs != known[: len(theirs)]:
+                raise RuntimeError(
+                    f"fastrl knows {module.__name__}.{new.__name__} with the arguments {', '.join(known)}; this one"
+                    f" takes {', '.join(theirs)}. Nothing was replaced"
+                )
         for new in ours:
             self._pairs.append((new.__name__, getattr(module, new.__name__), new))
             exchange(self._package, *self._pairs[-1])
@@ -41,3 +52,9 @@ class Replaced:
         for name, old, new in self._pairs:
             exchange(self._package, name, new, old)
         self._pairs.clear()
+
+
+def _arguments(x: Any) -> list[str]:
+    """The names of a function's arguments, or of those that an autograd function is applied to."""
+    function = next((getattr(x, name) for name in ("forward", "apply") if hasattr(x, name)), x)
+    return [name for name in inspect.signature(function).parameters if name != "ctx"]

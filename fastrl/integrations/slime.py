@@ -69,13 +69,16 @@ def calculate_log_probs_and_entropy(
 
 
 def enable() -> None:
-    """Put fastrl's functions in the place of slime's, wherever slime's modules hold them. ImportError without slime."""
+    """Put fastrl's `calculate_log_probs_and_entropy`, which slime's losses call, in the place of slime's.
+
+    Raises ImportError without slime, RuntimeError if slime's takes other arguments.
+    """
     try:
         module = importlib.import_module("slime.utils.ppo_utils")
     except ImportError as error:
         raise ImportError(f"fastrl.integrations.slime.enable needs slime ({error})") from error
     disable()
-    _replaced.replace(module, compute_log_probs, compute_entropy_from_logits, calculate_log_probs_and_entropy)
+    _replaced.replace(module, calculate_log_probs_and_entropy)
 
 
 def disable() -> None:

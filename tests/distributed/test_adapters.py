@@ -7,6 +7,7 @@ nemo_rl/distributed/model_utils.py (NVIDIA-NeMo/RL, commit 0433dae8) and slime/u
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -159,13 +160,22 @@ def test_bfloat16_logits(ranks: Ranks, peers: None) -> None:
         assert (ours[0] - exact).abs().max() < (theirs[0] - exact).abs().max()
 
 
+def like(ours: Any) -> Any:
+    """Something of another package that is called like ours: a function, or an autograd function."""
+
+    def theirs(*_: Any) -> None: ...
+
+    theirs.__signature__ = inspect.signature(getattr(ours, "apply", ours))  # type: ignore[attr-defined]
+    return type(ours.__name__, (), {"forward": theirs}) if hasattr(ours, "apply") else theirs
+
+
 def test_verl_is_patched_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("verl.utils", "verl.utils.experimental", "verl.utils.kernel", "verl.utils.megatron"):
         stand_in(monkeypatch, name)
     stand_in(monkeypatch, "verl", __version__=fast_verl.KNOWN[0])
     stand_in(monkeypatch, "verl.utils.experimental.torch_functional", FusedLinearForPPO=object())
     stand_in(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=object())
-    theirs = {x.__name__: object() for x in OURS[:3]}
+    theirs = {x.__name__: like(x) for x in OURS[:3]}
     paths = ("verl.utils.megatron.tensor_parallel", "verl.workers.engine.megatron.transformer_impl")
     holders = [stand_in(monkeypatch, path, **theirs) for path in paths]
     fast_verl.enable()
@@ -327,19 +337,24 @@ def test_slimes_custom_loss_runs_over_the_tensor_parallel_group(ranks: Ranks) ->
 
 
 @pytest.mark.parametrize(
-    ("adapter", "module", "other"),
+    ("adapter", "module", "other", "names"),
     [
-        (slime, "slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"),
-        (nemo_rl, "nemo_rl.distributed.model_utils", "nemo_rl.algorithms.loss.utils"),
+        (slime, "slime.utils.ppo_utils", "slime.backends.megatron_utils.loss", ["calculate_log_probs_and_entropy"]),
+        (
+            nemo_rl,
+            "nemo_rl.distributed.model_utils",
+            "nemo_rl.algorithms.loss.utils",
+            ["DistributedLogprob", "ChunkedDistributedLogprob", "ChunkedDistributedEntropy"],
+        ),
     ],
+    ids=["slime", "nemo_rl"],
 )
 def test_enable_puts_ours_in_and_disable_takes_it_out(
-    adapter: Any, module: str, other: str, monkeypatch: pytest.MonkeyPatch
+    adapter: Any, module: str, other: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ImportError, match=rf"fastrl\.integrations\.{adapter.__name__.rpartition('.')[2]}\.enable"):
         adapter.enable()
-    names = {x for x in adapter.__all__ if x not in ("enable", "disable", "from_parallel_logits_to_logprobs")}
-    theirs = {name: types.FunctionType((lambda: None).__code__, {}, name) for name in names}
+    theirs = {name: like(getattr(adapter, name)) for name in names}
     for i in range(1, module.count(".") + 1):
         stand_in(monkeypatch, module.rsplit(".", i)[0])
     holders = [stand_in(monkeypatch, path, **theirs) for path in (module, other)]
@@ -348,3 +363,7 @@ def test_enable_puts_ours_in_and_disable_takes_it_out(
     assert all(getattr(x, name) is getattr(adapter, name) for x in holders for name in names)
     adapter.disable()
     assert all(getattr(x, name) is theirs[name] for x in holders for name in names)
+    setattr(holders[0], names[-1], lambda logits, other: None)
+    with pytest.raises(RuntimeError, match=rf"{names[-1]} with the arguments .*; this one takes logits, other"):
+        adapter.enable()
+    assert all(getattr(holders[1], name) is theirs[name] for name in names)
