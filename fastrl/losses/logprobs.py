@@ -71,8 +71,8 @@ def token_logprobs(
             rank's columns, which follow those of the earlier ranks; V_r may differ between ranks and be 0. Targets,
             mask, temperature and sampling_mask are of the whole vocabulary and the same on every rank, and so are the
             results, to the bit. The gradient is that of this rank's columns, of a loss that every rank computes. The
-            forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per token and rank, the
-            backward none. Differentiable once, and not under torch.compile.
+            forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per token and rank,
+            the backward none. Differentiable once, and not under torch.compile.
         vocab_start: the id of this rank's first column, checked; None = where the columns of the earlier ranks end.
         vocab_size: of the whole vocabulary; columns beyond it are padding, which has no probability and gets a gradient
             of 0. None = all columns of all ranks.
