@@ -264,26 +264,36 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Replaces verl's kernel of this name: log-probabilities and entropies, flattened to (N,) as in verl.
 
-    For a process group of more than one process (tensor parallelism) or another reduction it calls verl's own kernel,
-    and logs one line.
+    With a process group (tensor parallelism) weight is this rank's part of the head, and the gradient of hidden is the
+    part of it that comes from there, as verl's kernel leaves it: Megatron's sequence parallelism sums the parts. For
+    another reduction it calls verl's own kernel, and logs one line.
     """
     if str(reduction).lower() not in _REDUCTIONS:  # as in verl
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     shards = 1 if dist_process_group is None else torch.distributed.get_world_size(dist_process_group)
-    if shards > 1 or reduction != "none":
-        what = f"reduction {reduction!r}" if shards == 1 else f"a head sharded over {shards} processes"
+    if reduction != "none":
         if "linear_cross_entropy" not in _replaced:
-            raise NotImplementedError(f"linear_cross_entropy does not take {what}")
-        say_once(log, f"verl's own kernel is used: fastrl does not take {what}")
+            raise NotImplementedError(f"linear_cross_entropy does not take reduction {reduction!r}")
+        say_once(log, f"verl's own kernel is used: fastrl does not take reduction {reduction!r}")
         original, _ = _replaced["linear_cross_entropy"]
         result: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
         return result
-    return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
+    group = dist_process_group if shards > 1 else None
+    return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature, group)
 
 
-def _scored(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _scored(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, group: Any = None
+) -> tuple[Tensor, Tensor]:
     stats = linear_token_logprobs(
-        hidden, weight, labels.long(), temperature=float(temperature), entropy=True, memory_budget=_memory_budget
+        hidden,
+        weight,
+        labels.long(),
+        temperature=float(temperature),
+        entropy=True,
+        memory_budget=_memory_budget,
+        tp_group=group,
+        reduce_hidden_grad=False,
     )
     assert stats.entropy is not None
     return stats.logprobs, stats.entropy

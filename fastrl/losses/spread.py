@@ -181,7 +181,7 @@ def same_arguments(
         "softcap": softcap or None,
         "sampling_mask": recorded,
         "backend": forced() or None,
-        **{name: described(value) for name, value in more.items()},
+        **more,
     }
 
 

@@ -160,6 +160,34 @@ def test_bfloat16_logits(ranks: Ranks, peers: None) -> None:
         assert (ours[0] - exact).abs().max() < (theirs[0] - exact).abs().max()
 
 
+def head_of_ranks() -> list[Tensor] | None:
+    """verl's `linear_cross_entropy` with the group, of a head whose rows lie over the ranks."""
+    group = group_of(0, 1)
+    return None if group is None else scored_head(group)
+
+
+def scored_head(group: Any) -> list[Tensor]:
+    """Log-probabilities, entropies and both gradients; without a group of the whole head."""
+    _, targets, upstream = posed()
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(B, S, 8, generator=g).requires_grad_(), torch.randn(V, 8, generator=g)
+    weight = (weight if group is None else weight.chunk(RANKS)[dist.get_rank()]).clone().requires_grad_()
+    logp, entropy = fast_verl.linear_cross_entropy(hidden, weight, targets, 0.7, "none", group)
+    upstreams = [upstream.view(-1), upstream.view(-1).flip(0)]
+    return [logp.detach(), entropy.detach(), *torch.autograd.grad([logp, entropy], [hidden, weight], upstreams)]
+
+
+def test_verls_fused_head_over_the_tensor_parallel_group(ranks: Ranks) -> None:
+    """The gradient of the hidden states is a rank's part of it: the kernel that it replaces sums nothing either."""
+    logp, entropy, d_hidden, d_weight = scored_head(None)
+    found = ranks.run(head_of_ranks)[:RANKS]
+    for rank, (own_logp, own_entropy, _, own_weight) in enumerate(found):
+        expected = logp, entropy, d_weight.chunk(RANKS)[rank]
+        torch.testing.assert_close((own_logp, own_entropy, own_weight), expected, **CLOSE)
+    torch.testing.assert_close(found[0][2] + found[1][2], d_hidden, **CLOSE)
+    assert (found[0][2] - d_hidden).abs().max() > 0.1
+
+
 def like(ours: Any) -> Any:
     """Something of another package that is called like ours: a function, or an autograd function."""
 

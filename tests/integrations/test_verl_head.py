@@ -61,14 +61,12 @@ def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch, watch):
     assert importer.linear_cross_entropy is before[1]
 
 
-def test_a_sharded_head_is_verls_own(core, monkeypatch, said):
+def test_a_reduction_is_verls_own(core, monkeypatch, said):
     kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
     calls = []
     monkeypatch.setattr(kernel, "linear_cross_entropy", lambda *args: calls.append(args) or (None, None))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     hidden, weight, labels, _ = head_inputs((5,))
-    with pytest.raises(NotImplementedError, match="sharded"):
-        adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
     with pytest.raises(NotImplementedError, match="reduction 'mean'"):
         adapter.linear_cross_entropy(hidden, weight, labels, 1.0, "mean")
     with pytest.raises(ValueError, match="reduction must be one of none, sum, mean, got 'median'"):
@@ -78,11 +76,10 @@ def test_a_sharded_head_is_verls_own(core, monkeypatch, said):
             kind(impl_backend="trtion")
     adapter.enable()
     try:
-        kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 2)
         kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "mean", None)
-        assert len(calls) == 2 and len(said()) == 2
-        assert kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", 1)[0].shape == (5,)
-        assert len(calls) == 2
+        assert len(calls) == 1 and len(said()) == 1
+        assert kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "none", "of one")[0].shape == (5,)
+        assert len(calls) == 1
     finally:
         adapter.disable()
 
