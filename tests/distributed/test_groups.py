@@ -83,7 +83,7 @@ def test_sums_and_their_gradients(ranks: Ranks) -> None:
 
 def test_a_group_must_be_one_of_this_process() -> None:
     assert checked_group("tp_group", None) is None
-    with pytest.raises(TypeError, match="tp_group must be a torch.distributed.ProcessGroup, got object"):
+    with pytest.raises(TypeError, match=r"tp_group must be a torch.distributed.ProcessGroup, got object"):
         checked_group("tp_group", object())
     with pytest.raises(ValueError, match="cp_group must be a group that this process is a rank of"):
         checked_group("cp_group", dist.GroupMember.NON_GROUP_MEMBER)
@@ -104,7 +104,7 @@ def test_shards_leave_out_padding_and_may_be_uneven_or_empty() -> None:
     assert (shard.start, shard.size, shard.total, shard.largest) == (4, 3, 8, 4)
     shard = shard_of(group, [4, 4, 4], [0, 4, None], 5, True)  # type: ignore[arg-type]
     assert shard.sizes == (4, 1, 0)
-    with pytest.raises(ValueError, match="vocab_start must be 4 on rank 1, .* got 5"):
+    with pytest.raises(ValueError, match=r"vocab_start must be 4 on rank 1, .* got 5"):
         shard_of(group, [4, 4], [0, 5], None, True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="vocab_size must be from 1 to 8, the rows of all ranks, got 9"):
         shard_of(group, [4, 4], [None, None], 9, True)  # type: ignore[arg-type]
