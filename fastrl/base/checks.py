@@ -73,7 +73,11 @@ def _why_not_in_memory(value: Tensor) -> str | None:
     if not missing and not wraps:
         return None
     if kind == "DTensor":
-        return "a DTensor: pass .to_local(), this rank's part, or .full_tensor(), the whole"
+        return (
+            "a DTensor, of which each rank holds a part: as weight and bias pass the head's parameters inside its"
+            " module's forward, where FSDP2 has gathered them, or the DTensor with the tp_group that it lies over;"
+            " otherwise pass .full_tensor(), the whole, or with tp_group .to_local(), this rank's part"
+        )
     if kind == "FakeTensor":
         return "a FakeTensor, which has a shape alone"
     if kind == "AsyncCollectiveTensor":
