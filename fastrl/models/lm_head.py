@@ -9,12 +9,16 @@
 Supported heads compute `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, tied or not: Llama,
 Mistral, Qwen, Gemma, Granite, Cohere, Phi, Falcon-H1 and their mixtures of experts. `fused_lm_head` compares the
 model's own logits of a few tokens, and refuses a model that computes anything else.
+
+If the head's module has hooks, the loss runs as its forward, inside that of the model: FSDP2 gathers a sharded weight
+for that time. This happens once in each forward, however many tokens count, so that no rank waits for another.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -26,6 +30,7 @@ from torch import Tensor
 from fastrl import linear_cross_entropy, linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
+from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
 
 try:
@@ -39,6 +44,7 @@ except ImportError as error:
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IGNORED = -100
 _NONE = object()  # the model had no forward of its own, only its class's
+_IN_HEAD = "fastrl_in_head"  # the argument of the forward for what `in_head` takes
 
 
 @dataclass(frozen=True)
@@ -75,21 +81,50 @@ class LMHead:
         """Raise ValueError unless the model's own logits equal this head's, up to the rounding of `dtype`."""
         count = min(8, self.weight.shape[0])
         input_ids = torch.arange(count, device=self.weight.device)[None]  # (1, 8), any tokens
+        states: list[Tensor] = []
+        ours: list[Tensor] = []
+        seen = {dtype or self.weight.dtype}
+
+        def of_states(module: Any, inputs: Any) -> None:
+            head = LMHead.of(model)  # not self: FSDP2 has gathered the weight by now, and may have cast it
+            seen.add(head.weight.dtype)
+            ours.append(head.logits(states[0].to(head.weight.dtype)))
+
+        hooks = (
+            decoder_of(model).register_forward_hook(lambda m, i, output: states.append(output.last_hidden_state)),
+            model.get_output_embeddings().register_forward_pre_hook(of_states),
+        )
         modes = {module: module.training for module in model.modules()}
         model.eval()  # dropout would make two forwards differ
         try:
             theirs = model(input_ids=input_ids, use_cache=False).logits.float()
-            ours = self.logits(decoder_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state)
         finally:
             for module, training in modes.items():
                 module.training = training
-        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
-        if not error <= TOLERANCE[dtype or self.weight.dtype]:
+            for hook in hooks:
+                hook.remove()
+        if not ours:
+            raise ValueError(f"{type(model).__name__} does not call its output head, which the fused losses replace")
+        error = float((ours[0] - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+        if not error <= max(TOLERANCE[x] for x in seen):
             raise ValueError(
                 f"{type(model).__name__} computes its logits in a way the fused losses do not know (relative "
                 f"difference {error:.2g}); known are a linear head with bias, a logit scale (logit_scale, "
                 "logits_scaling, output_multiplier, lm_head_multiplier) and a softcap (final_logit_softcapping)"
             )
+
+
+def in_head(head: torch.nn.Module, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+    """Returns `compute(hidden)`, run as the forward of the head's module, whose parameters it reads.
+
+    FSDP2 gathers a head that it shards before this forward and again before its backward, which it finds by the tensors
+    that go in and come out. It casts both, if its policy says so: a loss is better computed inside than of what
+    comes out.
+    """
+    if not (head._forward_pre_hooks or head._forward_hooks):
+        return compute(hidden)  # nothing acts on it, and torch.compile traces this
+    with replaced(head, "forward", compute):
+        return head(hidden)
 
 
 def decoder_of(model: Any) -> Any:
@@ -136,7 +171,13 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(base, "_fastrl_unfused"):
         remove_fused_lm_head(base)
-    LMHead.of(base).check(base)
+    root = _root_of(model)
+    if not _is_sharded(root) and any(map(_is_sharded, base.modules())):
+        raise ValueError(
+            f"fully_shard was applied to parts of {type(root).__name__} and not to itself: call fused_lm_head before "
+            "the first fully_shard, or after the last"
+        )
+    LMHead.of(base).check(root)
     original = base.forward
     base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
     base._fastrl_options = options = {"temperature": temperature, "memory_budget": memory_budget}
@@ -144,6 +185,8 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
     # The signature stays the model's own: `generate` and `Trainer` inspect it.
     @functools.wraps(type(base).forward)
     def forward(self: Any, *args: Any, return_token_stats: bool = False, **kwargs: Any) -> Any:
+        if _IN_HEAD in kwargs:
+            return in_head(self.get_output_embeddings(), *kwargs[_IN_HEAD])
         # `generate` may run in training mode too, but without gradients, and it needs logits.
         deferred = self._fastrl_defer and self.training and torch.is_grad_enabled() and kwargs.get("labels") is None
         if not return_token_stats and not deferred:
@@ -152,6 +195,17 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
 
     base.forward = MethodType(forward, base)
     return model
+
+
+def _is_sharded(module: Any) -> bool:
+    """Whether `fully_shard` was applied to this module itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _root_of(model: Any) -> Any:
+    """The module that is called: the causal LM or, if FSDP2 shards it as a whole, PEFT's wrapper around it."""
+    return model if _is_sharded(model) or not hasattr(model, "get_base_model") else model.get_base_model()
 
 
 def remove_fused_lm_head(model: Any) -> None:
@@ -183,18 +237,27 @@ def _token_stats(
     if routers is None and getattr(config, "output_router_logits", False):
         arguments["output_router_logits"] = routers = True
     outputs = decoder_of(model)(**arguments)
-    head, states = LMHead.of(model), outputs.last_hidden_state
-    if defer:  # the head is returned too: DistributedDataParallel finds the used parameters in the outputs
-        used = [x.view_as(x) for x in (head.weight, head.arguments["bias"]) if x is not None]
-        return CausalLMOutputWithPast(logits=None, hidden_states=(states, *used))
+    states = outputs.last_hidden_state
+    module = model.get_output_embeddings()
+    if defer:
+        # The head is returned too, because DistributedDataParallel finds the used parameters in the outputs. FSDP2
+        # needs no such help, and frees it.
+        used = [] if getattr(module, "_is_fsdp_managed_module", False) else [module.weight, module.bias]
+        return CausalLMOutputWithPast(
+            logits=None, hidden_states=(states, *(x.view_as(x) for x in used if x is not None))
+        )
     hidden, targets = (states[:, :-1], labels[:, 1:]) if shifted_labels is None else (states, shifted_labels)
-    mask = targets != IGNORED
-    stats = linear_token_logprobs(hidden, head.weight, targets, mask=mask, entropy=True, **options, **head.arguments)
-    aligned = (1, 0) if shifted_labels is None else (0, 0)
-    logprobs, entropy = (
-        torch.nn.functional.pad(values, aligned) for values in (stats.logprobs, stats.entropy) if values is not None
-    )
-    loss = _mean_loss(stats.logprobs, mask, count)
+    mask, aligned = targets != IGNORED, (1, 0) if shifted_labels is None else (0, 0)
+
+    def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+        head = LMHead.of(model)
+        stats = linear_token_logprobs(
+            hidden, head.weight, targets, mask=mask, entropy=True, **options, **head.arguments
+        )
+        values = (torch.nn.functional.pad(x, aligned) for x in (stats.logprobs, stats.entropy) if x is not None)
+        return _mean_loss(stats.logprobs, mask, count), *values
+
+    loss, logprobs, entropy = in_head(module, hidden, compute)
     aux_loss: Any = None
     if routers:
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # shared by all mixtures
@@ -233,15 +296,20 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
             mask = targets != IGNORED
             stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
             return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
-        hidden, weight, *bias = outputs.hidden_states
-        arguments = LMHead.of(base).arguments | {"bias": bias[0] if bias else None}
-        return linear_cross_entropy(
-            hidden[:, :-1],
-            weight,
-            targets,
-            denominator=num_items_in_batch,
-            memory_budget=base._fastrl_options["memory_budget"],
-            **arguments,
-        )
+        hidden = outputs.hidden_states[0]
+
+        def compute(hidden: Tensor) -> Tensor:
+            head = LMHead.of(base)
+            return linear_cross_entropy(
+                hidden[:, :-1],
+                head.weight,
+                targets,
+                denominator=num_items_in_batch,
+                memory_budget=base._fastrl_options["memory_budget"],
+                **head.arguments,
+            )
+
+        # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
+        return _root_of(model)(**{_IN_HEAD: (hidden, compute)})
 
     return loss

@@ -124,6 +124,14 @@ def test_without_the_argument_nothing_changes_and_the_head_comes_off(batch):
         compute_loss_func(model)
 
 
+def test_torch_compile_makes_one_graph(batch):
+    model = fused_lm_head(make("phi"))
+    expected = model(**batch, return_token_stats=True).loss
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch, return_token_stats=True).loss, expected)
+
+
 def test_through_peft(batch):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
