@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -27,6 +28,8 @@ from fastrl.integrations.trl.objective import (
     vespo_rollout,
 )
 from fastrl.integrations.trl.patches import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
+from fastrl.models.lm_head import in_head
+from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
 
 _STEP = "fastrl_step"  # the argument of the forward that `_add_step_forward` adds
@@ -37,8 +40,8 @@ class FastGRPOTrainer(GRPOTrainer):
 
     fastrl also computes the log-probabilities of the policy, the old and the reference policy. A configuration that
     fastrl cannot express, or was not tested with (multimodal inputs, an auxiliary loss, `cast_lm_head_to_fp32`, Liger's
-    layers, FSDP, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's own
-    code, and one line in the log says why. Exponents are clamped to +-20; TRL's are not.
+    layers, FSDP1, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's
+    own code, and one line in the log says why. Exponents are clamped to +-20; TRL's are not.
 
     Args:
         memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
@@ -61,13 +64,14 @@ class FastGRPOTrainer(GRPOTrainer):
         model: Any = self.model
         _add_step_forward(model.get_base_model() if is_peft_model(model) else model)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if self._why_not is not None:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         before = getattr(utils, "_ChunkedLogProbFunction")  # noqa: B009 (a private name)
         original = before.original if isinstance(before, FusedHead) else before
         with replaced_head(FusedHead(original, self.memory_budget)):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            scored = _unrounded(model) if self.is_fsdp_enabled else model
+            return super()._get_per_token_logps_and_entropies(scored, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         multimodal = [name for name in MULTIMODAL if inputs.get(name) is not None]
@@ -91,16 +95,18 @@ class FastGRPOTrainer(GRPOTrainer):
         step = _Step(self, inputs, batch, input_ids.shape[1])
         with self.accelerator.autocast():
             out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{_STEP: step})
-        results = Scores(out["logprobs"].detach(), out["entropy"].detach(), step.high_entropy)
+        loss, exact = out["loss"], step.results
+        if loss.dtype != exact["loss"].dtype:  # FSDP2's policy rounds outputs: its value, and the gradient through it
+            loss = exact["loss"].detach() + (loss - loss.detach())
+        results = Scores(exact["logprobs"].detach(), exact["entropy"].detach(), step.high_entropy)
         if self._entropy_bonus_enabled:
             with torch.no_grad():
                 tokens = step.entropy_tokens
                 mean = results.entropy.where(tokens, 0.0).sum() / tokens.sum().clamp(min=1)
                 scale = 1.0 if LOSS_TYPES[self.loss_type][1] == "items" else step.accumulation
-                policy_loss = (out["loss"].detach() + step.entropy_coef * mean / step.accumulation) * scale
+                policy_loss = (loss.detach() + step.entropy_coef * mean / step.accumulation) * scale
             log_entropy_bonus(self, policy_loss, results.entropy, tokens)
         log_policy(self, batch, results, inputs)
-        loss: Tensor = out["loss"]
         return loss
 
 
@@ -114,6 +120,7 @@ class _Step:
     def __init__(self, trainer: Any, inputs: dict[str, Any], batch: Batch, length: int) -> None:
         self.trainer, self.inputs, self.batch, self.length = trainer, inputs, batch, length
         self.accumulation = float(trainer.current_gradient_accumulation_steps) if trainer.model.training else 1.0
+        self.head: Any = None  # the module, once the model's forward has begun
         self.high_entropy: Tensor | None = None
         self.entropy_coef = 0.0
         if trainer._entropy_bonus_enabled:
@@ -139,18 +146,21 @@ class _Step:
     ) -> tuple[Tensor | None, ...]:
         """As `FusedHead.apply`, with only zeros for TRL to sum.
 
-        `results` are then the loss, and detached logprobs and entropy (B, T).
+        `results` are then the loss, and detached logprobs and entropy (B, T); `outputs` are the same as the head's
+        module returned them, for the model to return. The head's parameters are read inside its forward (`in_head`).
         """
         reason = why_not_fused(hidden, logit_scale)
         if reason is not None:
             raise _NotHere(reason)
+        options = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+        self.outputs = in_head(self.head, hidden, functools.partial(self._compute, options=options))
+        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
+
+    def _compute(self, hidden: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
         rows = _Rows(self.batch, hidden, self.length)
-        weight = weight.to(hidden.dtype)
-        options: dict[str, Any] = {
+        weight, bias = self.head.weight.to(hidden.dtype), self.head.bias
+        options |= {
             "bias": None if bias is None else bias.to(hidden.dtype),
-            "temperature": temperature,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
             "memory_budget": self.trainer.memory_budget,
             "mask": rows.of(self.batch.mask),
         }
@@ -174,7 +184,7 @@ class _Step:
             **rows.inputs(self.batch, weights, self._entropy_weights(), self._rollout()),
         )
         self.results = {"loss": out.loss, "logprobs": rows.back(out.logprobs), "entropy": rows.back(out.entropy)}
-        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
+        return self.results
 
     def _weights(self, weights: Tensor | None, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Token weights (B, T), times the masks that need statistics of the whole batch, by the trainer's own rules."""
@@ -261,11 +271,33 @@ def _add_step_forward(model: Any) -> None:
         step = kwargs.pop(_STEP, None)
         if step is None:
             return fused_forward(*args, **kwargs)
+        step.head = self.get_output_embeddings()
         with replaced_head(step):
             fused_forward(*args, fused_lm_head=True, **kwargs)
-        return step.results
+        return step.outputs
 
     model.forward = MethodType(forward, model)
+
+
+def _unrounded(model: Any) -> Callable[..., Any]:
+    """Calls the model and returns what its forward returns, before FSDP2's policy rounds it (`output_dtype`).
+
+    The loss is computed of unrounded log-probabilities, and those of the old policy must be no others.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+
+    def call(**inputs: Any) -> Any:
+        own, returned = base.forward, []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            returned.append(own(*args, **kwargs))
+            return returned[0]
+
+        with replaced(base, "forward", forward):
+            model(**inputs)
+        return returned[0]
+
+    return call
 
 
 def _why_not_here(trainer: Any) -> str | None:
@@ -288,7 +320,8 @@ def _why_not_here(trainer: Any) -> str | None:
         "cast_lm_head_to_fp32 is set": trainer.args.cast_lm_head_to_fp32,
         "use_liger_kernel is set": trainer.args.use_liger_kernel,
         "torch_compile is set": trainer.args.torch_compile,
-        "FSDP shards the head": trainer.is_fsdp_enabled,
+        "FSDP1 is used (FSDP2 is supported)": trainer.is_fsdp_enabled
+        and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1,
         "DeepSpeed is used": trainer.is_deepspeed_enabled,
         "a PEFT method that lengthens the prompt is used": any(c.is_prompt_learning for c in peft),
         "the output head has a PEFT adapter": hasattr(base.get_output_embeddings(), "base_layer"),
