@@ -1,10 +1,11 @@
-"""TRL's trainers under accelerate's FSDP2, in two processes."""
+"""TRL's and transformers' trainers under accelerate's FSDP2, in two processes."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,3 +145,49 @@ def test_rounded_outputs_do_not_round_the_ratios(pair: Ranks, path: str) -> None
     first, *_ = run(pair, "GRPO", "FastGRPOTrainer", path, **options)
     assert first["clip_ratio/region_mean"] == 0.0
     assert abs(first["kl"]) < 1e-6
+
+
+def transformers_steps(path: str, fused: bool, tied: bool) -> list[float]:
+    """Losses and gradient norms of transformers' own Trainer."""
+    import datasets
+    import transformers
+    from tiny_models import tiny_model
+
+    from fastrl.integrations.transformers import compute_loss_func, fused_lm_head
+
+    start_accelerate()
+    torch.manual_seed(0)
+    model = tiny_model("qwen2", vocab_size=51, tie_word_embeddings=tied)
+    ids = torch.randint(51, (16, 8)).tolist()
+    rows = [{"input_ids": row, "labels": [-100] * (i % 6) + row[i % 6 :]} for i, row in enumerate(ids)]
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            path,
+            use_cpu=True,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            learning_rate=1e-3,
+            fsdp=True,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        compute_loss_func=compute_loss_func(fused_lm_head(model)) if fused else None,
+    )
+    trainer.train()
+    assert trainer.accelerator.is_fsdp2
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    return [log[name] for log in logs for name in ("loss", "grad_norm")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_trainer_takes_the_same_steps(pair: Ranks, tmp_path: Path, tied: bool) -> None:
+    """`compute_loss_func` computes the loss after the model's forward."""
+    expected, found = (pair.run(transformers_steps, str(tmp_path), fused, tied)[0] for fused in (False, True))
+    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-5)
