@@ -43,6 +43,7 @@ def _plans(options: argparse.Namespace) -> str:
         "kept": options.kept,
     }
     if (options.tp, options.cp, options.gpus) != (None, None, None):
+        shared["over_ranks"] = (options.cp or 1) > 1
         return _over_gpus(options, call_of(*sizes, dtype, unrecorded=options.unrecorded, device="cuda", **shared))
     shared["budget"] = options.budget
     named = DEVICES.get((options.device or "").upper())

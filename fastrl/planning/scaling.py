@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from fastrl.objectives.dependence import ANY
+from fastrl.objectives.dependence import ANY, SPREAD, TOKEN
+from fastrl.objectives.rows import TERMS
 from fastrl.planning.budget import BudgetTooSmall, text
 from fastrl.planning.devices import Collective, Device
 from fastrl.planning.plans import Call, Plan, choose, passes
@@ -21,9 +22,8 @@ from fastrl.planning.tiling import combined_rows
 _ROW_BYTES = 16
 #: Launches that combine the statistics of all ranks for a piece of rows, and of a clipped objective in torch: counted.
 _COMBINE, _OBJECTIVE = 64, 130
-#: Sums over cp ranks for one evaluation of an objective: of counts, of responses' sums, of the loss with its metrics.
-#: Each is a gather of one float64 for each response.
-_SUMS = 3
+#: Numbers that travel with a rank's loss: the loss, sums of its terms, of clipped tokens and of entropies, a maximum.
+_TOTALS = 4 + len(TERMS)
 #: Plans whose tile holds whole rows, so that its gradient needs the statistics of all ranks while it is in memory.
 _BY_CHUNK = ("forward-gradient", "whole-response", "frozen-head")
 
@@ -131,12 +131,15 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     """The share of the rank that has most.
 
     Args:
-        call: of all ranks, without recorded supports.
+        call: of all ranks, without recorded supports. With cp > 1 its scope is that over ranks: TOKEN, SPREAD or ANY.
+        layout: how it lies over GPUs.
         device: a GPU with links.
         budget: of each rank in bytes; None: half of what inputs and gradients leave free.
 
     Raises BudgetTooSmall.
     """
+    assert layout.cp == 1 or call.scope in (TOKEN, SPREAD, ANY), call.scope
+    over_tokens = _over_tokens(call, layout, device)
     call = layout.part(call)
     plan = choose(call, budget, max(_free(call, device) // 2, 0))
     chunks = _chunks(call, plan)
@@ -147,7 +150,10 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     evaluations = len(chunks) if plan.name in ("forward-gradient", "whole-response") else 1
     in_torch = call.scope != ANY and (layout.tp > 1 or plan.name != "forward-gradient")
     pieces = sum(-(-rows // combined_rows(layout.tp, call.device)) for rows in chunks)
-    more = (layout.tp > 1) * _COMBINE * pieces + in_torch * _OBJECTIVE * evaluations
+    more = in_torch * _OBJECTIVE * evaluations
+    # Torch takes each rank's part out of what NCCL gathered by a launch of its own (`ProcessGroupNCCL::allgather`).
+    more += (layout.tp > 1) * (_COMBINE * pieces + layout.tp * len(chunks))
+    more += sum(x.count for x in over_tokens) * (layout.cp + _additions(layout.cp))
     launches = sum(x.launches for x in times) + more * device.launch
 
     exchanges = []
@@ -155,11 +161,7 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
         exchanges.append(_statistics(call, plan, chunks, layout, device, times[0].products))
         if call.needs.hidden:
             exchanges.append(_hidden(call, plan, chunks, layout, device, times[-1].products))
-    if layout.cp > 1 and call.scope != ANY:
-        count = _SUMS * (evaluations if plan.name == "whole-response" else 1)
-        responses = -(-call.rows // (call.longest or call.rows))
-        sums = device.collective(8 * responses * layout.cp, layout.cp, layout.tp)
-        exchanges.append(Exchange("sums over responses", count, sums, count * sums.seconds))
+    exchanges += over_tokens
     size = 4 * call.vocab * call.hidden if call.needs.weight else 0
     head = device.collective(size, layout.gpus // layout.tp, layout.tp) if size else Collective()
     return Share(call, plan, operations, traffic, launches, tuple(exchanges), head)
@@ -197,6 +199,28 @@ def _hidden(call: Call, plan: Plan, chunks: list[int], layout: Layout, device: D
     size = 4 * call.rows * call.hidden * (call.slopes if plan.name == "frozen-head" else 1)
     each = device.collective(size / count, layout.tp, rounds=2)
     return Exchange("sum of dL/dhidden", count, each, count * max(0.0, each.seconds - behind))
+
+
+def _over_tokens(call: Call, layout: Layout, device: Device) -> list[Exchange]:
+    """The sums over cp ranks, each a gather of float32. What depends on its response makes GSPO's: one, and back."""
+    if layout.cp == 1 or call.scope == ANY:
+        return []
+    responses = -(-call.rows // (call.longest or call.rows))
+    sums = (1 + any(call.needs)) * (call.scope == SPREAD)
+    exchanges = []
+    for name, count, numbers in (
+        ("tokens of each response", 1, responses),
+        ("sums over each response", sums, responses),
+        ("loss and metrics", 1, _TOTALS),
+    ):
+        each = device.collective(4 * numbers * layout.cp, layout.cp, layout.tp)
+        exchanges.append(Exchange(name, count, each, count * each.seconds))
+    return [x for x in exchanges if x.count]
+
+
+def _additions(ranks: int) -> int:
+    """Launches that add the parts of all ranks in their order: counted."""
+    return ranks + 1
 
 
 def report(share: Share, layout: Layout, device: Device) -> str:

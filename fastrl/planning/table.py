@@ -142,8 +142,12 @@ def call_of(
     kept: int,
     unrecorded: int,
     device: str,
+    over_ranks: bool = False,
 ) -> Call:
-    """What the planner knows of a call with these arguments of `plan_memory`, which are checked."""
+    """What the planner knows of a call with these arguments of `plan_memory`, which are checked.
+
+    over_ranks: whether the tokens of a response lie over the ranks of a group.
+    """
     counts = (
         ("tokens", tokens),
         ("hidden", hidden),
@@ -174,13 +178,13 @@ def call_of(
         longest=longest or tokens,
         all_rows=tokens,
         support_entries=kept,
-        **_objective(objective, on_policy),
+        **_objective(objective, on_policy, over_ranks),
     )
 
 
-def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool) -> dict[str, Any]:
+def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool, over_ranks: bool) -> dict[str, Any]:
     if objective is None:
         return {"scope": ANY}
     if not callable(objective) and not isinstance(objective, Objective):
         raise TypeError(f"objective must be an Objective, a callable or None, got {type(objective).__name__}")
-    return {"scope": scope(objective, Given(old=not on_policy)), "slopes": slopes(objective)}
+    return {"scope": scope(objective, Given(old=not on_policy, over_ranks=over_ranks)), "slopes": slopes(objective)}

@@ -15,7 +15,10 @@ from problem import CLOSE, Found, Problem, assert_same
 from ranks import Ranks, group_of
 
 import fastrl
+from fastrl.planning.devices import H100
 from fastrl.planning.plans import use_plan
+from fastrl.planning.scaling import Layout, share_of
+from fastrl.planning.table import call_of
 
 SIZE = B, T, H, V = 4, 9, 8, 37
 # The second response has tokens at its end alone, the last has none.
@@ -209,13 +212,13 @@ def test_a_nan_reaches_every_rank(ranks: Ranks) -> None:
 
 
 @contextmanager
-def counted() -> Iterator[list[torch.dtype]]:
-    """The dtypes of the tensors gathered inside."""
-    found: list[torch.dtype] = []
+def counted() -> Iterator[list[torch.Tensor]]:
+    """The tensors gathered inside."""
+    found: list[torch.Tensor] = []
     gathered = dist.all_gather
 
     def counting(parts: Any, x: torch.Tensor, **more: Any) -> Any:
-        found.append(x.dtype)
+        found.append(x)
         return gathered(parts, x, **more)
 
     dist.all_gather = counting
@@ -234,7 +237,7 @@ def collectives() -> dict[tuple[str, str], tuple[int, int]]:
                 loss = forward(entry, problem, EVERY[name], world)
                 before = len(gathered)
                 loss.backward()
-            assert gathered.count(torch.uint8) == 1, "the exchange between the hosts"
+            assert [x.dtype for x in gathered].count(torch.uint8) == 1, "the exchange between the hosts"
             numbers[entry, name] = before, len(gathered) - before
     return numbers
 
@@ -264,6 +267,31 @@ def test_collectives_of_a_call(ranks: Ranks) -> None:
     }
     for numbers in ranks.run(collectives):
         assert numbers == {(entry, name): count for entry in ENTRIES for name, count in expected.items()}
+
+
+def bytes_sent(name: str) -> list[int]:
+    """Of each collective but the exchange between the hosts."""
+    problem, _ = part(posed(), CUTS["anywhere"]((B, T), 4), dist.get_rank(), True)
+    with counted() as gathered:
+        forward("hidden", problem, EVERY[name], group_of(0, 1, 2, 3)).backward()
+    return [x.nbytes for x in gathered if x.dtype != torch.uint8]
+
+
+@pytest.mark.parametrize("name", ["GRPO", "GSPO"])
+def test_bytes_are_those_modelled(ranks: Ranks, name: str) -> None:
+    """docs/scaling.md prices these collectives."""
+    options: dict[str, Any] = {
+        "gradients": ["hidden", "weight"],
+        "on_policy": False,
+        "longest": T,
+        "kept": 0,
+        "unrecorded": 0,
+    }
+    call = call_of(B * T, H, V, torch.float32, objective=EVERY[name], device="cuda", over_ranks=True, **options)
+    modelled = share_of(call, Layout(1, 4, 4), H100, 1 << 30).exchanges
+    each = sorted(round(x.each.nvlink / 3) for x in modelled for _ in range(x.count))  # to each of three others
+    for found in ranks.run(bytes_sent, name):
+        assert sorted(found) == each
 
 
 TWICE = ("GRPO", "GSPO", "VESPO", "everything")
