@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+#: Older versions of torch have the old name alone, newer ones warn of it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 #: Bytes of a rank's part of an exchange; longer error messages are cut.
 _MESSAGE = 4096
 _LONGEST_ERROR = 2000
@@ -117,7 +120,8 @@ def start_gather(x: Tensor, group: ProcessGroup) -> Any:
     """Starts `gather`; the call of what it returns waits for the result, on a GPU without stopping the host."""
     x = x.contiguous()
     out = torch.empty((group.size(), *x.shape), dtype=x.dtype, device=x.device)
-    work = dist.all_gather(list(out.unbind()), x, group=group, async_op=True)
+    # Flat, because gloo takes no other shape; into one tensor, because NCCL copies each of a list by itself.
+    work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()

@@ -14,7 +14,7 @@ from fastrl.distributed.groups import gather
 
 
 def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of x over the ranks, added in their order in float64, in the dtype of x; x itself without a group.
+    """The sum of x over the ranks, added in float64, in the dtype of x; x itself without a group.
 
     Differentiable: each rank's loss may depend on the sum, so the backward sums the upstream gradients of all ranks.
     All ranks must run the backward, or none.
@@ -47,11 +47,8 @@ def whole_sum(x: Tensor, largest: Tensor, group: ProcessGroup) -> tuple[Tensor, 
 
 
 def _summed(parts: Tensor) -> Tensor:
-    """(ranks, ...) -> (...)"""
-    total = parts[0].double()
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts.dtype)
+    """(ranks, ...) -> (...), in float64: the same order of additions on every rank, whose tensors have one shape."""
+    return parts.sum(0, dtype=torch.float64).to(parts.dtype)
 
 
 class _Sum(torch.autograd.Function):
