@@ -29,8 +29,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _MESSAGE = 4096
 _LONGEST_ERROR = 2000
 
-#: Of each group the one in which its hosts talk: itself if it can exchange tensors of a CPU.
-_host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+#: Of each group the one in which its hosts talk; None: itself, because it can exchange tensors of a CPU.
+_host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup | None] = WeakKeyDictionary()
 _exchanges: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -90,13 +90,15 @@ def agree(name: str, group: ProcessGroup, same: Mapping[str, object], facts: Map
 def _exchange(group: ProcessGroup, message: dict[str, Any]) -> list[dict[str, Any]]:
     """The message of every rank."""
     _exchanges[group] = _exchanges.get(group, 0) + 1
+    if group.size() == 1:
+        return [message]
     data = json.dumps(message).encode()
     if len(data) > _MESSAGE:
         data = json.dumps(
             {"error": f"RuntimeError: what is agreed on takes {len(data)} bytes, at most {_MESSAGE}"}
         ).encode()
     mine = torch.frombuffer(bytearray(data.ljust(_MESSAGE)), dtype=torch.uint8)
-    return [json.loads(bytes(part.tolist())) for part in start_gather(mine, _host_group(group))()]
+    return [json.loads(part.numpy().tobytes()) for part in start_gather(mine, _host_group(group))()]
 
 
 def _host_group(group: ProcessGroup) -> ProcessGroup:
@@ -104,11 +106,12 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
     if group not in _host_groups:
         try:
             group._get_backend(torch.device("cpu"))
-            _host_groups[group] = group
+            _host_groups[group] = None
         except RuntimeError:
+            timeout = group._get_backend(torch.device("cuda")).options._timeout
             members = dist.get_process_group_ranks(group)
-            _host_groups[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-    return _host_groups[group]
+            _host_groups[group] = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
+    return _host_groups[group] or group
 
 
 def gather(x: Tensor, group: ProcessGroup) -> Tensor:

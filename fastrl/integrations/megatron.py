@@ -10,8 +10,8 @@ Each takes the place of the function of this name: `megatron/core/tensor_paralle
 `megatron/core/fusions/fused_cross_entropy.py` of Megatron-Core 0.16, `verl/utils/megatron/tensor_parallel.py` of verl
 0.9. Logits (..., V_r) are float32, bfloat16 or float16, and are not written to; ids (...) are of the whole vocabulary.
 Results are float32, differentiable and the same on every rank. A forward makes one collective, a backward none, and
-neither makes a float32 copy of the logits. Unlike theirs, an id outside the vocabulary is an error: IndexError on the
-CPU, NaN on a GPU.
+neither makes a float32 copy of the logits. A negative id, an ignored label, gives 0 and no gradient. Unlike theirs, an
+id beyond the vocabulary is an error: IndexError on the CPU, NaN on a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def sharded(logits: Tensor, ids: Tensor | None, group: Any, vocab_start: int | N
     if ids is None:
         ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
         return token_logprobs(logits, ids, entropy=True, tp_group=group)
-    return token_logprobs(logits, ids.long(), tp_group=group, vocab_start=vocab_start)
+    ids = ids.long()
+    return token_logprobs(logits, ids, mask=ids >= 0, tp_group=group, vocab_start=vocab_start)
 
 
 # --- Megatron-Core ----------------------------------------------------------------------------------------------------

@@ -33,13 +33,14 @@ _replaced = Replaced("nemo_rl")
 
 
 def _logprobs(logits: Tensor, target: Tensor, start: int, end: int, group: Any, inference_only: bool) -> Tensor:
-    if int(end) - int(start) != logits.shape[-1]:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        logprobs = sharded(logits, target, group, int(start)).logprobs
+    if int(end) - int(start) != logits.shape[-1]:  # only now: the other ranks wait for this one
         raise ValueError(
             f"vocab_start_index and vocab_end_index must be {logits.shape[-1]} apart, the columns of"
             f" vocab_parallel_logits, got {start} and {end}"
         )
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return sharded(logits, target, group, int(start)).logprobs
+    return logprobs
 
 
 class DistributedLogprob:

@@ -335,12 +335,16 @@ def enable(*, memory_budget: int | str | None = None) -> None:
         of_shards = importlib.import_module("verl.utils.megatron.tensor_parallel")
     except ImportError:  # without Megatron, verl has no logits of vocabulary shards
         return
-    _of_shards.replace(
-        of_shards,
-        megatron.vocab_parallel_log_probs_from_logits,
-        megatron.vocab_parallel_entropy,
-        megatron.vocab_parallel_entropy_with_chunking,
-    )
+    try:
+        _of_shards.replace(
+            of_shards,
+            megatron.vocab_parallel_log_probs_from_logits,
+            megatron.vocab_parallel_entropy,
+            megatron.vocab_parallel_entropy_with_chunking,
+        )
+    except RuntimeError:  # its functions take other arguments: nothing is replaced
+        disable()
+        raise
 
 
 def disable() -> None:

@@ -61,10 +61,10 @@ class Backward:
         of = self.order.of
         active = Statistics(*map(of, stats))  # type: ignore[arg-type]
         self.rows = Rows(of(targets), of(transform.temperatures), active, c, h, self.order.dense_support(dense_support))  # type: ignore[arg-type]
-        whole = self.order.index is None and head.weight.shape[0] > 0
-        self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
-        self.weight = self._output(head.weight, needs.weight, filled=True)
-        self.bias = self._output(head.weight[:, 0], needs.bias, filled=True)
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self._due: list[int] = []  # the rows of each sum over the group that is still to come
 
     @staticmethod
     def _active(mask: Tensor | None, logprobs: Tensor, c: Tensor, h: Tensor | None, num_tokens: int) -> Order:
@@ -89,7 +89,42 @@ class Backward:
 
     @torch.no_grad()
     def run(self, plan: str) -> tuple[Tensor | None, ...]:
-        """Runs the plan's passes; returns dL/d(hidden, weight, bias) in their dtypes, None if not needed."""
+        """Runs the plan's passes; returns dL/d(hidden, weight, bias) in their dtypes, None if not needed.
+
+        After an error the other ranks of a group get NaN: they wait for this rank's part.
+        """
+        if self.group is None:
+            return self._run(plan)
+        self._due = self._sums(plan)
+        try:
+            return self._run(plan)
+        except Exception:
+            for rows in self._due:
+                shape = (rows, self.head.hidden.shape[1])
+                add_parts(torch.full(shape, torch.nan, dtype=torch.float32, device=self.head.hidden.device), self.group)
+            raise
+
+    def _sums(self, plan: str) -> list[int]:
+        """The rows of each sum of dL/dhidden over the group."""
+        if not self.needs.hidden or not self.order.count:
+            return []
+        if not self.partial:
+            return [self.head.hidden.shape[0]]
+        step = self._tile("hidden").rows if plan == TWO_PASS else self.order.count
+        return [part.stop - part.start for part in slices(self.order.count, step)]
+
+    def _add(self, total: Tensor) -> None:
+        """Sum parts of dL/dhidden over the group."""
+        assert self.group is not None
+        self._due.pop(0)
+        add_parts(total, self.group)
+
+    def _run(self, plan: str) -> tuple[Tensor | None, ...]:
+        head, needs = self.head, self.needs
+        whole = self.order.index is None and head.weight.shape[0] > 0
+        self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
+        self.weight = self._output(head.weight, needs.weight, filled=True)
+        self.bias = self._output(head.weight[:, 0], needs.bias, filled=True)
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
             if self.needs.hidden and (needs_head or self.group) and plan != TWO_PASS:
@@ -147,11 +182,11 @@ class Backward:
                 else:
                     products.add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)
             if total is not None:
-                if self.group is not None and self.partial:
-                    add_parts(total, self.group)
+                if self.partial:
+                    self._add(total)
                 products.store_rows(self.hidden, where, total, self.undo)
         if self.group is not None and not self.partial:
-            add_parts(self.hidden, self.group)
+            self._add(self.hidden)
 
     def _float32(self, rows: int) -> Tensor:
         """Uninitialised memory for float32 sums (rows, H)."""
@@ -182,7 +217,7 @@ class Backward:
             outer.finish()
         if with_hidden and self.group is not None:
             assert self.hidden is not None
-            add_parts(self.hidden if total is None else total, self.group)
+            self._add(self.hidden if total is None else total)
         if total is not None:
             assert self.hidden is not None
             products.store_rows(self.hidden, self.order.rows(slice(0, count)), total, self.undo)
