@@ -155,7 +155,8 @@ def _mean_by_weight(head: Head, args: VocabularyArguments, shard: VocabularyShar
     step = max(1, _PIECE_BYTES // (4 * width))
     total = torch.zeros(width, dtype=torch.float64, device=head.weight.device)
     # A sum on a GPU reads a half-precision operand directly; on a CPU it would copy it whole.
-    for part in slices(vocab, vocab if head.weight.is_cuda or head.weight.dtype == torch.float32 else step):
+    whole = head.weight.is_cuda or head.weight.dtype == torch.float32
+    for part in slices(vocab, max(vocab, 1) if whole else step):  # a shard may be empty
         total += head.weight[part].sum(0, dtype=torch.float32)
     if head.bias is not None:
         total = torch.cat([total, head.bias.double().sum()[None]])

@@ -37,8 +37,9 @@ def hand_over(
             continue
         if type(gradient) is Tensor:
             out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-            with consumed.kept(gradient):
-                kernels(backend, gradient).scale(gradient, upstream.float(), out)
+            if gradient.numel():  # a shard of the head may be empty
+                with consumed.kept(gradient):
+                    kernels(backend, gradient).scale(gradient, upstream.float(), out)
         else:  # a compiler's fake tensor: graphs are functional, and the compiler manages memory
             out = (gradient * upstream).to(dtype)
         scaled.append(out)
