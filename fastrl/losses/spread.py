@@ -189,6 +189,7 @@ def same_problem(problem: Problem) -> dict[str, object]:
     """What every rank must pass alike of a policy loss, by name."""
     batch = problem.batch
     given = {
+        "cu_seqlens": problem.cu_seqlens,
         "advantages": batch.advantages,
         "old_logprobs": batch.old,
         "ref_logprobs": batch.ref,
@@ -217,6 +218,8 @@ def _values(*tensors: Tensor) -> str:
 
 def described(value: Any) -> str:
     """A text that is equal in every process: no addresses, and no values of tensors, which may lie on a GPU."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
