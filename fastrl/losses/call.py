@@ -81,6 +81,9 @@ def linear_call(
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
     count = _known_count(num_tokens, args)
     support = checked_mask(sampling_mask, args, None if tp.group else head.weight.shape[0])
+    if support is not None:  # the kernels for support entries need rows of unit stride
+        head, more = unit_strides(head)
+        copied += more
     return LinearCall(head, args, support, count, budget, copied)
 
 
@@ -107,13 +110,14 @@ def over_groups(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same:
     shard, by_rank = agreed_facts(tp, head.weight.shape[0], arguments, facts)
     if call.sampling_mask is not None:
         call.sampling_mask.check_vocab(shard.total)
-    padded = head.weight.shape[0] > shard.size
-    if padded:
+    if head.weight.shape[0] > shard.size:
         head = head._replace(
             weight=head.weight[: shard.size], bias=None if head.bias is None else head.bias[: shard.size]
         )
-    held = 2 * head.weight.shape[0] * head.weight.shape[1] * head.weight.element_size()
-    copied = max(x["copied"] for x in by_rank) + (held if padded and head.weight.requires_grad else 0)
+    # The gradient of a part is copied into that of the whole.
+    padded = max((size for x, size in zip(by_rank, shard.sizes, strict=True) if x["held"] > size), default=0)
+    held = 2 * padded * head.weight.shape[1] * head.weight.element_size() if call.needs.weight else 0
+    copied = max(x["copied"] for x in by_rank) + held
     budgets, shares = ([x[key] for x in by_rank if x[key] is not None] for key in ("budget", "share"))
     return call._replace(
         head=head,
@@ -208,15 +212,12 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
     """
     supports, entries = None, 0
     if (recorded := call.sampling_mask) is not None:
-        # The kernels for support entries need rows of unit stride. An objective runs in torch, in any scope.
-        head, copied = unit_strides(call.head)
-        call = call._replace(head=head, copied=call.copied + copied)
-        itemsize, device = head.weight.element_size(), head.weight.device.type
+        itemsize, device = call.head.weight.element_size(), call.head.weight.device.type
         widest = widest_support(call.largest, device, itemsize)
-        sizes = head.sizes(1, shard=call.shard)
+        sizes = call.head.sizes(1, shard=call.shard)
         supports = split(recorded, call.args, widest, True, lambda n, ids: gathers(n, ids, sizes))
         entries, rows = recorded.token_ids.shape[0], supports.num_dense
-        scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0
+        scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0  # an objective runs in torch, in any scope
     device = call.head.weight.device.type
     inputs = Call(
         rows=_counted_rows(call.args) if rows < 0 else rows,

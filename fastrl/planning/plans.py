@@ -112,7 +112,7 @@ class Call:
         backend = self.backend or fastest(self.device)
         if backend == "torch":
             return _BLOCK_COPIES * 4 * max(min(BLOCK_ENTRIES, self.rows * self.vocab), self.vocab)
-        if backend == "cpp" and name == "forward-gradient":
+        if backend == "cpp" and name == "forward-gradient" and self.shards == 1:
             return _threads() * 4 * (self.vocab + 64)  # a row of exponentials per thread
         return 0
 
