@@ -195,7 +195,7 @@ def _backward(
         return gradients
     total = gradients.hidden.float()
     add_parts(total, shard.group)
-    return total.to(head.hidden.dtype), gradients.weight, gradients.bias
+    return gradients.hidden.copy_(total), gradients.weight, gradients.bias
 
 
 def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall) -> tuple[Statistics, list[Tensor]]:

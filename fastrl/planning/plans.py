@@ -94,8 +94,10 @@ class Call:
         if self.needs.bias:
             total += 12 * self.vocab
         if self.shards > 1:  # the statistics of all shards, and the pieces in which they are combined
-            total += max(self.all_rows, self.rows) * 16 * (self.shards + 2)
+            total += max(self.all_rows, self.rows) * 16 * (self.shards + 4)
             total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
+        if self.partial and self.support_entries and self.needs.hidden and self.dtype.itemsize < 4:
+            total += 4 * max(self.all_rows, self.rows) * self.hidden  # the sum of dL/dhidden over the devices
         return total + max(self.all_rows, self.rows) * per_row
 
     def _support_bytes(self) -> int:
