@@ -18,6 +18,7 @@ from fastrl.backend.choice import kernels
 from fastrl.backend.contract import LossTerms, Transform
 from fastrl.backend.torch.rows import row_terms
 from fastrl.base import checks
+from fastrl.distributed.groups import start_gather
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import start_add_parts
 from fastrl.linear import head as products
@@ -28,6 +29,7 @@ from fastrl.linear.statistics import Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.operators.attach import hand_over, refuse_second_order
 from fastrl.operators.operator import operator, saved
+from fastrl.operators.sharded import RankFailed, failure
 from fastrl.planning.tiling import Needs, PassBudget, Tile
 
 #: Begins to turn a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk). What
@@ -100,6 +102,16 @@ class _Sums:
             assert total is not None
             self.wait = start_add_parts(total, self.group)
 
+    def fail(self) -> None:
+        """Make the sum of dH over the group with NaN for this rank's part, unless it has been started."""
+        if self.wait is None:
+            for total in (self.parts, self.hidden):
+                if total is not None:
+                    total.fill_(torch.nan)
+            self._start_sum()
+        if self.wait is not None:
+            self.wait()
+
     def finish(self) -> tuple[Tensor | None, ...]:
         """dL/d(hidden, weight, bias)."""
         if self.head.weight is not None and self.head.first:
@@ -151,19 +163,44 @@ def forward_gradient(
             positions = slice(chunk.start, chunk.start + chunk.active)
             sums.add(positions, hidden[: chunk.active], logits[: chunk.active], number == last)
 
-    for number, chunk in enumerate(chunks):
-        where = used.rows(slice(chunk.start, chunk.stop))
-        hidden = held[number % tiles].hidden(where)
-        logits = held[number % tiles].logits(hidden, slice(0, vocab))
-        t = transform.temperatures
-        chunk_transform = transform if t is None else transform._replace(temperatures=t[where].contiguous())
-        terms = chunk_gradient(logits[None], targets[where], chunk_transform, where, number)
-        begun.append((number, hidden, logits, terms))
-        if len(begun) == tiles:
+    started = 0
+    try:
+        for number, chunk in enumerate(chunks):
+            where = used.rows(slice(chunk.start, chunk.stop))
+            hidden = held[number % tiles].hidden(where)
+            logits = held[number % tiles].logits(hidden, slice(0, vocab))
+            t = transform.temperatures
+            chunk_transform = transform if t is None else transform._replace(temperatures=t[where].contiguous())
+            terms = chunk_gradient(logits[None], targets[where], chunk_transform, where, number)
+            started += 1
+            begun.append((number, hidden, logits, terms))
+            if len(begun) == tiles:
+                end()
+        while begun:
             end()
-    while begun:
-        end()
-    return out, sums.finish()
+        return out, sums.finish()
+    except RankFailed:
+        raise
+    except Exception:
+        if shard is not None:
+            _release(targets, used, chunks[started:], tiles, sums, shard)
+        raise
+
+
+def _release(
+    targets: Tensor, used: Order, chunks: Sequence[Chunk], tiles: int, sums: _Sums, shard: VocabularyShard
+) -> None:
+    """After an error, makes the collectives that the other ranks wait for: those of `chunks`, and the sum of dH.
+
+    Where values may be read, the others stop at the first chunk whose statistics are a failure; by then they have
+    begun as many chunks as there are tiles.
+    """
+    seen = checks.values_are_checked(targets)
+    for chunk in chunks[:tiles] if seen else chunks:
+        ids = targets[used.rows(slice(chunk.start, chunk.stop))]
+        start_gather(torch.stack(failure(ids)), shard.group)()
+    if not (seen and chunks):
+        sums.fail()
 
 
 def active_rows(inputs: RowInputs) -> Tensor:

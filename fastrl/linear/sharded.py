@@ -2,7 +2,8 @@
 
 Each rank computes the logits of its own vocabulary entries. It learns the statistics of whole rows from the other ranks
 (one collective for all rows), and with these forms its own part of the gradients: dL/dweight is its own, and the parts
-of dL/dhidden are added up over the group, in float32, and rounded once.
+of dL/dhidden are added up over the group, in float32, and rounded once (in 16 bits with supports, each part before that
+too).
 """
 
 from __future__ import annotations
@@ -41,13 +42,9 @@ def start_statistics(
 
     Targets (n,) are those of the whole vocabulary. The call of what it returns waits for the other ranks.
     """
-
-    def local() -> Statistics:
-        if not logits.shape[-1]:
-            return empty_shard_statistics(targets)
-        stats: Statistics = kernels(backend, logits).row_statistics(logits, targets - shard.start, None, transform)
-        return stats
-
+    if not logits.shape[-1]:
+        return start_gathered(empty_shard_statistics(targets), targets, shard)
+    local = kernels(backend, logits).row_statistics(logits, targets - shard.start, None, transform)
     return start_gathered(local, targets, shard)
 
 

@@ -121,7 +121,7 @@ def over_groups(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same:
     budgets, shares = ([x[key] for x in by_rank if x[key] is not None] for key in ("budget", "share"))
     return call._replace(
         head=head,
-        shard=shard,
+        shard=None if tp.group.size() == 1 else shard,
         copied=copied,
         budget=min(budgets) if budgets else None,
         share=min(shares) if shares else None,

@@ -94,7 +94,7 @@ def policy_loss(
         TypeError, ValueError: the message names the argument, the value and what was expected.
         RuntimeError: another rank of cp_group raised an error, which the message has.
     """
-    cp_group = checked_cp_group(cp_group)
+    cp_group = checked_cp_group(cp_group, None)
     with ALONE.reporting(cp_group):
         logprobs = checks.tensor("logprobs", logprobs)
         dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
@@ -168,7 +168,7 @@ def logits_policy_loss(
     Returns, raises: as `policy_loss` and `token_logprobs`.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    cp_group = checked_cp_group(cp_group)
+    cp_group = checked_cp_group(cp_group, tp_group)
     with tp.reporting(cp_group):
         tp.check()
         logits, targets = checked_logits(logits, targets, inplace, may_be_empty=tp.group is not None)
@@ -194,7 +194,7 @@ def logits_policy_loss(
         shard = None
         if tp.group is not None:
             rows = row_ops.as_rows(logits, consume)
-            same = {"inplace": inplace, **same_problem(problem)}
+            same = {"inplace": inplace, **same_problem(problem, denominator)}
             shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, same)
         vocab = logits.shape[-1] if shard is None else shard.total
         supports = split_support(sampling_mask, args, vocab)
@@ -298,7 +298,7 @@ def linear_policy_loss(
     Returns, raises: as `policy_loss` and `linear_token_logprobs`.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    cp_group = checked_cp_group(cp_group)
+    cp_group = checked_cp_group(cp_group, tp_group)
     with tp.reporting(cp_group):
         call = linear_call(
             hidden,
@@ -332,7 +332,7 @@ def linear_policy_loss(
             cu_seqlens=cu_seqlens,
         )
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
-            call = over_groups(call, tp, targets.shape, **same_problem(problem))
+            call = over_groups(call, tp, targets.shape, **same_problem(problem, denominator))
         if cp_group is not None:  # else the operators check
             checks.targets_in_range(call.args.targets, call.args.mask, call.vocab)
         plan = planned_loss(problem, call, cp_group is not None)

@@ -45,6 +45,7 @@ class Problem(NamedTuple):
     batch: Batch
     weights: Tensor
     cu_seqlens: Tensor | None
+    has_entropy: bool
 
 
 def make_problem(
@@ -63,7 +64,7 @@ def make_problem(
     batch = make_batch(targets, targets_name, dtype=dtype, **inputs)
     check_requirements(settings, batch, has_entropy)
     weights = batch.aggregation_weights(settings, denominator).to(dtype)
-    return Problem(objective, batch, weights, inputs["cu_seqlens"])
+    return Problem(objective, batch, weights, inputs["cu_seqlens"], has_entropy)
 
 
 def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) -> PolicyLoss:

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch.distributed import ProcessGroup
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, kernels, resolved
 from fastrl.base import checks
 from fastrl.distributed.groups import agree, checked_group, reporting
 from fastrl.distributed.shards import VocabularyShard, checked_options, shard_of
@@ -67,17 +66,28 @@ ALONE = TensorParallel()
 
 def _checked(name: str, group: object) -> ProcessGroup | None:
     checked = checked_group(name, group)
-    # A function that cannot be traced runs as it is, and those that it calls are traced, by this callback.
-    if checked is not None and (torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None):
+    if checked is not None and _is_traced():
         raise NotImplementedError(
             f"{name} is not built for torch.compile: make the call from a function with @torch.compiler.disable"
         )
     return checked
 
 
-def checked_cp_group(cp_group: object) -> ProcessGroup | None:
-    """The group; raises NotImplementedError for one under torch.compile."""
-    return _checked("cp_group", cp_group)
+def _is_traced() -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    from torch._C._dynamo import eval_frame
+
+    # A function that cannot be traced runs as it is, and those that it calls are traced, by this callback.
+    return callable(eval_frame.get_eval_frame_callback())
+
+
+def checked_cp_group(cp_group: object, tp_group: object) -> ProcessGroup | None:
+    """The group; raises NotImplementedError for one under torch.compile, ValueError for the tp_group itself."""
+    checked = _checked("cp_group", cp_group)
+    if checked is not None and checked is tp_group:
+        raise ValueError("cp_group must be another group than tp_group: tokens lie over it, not the vocabulary")
+    return checked
 
 
 def over_cp_group(
@@ -115,6 +125,7 @@ def over_cp_group(
         "denominator": described(denominator),
         "dtype": problem.weights.dtype,
         "whether a gradient is needed": needs_gradient,
+        "entropy": "given" if problem.has_entropy else "None",
         **{names.get(name, name): "None" if getattr(batch, name) is None else "given" for name in optional},
     }
     batch = batch.over(group, same, advantages)
@@ -146,7 +157,7 @@ def agreed_logits(
     sampling_mask: object,
     same: Mapping[str, object],
 ) -> VocabularyShard | None:
-    """The shard that logits (A, B, V_r) are, after the checks that could fail on one rank alone; None without a group.
+    """The shard that logits (A, B, V_r) are, after the checks that could fail on one rank alone; None if whole.
 
     shape: of targets. same: further arguments that must be equal on all ranks.
     """
@@ -156,7 +167,8 @@ def agreed_logits(
     kernels(forced(), rows)
     checked_mask(sampling_mask, args, None)
     alike = same_arguments(args, shape, rows.dtype, sampling_mask, **same)
-    return agreed_facts(tp, rows.shape[-1], alike, {})[0]
+    shard, _ = agreed_facts(tp, rows.shape[-1], alike, {})
+    return None if tp.group.size() == 1 and shard.size == rows.shape[-1] else shard
 
 
 def same_arguments(
@@ -172,6 +184,8 @@ def same_arguments(
         values = _values(sampling_mask.token_ids, sampling_mask.offsets)
         recorded = f"{len(sampling_mask)} rows with {sampling_mask.token_ids.shape[0]} ids{values}"
     valid = targets if mask is None else targets.where(mask, 0)
+    if temperatures is not None and mask is not None:
+        temperatures = temperatures.where(mask, 1.0)
     return {
         "mask": None if mask is None else f"one{_values(mask)}",
         "targets": f"shape {tuple(shape)}{_values(valid)}",
@@ -180,13 +194,13 @@ def same_arguments(
         "logit_scale": logit_scale,
         "softcap": softcap or None,
         "sampling_mask": recorded,
-        "backend": forced() or None,
+        "backend": resolved(forced(), targets.device.type),
         **more,
     }
 
 
-def same_problem(problem: Problem) -> dict[str, object]:
-    """What every rank must pass alike of a policy loss, by name."""
+def same_problem(problem: Problem, denominator: float | Tensor | None) -> dict[str, object]:
+    """What every rank must pass alike of a policy loss, by name; `denominator` as the caller passed it."""
     batch = problem.batch
     given = {
         "cu_seqlens": problem.cu_seqlens,
@@ -197,12 +211,13 @@ def same_problem(problem: Problem) -> dict[str, object]:
         "token_weights": batch.token_weights,
         "entropy_weights": batch.entropy_weights,
         "entropy_threshold": batch.entropy_threshold,
-        "denominator": problem.weights,
     }
     return {
         "objective": described(problem.objective),
         "number of responses": batch.responses.count,
+        "advantages per response": batch.per_response,
         **{name: None if x is None else f"given{_values(x)}" for name, x in given.items()},
+        "denominator": f"{described(denominator)}{_values(problem.weights)}",
     }
 
 

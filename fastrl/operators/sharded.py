@@ -34,28 +34,29 @@ def empty_shard_statistics(targets: Tensor) -> Statistics:
     return Statistics(zeros, zeros, torch.full_like(zeros, -torch.inf), zeros)
 
 
+class RankFailed(RuntimeError):
+    """Another rank raised an error before it could compute its statistics."""
+
+
+def failure(targets: Tensor) -> Statistics:
+    """What a rank sends in place of its statistics (n,) after an error, because the others wait for them."""
+    nan = torch.full(targets.shape, torch.nan, dtype=torch.float32, device=targets.device)
+    return Statistics(nan, nan, nan, torch.full_like(nan, _FAILED))
+
+
 def start_gathered(
-    compute: Callable[[], Statistics], targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
+    local: Statistics, targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
 ) -> Callable[[], Statistics]:
     """Starts `gathered`; the call of what it returns waits for the other ranks and gives the statistics."""
-    error: Exception | None = None
-    try:
-        local = compute()
-    except Exception as raised:  # raised below: the others wait for this rank's part
-        error, nan = raised, torch.full(targets.shape, torch.nan, dtype=torch.float32, device=targets.device)
-        local = Statistics(nan, nan, nan, torch.full_like(nan, _FAILED))
     if targets.shape[0] == 0:
-        finish = None
-    else:
-        finish = start_gather(torch.stack(local), shard.group)
+        return lambda: Statistics(*(x.clone() for x in local))
+    finish = start_gather(torch.stack(local), shard.group)
 
     def combined() -> Statistics:
-        parts = finish() if finish is not None else torch.stack(local)[None]  # (ranks, 4, n)
-        if error is not None:
-            raise error
-        if targets.shape[0] and checks.values_are_checked(targets):
+        parts = finish()  # (ranks, 4, n)
+        if checks.values_are_checked(targets):
             for rank in (parts[:, 3, 0] == _FAILED).nonzero()[:, 0].tolist():
-                raise RuntimeError(f"rank {rank} of tp_group raised an error while it computed its part")
+                raise RankFailed(f"rank {rank} of tp_group raised an error while it computed its part")
         starts, ends = shard.bounds(targets.device)
         out = torch.empty_like(parts[0])
         step = combined_rows(shard.group.size(), targets.device.type)
@@ -85,7 +86,13 @@ def gathered(
         shard: of this rank.
         mask: (n,) bool; the statistics of other rows are 0. None means that all rows count.
     """
-    return start_gathered(compute, targets, shard, mask)()
+    try:
+        local = compute()
+    except Exception:
+        if targets.shape[0]:
+            start_gather(torch.stack(failure(targets)), shard.group)()
+        raise
+    return start_gathered(local, targets, shard, mask)()
 
 
 def sharded_row_statistics(
