@@ -48,7 +48,7 @@ def whole_sum(x: Tensor, largest: Tensor, group: ProcessGroup) -> tuple[Tensor, 
 
 def _summed(parts: Tensor) -> Tensor:
     """(ranks, ...) -> (...), in float64: the same order of additions on every rank, whose tensors have one shape."""
-    return parts.sum(0, dtype=torch.float64).to(parts.dtype)
+    return parts.double().sum(0).to(parts.dtype)
 
 
 class _Sum(torch.autograd.Function):

@@ -22,6 +22,8 @@ from fastrl.planning.tiling import combined_rows
 _ROW_BYTES = 16
 #: Launches that combine the statistics of all ranks for a piece of rows, and of a clipped objective in torch: counted.
 _COMBINE, _OBJECTIVE = 64, 130
+#: Launches of a sum over ranks, for any number of them, and those that pack the loss and find the maximum: counted.
+_SUM, _PACK = 3, 3
 #: Numbers that travel with a rank's loss: the loss, sums of its terms, of clipped tokens and of entropies, a maximum.
 _TOTALS = 4 + len(TERMS)
 #: Plans whose tile holds whole rows, so that its gradient needs the statistics of all ranks while it is in memory.
@@ -151,9 +153,8 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     in_torch = call.scope != ANY and (layout.tp > 1 or plan.name != "forward-gradient")
     pieces = sum(-(-rows // combined_rows(layout.tp, call.device)) for rows in chunks)
     more = in_torch * _OBJECTIVE * evaluations
-    # Torch takes each rank's part out of what NCCL gathered by a launch of its own (`ProcessGroupNCCL::allgather`).
-    more += (layout.tp > 1) * (_COMBINE * pieces + layout.tp * len(chunks))
-    more += sum(x.count for x in over_tokens) * (layout.cp + _additions(layout.cp))
+    more += (layout.tp > 1) * _COMBINE * pieces
+    more += bool(over_tokens) * _PACK + sum(x.count for x in over_tokens) * _SUM
     launches = sum(x.launches for x in times) + more * device.launch
 
     exchanges = []
@@ -216,11 +217,6 @@ def _over_tokens(call: Call, layout: Layout, device: Device) -> list[Exchange]:
         each = device.collective(4 * numbers * layout.cp, layout.cp, layout.tp)
         exchanges.append(Exchange(name, count, each, count * each.seconds))
     return [x for x in exchanges if x.count]
-
-
-def _additions(ranks: int) -> int:
-    """Launches that add the parts of all ranks in their order: counted."""
-    return ranks + 1
 
 
 def report(share: Share, layout: Layout, device: Device) -> str:
