@@ -14,6 +14,7 @@ from ranks import Ranks, group_of
 from shards import EVEN, LAYOUTS, Case, Shards
 
 import fastrl
+from fastrl.distributed import groups
 from fastrl.linear import forward_gradient
 from fastrl.linear.backward import Backward
 from fastrl.planning.plans import use_plan
@@ -31,10 +32,10 @@ Events = list[str]
 def counting(patch: pytest.MonkeyPatch) -> Events:
     """Names of what follows: "exchange" between the hosts, "gather", "reduce", and "chunk" of a plan that has some."""
     events: Events = []
-    all_gather, all_reduce, form = dist.all_gather, dist.all_reduce, forward_gradient.forward_gradient
+    all_gather, all_reduce, form = groups._all_gather, dist.all_reduce, forward_gradient.forward_gradient
     chunks_of = Backward._chunks
 
-    def gathered(out: list[torch.Tensor], x: torch.Tensor, **more: Any) -> Any:
+    def gathered(out: torch.Tensor, x: torch.Tensor, **more: Any) -> Any:
         events.append("exchange" if x.dtype == torch.uint8 else "gather")
         return all_gather(out, x, **more)
 
@@ -52,11 +53,11 @@ def counting(patch: pytest.MonkeyPatch) -> Events:
             events.append("chunk of a pass")
             yield chunk
 
-    patch.setattr(dist, "all_gather", gathered)
+    patch.setattr(groups, "_all_gather", gathered)
     patch.setattr(dist, "all_reduce", reduced)
     patch.setattr(forward_gradient, "forward_gradient", formed)
     patch.setattr(Backward, "_chunks", chunks)
-    for name in ("broadcast", "reduce_scatter", "all_to_all", "barrier", "all_gather_into_tensor", "all_gather_object"):
+    for name in ("broadcast", "reduce_scatter", "all_to_all", "barrier", "all_gather", "all_gather_object"):
         patch.setattr(dist, name, None)
     return events
 

@@ -15,6 +15,7 @@ from problem import CLOSE, Found, Problem, assert_same
 from ranks import Ranks, group_of
 
 import fastrl
+from fastrl.distributed import groups
 from fastrl.planning.devices import H100
 from fastrl.planning.plans import use_plan
 from fastrl.planning.scaling import Layout, share_of
@@ -215,17 +216,17 @@ def test_a_nan_reaches_every_rank(ranks: Ranks) -> None:
 def counted() -> Iterator[list[torch.Tensor]]:
     """The tensors gathered inside."""
     found: list[torch.Tensor] = []
-    gathered = dist.all_gather
+    gathered = groups._all_gather
 
-    def counting(parts: Any, x: torch.Tensor, **more: Any) -> Any:
+    def counting(out: torch.Tensor, x: torch.Tensor, **more: Any) -> Any:
         found.append(x)
-        return gathered(parts, x, **more)
+        return gathered(out, x, **more)
 
-    dist.all_gather = counting
+    groups._all_gather = counting
     try:
         yield found
     finally:
-        dist.all_gather = gathered
+        groups._all_gather = gathered
 
 
 def collectives() -> dict[tuple[str, str], tuple[int, int]]:

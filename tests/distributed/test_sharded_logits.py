@@ -17,6 +17,7 @@ from vocabulary import Truth, assert_as_good_as_torch, token_stats
 import fastrl
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Transform
+from fastrl.distributed import groups
 from fastrl.operators.combined import Combined
 
 B, T, VOCAB = 2, 3, 507
@@ -257,10 +258,13 @@ def counts() -> tuple[int, int, int] | None:
     if group is None:
         return None
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_gather_into_tensor"):
-            original = getattr(dist, name)
+        for module, name in (
+            (groups, "_all_gather"),
+            *((dist, name) for name in ("all_gather", "all_reduce", "broadcast", "reduce_scatter")),
+        ):
+            original = getattr(module, name)
             patch.setattr(
-                dist, name, lambda *a, original=original, name=name, **k: calls.append(name) or original(*a, **k)
+                module, name, lambda *a, original=original, name=name, **k: calls.append(name) or original(*a, **k)
             )
         logits = shared(dist.get_rank()).requires_grad_()
         out = fastrl.token_logprobs(logits, Y, entropy=True, tp_group=group)
