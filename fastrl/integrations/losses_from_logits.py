@@ -25,7 +25,7 @@ from fastrl.objectives.rows import TERMS
 
 #: The optional arguments of `policy_loss`, except those that `token_losses` names or does not have.
 _OPTIONAL = {name for name, argument in inspect.signature(policy_loss).parameters.items() if argument.default is None}
-_OPTIONAL -= {"entropy", "denominator"}
+_OPTIONAL -= {"entropy", "denominator", "cp_group"}
 SlimeLoss = Callable[[Any, Mapping[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 

@@ -16,15 +16,18 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -82,9 +85,12 @@ class Ranks:
         return self._processes[rank].exitcode
 
     def _start(self) -> None:
-        # Forks of a server that has imported torch and fastrl start in milliseconds, and it has no threads yet.
+        # Forks of a server that has imported all that they need start in milliseconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fastrl"])
+        context.set_forkserver_preload(["ranks_preload"])
+        with pytest.MonkeyPatch.context() as patch:  # the server has its own path
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
