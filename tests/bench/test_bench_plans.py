@@ -26,8 +26,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[memory.Plan]:
     found: list[memory.Plan] = []
     original = memory.choose
 
-    def choose(call: memory.Call, budget: int | None) -> memory.Plan:
-        found.append(original(call, budget))
+    def choose(call: memory.Call, *given: int | None) -> memory.Plan:
+        found.append(original(call, *given))
         return found[-1]
 
     monkeypatch.setattr(memory, "choose", choose)
