@@ -160,6 +160,28 @@ def test_bfloat16_logits(ranks: Ranks, peers: None) -> None:
         assert (ours[0] - exact).abs().max() < (theirs[0] - exact).abs().max()
 
 
+IGNORED = torch.arange(B * S).view(B, S) % 3 == 0
+
+
+def with_ignored_labels() -> tuple[Tensor, Tensor] | None:
+    group = group_of(0, 1)
+    if group is None:
+        return None
+    logits, labels, _ = posed()
+    part = part_of(logits)
+    loss = megatron.fused_vocab_parallel_cross_entropy(part, labels.masked_fill(IGNORED, -100), group)
+    loss.sum().backward()
+    assert part.grad is not None
+    return loss.detach(), part.grad
+
+
+def test_ignored_labels_count_nothing(ranks: Ranks) -> None:
+    """Callers multiply by a loss mask, which would not remove a NaN."""
+    for loss, gradient in ranks.run(with_ignored_labels)[:2]:
+        assert (loss[IGNORED] == 0).all() and (loss[~IGNORED] > 0).all()
+        assert (gradient[IGNORED] == 0).all() and (gradient[~IGNORED] != 0).all()
+
+
 def head_of_ranks() -> list[Tensor] | None:
     """verl's `linear_cross_entropy` with the group, of a head whose rows lie over the ranks."""
     group = group_of(0, 1)
