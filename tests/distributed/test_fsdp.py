@@ -327,11 +327,13 @@ def test_a_rank_without_tokens_makes_the_same_collectives(pair: Ranks, tied: boo
     agree([found, other], gradients(model))
     assert calls == more == 1, "the head's module is called once, whatever the rank's chunks"
     assert collectives == others
-    # The loss function comes after the forward, for which a unit with the embedding was gathered already.
-    gathers = 4 if entry == "loss function" and layout != "own unit" else 2
+    # The loss function comes after the forward, for which a unit with the embedding was gathered already; torch 2.11
+    # keeps some of these.
+    most = 4 if entry == "loss function" and layout != "own unit" else 2
     own = [name for name in collectives if "lm_head" in name]
     of_head = [name.split()[0] for name in own or collectives if "layers" not in name]  # a root has no name
-    assert [of_head.count(name) for name in COLLECTIVES] == [gathers, 1]
+    gathers, reductions = (of_head.count(name) for name in COLLECTIVES)
+    assert 2 <= gathers <= most and reductions == 1
 
 
 def test_adapters_under_fsdp(pair: Ranks) -> None:
