@@ -224,10 +224,3 @@ def temperature(value: object, like: Tensor, mask: Tensor | None) -> tuple[float
 def softcap(value: object) -> float:
     """A positive softcap, or 0.0 for None."""
     return 0.0 if value is None else number("softcap", value, positive=True)
-
-
-def unsupported(**arguments: object) -> None:
-    """Raise NotImplementedError for an argument of the public interface that is not implemented yet."""
-    for name, value in arguments.items():
-        if value is not None and value != ():
-            raise NotImplementedError(f"{name} is not built yet in this version of fastrl; leave it out")

@@ -12,7 +12,7 @@ raised by all, and none of them waits for a collective that never comes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,7 +90,7 @@ def agree(name: str, group: ProcessGroup, same: Mapping[str, object], facts: Map
 def _exchange(group: ProcessGroup, message: dict[str, Any]) -> list[dict[str, Any]]:
     """The message of every rank."""
     _exchanges[group] = _exchanges.get(group, 0) + 1
-    if group.size() == 1:
+    if group.size() == 1:  # which needs no group of hosts
         return [message]
     data = json.dumps(message).encode()
     if len(data) > _MESSAGE:
@@ -119,9 +119,11 @@ def gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return start_gather(x, group)()
 
 
-def start_gather(x: Tensor, group: ProcessGroup) -> Any:
+def start_gather(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Starts `gather`; the call of what it returns waits for the result, on a GPU without stopping the host."""
     x = x.contiguous()
+    if group.size() == 1:
+        return lambda: x[None]
     out = torch.empty((group.size(), *x.shape), dtype=x.dtype, device=x.device)
     # Flat, because gloo takes no other shape; into one tensor, because NCCL copies each of a list by itself.
     work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)

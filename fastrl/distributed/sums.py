@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from fastrl.distributed.groups import gather
 
 
-def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of x over the ranks, added in float64, in the dtype of x; x itself without a group.
+def group_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of x over the ranks, added in float64, in the dtype of x.
 
     Differentiable: each rank's loss may depend on the sum, so the backward sums the upstream gradients of all ranks.
     All ranks must run the backward, or none.
     """
-    return x if group is None else _Sum.apply(x, group)
+    return _Sum.apply(x, group)
 
 
 def add_parts(total: Tensor, group: ProcessGroup) -> None:
@@ -30,12 +30,11 @@ def add_parts(total: Tensor, group: ProcessGroup) -> None:
 def start_add_parts(total: Tensor, group: ProcessGroup) -> Callable[[], None]:
     """Starts `add_parts`; the call of what it returns waits for the sum, on a GPU without stopping the host."""
     work = dist.all_reduce(total, group=group, async_op=True)
-    return lambda: work.wait() and None
 
+    def finish() -> None:
+        work.wait()
 
-def group_max(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The maximum of x over the ranks, NaN if any is; not differentiable."""
-    return x if group is None else gather(x.detach(), group).amax(0)
+    return finish
 
 
 def whole_sum(x: Tensor, largest: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:

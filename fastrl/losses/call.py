@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import forced, resolved
-from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.contract import Statistics
 from fastrl.base import checks
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.linear.head import Head
@@ -73,7 +73,7 @@ def linear_call(
     """Checks the arguments that all functions of hidden states share; the error names the wrong one.
 
     In a group, every rank calls this and all other checks of its arguments inside `tp.reporting()`, and then
-    `over_groups`.
+    `over_tp_group`.
     """
     tp.check()
     head, targets, copied = checked_head(hidden, weight, bias, targets, tp.group)
@@ -87,8 +87,8 @@ def linear_call(
     return LinearCall(head, args, support, count, budget, copied)
 
 
-def over_groups(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same: object) -> LinearCall:
-    """The call as the ranks of its groups agree on it: its shard of the head, the smallest budget.
+def over_tp_group(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same: object) -> LinearCall:
+    """The call as the ranks of its tp_group agree on it: its shard of the head, the smallest budget.
 
     Args:
         shape: of targets.
@@ -177,8 +177,8 @@ class PlannedCall(NamedTuple):
         )
         return Statistics(*stats[:4])
 
-    def _over_shards(self, shard: VocabularyShard, transform: Transform | None = None) -> Statistics:
-        (head, (targets, mask, own_transform), *_), plan, supports = self.call, self.plan, self.supports
+    def _over_shards(self, shard: VocabularyShard) -> Statistics:
+        (head, (targets, mask, transform), *_), plan, supports = self.call, self.plan, self.supports
         if supports is not None:
             check_targets(targets, supports.dense, supports.support, supports.dense_support, shard.total)
             outside = outside_support(targets, supports)
@@ -188,7 +188,7 @@ class PlannedCall(NamedTuple):
             targets,
             mask,
             ShardedCall(
-                own_transform if transform is None else transform,
+                transform,
                 forced(),
                 self.rows,
                 self.call.num_tokens < 0,

@@ -9,7 +9,7 @@ from torch import Tensor
 from fastrl.backend.choice import forced
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
-from fastrl.losses.call import linear_call, over_groups, planned
+from fastrl.losses.call import linear_call, over_tp_group, planned
 from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
 from fastrl.losses.spread import TensorParallel, agreed_logits
 from fastrl.losses.supports import Supports, logits_over_support, sharded_stats, split_support
@@ -192,7 +192,7 @@ def linear_token_logprobs(
             memory_budget=memory_budget,
             tp=tp,
         )
-        call = over_groups(call, tp, targets.shape, entropy=entropy, extras=extras)
+        call = over_tp_group(call, tp, targets.shape, entropy=entropy, extras=extras)
     by_plan = planned(call, ANY, slopes=1 + entropy)
     ahead = extras_ahead(extras, by_plan)
     stats = by_plan.statistics(all_statistics=bool(extras))

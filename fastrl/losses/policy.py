@@ -25,7 +25,7 @@ from fastrl.backend.choice import forced, kernels
 from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
-from fastrl.losses.call import linear_call, over_groups
+from fastrl.losses.call import linear_call, over_tp_group
 from fastrl.losses.linear import planned_loss
 from fastrl.losses.logprobs import logits_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
@@ -332,7 +332,7 @@ def linear_policy_loss(
             cu_seqlens=cu_seqlens,
         )
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
-            call = over_groups(call, tp, targets.shape, **same_problem(problem, denominator))
+            call = over_tp_group(call, tp, targets.shape, **same_problem(problem, denominator))
         if cp_group is not None:  # else the operators check
             checks.targets_in_range(call.args.targets, call.args.mask, call.vocab)
         plan = planned_loss(problem, call, cp_group is not None)
