@@ -1,8 +1,8 @@
 """Process groups: what the ranks of a call tell each other before its work, so that all of them do it or none.
 
 Each call over a group makes one exchange: a few KiB between the hosts, never on a GPU's stream, so that a GPU is not
-waited for. It carries the facts that a plan depends on and, instead of them, an error. Thus an error on one rank is
-raised by all, and none of them waits for a collective that never comes.
+waited for. It carries the facts that a plan depends on, or an error in their place. Thus an error in the checks of one
+rank is raised by all, and none of them waits for a collective that never comes.
 
     with reporting(tp_group=tp_group):       # an error inside, before the exchange, reaches the other ranks
         arguments = checked(...)
