@@ -20,7 +20,8 @@ struct LossArguments {
   const float *old, *ref, *rollout, *kl_weights, *entropy_weights;  // or null
   float *logprobs, *entropy, *terms;
   void* out;  // the gradient, contiguous; or null: in place of the logits
-  int32_t gate, kl, rollout_mode, padding;
+  int32_t gate, kl, rollout_mode;
+  int32_t element;  // of out, unless that is null: 0 float32, 1 bfloat16, 2 float16
 
   using Terms = formulas::Numbers<formulas::TOKEN_TERMS>;
   static constexpr int TERMS = formulas::TOKEN_TERMS - 2;  // the last two are c and h

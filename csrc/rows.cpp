@@ -45,6 +45,7 @@ struct Gradient {
   const float* h;  // or null
   void* out;       // (a, b, vocab); may be the logits, with the same strides
   int64_t stride_a, stride_b;
+  int32_t element;  // of out: that of the logits, or any beside float32 logits
 };
 
 constexpr int64_t BLOCK_BYTES = 2 << 20;     // rows per block: a huge page, so that no two threads fault the same one
@@ -72,18 +73,15 @@ int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
   });
 }
 
-// Call f(T{}, transform) with the element type and the rows' kind of transform.
-template <class F>
-int32_t dispatch(const Rows& rows, const F& f) {
-  const auto with_element = [&](auto element) {
-    return rows.softcap != 0 ? f(element, std::true_type{}) : f(element, std::false_type{});
-  };
-  switch (rows.element) {
-    case 0: return with_element(float{});
-    case 1: return with_element(BFloat16{});
-    case 2: return with_element(Float16{});
-    default: return 1;
+// Call f(Out{}) with the element type of the gradient of logits of type T.
+template <class T, class F>
+int32_t dispatch_out(const Rows& rows, int32_t element, const F& f) {
+  if (element == rows.element) return f(T{});
+  if constexpr (std::is_same_v<T, float>) {
+    if (element == 1) return f(BFloat16{});
+    if (element == 2) return f(Float16{});
   }
+  return 1;
 }
 
 template <bool softcap>
@@ -139,19 +137,22 @@ int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
   const Gradient& g = *gradient;
   return dispatch(rows, [&](auto element, auto softcap) {
     using T = decltype(element);
-    const int64_t dense = rows.count() * rows.vocab * int64_t(sizeof(T));
-    const int64_t span = ((rows.a - 1) * g.stride_a + (rows.b - 1) * g.stride_b + rows.vocab) * int64_t(sizeof(T));
-    if (g.out != rows.logits && span == dense) ask_for_huge_pages(g.out, dense);
-    return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t) {
-      T* out = (T*)g.out + row / rows.b * g.stride_a + row % rows.b * g.stride_b;
-      if (!rows.valid(row)) {
-        std::fill(out, out + rows.vocab, T{});
-        return;
-      }
-      const auto transform = transform_of<decltype(softcap)::value>(rows, row);
-      const RowStatistics statistics{g.logprobs[row], g.entropy[row], g.maximum[row], g.log_sum[row]};
-      row_gradient(rows.at<T>(row), rows.vocab, rows.targets[row], transform, statistics, g.c[row],
-                   or_else(g.h, row, 0.0f), out);
+    return dispatch_out<T>(rows, g.element, [&](auto out_element) {
+      using Out = decltype(out_element);
+      const int64_t dense = rows.count() * rows.vocab * int64_t(sizeof(Out));
+      const int64_t span = ((rows.a - 1) * g.stride_a + (rows.b - 1) * g.stride_b + rows.vocab) * int64_t(sizeof(Out));
+      if (g.out != rows.logits && span == dense) ask_for_huge_pages(g.out, dense);
+      return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t) {
+        Out* out = (Out*)g.out + row / rows.b * g.stride_a + row % rows.b * g.stride_b;
+        if (!rows.valid(row)) {
+          std::fill(out, out + rows.vocab, Out{});
+          return;
+        }
+        const auto transform = transform_of<decltype(softcap)::value>(rows, row);
+        const RowStatistics statistics{g.logprobs[row], g.entropy[row], g.maximum[row], g.log_sum[row]};
+        row_gradient(rows.at<T>(row), rows.vocab, rows.targets[row], transform, statistics, g.c[row],
+                     or_else(g.h, row, 0.0f), out);
+      });
     });
   });
 }
@@ -160,24 +161,27 @@ int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossArguments* 
   const Rows& rows = *arguments;
   return dispatch(rows, [&](auto element, auto softcap) {
     using T = decltype(element);
-    if (loss->out != nullptr) ask_for_huge_pages(loss->out, rows.count() * rows.vocab * int64_t(sizeof(T)));
-    return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
-      thread_local std::vector<float> kept;
-      kept.resize(kept_size(rows.vocab));
-      T* x = rows.at<T>(row);
-      T* out = loss->out == nullptr ? x : (T*)loss->out + row * rows.vocab;
-      RowStatistics found{};
-      LossArguments::Terms terms{};
-      if (rows.valid(row)) {
-        const auto transform = transform_of<decltype(softcap)::value>(rows, row);
-        found = row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
-        terms = loss->run(row, found);
-        row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[LossArguments::TERMS]),
-                     float(terms[LossArguments::TERMS + 1]), out, kept.data());
-      } else {
-        std::fill(out, out + rows.vocab, T{});
-      }
-      loss->write(row, rows.count(), found, terms);
+    return dispatch_out<T>(rows, loss->out == nullptr ? rows.element : loss->element, [&](auto out_element) {
+      using Out = decltype(out_element);
+      if (loss->out != nullptr) ask_for_huge_pages(loss->out, rows.count() * rows.vocab * int64_t(sizeof(Out)));
+      return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
+        thread_local std::vector<float> kept;
+        kept.resize(kept_size(rows.vocab));
+        T* x = rows.at<T>(row);
+        Out* out = loss->out == nullptr ? (Out*)x : (Out*)loss->out + row * rows.vocab;
+        RowStatistics found{};
+        LossArguments::Terms terms{};
+        if (rows.valid(row)) {
+          const auto transform = transform_of<decltype(softcap)::value>(rows, row);
+          found = row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
+          terms = loss->run(row, found);
+          row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[LossArguments::TERMS]),
+                       float(terms[LossArguments::TERMS + 1]), out, kept.data());
+        } else {
+          std::fill(out, out + rows.vocab, Out{});
+        }
+        loss->write(row, rows.count(), found, terms);
+      });
     });
   });
 }

@@ -45,6 +45,21 @@ struct Transform {
   }
 };
 
+// Call f(T{}, softcap), both as types, for rows with the fields `element` (0 float32, 1 bfloat16, 2 float16) and
+// `softcap` (0: none). Returns what f returns, or 1.
+template <class Rows, class F>
+int32_t dispatch(const Rows& rows, const F& f) {
+  const auto with_element = [&](auto element) {
+    return rows.softcap != 0 ? f(element, std::true_type{}) : f(element, std::false_type{});
+  };
+  switch (rows.element) {
+    case 0: return with_element(float{});
+    case 1: return with_element(BFloat16{});
+    case 2: return with_element(Float16{});
+    default: return 1;
+  }
+}
+
 struct RowStatistics {
   float logprob, entropy, maximum, log_sum;
 };
@@ -160,15 +175,16 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
           float(log_sum)};
 }
 
-// Writes the gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, to `out`, which may be `x`. A row
+// Writes the gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, to `out`, which may be `x`, and may
+// be narrower where it is not. A row
 // whose target is outside [0, vocab) is a slice of a vocabulary; a NaN log-probability makes the row NaN.
 // `kept`, if not null, is as row_statistics filled it, which saves the second exponential.
-template <class T, class Z>
+template <class T, class Out, class Z>
 void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform, const RowStatistics& statistics,
-                  float c, float h, T* out, const float* kept = nullptr) {
+                  float c, float h, Out* out, const float* kept = nullptr) {
   const bool here = target >= 0 && target < vocab, valid = statistics.logprob == statistics.logprob;
   if (!valid || (c == 0.0f && h == 0.0f && std::isfinite(statistics.log_sum))) {
-    T value;
+    Out value;
     narrow(valid ? 0.0f : QUIET_NAN, &value);
     std::fill(out, out + vocab, value);
     return;

@@ -44,16 +44,6 @@ struct ByToken {
   int32_t threads, add;
 };
 
-template <class F>
-int32_t with_element(int32_t element, const F& f) {
-  switch (element) {
-    case 0: return f(float{});
-    case 1: return f(BFloat16{});
-    case 2: return f(Float16{});
-    default: return 1;
-  }
-}
-
 template <class T>
 void prefetch_row(const T* row, int64_t width) {
   constexpr int64_t MOST = 8192;  // bytes; beyond that, the hardware's own prefetcher has caught up

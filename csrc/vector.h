@@ -1,5 +1,5 @@
 // Vectors of W float32 lanes in the compilers' own vector types (GCC, Clang): loads and stores of the three element
-// types, exp, tanh. Intrinsics are used only for single instructions that the vector types cannot express.
+// types, exp, log, tanh. Intrinsics are used only for single instructions that the vector types cannot express.
 #pragma once
 
 #include <cmath>
@@ -39,6 +39,17 @@ inline Floats larger(Floats a, Floats b) {
   return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+// The smaller; b if either is NaN.
+inline Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
@@ -160,6 +171,22 @@ inline Floats exp_floored(Floats x) {
   return p * (Floats)((Words)shifted << 23);  // at n = -127 the bits are those of 0
 }
 
+// log x, within 2 ulp, for normal finite x > 0; exactly 0 at 1.
+// x = 2^n (1 + f), f in [sqrt(1/2) - 1, sqrt(2) - 1); log(1 + f) by a minimax polynomial (relative error 6e-9 before
+// rounding).
+inline Floats log_positive(Floats x) {
+  const Ints n = ((Ints)x - 0x3f3504f3) >> 23;
+  const Floats exponent = __builtin_convertvector(n, Floats);
+  const Floats f = (Floats)((Ints)x - (Ints)((Words)n << 23)) - 1.0f;
+  const Floats square = f * f;
+  // By pairs: the chain of dependent operations is half as long as Horner's.
+  const Floats low = (f * -0x1.000226p-2f + 0x1.555554p-2f) + square * (f * -0x1.547244p-3f + 0x1.99a008p-3f);
+  const Floats high = (f * -0x1.0d8548p-3f + 0x1.22da2p-3f) + square * (f * -0x1.38b534p-4f + 0x1.055b5cp-3f);
+  const Floats p = low + square * square * high;
+  const Floats rest = square * (p * f - 0.5f) + exponent * 0x1.7f7d1cp-20f;
+  return exponent * 0x1.62e4p-1f + (f + rest);
+}
+
 struct Tanh {
   Floats value, slope;  // tanh x and 1 - tanh^2 x, both with a small relative error
 };
@@ -178,6 +205,17 @@ inline Tanh tanh_with_slope(Floats x) {
   near = near * q - 3.33332819422e-1f;
   near = near * q * x + x;
   return {size < 0.625f ? near : far, 4.0f * e * inverse * inverse};
+}
+
+// Call f with a number of the type that `element` names; 1 for a name that there is not.
+template <class F>
+int32_t with_element(int32_t element, const F& f) {
+  switch (element) {
+    case 0: return f(float{});
+    case 1: return f(BFloat16{});
+    case 2: return f(Float16{});
+    default: return 1;
+  }
 }
 
 }  // namespace fastrl

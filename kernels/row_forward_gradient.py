@@ -61,7 +61,7 @@ from fastrl.objectives.rows import RowInputs
 )
 def row_forward_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
-    gradient_ptr,  # (A, B, V) contiguous, or None: the logits become the gradient
+    gradient_ptr,  # (A, B, V) contiguous, maybe narrower; or None: the logits become the gradient
     targets_ptr,  # (N,) int64, N = A * B
     mask_ptr,  # (N,) uint8, or None
     temperatures_ptr,  # (N,) float32, or None
@@ -234,7 +234,7 @@ def row_forward_gradient(
     objective: Any,  # device function
     parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
     inputs: RowInputs,
-    gradient: Tensor | None,  # (A, B, V) contiguous, or None: the logits become the gradient
+    gradient: Tensor | None,  # (A, B, V) contiguous, maybe narrower; or None: the logits become the gradient
 ) -> LossTerms:
     """See `fastrl.backend.contract`; the objective is in the form of `fastrl.backend.triton.formulas`."""
     rows, vocab = targets.numel(), logits.shape[-1]
@@ -244,7 +244,9 @@ def row_forward_gradient(
         return result
     columns_b, stride_a, stride_b = row_strides(logits)
     sizes = configuration(vocab, logits.element_size())
-    aligned = is_aligned(logits, sizes.vector) and (gradient is None or is_aligned(gradient, sizes.vector))
+    aligned = is_aligned(logits, sizes.vector) and (
+        gradient is None or is_aligned(gradient, 16 // gradient.element_size())
+    )
     with on_device(logits):
         row_forward_gradient_kernel[(rows,)](
             logits,

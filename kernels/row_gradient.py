@@ -53,7 +53,7 @@ _BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to spl
 )
 def row_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
-    out_ptr,  # (A, B, V), unit stride on V; may be logits_ptr
+    out_ptr,  # (A, B, V), unit stride on V; may be logits_ptr, or narrower
     targets_ptr,  # (N,) int64, N = A * B
     mask_ptr,  # (N,) uint8, or None
     temperatures_ptr,  # (N,) float32, or None
@@ -170,7 +170,7 @@ def row_gradient(
     statistics: Statistics,
     c: Tensor,  # (N,) float32
     h: Tensor | None,  # (N,) float32
-    out: Tensor,  # (A, B, V), may be logits
+    out: Tensor,  # (A, B, V), may be logits; may be narrower than float32 logits
 ) -> None:
     """See `fastrl.backend.contract`; `out` may be `logits`."""
     rows, vocab = targets.numel(), logits.shape[-1]
@@ -179,7 +179,7 @@ def row_gradient(
     columns_b, stride_a, stride_b = row_strides(logits)
     _, out_stride_a, out_stride_b = row_strides(out)
     sizes = configuration(vocab, logits.element_size())
-    aligned = is_aligned(logits, sizes.vector) and is_aligned(out, sizes.vector)
+    aligned = is_aligned(logits, sizes.vector) and is_aligned(out, 16 // out.element_size())
     light = aligned and not transform.softcap
     with on_device(logits):
         row_gradient_kernel[(rows, triton.cdiv(vocab, sizes.block * _BLOCKS_A_PROGRAM))](

@@ -6,9 +6,11 @@ A backend is a module with the functions below; `fastrl.backend.torch` is the mo
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
     row_forward_gradient(logits, targets, mask, transform, objective, inputs, out=None) -> LossTerms
 
-In `row_forward_gradient`, `out` is contiguous; None means the logits. A backend also has two helpers: `scale(tensor,
-factor, out)` writes the tensor times a 0-dim float32 factor on its device to `out`, which may be the tensor itself or
-have another dtype; `advise(tensor)` is called with a large new tensor that is about to be filled.
+In `row_forward_gradient`, `out` is contiguous; None means the logits. Where logits are float32, the `out` of both
+functions may also be bfloat16 or float16: each entry is computed in float32 and rounded as it is stored. A backend also
+has two helpers: `scale(tensor, factor, out)` writes the tensor times a 0-dim float32 factor on its device to `out`,
+which may be the tensor itself or have another dtype; `advise(tensor)` is called with a large new tensor that is about
+to be filled.
 
 The same functions exist for rows over a support of a few vocabulary entries each (`Support`), whose logits are stored
 one after the other:
@@ -50,6 +52,17 @@ Support logits are float32, whereas a matrix product rounds them to the factors'
 [first, first + v) of the vocabulary for the given rows (n,) int64. Entries outside a row's support become -inf; a row
 without token ids is left as it is.
 
+Several entries per row (`Entries`), whose logits are those of the tile from which the statistics are formed:
+
+    gather_entries(logits, first, rows, entries, values, best) -> targets
+    scatter_entries(gradient, first, rows, entries, out) -> None
+
+The logits (A, B, V) may be a slice, of entries [first, first + V) of the vocabulary; `rows` (A * B,) int64 says which
+row of `entries` each of theirs is, no two the same. `gather_entries` writes the logits of the entries in the slice to
+`values` (nnz,), in float32, and updates `best`; `targets` (A * B,) int64 is the column of the best entry so far, -1 if
+that is not in this slice. A NaN is never the best. `scatter_entries` writes `gradient` (nnz,) float32 to the columns of
+the entries in `out`, in the dtype of `out`.
+
 `find_support` takes logits (A, B, V) and returns the CSR `(token_ids, offsets)` of the A * B rows. A row keeps the
 entries > -inf of z = logits / temperature that pass, in this order:
 
@@ -59,6 +72,32 @@ entries > -inf of z = logits / temperature that pass, in this order:
 - min-p (0 = off): the probability is at least min_p times the largest.
 
 A row with a NaN or +inf, or of only -inf, has no distribution: ValueError names it.
+
+A divergence is between two logits of each row, the student's and the teacher's:
+
+    pair_statistics(logits, teacher_logits, transform, teacher_transform, divergence) -> PairStatistics
+    pair_gradient(logits, teacher_logits, transform, teacher_transform, divergence, statistics, c, out) -> None
+    pair_forward_gradient(logits, teacher_logits, transform, teacher_transform, divergence, c, out=None)
+        -> PairStatistics                                                        both in one visit of the row
+
+Both logits are contiguous (N, V), each float32, bfloat16 or float16; there is no mask. With p = softmax(z) of the
+student, q = softmax(z) of the teacher and m = beta q + (1 - beta) p, a row's divergence D and dD/dz of the student are:
+
+    kind          D                                     dD/dz
+    forward_kl    KL(q||p) = sum q log(q / p)           p - q
+    reverse_kl    KL(p||q)                              p (log(p / q) - D)
+    jsd           beta KL(q||m) + (1 - beta) KL(p||m)   (1 - beta) p (log(p / m) - KL(p||m))
+
+`pair_gradient` writes `out` = c dD/dlogits with c (N,) float32. Its logits may be a slice of the vocabulary, whereas
+the statistics are of whole rows. `out` (N, V) is contiguous, of the logits' dtype or a narrower one, and may be the
+logits; in `pair_forward_gradient`, None means the logits.
+
+A term whose factor in front of the logarithm is 0 (an -inf, or too small for float32) counts 0, so that -inf logits are
+ordinary. Entries that p lacks and q has make the forward KL +inf, with a finite gradient; entries that q lacks and p
+has make the reverse KL +inf, and its gradient row NaN. The JSD is always finite. D is never below 0, and exactly 0 if
+both logits and both transforms are equal. A row with a NaN or +inf, or of only -inf, on either side has a NaN
+divergence and a gradient row of NaN. Where c is 0 the gradient row is 0 whatever the row is: a weight of 0 takes it out
+of the loss. Float32 sums have a fixed order: the results of a row are bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -105,6 +144,24 @@ class Support(NamedTuple):
         return entry_rows(self.offsets, self.token_ids.shape[0])
 
 
+class Entries(NamedTuple):
+    """The vocabulary entries that are asked for in each row, in CSR, distinct within a row and in any order."""
+
+    token_ids: Tensor  # (nnz,) int32; one outside the vocabulary is in no slice of it, so that nothing is read
+    offsets: Tensor  # (N + 1,) int64
+
+    def rows(self) -> Tensor:
+        """(nnz,) int64: the row of each entry."""
+        return entry_rows(self.offsets, self.token_ids.shape[0])
+
+
+class Best(NamedTuple):
+    """Of the entries that are asked for in each row: the one with the largest logit, of equal ones the lowest id."""
+
+    ids: Tensor  # (N,) int64, -1 if there is none
+    values: Tensor  # (N,) float32: its logit, -inf if there is none
+
+
 class ByToken(NamedTuple):
     """The support entries sorted by token, in a stable order; those of rows that take no part come last."""
 
@@ -120,3 +177,21 @@ class LossTerms(NamedTuple):
     logprobs: Tensor  # (N,) float32
     entropy: Tensor  # (N,) float32
     terms: Tensor  # (len(TERMS), N) float32
+
+
+class Divergence(NamedTuple):
+    """Which divergence is between the student's distribution and the teacher's."""
+
+    kind: str  # "forward_kl", "reverse_kl" or "jsd"
+    beta: float = 0.5  # the teacher's weight in the mixture of "jsd", 0 < beta < 1; otherwise unused
+
+
+class PairStatistics(NamedTuple):
+    """Statistics of the rows of a pair, each (N,) float32. p_j = exp(z_j - maximum - log_sum), q_j likewise."""
+
+    divergence: Tensor  # nats
+    student_kl: Tensor  # what the gradient needs: KL(p||q) for reverse_kl, KL(p||m) for jsd, 0 for forward_kl
+    maximum: Tensor  # max_j z_j of the student, rounded; log_sum is relative to the rounded value
+    log_sum: Tensor  # log sum_j exp(z_j - maximum)
+    teacher_maximum: Tensor
+    teacher_log_sum: Tensor

@@ -203,24 +203,26 @@ def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:
         )
 
 
-def temperature(value: object, like: Tensor, mask: Tensor | None) -> tuple[float, Tensor | None]:
-    """A scalar temperature and None, or 1.0 and a flat float32 tensor with one temperature per target."""
+def temperature(
+    value: object, like: Tensor, mask: Tensor | None, like_name: str = "targets", name: str = "temperature"
+) -> tuple[float, Tensor | None]:
+    """A scalar temperature and None, or 1.0 and a flat float32 tensor with one temperature per row of `like`."""
     if not isinstance(value, Tensor):
-        return number("temperature", value, positive=True), None
-    value = in_memory("temperature", value)
+        return number(name, value, positive=True), None
+    value = in_memory(name, value)
     if not value.is_floating_point():
-        raise TypeError(f"temperature must be a float or a floating-point tensor, got {value.dtype}")
-    same_device("temperature", value, like, "targets")
+        raise TypeError(f"{name} must be a float or a floating-point tensor, got {value.dtype}")
+    same_device(name, value, like, like_name)
     if value.dim() == 0:
         value = value.expand(like.shape)
-    shape("temperature", value, like.shape, "the shape of targets")
+    shape(name, value, like.shape, f"the shape of {like_name}")
     if values_are_checked(value):
         good = (value > 0) & value.isfinite()
         if not bool((good if mask is None else good | ~mask).all()):
-            raise ValueError("temperature must be finite and > 0 everywhere")
+            raise ValueError(f"{name} must be finite and > 0 everywhere")
     return 1.0, value.detach().float().reshape(-1).contiguous()
 
 
-def softcap(value: object) -> float:
+def softcap(value: object, name: str = "softcap") -> float:
     """A positive softcap, or 0.0 for None."""
-    return 0.0 if value is None else number("softcap", value, positive=True)
+    return 0.0 if value is None else number(name, value, positive=True)

@@ -53,12 +53,18 @@ _Arguments = dict[str, Any]
 RESULTS = {
     "row_statistics_kernel": ("target_logits_ptr",),
     "row_forward_gradient_kernel": ("gradient_ptr",),
+    "row_divergence_kernel": ("statistics_ptr",),
+    "gather_entries_kernel": ("values_ptr", "best_ids_ptr", "best_values_ptr", "targets_ptr"),
     "entry_rows_kernel": ("rows_ptr", "keys_ptr"),
     "support_products_kernel": ("values_ptr",),
     "support_forward_gradient_kernel": ("gradient_ptr", "logprobs_ptr", "entropies_ptr", "terms_ptr"),
     "heads_kernel": ("heads_ptr", "sorted_rows_ptr"),
     "segment_sums_kernel": ("partials_ptr", "bias_partials_ptr"),
 }
+
+
+#: Bytes that a GPU's memory moves at least.
+_SECTOR = 32
 
 
 def of_kernel(name: str, grid: Sequence[int], arguments: _Arguments) -> Traffic:
@@ -81,6 +87,25 @@ def _forward_gradient(once: Traffic, arguments: _Arguments, grid: Sequence[int])
         again=logits.shape[-1] * logits.element_size(),
         programs=max(1, 65536 // (arguments.get("maxnreg", 64) * 32 * arguments["num_warps"])),
     )
+
+
+def _divergence(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
+    """Each sweep but the first reads both rows again, for the JSD and for the gradient; of two, one from memory."""
+    logits, teacher = arguments["logits_ptr"], arguments["teacher_ptr"]
+    rows, pair = logits.shape[0], logits.shape[1] * (logits.element_size() + teacher.element_size())
+    more = (arguments["KIND"] == 2) + (arguments["c_ptr"] is not None) if arguments["STATISTICS"] else 0
+    if not more:
+        return once._replace(rows=rows)
+    programs = max(1, 65536 // (arguments.get("maxnreg", 64) * 32 * arguments["num_warps"]))
+    return once._replace(read=once.read + (more - 1) * rows * pair, rows=rows, again=pair, programs=programs)
+
+
+def _entries(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
+    """Of the logits or their gradient, the sector of each entry."""
+    sectors = _SECTOR * arguments["token_ids_ptr"].numel()
+    if "logits_ptr" in arguments:
+        return once._replace(read=once.read - size(arguments["logits_ptr"]) + sectors)
+    return once._replace(written=once.written - size(arguments["out_ptr"]) + sectors)
 
 
 def _scale(once: Traffic, arguments: _Arguments, grid: Sequence[int]) -> Traffic:
@@ -121,6 +146,9 @@ _KERNELS: dict[str, Callable[[Traffic, _Arguments, Sequence[int]], Traffic]] = {
     "row_statistics_kernel": _rows,
     "row_gradient_kernel": _rows,
     "row_forward_gradient_kernel": _forward_gradient,
+    "row_divergence_kernel": _divergence,
+    "gather_entries_kernel": _entries,
+    "scatter_entries_kernel": _entries,
     "scale_kernel": _scale,
     "support_products_kernel": _products,
     "segment_sums_kernel": _segment_sums,

@@ -110,7 +110,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="temperatures"):
         cpp_backend.row_statistics(logits, targets, None, Transform(temperatures=torch.ones(8)[::2]))
     with pytest.raises(ValueError, match="out"):
-        cpp_backend.row_gradient(logits, targets, None, PLAIN, found, c, h, logits.half())
+        cpp_backend.row_gradient(logits.half(), targets, None, PLAIN, found, c, h, logits)  # only narrower is taken
     with pytest.raises(ValueError, match="at least one"):
         cpp_backend.row_statistics(torch.empty(1, 4, 0), targets, None, PLAIN)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import aot
 import find_support_aot
+import pair_aot
 import pytest
 import support_aot
 from machine_code import run_program
@@ -37,7 +38,8 @@ def _assert_rows(case: aot.Case, found: dict[str, Any]) -> None:
     for loop in found["loops"]:
         assert loop["instructions"] < (50 if case.softcap else 30)
         assert all(".128" in name for name in loop["loads"]) or not case.aligned, loop["loads"]
-        assert all(".128" in name for name in loop["stores"]) or not case.aligned, loop["stores"]
+        # Four entries, which are a vector of the logits, are half of one in 16 bits.
+        assert all((".64" if case.out else ".128") in x for x in loop["stores"]) or not case.aligned, loop["stores"]
 
 
 def _assert_support(case: support_aot.Case, found: dict[str, Any]) -> None:
@@ -67,7 +69,18 @@ def _assert_find_support(case: find_support_aot.Case, found: dict[str, Any]) -> 
     assert (found["divisions"] > 0) == case.scaled
 
 
-PROGRAMS = {aot: _assert_rows, support_aot: _assert_support, find_support_aot: _assert_find_support}
+def _assert_pair(case: pair_aot.Case, found: dict[str, Any]) -> None:
+    assert found["registers"] <= 128  # a program of 16 warps per multiprocessor
+    assert found["shared"] <= 64 << 10
+    assert found["wide"] > 0 or not case.aligned
+
+
+PROGRAMS = {
+    aot: _assert_rows,
+    support_aot: _assert_support,
+    find_support_aot: _assert_find_support,
+    pair_aot: _assert_pair,
+}
 
 
 def _cases(slow: bool) -> list[Any]:
@@ -180,14 +193,17 @@ def test_a_forward_gradient_reads_its_target_before_any_warp_may_overwrite_it() 
 
 
 # Calls, and variants of each kernel: a row's segments apart, in place or beside the logits; a gradient in order of its
-# entries (support_hidden) or by tokens (support_weight); their rows alone, twice, or to be sorted by token.
+# entries (support_hidden) or by tokens (support_weight); their rows alone, twice, or to be sorted by token; a pair's
+# statistics, gradient, and both.
 KERNELS = {
     aot: (5, {"combine_splits": 1, "row_forward_gradient": 2, "row_gradient": 1, "row_statistics": 2}),
     find_support_aot: (3, {"choose": 1, "write": 1}),
+    pair_aot: (3, {"row_divergence": 3}),
     support_aot: (
         4,
         {
             **dict.fromkeys(("add_pieces", "support_products", "support_restrict"), 1),
+            **dict.fromkeys(("gather_entries", "scatter_entries"), 1),
             **dict.fromkeys(("support_forward_gradient", "support_gradient", "support_statistics"), 1),
             **{"entry_rows": 3, "heads": 2, "segment_sums": 2},
         },

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.contract import Divergence, PairStatistics, Statistics, Transform
 from fastrl.objectives.rows import RowInputs, RowObjective
 
 backend = pytest.importorskip("fastrl.backend.triton.backend")
 
-from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
+from fastrl.kernels import combine_splits, row_divergence, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402
 
 CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
@@ -36,6 +36,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(combine_splits, "combine_splits_kernel", found)
     monkeypatch.setattr(row_gradient, "row_gradient_kernel", found)
     monkeypatch.setattr(row_forward_gradient, "row_forward_gradient_kernel", found)
+    monkeypatch.setattr(row_divergence, "row_divergence_kernel", found)
     monkeypatch.setattr(scale, "scale_kernel", found)
     return found
 
@@ -46,6 +47,9 @@ def _launch_all(logits: Tensor) -> None:
     backend.row_statistics(logits, targets, None, Transform(1))
     backend.row_gradient(logits, targets, None, Transform(1), Statistics(ones, ones, ones, ones), ones, None, logits)
     backend.row_forward_gradient(logits, targets, None, Transform(1), CLIP, RowInputs(ones, ones))
+    pair = (logits[0], logits[0], Transform(1), Transform(1), Divergence("jsd", 1))
+    backend.pair_forward_gradient(*pair, ones)
+    backend.pair_gradient(*pair, PairStatistics(*[ones] * 6), ones, logits[0])
     backend.scale(logits, torch.tensor(2.0), logits)
 
 
@@ -53,13 +57,14 @@ def test_more_than_65535_rows_lie_on_grid_axis_0(recorder: Recorder) -> None:
     # Axes 1 and 2 end at 65,535.
     _launch_all(torch.zeros(1, 70_000, 8))
     grids = [grid for grid, _, _ in recorder.launches]
-    assert grids == [(70_000, 1), (70_000, 1), (70_000,), (9,)]
+    assert grids == [(70_000, 1), (70_000, 1), (70_000,), (70_000, 1), (70_000, 1), (9,)]
 
 
 def test_a_long_row_is_cut_for_its_gradient(recorder: Recorder) -> None:
     _launch_all(torch.zeros(1, 2, 151_936))
-    # Statistics by segments, which are combined; then the gradient by spans.
+    # Statistics by segments, which are combined; then the gradient by spans. Of a pair the same, without segments.
     assert [grid for grid, _, _ in recorder.launches[:3]] == [(2, 4), (1,), (2, 3)]
+    assert [grid for grid, _, _ in recorder.launches[4:6]] == [(2, 1), (2, 3)]
 
 
 def test_integers_become_floats_and_fusion_is_explicit(recorder: Recorder) -> None:
@@ -69,7 +74,7 @@ def test_integers_become_floats_and_fusion_is_explicit(recorder: Recorder) -> No
         assert options["enable_fp_fusion"] is True
         assert options["num_stages"] == 1
         assert not any(isinstance(a, bool) for a in args)
-    for _, args, _ in recorder.launches[:3]:
+    for _, args, _ in recorder.launches[:5]:
         assert any(isinstance(a, float) for a in args)
         assert all(isinstance(a, float | int | Tensor | None) for a in args)
 

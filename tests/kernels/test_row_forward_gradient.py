@@ -111,6 +111,30 @@ def test_beside_the_logits_the_gradient_is_bitwise_the_same(
     assert all(map(torch.equal, beside, inside))
 
 
+@pytest.mark.parametrize("name", ["identity", "softcap"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1000, 4100])  # of whole vectors; of float32 whole ones, of 16 bits not
+def test_a_narrower_gradient_is_that_of_float32_rounded_once(
+    vocab: int, dtype: torch.dtype, name: str, backend: str, device: str
+) -> None:
+    logits, targets, *_ = cases.random_rows(vocab, torch.float32, device)
+    t, mask = cases.transform(name, device), torch.tensor([True, True, False, True], device=device)
+    inputs = cases.random_inputs(cases.row_statistics(logits, targets, mask, t).logprobs, ("old",))
+    inputs = inputs._replace(advantages=torch.tensor([700.0, 0.0, 1.0, 1.0], device=device))
+    targets[3] = vocab
+    wide, before = torch.empty_like(logits), logits.clone()
+    narrow = torch.full(logits.shape, 7.0, dtype=dtype, device=device)
+    found = [cases.row_forward_gradient(logits, targets, mask, t, OBJECTIVE, inputs, out) for out in (wide, narrow)]
+    assert torch.equal(logits, before)
+    for one, other in zip(*found, strict=True):
+        assert cases.same_bits(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:  # where the interpreter truncates
+        torch.testing.assert_close(narrow.float(), wide, rtol=2**-7, atol=1e-37, equal_nan=True)
+    else:
+        assert cases.same_bits(narrow.nan_to_num(7.0), wide.to(dtype).nan_to_num(7.0))
+    assert narrow.isnan().any() and (narrow.flatten(0, 1)[[1, 2]] == 0).all()  # NaN; idle, and masked
+
+
 def test_on_policy_is_exactly_the_ratio_1_with_log_probabilities_of_row_statistics(device: str) -> None:
     # Triton's two kernels cut a long row differently, but fold it exactly: the same bits.
     logits, targets, old = _rows(40000, torch.float32, device, (2, 4))

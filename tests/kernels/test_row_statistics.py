@@ -53,6 +53,24 @@ def test_against_float64(vocab: int, dtype: torch.dtype, name: str, backend: str
     cases.check(logits, targets, c, h, None, t, out=logits)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name", ["identity", "softcap"])
+@pytest.mark.parametrize("vocab", [1000, 4100])  # of whole vectors; of float32 whole ones, of 16 bits not
+def test_a_narrower_gradient_against_float64(vocab: int, dtype: torch.dtype, name: str, device: str) -> None:
+    logits, targets, c, h = cases.random_rows(vocab, torch.float32, device, seed=vocab)
+    for slope in (None, h):
+        out = torch.full_like(logits, torch.nan, dtype=dtype)
+        cases.check(logits, targets, c, slope, None, cases.transform(name, device), out)
+
+
+@pytest.mark.parametrize("backend", ["cpp"], indirect=True)
+def test_a_wider_gradient_is_refused(device: str) -> None:
+    logits, targets, c, h = cases.random_rows(64, torch.bfloat16, device)
+    found = cases.row_statistics(logits, targets, None, PLAIN)
+    with pytest.raises(ValueError, match=r"out must be torch.bfloat16 .*, got torch.float32"):
+        cases.row_gradient(logits, targets, None, PLAIN, found, c, h, out=torch.empty_like(logits, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", cases.TRANSFORMS)
 def test_transforms(name: str, dtype: torch.dtype, device: str) -> None:

@@ -219,6 +219,8 @@ def test_every_result_of_every_kernel_is_known() -> None:
             "row_forward_gradient_kernel": {"logits_ptr"},
             "scale_kernel": {"tensor_ptr"},
             "support_restrict_kernel": {"logits_ptr", "rows_ptr"},
+            "gather_entries_kernel": {"rows_ptr"},
+            "scatter_entries_kernel": {"rows_ptr", "token_ids_ptr"},
         }
         places = {"heads_ptr", "ids_ptr", "offsets_ptr"}  # read, to know where to write
         written = {x.arg for x in kernel.args.args if x.arg.startswith("out")} | set(

@@ -30,6 +30,7 @@ class Case:
     objective: tuple[str, str, str] = ("clip", "k3", "none")
     vocab: int = 151936
     stages: int | None = None  # None: the launcher's
+    out: str = ""  # the dtype of the gradient, if it is narrower than the logits
 
     @property
     def name(self) -> str:
@@ -38,6 +39,7 @@ class Case:
         if self.kernel in ("forward-gradient", "beside"):
             words += ["+".join(self.objective)]
         words += [f"{self.stages} stages"] if self.stages else []
+        words += [f"to {self.out}"] if self.out else []
         return "/".join([*words, str(self.vocab)])
 
 
@@ -51,6 +53,7 @@ def fast_cases() -> list[Case]:
     found += [Case("gradient", "sm_90", entropy=True), Case("forward-gradient", "sm_90", entropy=True)]
     found += [Case("forward-gradient", "sm_90", objective=("soft", "k3-unbiased", "truncate"))]
     found += [Case("forward-gradient", "sm_90", stages=stages) for stages in (1, 2, 4)]
+    found += [Case(kernel, gpu, "fp32", out="bf16") for kernel in ("gradient", "beside") for gpu in VENDORS]
     return found
 
 
@@ -66,6 +69,8 @@ def slow_cases() -> list[Case]:
     )
     found = [Case(*v) for v in variants if not (v[0] in ("statistics", "split") and v[5])]
     found = [case for case in found if (case.kernel != "beside" and case.dtype != "fp16") or case.gpu in VENDORS]
+    narrower = itertools.product(("gradient", "beside"), GPUS, ("fp32",), (True, False), (False, True), (False, True))
+    found += [Case(*v, out=out) for v in narrower for out in ("bf16", "fp16") if out == "bf16" or v[1] in VENDORS]
     found += [Case("scale", gpu) for gpu in GPUS] + [Case("beside", gpu) for gpu in GPUS if gpu not in VENDORS]
     found += [
         Case("forward-gradient", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)
@@ -111,8 +116,9 @@ def compile_case(case: Case) -> dict[str, Any]:
         constants["STAGES"] = case.stages or (sizes.stages if light else 1)
     one_sweep = case.kernel in ("statistics", "split", "gradient")
     options = launch_options(warps, registers(4 if case.dtype == "fp32" else 2, light) if one_sweep else 128, warp)
-    types = {"logits_ptr": case.dtype, "out_ptr": case.dtype if case.kernel in ("gradient", "scale") else "fp32"}
-    types |= {"gradient_ptr": case.dtype, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
+    out = case.out or case.dtype
+    types = {"logits_ptr": case.dtype, "out_ptr": out if case.kernel in ("gradient", "scale") else "fp32"}
+    types |= {"gradient_ptr": out, "tensor_ptr": case.dtype, "targets_ptr": "i64", "mask_ptr": "u8"}
     scaled = {"out_ptr"} if case.kernel == "scale" else set()
     compiled = compile_kernel(kernel, case.gpu, constants, types, {"tensor_ptr"} | scaled, options)
     found, code = inspect(compiled, case.gpu)

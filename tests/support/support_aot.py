@@ -15,7 +15,7 @@ from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
 
 #: Kernels that read or write matrices, and those that do not.
 MATRIX = ("products", "weight", "hidden", "pieces")
-ROW = ("statistics", "gradient", "forward_gradient", "entry_rows", "heads", "restrict")
+ROW = ("statistics", "gradient", "forward_gradient", "entry_rows", "heads", "restrict", "gather", "scatter")
 OF_LOGITS = ROW[:3]  # that have a softcap
 
 
@@ -76,6 +76,8 @@ def compile_case(case: Case) -> dict[str, Any]:
         types["keys_ptr"] = "i32"
     elif case.kernel == "restrict":
         types |= {"logits_ptr": case.dtype, "rows_ptr": "i64"}
+    elif case.kernel in ("gather", "scatter"):
+        types |= {"logits_ptr": case.dtype, "out_ptr": case.dtype, "rows_ptr": "i64", "best_ids_ptr": "i64"}
     aligned = {"hidden_ptr", "weight_ptr", "source_ptr", "out_ptr", "partials_ptr"} if case.wide else set()
     found, code = inspect(compile_kernel(kernel, case.gpu, constants, types, aligned, options), case.gpu)
     # 16-byte loads before the first store, in the order of the code; CUDA only.
@@ -85,6 +87,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The kernel, its constants and the compiler's options."""
     from fastrl.backend.triton.formulas import device_objective
+    from fastrl.kernels import entries as entries_kernels
     from fastrl.kernels import (
         support_forward_gradient,
         support_products,
@@ -100,6 +103,13 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     if case.kernel == "products":
         constants = support_products.constants(vec) | ({} if full else {"bias_ptr": None})
         return support_products.support_products_kernel, constants, options
+    if case.kernel in ("gather", "scatter"):
+        constants = {"BLOCK": entries_kernels.BLOCK}
+        return (
+            getattr(entries_kernels, f"{case.kernel}_entries_kernel"),
+            constants,
+            {"num_warps": entries_kernels.WARPS},
+        )
     if case.kernel == "restrict":
         constants = {"BLOCK": support_restrict.BLOCK, "IDS": support_restrict.IDS}
         return support_restrict.support_restrict_kernel, constants, {"num_warps": 4}
@@ -135,8 +145,9 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for a series of calls that differ in lengths, numbers and strides: kernel -> keys."""
     import torch
 
-    from fastrl.backend.contract import ByToken, Statistics, Support, Transform
+    from fastrl.backend.contract import Best, ByToken, Entries, Statistics, Support, Transform
     from fastrl.backend.triton import backend
+    from fastrl.kernels import entries as entries_kernels
     from fastrl.kernels import (
         support_forward_gradient,
         support_products,
@@ -152,6 +163,7 @@ def launch_keys() -> dict[str, list[str]]:
         for name in names:
             setattr(module, name, Recorder(getattr(module, name), keys))
 
+    record(entries_kernels, "gather_entries_kernel", "scatter_entries_kernel")
     record(support_forward_gradient, "support_forward_gradient_kernel")
     record(support_products, "entry_rows_kernel", "support_products_kernel")
     record(support_restrict, "support_restrict_kernel")
@@ -178,6 +190,9 @@ def launch_keys() -> dict[str, list[str]]:
         backend.support_products(hidden, weight, None, support)
         tile = torch.empty(n + 1, h, dtype=torch.bfloat16)[1:]
         backend.support_restrict(tile, 1 + gap, targets, *support[:2])
+        asked = Entries(*support[:2])
+        backend.gather_entries(tile[None], 1 + gap, targets, asked, values, Best(targets, c))
+        backend.scatter_entries(values, 1 + gap, targets, asked, tile[None])
         backend.support_statistics(values, targets, support, transform)
         backend.support_gradient(values, targets, support, transform, Statistics(c, c, c, c), c, None, values)
         objective = RowObjective("clip", (0.2, 0.2, 3, 1e30), "none", "none", 0, 0, temperature)

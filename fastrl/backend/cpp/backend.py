@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.backend.cpp.entries import gather_entries, scatter_entries
 from fastrl.backend.cpp.find_support import find_support
 from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer, strides, why_unavailable
 from fastrl.backend.cpp.objective import LossArguments, objective_arguments
+from fastrl.backend.cpp.pair import pair_forward_gradient, pair_gradient, pair_statistics
 from fastrl.backend.cpp.support import (
     support_forward_gradient,
     support_gradient,
@@ -30,10 +32,15 @@ __all__ = [
     "blank",
     "by_token",
     "find_support",
+    "gather_entries",
+    "pair_forward_gradient",
+    "pair_gradient",
+    "pair_statistics",
     "row_forward_gradient",
     "row_gradient",
     "row_statistics",
     "scale",
+    "scatter_entries",
     "support_forward_gradient",
     "support_gradient",
     "support_hidden",
@@ -69,6 +76,7 @@ class _Gradient(Structure):
         *((name, c_void_p) for name in ("logprobs", "entropy", "maximum", "log_sum", "c", "h", "out")),
         ("stride_a", c_int64),
         ("stride_b", c_int64),
+        ("element", c_int32),
     )
 
 
@@ -94,6 +102,15 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
     )
 
 
+def _holds_gradient(out: Tensor, logits: Tensor) -> bool:
+    """Whether `out` has a dtype for the gradient of these logits."""
+    return out.dtype == logits.dtype or (logits.dtype == torch.float32 and out.dtype in ELEMENTS)
+
+
+def _allowed(logits: Tensor) -> str:
+    return "float32, bfloat16 or float16" if logits.dtype == torch.float32 else str(logits.dtype)
+
+
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
     """See `fastrl.backend.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
@@ -116,14 +133,15 @@ def row_gradient(
     """See `fastrl.backend.contract`. Asks for huge pages if `out` is not the logits."""
     n = targets.numel()
     out_strides = strides("out", out)
-    if out.shape != logits.shape or out.dtype != logits.dtype:
-        raise ValueError(f"out must be {logits.dtype} {tuple(logits.shape)}, got {out.dtype} {tuple(out.shape)}")
+    if out.shape != logits.shape or not _holds_gradient(out, logits):
+        raise ValueError(f"out must be {_allowed(logits)} {tuple(logits.shape)}, got {out.dtype} {tuple(out.shape)}")
     gradient = _Gradient(
         *(pointer(name, value, n) for name, value in statistics._asdict().items()),
         pointer("c", c, n),
         pointer("h", h, n),
         address("out", out),
         *out_strides,
+        ELEMENTS[out.dtype],
     )
     function("fastrl_row_gradient", POINTER(_Rows), POINTER(_Gradient))(
         byref(_rows(logits, targets, mask, transform)), byref(gradient)
@@ -141,10 +159,11 @@ def row_forward_gradient(
 ) -> LossTerms:
     """See `fastrl.backend.contract`. The objective runs in float64 on the rows' float32 values."""
     n = targets.numel()
-    if out is not None and (out.shape != logits.shape or out.dtype != logits.dtype or not out.is_contiguous()):
+    if out is not None and (out.shape != logits.shape or not _holds_gradient(out, logits) or not out.is_contiguous()):
         got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
-        raise ValueError(f"out must be contiguous {logits.dtype} {tuple(logits.shape)}, got {got}")
-    result, arguments = objective_arguments(n, objective, inputs, None if out is None else address("out", out))
+        raise ValueError(f"out must be contiguous {_allowed(logits)} {tuple(logits.shape)}, got {got}")
+    to, element = (None, 0) if out is None else (address("out", out), ELEMENTS[out.dtype])
+    result, arguments = objective_arguments(n, objective, inputs, to, element)
     function("fastrl_row_forward_gradient", POINTER(_Rows), POINTER(LossArguments))(
         byref(_rows(logits, targets, mask, transform)), byref(arguments)
     )

@@ -40,14 +40,17 @@ class LossArguments(Structure):
         ("gate", c_int32),
         ("kl", c_int32),
         ("rollout_mode", c_int32),
-        ("padding", c_int32),
+        ("element", c_int32),
     )
 
 
 def objective_arguments(
-    rows: int, objective: RowObjective, inputs: RowInputs, out: int | None
+    rows: int, objective: RowObjective, inputs: RowInputs, out: int | None, element: int = 0
 ) -> tuple[LossTerms, LossArguments]:
-    """Memory for the terms of so many rows, and the struct; `out`: the address of the gradient, None for in place."""
+    """Memory for the terms of so many rows, and the struct.
+
+    `out`: the address of the gradient, None for in place; `element`: the number of its dtype.
+    """
     shapes = ((rows,), (rows,), (len(TERMS), rows))
     result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
     threshold = inputs.entropy_threshold
@@ -63,4 +66,5 @@ def objective_arguments(
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
         list(ROLLOUT_FORMULAS).index(objective.rollout),
+        element,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.backend.torch.entries import gather_entries, scatter_entries
 from fastrl.backend.torch.find_support import find_support
+from fastrl.backend.torch.pair import pair_forward_gradient, pair_gradient, pair_statistics
 from fastrl.backend.torch.rows import row_forward_gradient, row_gradient, row_statistics
 from fastrl.backend.torch.support import (
     by_token,
@@ -26,10 +28,15 @@ __all__ = [
     "blank",
     "by_token",
     "find_support",
+    "gather_entries",
+    "pair_forward_gradient",
+    "pair_gradient",
+    "pair_statistics",
     "row_forward_gradient",
     "row_gradient",
     "row_statistics",
     "scale",
+    "scatter_entries",
     "support_forward_gradient",
     "support_gradient",
     "support_hidden",

@@ -10,7 +10,9 @@ from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.backend.triton.formulas import device_objective
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import support_forward_gradient as support_forward_gradient_kernel
+from fastrl.kernels.entries import gather_entries, scatter_entries
 from fastrl.kernels.find_support import find_support
+from fastrl.kernels.row_divergence import pair_forward_gradient, pair_gradient, pair_statistics
 from fastrl.kernels.row_gradient import row_gradient
 from fastrl.kernels.row_statistics import row_statistics
 from fastrl.kernels.scale import scale
@@ -26,10 +28,15 @@ __all__ = [
     "blank",
     "by_token",
     "find_support",
+    "gather_entries",
+    "pair_forward_gradient",
+    "pair_gradient",
+    "pair_statistics",
     "row_forward_gradient",
     "row_gradient",
     "row_statistics",
     "scale",
+    "scatter_entries",
     "support_forward_gradient",
     "support_gradient",
     "support_hidden",

@@ -1,0 +1,117 @@
+"""The functions over pairs of logits of `fastrl.backend.contract` in plain torch: the oracle, and the torch backend.
+
+Here both logits may also be float64; all results are then float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.backend.torch.rows import BLOCK_ENTRIES, transformed
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Slices of the rows of logits (N, V), small enough to work on at once."""
+    rows, vocab = logits.shape
+    step = max(1, BLOCK_ENTRIES // max(vocab, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _product(p: Tensor, log_ratio: Tensor) -> Tensor:
+    """p times a log ratio that is infinite or NaN only where p is 0 or the row has a NaN: there 0."""
+    return torch.where(p == 0, 0.0, p * log_ratio)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p||q) of rows (n, V), given the logarithms."""
+    p, q = log_p.exp(), log_q.exp()
+    # The linear terms sum to 0; with them, no term is below 0, and errors of the normalisers do not count.
+    return (_product(p, log_p - log_q) - p + q).sum(-1).clamp_min(0.0)
+
+
+def _log_ratios_to_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(p / m) and log(q / m), m = beta q + (1 - beta) p; anything where p and q are 0."""
+    d = torch.where(log_p == log_q, 0.0, log_q - log_p)  # where both are -inf, too
+    weight = torch.where(d < 0, beta, 1 - beta)  # of the smaller one
+    log_m = torch.log1p(weight * torch.expm1(-d.abs()))  # relative to the larger one
+    return -d.clamp_min(0.0) - log_m, d.clamp_max(0.0) - log_m
+
+
+def _log_sum(z: Tensor, maximum: Tensor) -> Tensor:
+    return (z - maximum[:, None]).exp().sum(-1).log()
+
+
+def pair_statistics(
+    logits: Tensor, teacher_logits: Tensor, transform: Transform, teacher_transform: Transform, divergence: Divergence
+) -> PairStatistics:
+    """See `fastrl.backend.contract`."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    out = torch.zeros(6, logits.shape[0], dtype=dtype, device=logits.device)
+    for rows in _blocks(logits):
+        z, _ = transformed(logits[rows], transform, rows)
+        teacher_z, _ = transformed(teacher_logits[rows], teacher_transform, rows)
+        maximum, teacher_maximum = z.amax(-1), teacher_z.amax(-1)
+        log_sum, teacher_log_sum = _log_sum(z, maximum), _log_sum(teacher_z, teacher_maximum)
+        log_p = (z - maximum[:, None]) - log_sum[:, None]
+        log_q = (teacher_z - teacher_maximum[:, None]) - teacher_log_sum[:, None]
+        if divergence.kind == "forward_kl":
+            total = _kl(log_q, log_p)
+            student_kl = torch.zeros_like(total)
+        elif divergence.kind == "reverse_kl":
+            total = student_kl = _kl(log_p, log_q)
+        else:
+            beta = divergence.beta
+            from_p, from_q = _log_ratios_to_mixture(log_p, log_q, beta)
+            student_kl = _product(log_p.exp(), from_p).sum(-1)
+            teacher_kl = _product(log_q.exp(), from_q).sum(-1)
+            total = (beta * teacher_kl + (1 - beta) * student_kl).clamp_min(0.0)
+        total = torch.where(log_sum + teacher_log_sum == log_sum + teacher_log_sum, total, torch.nan)
+        out[:, rows] = torch.stack([total, student_kl, maximum, log_sum, teacher_maximum, teacher_log_sum])
+    return PairStatistics(*out)
+
+
+def pair_gradient(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    transform: Transform,
+    teacher_transform: Transform,
+    divergence: Divergence,
+    statistics: PairStatistics,
+    c: Tensor,
+    out: Tensor,
+) -> None:
+    """See `fastrl.backend.contract`."""
+    for rows in _blocks(logits):
+        z, slope = transformed(logits[rows], transform, rows)
+        teacher_z, _ = transformed(teacher_logits[rows], teacher_transform, rows)
+        total, student_kl, maximum, log_sum, teacher_maximum, teacher_log_sum = (s[rows, None] for s in statistics)
+        log_p, log_q = (z - maximum) - log_sum, (teacher_z - teacher_maximum) - teacher_log_sum
+        p = log_p.exp()
+        if divergence.kind == "forward_kl":
+            gradient = p - log_q.exp()
+        elif divergence.kind == "reverse_kl":
+            gradient = _product(p, log_p - log_q - student_kl).where(student_kl < torch.inf, torch.nan)
+        else:
+            from_p, _ = _log_ratios_to_mixture(log_p, log_q, divergence.beta)
+            gradient = (1 - divergence.beta) * _product(p, from_p - student_kl)
+        factor = c[rows, None]
+        gradient = (factor * slope * gradient).where(total == total, torch.nan)
+        out[rows] = gradient.where(factor != 0, 0.0).to(out.dtype)
+
+
+def pair_forward_gradient(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    transform: Transform,
+    teacher_transform: Transform,
+    divergence: Divergence,
+    c: Tensor,
+    out: Tensor | None = None,
+) -> PairStatistics:
+    """See `fastrl.backend.contract`."""
+    statistics = pair_statistics(logits, teacher_logits, transform, teacher_transform, divergence)
+    target = logits if out is None else out
+    pair_gradient(logits, teacher_logits, transform, teacher_transform, divergence, statistics, c, target)
+    return statistics

@@ -1,0 +1,435 @@
+"""Divergences between two logits of each row, the student's and the teacher's, and the gradient for the student.
+
+A program owns a row of both. A first sweep finds the maxima, the sums of exponentials and, for a KL, the divergence in
+the same online sums; the JSD needs the normalisers first, so it has a sweep of its own. The last sweep writes the
+gradient; each sweep but the first starts where the one before ended, with the entries that are still in L2. Given the
+statistics, the gradient is elementwise: then a row is split into spans.
+
+Without what L2 saves, a bfloat16 pair of entries moves 4 bytes per sweep and 2 for the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.kernels.configuration import _WARP, configuration, is_aligned, launch_options, numbers, on_device
+from fastrl.kernels.device_functions import LN2, LOG2E, LOWEST, maximum, row_pointer, scales, store_zeros
+from fastrl.kernels.pair_functions import (
+    FORWARD_KL,
+    JSD,
+    REVERSE_KL,
+    exact_sum,
+    finish_side,
+    fold_pair,
+    mixture_step,
+    pair_gradient_step,
+    pair_statistics_step,
+)
+
+_KINDS = {"forward_kl": FORWARD_KL.value, "reverse_kl": REVERSE_KL.value, "jsd": JSD.value}
+_STEPS_A_PROGRAM = 8  # of the elementwise gradient: enough to pay for a program's start, few enough to split a row
+
+
+@triton.jit(
+    do_not_specialize=["rows", "vocab"],
+    do_not_specialize_on_alignment=[
+        "logits_ptr",
+        "teacher_ptr",
+        "out_ptr",
+        "temperatures_ptr",
+        "teacher_temperatures_ptr",
+        "c_ptr",
+        "statistics_ptr",
+    ],
+)
+def row_divergence_kernel(
+    logits_ptr,  # (N, V) contiguous
+    teacher_ptr,  # (N, V) contiguous
+    out_ptr,  # (N, V) contiguous, may be logits_ptr; None: no gradient
+    temperatures_ptr,  # (N,) float32, or None
+    teacher_temperatures_ptr,  # (N,) float32, or None
+    c_ptr,  # (N,) float32; None: no gradient
+    statistics_ptr,  # (6, N) float32, in the order of PairStatistics: written if STATISTICS, else read
+    rows: tl.int32,  # N
+    vocab: tl.int32,  # V
+    temperature: tl.float32,
+    logit_scale: tl.float32,
+    softcap: tl.float32,
+    teacher_temperature: tl.float32,
+    teacher_logit_scale: tl.float32,
+    teacher_softcap: tl.float32,
+    beta: tl.float32,
+    KIND: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    VEC: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,  # of a program without STATISTICS
+    STAGES: tl.constexpr,
+):
+    """Program (row,); without STATISTICS (row, span), a span being STEP * STEPS columns."""
+    R: tl.constexpr = STEP // VEC
+    row = tl.program_id(0)
+    row_ptr = row_pointer(logits_ptr, row, 1, vocab, 0, ALIGNED)
+    teacher_row_ptr = row_pointer(teacher_ptr, row, 1, vocab, 0, ALIGNED)
+    stride = rows.to(tl.int64)
+    statistics_ptr += row
+    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    teacher_outer, teacher_inner2, _ = scales(
+        row, teacher_temperature, teacher_temperatures_ptr, teacher_logit_scale, teacher_softcap, TEACHER_SOFTCAP
+    )
+
+    if STATISTICS:
+        first = 0
+        span = vocab
+        outer2 = outer * LOG2E
+        teacher_outer2 = teacher_outer * LOG2E
+        whole = (vocab // STEP) * STEP
+        m = tl.full([R], LOWEST, tl.float32)
+        n = tl.full([R], LOWEST, tl.float32)
+        s = tl.zeros([R], tl.float32)
+        u = tl.zeros([R], tl.float32)
+        w = tl.zeros([R], tl.float32)
+        for start in tl.range(0, whole, STEP, num_stages=STAGES):
+            m, s, n, u, w = pair_statistics_step(
+                m,
+                s,
+                n,
+                u,
+                w,
+                row_ptr,
+                teacher_row_ptr,
+                start,
+                vocab,
+                outer2,
+                inner2,
+                teacher_outer2,
+                teacher_inner2,
+                KIND,
+                SOFTCAP,
+                TEACHER_SOFTCAP,
+                R,
+                VEC,
+                ALIGNED,
+                False,
+            )
+        if whole < vocab:
+            m, s, n, u, w = pair_statistics_step(
+                m,
+                s,
+                n,
+                u,
+                w,
+                row_ptr,
+                teacher_row_ptr,
+                whole,
+                vocab,
+                outer2,
+                inner2,
+                teacher_outer2,
+                teacher_inner2,
+                KIND,
+                SOFTCAP,
+                TEACHER_SOFTCAP,
+                R,
+                VEC,
+                ALIGNED,
+                True,
+            )
+        top, total, teacher_top, teacher_total, cross = fold_pair(m, s, n, u, w, outer2, teacher_outer2, KIND)
+        maximum_z, log_sum, exact_log_sum = finish_side(top, total, outer)
+        teacher_maximum_z, teacher_log_sum, teacher_exact_log_sum = finish_side(
+            teacher_top, teacher_total, teacher_outer
+        )
+        rest = exact_log_sum - teacher_exact_log_sum  # NaN if one of them is
+        student_kl = 0.0
+        if KIND == FORWARD_KL:
+            divergence = cross / teacher_total * LN2 + rest
+        elif KIND == REVERSE_KL:
+            divergence = cross / total * LN2 - rest
+        else:
+            student = tl.zeros([R], tl.float32)
+            teacher = tl.zeros([R], tl.float32)
+            if whole < vocab:
+                student, teacher = mixture_step(
+                    student,
+                    teacher,
+                    row_ptr,
+                    teacher_row_ptr,
+                    whole,
+                    vocab,
+                    outer,
+                    inner2,
+                    maximum_z,
+                    -log_sum * LOG2E,
+                    teacher_outer,
+                    teacher_inner2,
+                    teacher_maximum_z,
+                    -teacher_log_sum * LOG2E,
+                    beta,
+                    SOFTCAP,
+                    TEACHER_SOFTCAP,
+                    R,
+                    VEC,
+                    ALIGNED,
+                    True,
+                )
+            for done in tl.range(0, whole, STEP, num_stages=STAGES):
+                student, teacher = mixture_step(
+                    student,
+                    teacher,
+                    row_ptr,
+                    teacher_row_ptr,
+                    whole - STEP - done,
+                    vocab,
+                    outer,
+                    inner2,
+                    maximum_z,
+                    -log_sum * LOG2E,
+                    teacher_outer,
+                    teacher_inner2,
+                    teacher_maximum_z,
+                    -teacher_log_sum * LOG2E,
+                    beta,
+                    SOFTCAP,
+                    TEACHER_SOFTCAP,
+                    R,
+                    VEC,
+                    ALIGNED,
+                    False,
+                )
+            student_kl = exact_sum(student)
+            divergence = beta * exact_sum(teacher) + (1.0 - beta) * student_kl
+            divergence = tl.where(rest == rest, divergence, rest)
+        divergence = maximum(divergence, 0.0)
+        if KIND == REVERSE_KL:
+            student_kl = divergence
+        tl.store(statistics_ptr, divergence)
+        tl.store(statistics_ptr + stride, student_kl)
+        tl.store(statistics_ptr + 2 * stride, maximum_z)
+        tl.store(statistics_ptr + 3 * stride, log_sum)
+        tl.store(statistics_ptr + 4 * stride, teacher_maximum_z)
+        tl.store(statistics_ptr + 5 * stride, teacher_log_sum)
+    else:
+        # From here on, the program's span of the rows is treated as the rows.
+        first = tl.program_id(1) * (STEP * STEPS)
+        span = tl.minimum(vocab - first, STEP * STEPS)
+        divergence = tl.load(statistics_ptr)
+        student_kl = tl.load(statistics_ptr + stride)
+        maximum_z = tl.load(statistics_ptr + 2 * stride)
+        log_sum = tl.load(statistics_ptr + 3 * stride)
+        teacher_maximum_z = tl.load(statistics_ptr + 4 * stride)
+        teacher_log_sum = tl.load(statistics_ptr + 5 * stride)
+
+    if c_ptr is not None:
+        out_row_ptr = row_pointer(out_ptr, row, 1, vocab, 0, ALIGNED) + first
+        c = tl.load(c_ptr + row)
+        if c == 0.0:
+            store_zeros(out_row_ptr, 0, span, R, VEC, ALIGNED)
+            return
+        factor = tl.where(divergence == divergence, c * slope, float("nan"))
+        if KIND == REVERSE_KL:
+            factor = tl.where(divergence < float("inf"), factor, float("nan"))
+        elif KIND == JSD:
+            factor = factor * (1.0 - beta)
+        # Without a pipeline it needs more registers: half as many entries at a time.
+        BACK: tl.constexpr = STEP if ALIGNED and not (SOFTCAP or TEACHER_SOFTCAP) else STEP // 2
+        row_ptr += first
+        teacher_row_ptr += first
+        whole_span = (span // BACK) * BACK
+        # After the JSD's sweep, which ends at the row's start, the tail comes last.
+        FORWARD: tl.constexpr = STATISTICS and KIND == JSD
+        if not FORWARD:  # noqa: SIM102  (at compile time; the next at run time)
+            if whole_span < span:
+                pair_gradient_step(
+                    row_ptr,
+                    teacher_row_ptr,
+                    out_row_ptr,
+                    whole_span,
+                    span,
+                    factor,
+                    student_kl,
+                    outer,
+                    inner2,
+                    maximum_z,
+                    -log_sum * LOG2E,
+                    teacher_outer,
+                    teacher_inner2,
+                    teacher_maximum_z,
+                    -teacher_log_sum * LOG2E,
+                    beta,
+                    KIND,
+                    SOFTCAP,
+                    TEACHER_SOFTCAP,
+                    BACK // VEC,
+                    VEC,
+                    ALIGNED,
+                    True,
+                )
+        for done in tl.range(0, whole_span, BACK, num_stages=STAGES):
+            pair_gradient_step(
+                row_ptr,
+                teacher_row_ptr,
+                out_row_ptr,
+                done if FORWARD else whole_span - BACK - done,
+                span,
+                factor,
+                student_kl,
+                outer,
+                inner2,
+                maximum_z,
+                -log_sum * LOG2E,
+                teacher_outer,
+                teacher_inner2,
+                teacher_maximum_z,
+                -teacher_log_sum * LOG2E,
+                beta,
+                KIND,
+                SOFTCAP,
+                TEACHER_SOFTCAP,
+                BACK // VEC,
+                VEC,
+                ALIGNED,
+                False,
+            )
+        if FORWARD:  # noqa: SIM102
+            if whole_span < span:
+                pair_gradient_step(
+                    row_ptr,
+                    teacher_row_ptr,
+                    out_row_ptr,
+                    whole_span,
+                    span,
+                    factor,
+                    student_kl,
+                    outer,
+                    inner2,
+                    maximum_z,
+                    -log_sum * LOG2E,
+                    teacher_outer,
+                    teacher_inner2,
+                    teacher_maximum_z,
+                    -teacher_log_sum * LOG2E,
+                    beta,
+                    KIND,
+                    SOFTCAP,
+                    TEACHER_SOFTCAP,
+                    BACK // VEC,
+                    VEC,
+                    ALIGNED,
+                    True,
+                )
+
+
+def variant(vocab: int, itemsize: int, light: bool, warp: int = _WARP) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The kernel's sizes, and the compiler's options; `light` means aligned rows and no softcap.
+
+    A step is half the entries of `row_forward_gradient`'s, of each row: as many bytes are on their way, and as many
+    numbers in registers.
+    """
+    sizes = configuration(vocab, itemsize, warp)
+    step = max(32 * sizes.vector, sizes.block * sizes.segments // 2)
+    constants = {"VEC": sizes.vector, "STEP": step, "STEPS": _STEPS_A_PROGRAM, "STAGES": sizes.stages if light else 1}
+    return constants, launch_options(sizes.forward_gradient_warps, warp=warp)
+
+
+def _launch(
+    logits: Tensor,  # (N, V)
+    teacher_logits: Tensor,  # (N, V)
+    transform: Transform,
+    teacher_transform: Transform,
+    divergence: Divergence,
+    statistics: Tensor,  # (6, N) float32
+    c: Tensor | None,  # (N,) float32
+    out: Tensor | None,  # (N, V)
+    find: bool,  # the statistics; otherwise they are read
+) -> None:
+    rows, vocab = logits.shape
+    named = {"logits": logits, "teacher_logits": teacher_logits, "out": out}
+    tensors = {name: x for name, x in named.items() if x is not None}
+    for name, x in tensors.items():
+        if x.shape != logits.shape or not x.is_contiguous():
+            got = f"shape {tuple(x.shape)}, strides {x.stride()}"
+            raise ValueError(f"{name} must be contiguous {tuple(logits.shape)}, got {got}")
+    if rows == 0:
+        return
+    itemsize = min(logits.element_size(), teacher_logits.element_size())
+    vector = configuration(vocab, itemsize).vector
+    aligned = vocab % vector == 0 and all(is_aligned(x[None], 16 // x.element_size()) for x in tensors.values())
+    light = aligned and not transform.softcap and not teacher_transform.softcap
+    constants, options = variant(vocab, itemsize, light)
+    spans = 1 if find else triton.cdiv(vocab, constants["STEP"] * constants["STEPS"])
+    with on_device(logits):
+        row_divergence_kernel[(rows, spans)](
+            logits,
+            teacher_logits,
+            out,
+            transform.temperatures,
+            teacher_transform.temperatures,
+            c,
+            statistics,
+            rows,
+            vocab,
+            *numbers(transform),
+            *numbers(teacher_transform),
+            float(divergence.beta),
+            KIND=_KINDS[divergence.kind],
+            STATISTICS=find,
+            SOFTCAP=transform.softcap != 0,
+            TEACHER_SOFTCAP=teacher_transform.softcap != 0,
+            ALIGNED=aligned,
+            **constants,
+            **options,
+        )
+
+
+def pair_statistics(
+    logits: Tensor,  # (N, V)
+    teacher_logits: Tensor,  # (N, V)
+    transform: Transform,
+    teacher_transform: Transform,
+    divergence: Divergence,
+) -> PairStatistics:
+    """See `fastrl.backend.contract`."""
+    found = torch.empty(6, logits.shape[0], dtype=torch.float32, device=logits.device)
+    _launch(logits, teacher_logits, transform, teacher_transform, divergence, found, None, None, True)
+    return PairStatistics(*found)
+
+
+def pair_gradient(
+    logits: Tensor,  # (N, V)
+    teacher_logits: Tensor,  # (N, V)
+    transform: Transform,
+    teacher_transform: Transform,
+    divergence: Divergence,
+    statistics: PairStatistics,
+    c: Tensor,  # (N,) float32
+    out: Tensor,  # (N, V), may be logits
+) -> None:
+    """See `fastrl.backend.contract`."""
+    known = torch.stack(statistics)
+    _launch(logits, teacher_logits, transform, teacher_transform, divergence, known, c, out, False)
+
+
+def pair_forward_gradient(
+    logits: Tensor,  # (N, V)
+    teacher_logits: Tensor,  # (N, V)
+    transform: Transform,
+    teacher_transform: Transform,
+    divergence: Divergence,
+    c: Tensor,  # (N,) float32
+    out: Tensor | None = None,  # (N, V); None: the logits
+) -> PairStatistics:
+    """See `fastrl.backend.contract`."""
+    found = torch.empty(6, logits.shape[0], dtype=torch.float32, device=logits.device)
+    to = logits if out is None else out
+    _launch(logits, teacher_logits, transform, teacher_transform, divergence, found, c, to, True)
+    return PairStatistics(*found)
