@@ -10,9 +10,12 @@ from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
 from fastrl.backend.choice import backends, use_backend
 from fastrl.base.checks import check_inputs
 from fastrl.losses.cross_entropy import linear_cross_entropy
+from fastrl.losses.divergence import DivergenceLoss, linear_divergence
+from fastrl.losses.gathered import gathered_logprobs, linear_gathered_logprobs
 from fastrl.losses.logprobs import TokenStats, linear_token_logprobs, token_logprobs
 from fastrl.losses.policy import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
 from fastrl.losses.preference import PreferenceLoss, dpo_loss, linear_dpo_loss, reward_model_loss
+from fastrl.losses.topk_divergence import topk_divergence
 from fastrl.objectives.evaluate import LossContext
 from fastrl.objectives.objective import (
     KL,
@@ -69,6 +72,7 @@ __all__ = [
     "VESPO",
     "Clip",
     "DeepSeekV32",
+    "DivergenceLoss",
     "DrGRPO",
     "GSPOToken",
     "GammaWeight",
@@ -88,10 +92,13 @@ __all__ = [
     "check_inputs",
     "dpo_loss",
     "gae",
+    "gathered_logprobs",
     "group_advantages",
     "kl_penalized_rewards",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_dpo_loss",
+    "linear_gathered_logprobs",
     "linear_policy_loss",
     "linear_token_logprobs",
     "logits_policy_loss",
@@ -102,6 +109,7 @@ __all__ = [
     "reward_model_loss",
     "rloo_advantages",
     "token_logprobs",
+    "topk_divergence",
     "use_backend",
     "value_loss",
 ]

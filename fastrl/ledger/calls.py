@@ -35,6 +35,7 @@ def linear(
     longest: int | None = None,
     kept: int = 0,
     budget: int | str | None = None,
+    logits_dtype: torch.dtype | None = None,
     plan: str | None = None,
 ) -> Ledger:
     """The ledger of `linear_policy_loss` and the backward of its loss, or of `linear_token_logprobs` without one.
@@ -49,7 +50,8 @@ def linear(
         x = _empty(responses, tokens // responses, hidden, dtype=dtype, needs="hidden" in gradients)
         w = _empty(vocab, hidden, dtype=dtype, needs="weight" in gradients)
         bias = _empty(vocab, dtype=dtype, needs=True) if "bias" in gradients else None
-        given: dict[str, Any] = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept), "memory_budget": budget}
+        given: dict[str, Any] = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept)}
+        given |= {"logits_dtype": logits_dtype, "memory_budget": budget}
         batch = _batch(objective, responses, tokens, on_policy)
         targets = batch.pop("targets")
         wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]

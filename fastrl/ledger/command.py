@@ -41,6 +41,8 @@ def _plans(options: argparse.Namespace) -> str:
         "on_policy": options.on_policy,
         "longest": options.longest,
         "kept": options.kept,
+        "teacher_hidden": options.teacher_hidden,
+        "logits_dtype": None if options.logits_dtype is None else DTYPES[options.logits_dtype],
     }
     if (options.tp, options.cp, options.gpus) != (None, None, None):
         shared["over_ranks"] = (options.cp or 1) > 1
@@ -56,12 +58,15 @@ def _plans(options: argparse.Namespace) -> str:
             raise ValueError("--ledger lists the launches of Triton kernels: triton is not installed")
         if options.unrecorded:
             raise ValueError(f"--ledger takes no --unrecorded tokens, got {options.unrecorded}")
+        if options.teacher_hidden is not None:
+            raise ValueError(f"--ledger lists no divergence's launches, got --teacher-hidden {options.teacher_hidden}")
         gpu = ledger
     device = options.device if gpu is None else gpu.kind
     with nullcontext() if gpu is None else pretend(gpu, gpu.free(*sizes, dtype.itemsize)):
         plans = plan_memory(*sizes, dtype, unrecorded=options.unrecorded, device=device, **shared)
     if ledger is None:
         return str(plans)
+    del shared["teacher_hidden"]
     launches = calls.linear(*sizes, dtype, ledger, **shared)
     return f"{plans}\n\n{text_of(launches, plans.chosen, ledger, dtype.itemsize)}"
 
@@ -72,6 +77,8 @@ def _over_gpus(options: argparse.Namespace, call: Call) -> str:
         raise ValueError("--ledger lists the launches on one GPU: it goes without --tp, --cp and --gpus")
     if options.kept:
         raise ValueError(f"--tp, --cp and --gpus go without --kept, got {options.kept}")
+    if options.teacher_hidden is not None:
+        raise ValueError(f"--tp, --cp and --gpus go without --teacher-hidden, got {options.teacher_hidden}")
     tp, cp = (1 if n is None else n for n in (options.tp, options.cp))
     device = H100 if options.device in (None, "cuda") else DEVICES[options.device.upper()]
     layout = Layout(tp, cp, tp * cp if options.gpus is None else options.gpus).checked(device)
@@ -91,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab", type=int, required=True, help="entries of the vocabulary")
     add("--budget", help="such as 512MiB; default: half of the free memory")
     add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--logits-dtype", choices=("float32",), help="of the logits, unrounded sums; default: that of the head")
     names = [*PRESETS, "logprobs"]
     add(
         "--objective",
@@ -108,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         help="tokens without a recorded support (or with a very wide one) beside those that have one",
+    )
+    add(
+        "--teacher-hidden",
+        type=int,
+        help="width of a teacher's hidden states: plans linear_divergence, whatever --objective says; U counts the"
+        " student's products, TFLOP the teacher's too",
     )
     add(
         "--device",

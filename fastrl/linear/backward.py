@@ -5,7 +5,9 @@ Rows whose c and h are 0 enter no matrix product. Sums over tiles are float32 an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,60 +26,57 @@ from fastrl.planning.tiling import Needs, PassBudget, Tile
 TWO_PASS = "two-pass"
 
 
-class Backward:
-    """Computes the gradients of one call, pass by pass, from c and h (N,) or None.
+def order_of_active(
+    mask: Tensor | None, c: Tensor, num_tokens: int, h: Tensor | None = None, results: Tensor | None = None
+) -> Order:
+    """Rows with a nonzero c or h; on a GPU all unmasked rows if their number is given, to avoid a synchronisation.
 
-    num_tokens: the number of rows in the mask, or -1 if the host does not know it. shard: of the vocabulary, if the
-    head is one; then targets count from its first entry, and dL/dhidden is summed over its group if it says so.
+    Rows whose results (N,) are NaN are included: a clip may have set their c to 0, and the NaN must not be lost.
+    """
+    if num_tokens >= 0 and c.is_cuda:
+        return order(mask, c.shape[0], num_tokens)
+    active = c != 0
+    if results is not None:
+        active |= results.isnan()
+    if h is not None:
+        active |= h != 0
+    return order(active if mask is None else active & mask, c.shape[0])
+
+
+class Passes(ABC):
+    """The passes that sum dL/dlogits over the tiles of a head; a subclass says what a tile's gradient is.
+
+    order: the rows that have a gradient. undo: the factor that undoes the scale of the gradient, if it has one. shard:
+    of the vocabulary, if the head is one; then dL/dhidden is summed over its group if it says so.
     """
 
     def __init__(
         self,
         head: Head,
-        targets: Tensor,
-        mask: Tensor | None,
-        transform: Transform,
-        stats: Statistics,
-        c: Tensor,
-        h: Tensor | None,
+        order: Order,
         needs: Needs,
         backend: str,
-        num_tokens: int,
         budget: PassBudget,
-        dense_support: DenseSupport | None = None,
+        undo: Tensor | None = None,
         shard: VocabularyShard | None = None,
     ) -> None:
-        self.head, self.transform, self.needs, self.backend, self.budget = head, transform, needs, backend, budget
-        self.shard = shard
+        self.head, self.order, self.needs, self.backend, self.budget = head, order, needs, backend, budget
+        self.undo, self.shard = undo, shard
         self.group = shard.group if shard is not None and shard.reduces else None
         # dL/dhidden is then a part of a sum, which needs a wider dtype than that of the factors.
         self.partial = self.group is not None and head.hidden.dtype != torch.float32
-        self.order = self._active(mask, stats.logprobs, c, h, num_tokens)
-        self.undo = None
-        c, h = self.order.of(c), self.order.of(h)  # type: ignore[assignment]
-        if head.hidden.dtype == torch.float16 and self.order.count:
-            scale = products.power_of_two_scale(c, h)
-            c, h, self.undo = c * scale, None if h is None else h * scale, 1 / scale
-        of = self.order.of
-        active = Statistics(*map(of, stats))  # type: ignore[arg-type]
-        self.rows = Rows(of(targets), of(transform.temperatures), active, c, h, self.order.dense_support(dense_support))  # type: ignore[arg-type]
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self._due: list[int] = []  # the rows of each sum over the group that is still to come
 
-    @staticmethod
-    def _active(mask: Tensor | None, logprobs: Tensor, c: Tensor, h: Tensor | None, num_tokens: int) -> Order:
-        """Rows with a nonzero c or h; on a GPU all unmasked rows if their number is given, to avoid a synchronisation.
+    @abstractmethod
+    def _rows(self, part: slice) -> Any:
+        """What `_gradient` needs for these positions of the order."""
 
-        Rows with a NaN log-probability are included: a clip may have set their c to 0, and the NaN must not be lost.
-        """
-        if num_tokens >= 0 and c.is_cuda:
-            return order(mask, c.shape[0], num_tokens)
-        active = (c != 0) | logprobs.isnan()
-        if h is not None:
-            active |= h != 0
-        return order(active if mask is None else active & mask, c.shape[0])
+    @abstractmethod
+    def _gradient(self, hidden: Tensor, rows: Any, columns: slice, held: Held) -> Tensor:
+        """dL/dlogits of a tile (n, v)."""
 
     def _output(self, like: Tensor, needed: bool, filled: bool) -> Tensor | None:
         if not needed:
@@ -136,34 +135,18 @@ class Backward:
                     self._weight_pass(self._tile("weight"), with_hidden=False)
         return self.hidden, self.weight, self.bias
 
-    def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
-        """dL/dlogits of a tile (n, v)."""
-        logits = held.logits(hidden, columns)
-        if rows.dense_support is not None:
-            rows.dense_support.apply(logits, columns.start, self.backend)
-        kernels(self.backend, logits).row_gradient(
-            logits[None],
-            rows.targets - columns.start,
-            None,
-            self.transform._replace(temperatures=rows.temperatures),
-            rows.statistics,
-            rows.c,
-            rows.h,
-            logits[None],
-        )
-        return logits
-
     def _tile(self, kind: str) -> Tile:
         return pass_tile(kind, self.head, self.order, self.budget, needs=self.needs, shard=self.shard)
 
     def _held(self, tile: Tile) -> Held:
-        return Held(self.head, tile, self.order.index is not None, self.backend, self.budget.mapped)
+        gathers, (_, _, mapped, wide) = self.order.index is not None, self.budget
+        return Held(self.head, tile, gathers, self.backend, mapped, wide, forms_gradient=True)
 
-    def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Rows]]:
+    def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
         """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""
         for part in slices(self.order.count, size):
             where = self.order.rows(part)
-            yield part, where, held.hidden(where), self.rows.part(part)
+            yield part, where, held.hidden(where), self._rows(part)
 
     def _hidden_pass(self, tile: Tile) -> None:
         """dL/dhidden, one chunk of rows after another, summed over slices of the vocabulary."""
@@ -241,3 +224,65 @@ class Backward:
         return HeadSums(
             weight, bias, sums if weight is None or sums is None else sums[: weight.shape[0]], direct, self.undo
         )
+
+
+class Backward(Passes):
+    """Computes the gradients of one call, pass by pass, from c and h (N,) or None.
+
+    num_tokens: the number of rows in the mask, or -1 if the host does not know it. shard: of the vocabulary, if the
+    head is one; then targets count from its first entry, and dL/dhidden is summed over its group if it says so.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        targets: Tensor,
+        mask: Tensor | None,
+        transform: Transform,
+        stats: Statistics,
+        c: Tensor,
+        h: Tensor | None,
+        needs: Needs,
+        backend: str,
+        num_tokens: int,
+        budget: PassBudget,
+        dense_support: DenseSupport | None = None,
+        shard: VocabularyShard | None = None,
+    ) -> None:
+        active = order_of_active(mask, c, num_tokens, h, stats.logprobs)
+        of, undo = active.of, None
+        c, h = of(c), of(h)  # type: ignore[assignment]
+        if head.hidden.dtype == torch.float16 and active.count:
+            scale = products.power_of_two_scale(c, h)
+            c, h, undo = c * scale, None if h is None else h * scale, 1 / scale
+        super().__init__(head, active, needs, backend, budget, undo, shard)
+        self.transform = transform
+        chosen = Statistics(*map(of, stats))  # type: ignore[arg-type]
+        self.rows = Rows(of(targets), of(transform.temperatures), chosen, c, h, active.dense_support(dense_support))  # type: ignore[arg-type]
+
+    def _rows(self, part: slice) -> Rows:
+        return self.rows.part(part)
+
+    def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
+        return row_gradient_of(held, hidden, rows, columns, self.transform, self.backend)
+
+
+def row_gradient_of(
+    held: Held, hidden: Tensor, rows: Rows, columns: slice, transform: Transform, backend: str
+) -> Tensor:
+    """dL/dlogits of a tile (n, v), from the statistics, c and h of its rows."""
+    logits = held.logits(hidden, columns)
+    if rows.dense_support is not None:
+        rows.dense_support.apply(logits, columns.start, backend)
+    gradient = held.gradient(logits)
+    kernels(backend, logits).row_gradient(
+        logits[None],
+        rows.targets - columns.start,
+        None,
+        transform._replace(temperatures=rows.temperatures),
+        rows.statistics,
+        rows.c,
+        rows.h,
+        gradient[None],
+    )
+    return gradient

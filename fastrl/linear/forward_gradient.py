@@ -28,13 +28,13 @@ from fastrl.linear.sharded import start_statistics, write_gradient
 from fastrl.linear.statistics import Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.operators.attach import hand_over, refuse_second_order
-from fastrl.operators.operator import operator, saved
+from fastrl.operators.operator import Operator, operator, saved
 from fastrl.operators.sharded import RankFailed, failure
 from fastrl.planning.tiling import Needs, PassBudget, Tile
 
-#: Begins to turn a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk). What
-#: it returns ends that, and gives the rows' results.
-ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int], Callable[[], LossTerms]]
+#: Begins to turn a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, chunk, where
+#: the gradient goes, which may be the logits). What it returns ends that, and gives the rows' results.
+ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int, Tensor], Callable[[], LossTerms]]
 
 
 class Chunk(NamedTuple):
@@ -51,7 +51,7 @@ def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
     return [Chunk(i, min(i + size, count), min(max(active - i, 0), size, count - i)) for i in starts]
 
 
-class _Sums:
+class GradientSums:
     """Collects the gradients of the chunks: dH by rows, dW and db summed in float32.
 
     If the head is a shard, dH is a part of a sum over devices. It is float32 then, by position in the order, and the
@@ -136,8 +136,9 @@ def forward_gradient(
     one_chunk: bool,
     backend: str,
     shard: VocabularyShard | None = None,
+    float32_logits: bool = False,
 ) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
-    """Row results and dL/d(hidden, weight, bias): each chunk's logits are overwritten by their gradient.
+    """Row results and dL/d(hidden, weight, bias): each chunk's gradient overwrites its logits, unless they are wider.
 
     Gradients of idle rows enter no product. dL/dweight is float32, but with `one_chunk`, which says that there is one
     chunk at most, in the weight's dtype. With a shard, a chunk's statistics travel between the devices while the
@@ -147,21 +148,24 @@ def forward_gradient(
     make = torch.zeros if used.count < n else torch.empty  # masked rows have no chunk that writes them
     out = LossTerms(*(make(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
     all_active = sum(chunk.active for chunk in chunks) == n and vocab > 0
-    sums = _Sums(head, used, needs, one_chunk, all_active, backend, shard)
+    sums = GradientSums(head, used, needs, one_chunk, all_active, backend, shard)
     longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     tiles = 1 if shard is None else min(max(len(chunks), 1), 2)
-    held = [Held(head, Tile(longest, vocab), used.index is not None, backend) for _ in range(tiles)]
+    held = [
+        Held(head, Tile(longest, vocab), used.index is not None, backend, False, float32_logits, forms_gradient=True)
+        for _ in range(tiles)
+    ]
     last = max((number for number, chunk in enumerate(chunks) if chunk.active), default=-1)
     begun: list[tuple[int, Tensor, Tensor, Callable[[], LossTerms]]] = []
 
     def end() -> None:
-        number, hidden, logits, terms = begun.pop(0)
+        number, hidden, gradient, terms = begun.pop(0)
         chunk = chunks[number]
         where = used.rows(slice(chunk.start, chunk.stop))
         out.logprobs[where], out.entropy[where], out.terms[:, where] = terms()
         if chunk.active:
             positions = slice(chunk.start, chunk.start + chunk.active)
-            sums.add(positions, hidden[: chunk.active], logits[: chunk.active], number == last)
+            sums.add(positions, hidden[: chunk.active], gradient[: chunk.active], number == last)
 
     started = 0
     try:
@@ -171,9 +175,10 @@ def forward_gradient(
             logits = held[number % tiles].logits(hidden, slice(0, vocab))
             t = transform.temperatures
             chunk_transform = transform if t is None else transform._replace(temperatures=t[where].contiguous())
-            terms = chunk_gradient(logits[None], targets[where], chunk_transform, where, number)
+            gradient = held[number % tiles].gradient(logits)
+            terms = chunk_gradient(logits[None], targets[where], chunk_transform, where, number, gradient[None])
             started += 1
-            begun.append((number, hidden, logits, terms))
+            begun.append((number, hidden, gradient, terms))
             if len(begun) == tiles:
                 end()
         while begun:
@@ -188,7 +193,7 @@ def forward_gradient(
 
 
 def _release(
-    targets: Tensor, used: Order, chunks: Sequence[Chunk], tiles: int, sums: _Sums, shard: VocabularyShard
+    targets: Tensor, used: Order, chunks: Sequence[Chunk], tiles: int, sums: GradientSums, shard: VocabularyShard
 ) -> None:
     """After an error, makes the collectives that the other ranks wait for: those of `chunks`, and the sum of dH.
 
@@ -219,13 +224,13 @@ def _gradient_by_kernel(
     """Returns a ChunkGradient that runs the objective inside the backend's kernel, or on gathered statistics."""
 
     def begin(
-        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
+        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
     ) -> Callable[[], LossTerms]:
         chosen = {k: x if x is None or x.dim() == 0 else x[where].contiguous() for k, x in inputs._asdict().items()}
         part = RowInputs(**chosen)
         if shard is None:
             result: LossTerms = kernels(backend, logits).row_forward_gradient(
-                logits, targets, None, transform, objective, part
+                logits, targets, None, transform, objective, part, None if out.dtype == logits.dtype else out
             )
             return lambda: result
         statistics = start_statistics(logits, targets, transform, backend, shard)
@@ -234,7 +239,7 @@ def _gradient_by_kernel(
             stats = statistics()
             terms, c, h = row_terms(stats.logprobs, stats.entropy, None, objective, part)
             slopes = c, None if part.entropy_weights is None else h
-            write_gradient(logits, targets, transform, stats, *slopes, backend, shard, logits)
+            write_gradient(logits, targets, transform, stats, *slopes, backend, shard, out)
             return LossTerms(stats.logprobs, stats.entropy, terms)
 
         return end
@@ -301,41 +306,54 @@ def row_local_gradients(
         tile = forward.pass_tile("forward-gradient", head, used, budget, needs=needs, summed=True, shard=shard)
         chunks = row_chunks(used.count, active, tile.rows)
     begin = _gradient_by_kernel(backend, objective, inputs, shard)
-    return forward_gradient(head, targets, transform, used, chunks, begin, needs, one_chunk, backend, shard)
+    return forward_gradient(
+        head, targets, transform, used, chunks, begin, needs, one_chunk, backend, shard, budget.float32_logits
+    )
+
+
+def fake_gradients(head: Head, needs: Needs, one_chunk: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised gradients as the forward makes them; empty if not needed."""
+
+    def empty(needed: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return head.hidden.new_empty(shape, dtype=dtype) if needed else head.hidden.new_empty(0)
+
+    wide = head.weight.dtype if one_chunk else torch.float32
+    return (
+        empty(needs.hidden, head.hidden.shape, head.hidden.dtype),
+        empty(needs.weight, head.weight.shape, wide),
+        empty(needs.bias, head.weight.shape[:1], torch.float32),
+    )
 
 
 @linear_forward_gradient.register_fake
 def _(head: Head, targets: Tensor, needs: Needs, one_chunk: bool, **_: Any) -> LinearLoss:
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return head.hidden.new_empty(shape, dtype=dtype)
-
-    n, (vocab, width) = targets.shape[0], head.weight.shape
-    return LinearLoss(
-        *(empty(), empty(n), empty(n), empty(len(TERMS), n)),
-        empty(*head.hidden.shape, dtype=head.hidden.dtype) if needs.hidden else empty(0, dtype=head.hidden.dtype),
-        empty(vocab, width, dtype=head.weight.dtype if one_chunk else torch.float32)
-        if needs.weight
-        else empty(0, dtype=head.hidden.dtype),
-        empty(vocab) if needs.bias else empty(0, dtype=head.hidden.dtype),
-    )
+    n = targets.shape[0]
+    results = (head.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n)))
+    return LinearLoss(*results, *fake_gradients(head, needs, one_chunk))  # type: ignore[call-arg]
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    ctx.ready = LinearLoss(*results)[-3:]
+def save_gradients(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Keeps the gradients, the last three results, for the first backward, and the inputs for any other."""
+    ctx.ready = results[-3:]
     return inputs
 
 
-def _backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
-    refuse_second_order(upstream)
-    if upstream is None:
-        return {}
-    gradients, ctx.ready = ctx.ready, None
-    arguments = saved(ctx)
-    if gradients is None:
-        with torch.no_grad():
-            gradients = linear_forward_gradient(**arguments)[-3:]
-    dtypes = [arguments["head"].hidden.dtype if need else None for need in arguments["needs"]]
-    return {"head": Head(*hand_over(gradients, upstream, dtypes, arguments["backend"]))}  # type: ignore[arg-type]
+def gradients_backward(forward: Operator[..., Any]) -> Callable[[Any, Tensor | None], dict[str, Any]]:
+    """The backward of a forward whose last three results are the gradients of its head."""
+
+    def backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
+        refuse_second_order(upstream)
+        if upstream is None:
+            return {}
+        gradients, ctx.ready = ctx.ready, None
+        arguments = saved(ctx)
+        if gradients is None:
+            with torch.no_grad():
+                gradients = forward(**arguments)[-3:]
+        dtypes = [arguments["head"].hidden.dtype if need else None for need in arguments["needs"]]
+        return {"head": Head(*hand_over(gradients, upstream, dtypes, arguments["backend"]))}  # type: ignore[arg-type]
+
+    return backward
 
 
-linear_forward_gradient.register_autograd(_backward, _save, differentiable=1)
+linear_forward_gradient.register_autograd(gradients_backward(linear_forward_gradient), save_gradients, differentiable=1)

@@ -59,30 +59,78 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: s
 class Held:
     """Memory for the hidden states of a chunk and a tile of its logits, reused for the next chunk.
 
-    `mapped`: the system gets the memory back when it is freed.
+    `mapped`: the system gets the memory back when it is freed. `float32_logits`: the tile holds the sums of the product
+    as they are, in float32, although the head is narrower; its gradient, which is as narrow, has a tile of its own
+    (`forms_gradient`: if there is one).
     """
 
-    def __init__(self, head: Head, tile: Tile, gathers: bool, backend: str, mapped: bool = False) -> None:
+    def __init__(
+        self,
+        head: Head,
+        tile: Tile,
+        gathers: bool,
+        backend: str,
+        mapped: bool = False,
+        float32_logits: bool = False,
+        forms_gradient: bool = False,
+    ) -> None:
         weight, make = head.weight, scratch if mapped else empty
         self.head = head
-        columns = min(tile.columns, weight.shape[0])  # a tile may be that of a larger shard
-        self._logits = make((tile.rows * columns,), weight.dtype, weight, backend)
-        self._rows = make((tile.rows, weight.shape[1]), weight.dtype, weight, backend) if gathers else None
+        rows, width = tile.rows, weight.shape[1]
+        size = rows * min(tile.columns, weight.shape[0])  # a tile may be that of a larger shard
+        wide = torch.float32 if float32_logits else weight.dtype
+        self._logits = make((size,), wide, weight, backend)
+        self._gradient = make((size,), weight.dtype, weight, backend) if float32_logits and forms_gradient else None
+        self._rows = make((rows, width), weight.dtype, weight, backend) if gathers else None
+        # The library may have no product of narrow factors with a float32 result: then they are copied to float32.
+        self._float32_rows = self._float32_weight = None
+        if float32_logits and not _gives_float32(weight.dtype, weight.device):
+            self._float32_rows = make((rows, width), torch.float32, weight, backend)
+            entries = max(1, min(PIECE_BYTES // (4 * width), weight.shape[0]))
+            self._float32_weight = make((entries, width), torch.float32, weight, backend)
 
     def hidden(self, where: Tensor | slice) -> Tensor:
         """Hidden states (n, H) of these rows, contiguous."""
         if isinstance(where, slice):
-            return self.head.hidden[where]
-        assert self._rows is not None
-        return torch.index_select(self.head.hidden, 0, where, out=self._rows[: where.shape[0]])
+            rows = self.head.hidden[where]
+        else:
+            assert self._rows is not None
+            rows = torch.index_select(self.head.hidden, 0, where, out=self._rows[: where.shape[0]])
+        if self._float32_rows is not None:
+            self._float32_rows[: rows.shape[0]].copy_(rows)
+        return rows
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Logits (n, v): hidden (n, H) times these entries of the head, plus the bias."""
+        """Logits (n, v): hidden (n, H), the last that `hidden` returned, times these entries of the head, plus bias."""
         weight, bias = self.head.weight[columns], self.head.bias
         out = self._logits[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], weight.shape[0])
+        bias = None if bias is None else bias[columns]
+        if out.dtype != hidden.dtype:
+            return self._float32_logits(hidden, weight, bias, out)
         if bias is None:
             return torch.mm(hidden, weight.t(), out=out)
-        return torch.addmm(bias[columns], hidden, weight.t(), out=out)
+        return torch.addmm(bias, hidden, weight.t(), out=out)
+
+    def _float32_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """The same from narrow factors, in `out` (n, v) float32."""
+        if self._float32_rows is None or self._float32_weight is None:
+            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+            return out if bias is None else out.add_(bias)
+        rows = self._float32_rows[: hidden.shape[0]]
+        for part in slices(weight.shape[0], self._float32_weight.shape[0]):
+            factor = self._float32_weight[: part.stop - part.start].copy_(weight[part])
+            if bias is None:
+                torch.mm(rows, factor.t(), out=out[:, part])
+            else:
+                torch.addmm(bias[part].float(), rows, factor.t(), out=out[:, part])
+        return out
+
+    def gradient(self, logits: Tensor) -> Tensor:
+        """Where the gradient of a tile of logits (n, v) goes, in the head's dtype: the tile, or memory beside it."""
+        if logits.dtype == self.head.weight.dtype:
+            return logits
+        assert self._gradient is not None
+        return self._gradient[: logits.numel()].view(logits.shape)
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
@@ -198,6 +246,24 @@ class HeadSums:
         for out, total in ((self.weight, self.sum), (self.bias, self.bias_sum)):
             if out is not None and total is not None and total is not out:
                 out.copy_(total if self.undo is None else total.mul_(self.undo))
+
+
+@cache
+def _gives_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the library can form a float32 product of factors of this dtype; tried once on a GPU."""
+    if device.type != "cuda":
+        return False
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.mm(a, a, out_dtype=torch.float32)
+    except RuntimeError as error:
+        warnings.warn(
+            f"fastrl forms float32 logits from float32 copies of the head, which is slower: torch {torch.__version__}"
+            f" cannot form a float32 product of {dtype} ({str(error).splitlines()[0]})",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @cache

@@ -204,8 +204,13 @@ def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall)
     if used.count == 0:
         return Statistics(*(x.clone() for x in out)), slopes
     tile = pass_tile("frozen", head, used, call.budget, call.slopes, shard=shard)
-    held, vocab = Held(head, tile, used.index is not None, backend), head.weight.shape[0]
-    second = products.empty((tile.rows, vocab), head.weight.dtype, head.weight, backend) if call.slopes == 2 else None
+    wide, vocab = call.budget.float32_logits, head.weight.shape[0]
+    held = Held(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
+    second = (
+        products.empty((tile.rows, vocab), head.weight.dtype, head.weight, backend)
+        if call.slopes == 2 and not wide
+        else None
+    )
     narrow = head.hidden.dtype != torch.float32
     shape = (used.count, head.hidden.shape[1])
     parts = [torch.empty(shape, dtype=torch.float32, device=targets.device) for _ in slopes if shard.reduces and narrow]
@@ -218,8 +223,8 @@ def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall)
         for total, x in zip(out, stats, strict=True):
             total[where] = x
         ones = torch.ones_like(stats.logprobs)
-        for slope in reversed(range(call.slopes)):  # the first slope last, because it overwrites the logits
-            gradient = logits if slope == 0 or second is None else second[: logits.shape[0]]
+        for slope in reversed(range(call.slopes)):  # the first slope last, because it may overwrite the logits
+            gradient = held.gradient(logits) if slope == 0 or second is None else second[: logits.shape[0]]
             c, h = (ones, None) if slope == 0 else (torch.zeros_like(ones), ones)
             write_gradient(logits[None], part.targets, part_transform, stats, c, h, backend, shard, gradient[None])
             if parts:

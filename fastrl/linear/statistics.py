@@ -20,8 +20,9 @@ from fastrl.linear.head import Head, Held, slices
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.entries import RowEntries
 from fastrl.operators.sharded import empty_shard_statistics
-from fastrl.planning.tiling import ALL, Needs, Pass, PassBudget, Tile
+from fastrl.planning.tiling import ALL, NO_TEACHER, Needs, Pass, PassBudget, Teacher, Tile
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Order:
         if dense_support is None or self.index is None:
             return dense_support
         return dense_support._replace(rows=self.index)
+
+    def entries(self, entries: RowEntries | None) -> RowEntries | None:
+        """The entries of these rows, from those of all rows."""
+        return entries if entries is None or self.index is None else entries._replace(rows=self.index)
 
     def rows(self, part: slice) -> Tensor | slice:
         """The indices of the rows at these positions of the order."""
@@ -93,13 +98,15 @@ class Rows(NamedTuple):
     c: Tensor | None = None
     h: Tensor | None = None
     dense_support: DenseSupport | None = None  # logits outside it become -inf
+    entries: RowEntries | None = None  # whose best is the target, or whose gradients are known
 
     def part(self, rows: slice) -> Rows:
         """The inputs of some of the rows."""
         stats = None if self.statistics is None else Statistics(*(s[rows] for s in self.statistics))
         t, c, h = (None if x is None else x[rows] for x in (self.temperatures, self.c, self.h))
         support = None if self.dense_support is None else self.dense_support.part(rows)
-        return Rows(self.targets[rows], t, stats, c, h, support)
+        entries = None if self.entries is None else self.entries.part(rows)
+        return Rows(self.targets[rows], t, stats, c, h, support, entries)
 
 
 def pass_tile(
@@ -111,9 +118,12 @@ def pass_tile(
     needs: Needs = ALL,
     summed: bool = False,
     shard: VocabularyShard | None = None,
+    teacher: Teacher = NO_TEACHER,
 ) -> Tile:
     """The tile of a pass. The planner has made sure that one fits."""
-    one = Pass(kind, head.sizes(order.count, needs.weight, shard), vectors, inner=needs.hidden, summed=summed)
+    sizes = head.sizes(order.count, needs.weight, shard)
+    sizes = sizes._replace(teacher=teacher, float32_logits=budget.float32_logits)
+    one = Pass(kind, sizes, vectors, inner=needs.hidden, summed=summed)
     tile = one.tile(budget.total, budget.tile)
     if tile is None:
         least = one.least_bytes(budget.tile)
@@ -136,17 +146,21 @@ def statistics(
     budget: PassBudget,
     dense_support: DenseSupport | None = None,
     shard: VocabularyShard | None = None,
+    entries: RowEntries | None = None,
 ) -> Statistics:
     """Row statistics (N,) from hidden states, with one product (1U); 0 for masked rows.
 
-    With a shard, those of its entries alone, for targets counted from its first.
+    With a shard, those of its entries alone, for targets counted from its first. With `entries` their logits are
+    gathered, and the targets are the best of them, whatever `targets` says.
     """
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     if used.count == 0:
         return out
     tile = pass_tile("statistics", head, used, budget, shard=shard)
-    held = Held(head, tile, used.index is not None, backend, budget.mapped)
-    rows = Rows(used.of(targets), used.of(transform.temperatures), dense_support=used.dense_support(dense_support))  # type: ignore[arg-type]
+    held = Held(head, tile, used.index is not None, backend, budget.mapped, budget.float32_logits)
+    support = used.dense_support(dense_support)
+    temperatures, entries = used.of(transform.temperatures), used.entries(entries)
+    rows = Rows(used.of(targets), temperatures, dense_support=support, entries=entries)  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         chunk = _chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
@@ -168,7 +182,10 @@ def _chunk_statistics(
         logits = held.logits(hidden, columns)
         if rows.dense_support is not None:
             rows.dense_support.apply(logits, columns.start, backend)
-        targets = rows.targets - columns.start if columns.start else rows.targets
+        if rows.entries is not None:
+            targets = rows.entries.gather(logits, columns.start, backend)
+        else:
+            targets = rows.targets - columns.start if columns.start else rows.targets
         stats: Statistics = kernels(backend, logits).row_statistics(logits[None], targets, None, transform)
         if combined is None:
             return stats
@@ -198,11 +215,12 @@ def frozen(
     budget: PassBudget,
     vectors: int,
     all_statistics: bool,
+    entries: RowEntries | None = None,
 ) -> tuple[Statistics, list[Tensor]]:
     """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype.
 
     A row's statistics and each of its slopes are one visit by `row_forward_gradient`, which does not give the maximum
-    and the log-sum: without `all_statistics` these are empty.
+    and the log-sum: without `all_statistics` these are empty. `entries` as in `statistics`.
     """
     out, used = _zeros(targets), order(mask, targets.shape[0], num_tokens)
     slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(vectors)]
@@ -211,21 +229,26 @@ def frozen(
     if used.count == 0:
         return out, slopes
     tile = pass_tile("frozen", head, used, budget, vectors)
-    held = Held(head, tile, used.index is not None, backend)
+    wide = budget.float32_logits
+    held = Held(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
     second = (
-        products.empty((tile.rows, tile.columns), head.weight.dtype, head.weight, backend) if vectors == 2 else None
+        products.empty((tile.rows, tile.columns), head.weight.dtype, head.weight, backend)
+        if vectors == 2 and not wide
+        else None
     )
-    rows = Rows(used.of(targets), used.of(transform.temperatures))  # type: ignore[arg-type]
+    rows = Rows(used.of(targets), used.of(transform.temperatures), entries=used.entries(entries))  # type: ignore[arg-type]
     for places in slices(used.count, tile.rows):
         where, part = used.rows(places), rows.part(places)
         logits = held.logits(held.hidden(where), slice(0, tile.columns))
+        if part.entries is not None:  # any target will do in a row without one: nothing reads its slope
+            part = part._replace(targets=part.entries.gather(logits, 0, backend).clamp_min(0))
         row_kernels, part_transform = kernels(backend, logits), transform._replace(temperatures=part.temperatures)
         row = (logits[None], part.targets, None, part_transform)
         if all_statistics:
             for total, values in zip(out, row_kernels.row_statistics(*row), strict=True):
                 total[where] = values
-        for vector in reversed(range(vectors)):  # the first slope last, because it overwrites the logits
-            gradient = logits if second is None or vector == 0 else second[: logits.shape[0]]
+        for vector in reversed(range(vectors)):  # the first slope last, because it may overwrite the logits
+            gradient = held.gradient(logits) if second is None or vector == 0 else second[: logits.shape[0]]
             terms: LossTerms = row_kernels.row_forward_gradient(
                 *row, _SLOPE, _slope_inputs(vector, part.targets), None if gradient is logits else gradient[None]
             )

@@ -23,17 +23,32 @@ class VocabularyArguments(NamedTuple):
 
 
 def vocabulary_arguments(
-    targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object
+    targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object, like_name: str = "targets"
 ) -> VocabularyArguments:
-    """Checks and flattens the arguments that all these entry points share."""
-    checked = checks.mask(mask, targets)
-    scalar, per_token = checks.temperature(temperature, targets, checked)
-    transform = Transform(
-        scalar, per_token, checks.number("logit_scale", logit_scale, positive=True), checks.softcap(softcap)
-    )
+    """Checks and flattens the arguments that all these entry points share; errors call the targets `like_name`."""
+    checked = checks.mask(mask, targets, like_name)
+    transform = checked_transform(temperature, logit_scale, softcap, targets, checked, like_name)
     return VocabularyArguments(
         targets.reshape(-1).contiguous(), None if checked is None else checked.reshape(-1).contiguous(), transform
     )
+
+
+def checked_transform(
+    temperature: object,
+    logit_scale: object,
+    softcap: object,
+    like: Tensor,
+    mask: Tensor | None,
+    like_name: str = "targets",
+    prefix: str = "",
+) -> Transform:
+    """The transform of logits; a tensor of temperatures has the shape of `like`, which errors call `like_name`.
+
+    prefix: of the arguments' names.
+    """
+    scalar, per_token = checks.temperature(temperature, like, mask, like_name, f"{prefix}temperature")
+    scale = checks.number(f"{prefix}logit_scale", logit_scale, positive=True)
+    return Transform(scalar, per_token, scale, checks.softcap(softcap, f"{prefix}softcap"))
 
 
 def checked_logits(
@@ -70,36 +85,47 @@ def checked_head(
 ) -> tuple[Head, Tensor, int]:
     """Returns a head with hidden states (N, H), the targets (...) and the bytes copied; raises for a wrong argument.
 
-    Under autocast, hidden, weight and bias are cast to its dtype, as torch.nn.functional.linear would cast them. Over a
-    group, weight and bias are this rank's shard, which may be empty, or DTensors that lie over the group.
+    Over a group, weight and bias are this rank's shard, which may be empty, or DTensors that lie over the group.
     """
-    hidden = checks.tensor("hidden", hidden)
-    weight = checks.tensor("weight", own_part("weight", weight, group))
-    bias = None if bias is None else checks.tensor("bias", own_part("bias", bias, group))
+    hidden, head, copied = head_arguments(hidden, weight, bias, group)
+    return head, checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden"), copied
+
+
+def head_arguments(
+    hidden: object, weight: object, bias: object, group: ProcessGroup | None = None, prefix: str = ""
+) -> tuple[Tensor, Head, int]:
+    """Returns hidden (..., H), a head with hidden states (N, H), and the bytes copied; raises for a wrong argument.
+
+    Under autocast, hidden, weight and bias are cast to its dtype, as torch.nn.functional.linear would cast them.
+    prefix: of the arguments' names.
+    """
+    names = tuple(f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
+    hidden = checks.tensor(names[0], hidden)
+    weight = checks.tensor(names[1], own_part(names[1], weight, group))
+    bias = None if bias is None else checks.tensor(names[2], own_part(names[2], bias, group))
     inputs = (hidden, weight, bias)
-    for name, value in zip(("hidden", "weight", "bias"), inputs, strict=True):
+    for name, value in zip(names, inputs, strict=True):
         if value is not None:
             checks.once_differentiable(name, value)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    checks.tensor("hidden", hidden, checks.LOGIT_DTYPES)
+    checks.tensor(names[0], hidden, checks.LOGIT_DTYPES)
     sizes = weight.shape[1:] if group is not None else weight.shape
     if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in sizes:
         raise ValueError(
-            "hidden must have shape (..., H) and weight (V, H) with V, H >= 1,"
+            f"{names[0]} must have shape (..., H) and {names[1]} (V, H) with V, H >= 1,"
             f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
-    for name, value in (("weight", weight), ("bias", bias)):
+    for name, value in zip(names[1:], (weight, bias), strict=True):
         if value is not None:
-            checks.same_device(name, value, hidden, "hidden")
+            checks.same_device(name, value, hidden, names[0])
             if value.dtype != hidden.dtype:
-                raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {value.dtype}")
+                raise TypeError(f"{name} must be {hidden.dtype} like {names[0]}, got {value.dtype}")
     if bias is not None:
-        checks.shape("bias", bias, weight.shape[:1], "one per vocabulary entry")
-    targets = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
+        checks.shape(names[2], bias, weight.shape[:1], "one per vocabulary entry")
     head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    return head, targets, _copied_bytes(inputs, head)
+    return hidden, head, _copied_bytes(inputs, head)
 
 
 def own_part(name: str, value: object, group: ProcessGroup | None) -> object:

@@ -23,7 +23,7 @@ from fastrl.operators.support import check_targets
 from fastrl.planning import plans
 from fastrl.planning.budget import default_budget, parse_budget
 from fastrl.planning.plans import Call, Plan
-from fastrl.planning.tiling import Needs, gathers, widest_support
+from fastrl.planning.tiling import Needs, float32_logits, gathers, widest_support
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -38,6 +38,7 @@ class LinearCall(NamedTuple):
     copied: int  # bytes of inputs that were copied so far
     shard: VocabularyShard | None = None  # the part of the vocabulary that the head is, if it lies over a group
     share: int | None = None  # bytes that a call without a budget may take; None: half of what is free here
+    float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
 
     @property
     def vocab(self) -> int:
@@ -67,10 +68,14 @@ def linear_call(
     logit_scale: float,
     softcap: float | None,
     memory_budget: int | str | None,
+    logits_dtype: torch.dtype | None = None,
     num_tokens: int | None = None,
     tp: TensorParallel = ALONE,
+    like_name: str = "targets",
 ) -> LinearCall:
     """Checks the arguments that all functions of hidden states share; the error names the wrong one.
+
+    Those per token have the shape of `targets`, which errors call `like_name`.
 
     In a group, every rank calls this and all other checks of its arguments inside `tp.reporting()`, and then
     `over_tp_group`.
@@ -78,13 +83,14 @@ def linear_call(
     tp.check()
     head, targets, copied = checked_head(hidden, weight, bias, targets, tp.group)
     budget = parse_budget(memory_budget)
-    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-    count = _known_count(num_tokens, args)
+    wide = float32_logits(logits_dtype, head.weight.dtype)
+    args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap, like_name)
+    count = checked_count(num_tokens, args.mask, args.targets.shape[0])
     support = checked_mask(sampling_mask, args, None if tp.group else head.weight.shape[0])
     if support is not None:  # the kernels for support entries need rows of unit stride
         head, more = unit_strides(head)
         copied += more
-    return LinearCall(head, args, support, count, budget, copied)
+    return LinearCall(head, args, support, count, budget, copied, float32_logits=wide)
 
 
 def over_tp_group(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same: object) -> LinearCall:
@@ -107,6 +113,7 @@ def over_tp_group(call: LinearCall, tp: TensorParallel, shape: torch.Size, **sam
         call.args, shape, head.hidden.dtype, call.sampling_mask, hidden=width, num_tokens=call.num_tokens, **same
     )
     arguments |= {"bias": head.bias is not None, "requires_grad": tuple(call.needs), "plan": plans.forced()}
+    arguments |= {"logits_dtype": torch.float32 if call.float32_logits else None}
     shard, by_rank = agreed_facts(tp, head.weight.shape[0], arguments, facts)
     if call.sampling_mask is not None:
         call.sampling_mask.check_vocab(shard.total)
@@ -128,23 +135,23 @@ def over_tp_group(call: LinearCall, tp: TensorParallel, shape: torch.Size, **sam
     )
 
 
-def _known_count(num_tokens: int | None, args: VocabularyArguments) -> int:
-    """Returns num_tokens, checked if that needs no synchronisation; -1 for None."""
+def checked_count(num_tokens: int | None, mask: Tensor | None, rows: int) -> int:
+    """Returns num_tokens, checked against the mask (rows,) if that needs no synchronisation; -1 for None."""
     if num_tokens is None:
         return -1
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
         raise TypeError(f"num_tokens must be an int, got {type(num_tokens).__name__}")
-    count = _counted_rows(args) if args.mask is None or checks.values_are_checked(args.mask) else None
+    count = counted_rows(mask, rows) if mask is None or checks.values_are_checked(mask) else None
     if num_tokens < 0 or (count is not None and count != num_tokens):
         raise ValueError(f"num_tokens must be the number of unmasked tokens, {count}, got {num_tokens}")
     return num_tokens
 
 
-def _counted_rows(args: VocabularyArguments) -> int:
-    """The number of valid tokens if the host may read the mask, else of all tokens."""
-    if args.mask is not None and checks.values_are_checked(args.mask):
-        return int(args.mask.sum())
-    return args.targets.shape[0]
+def counted_rows(mask: Tensor | None, rows: int) -> int:
+    """The number of valid tokens if the host may read the mask (rows,), else of all tokens."""
+    if mask is not None and checks.values_are_checked(mask):
+        return int(mask.sum())
+    return rows
 
 
 class PlannedCall(NamedTuple):
@@ -201,7 +208,9 @@ class PlannedCall(NamedTuple):
         )
 
 
-def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longest: int = 0) -> PlannedCall:
+def planned(
+    call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longest: int = 0, gathered: int = 0
+) -> PlannedCall:
     """Chooses the cheapest plan that fits the budget.
 
     Args:
@@ -209,6 +218,7 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
         slopes: how many statistics have a gradient.
         rows: the number of valid tokens, or -1 if the host does not know it.
         longest: that of the longest response.
+        gathered: the number of entries whose log-probabilities are asked for beside targets.
     """
     supports, entries = None, 0
     if (recorded := call.sampling_mask) is not None:
@@ -220,7 +230,7 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
         scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0  # an objective runs in torch, in any scope
     device = call.head.weight.device.type
     inputs = Call(
-        rows=_counted_rows(call.args) if rows < 0 else rows,
+        rows=counted_rows(call.args.mask, call.args.targets.shape[0]) if rows < 0 else rows,
         hidden=call.head.weight.shape[1],
         vocab=call.largest,
         dtype=call.head.weight.dtype,
@@ -236,5 +246,7 @@ def planned(call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longe
         index=call.head.weight.device.index,
         shards=1 if call.shard is None else call.shard.group.size(),
         partial=call.shard is not None and call.shard.reduces,
+        gathered=gathered,
+        float32_logits=call.float32_logits,
     )
     return PlannedCall(call, plans.choose(inputs, call.budget, call.share), inputs, rows, supports)

@@ -28,6 +28,7 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
     vocab_start: int | None = None,
@@ -41,7 +42,7 @@ def linear_cross_entropy(
     U = 2 N V H operations). `hidden[t]` predicts `targets[t]`: nothing is shifted.
 
     Args:
-        hidden, weight, bias, temperature, logit_scale, softcap: as in `linear_token_logprobs`.
+        hidden, weight, bias, temperature, logit_scale, softcap, logits_dtype: as in `linear_token_logprobs`.
         targets: (...) int64; tokens whose target is `ignore_index` are not valid, and these targets are not read.
         reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
         denominator: replaces the local number of tokens in "mean".
@@ -71,6 +72,7 @@ def linear_cross_entropy(
             "temperature": temperature,
             "logit_scale": logit_scale,
             "softcap": softcap,
+            "logits_dtype": logits_dtype,
             "memory_budget": memory_budget,
             "tp_group": tp_group,
             "vocab_start": vocab_start,

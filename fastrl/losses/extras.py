@@ -185,7 +185,7 @@ def _mean_by_tiles(
     max_bytes = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
     tile = pass_tile("statistics", head, used, plan.pass_budget, shard=shard)
-    held = Held(head, tile, used.index is not None, backend, plan.mapped)
+    held = Held(head, tile, used.index is not None, backend, plan.mapped, plan.float32_logits)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         hidden = held.hidden(where)

@@ -203,7 +203,17 @@ def _forward_gradient_in_torch(
 
     def run(head: Head) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
         return forward_gradient_ops.forward_gradient(
-            head, targets, transform, used, chunks, chunk_gradient, needs, len(chunks) <= 1, backend, call.shard
+            head,
+            targets,
+            transform,
+            used,
+            chunks,
+            chunk_gradient,
+            needs,
+            len(chunks) <= 1,
+            backend,
+            call.shard,
+            call.float32_logits,
         )
 
     loss, result = _attached(problem, call, run)
@@ -245,7 +255,7 @@ def _gradient_by_torch(
     """Returns a ChunkGradient that runs the objective in torch."""
 
     def begin(
-        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int
+        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
     ) -> Callable[[], LossTerms]:
         row_kernels: Any = kernels(backend, logits)
         if shard is None:
@@ -258,9 +268,9 @@ def _gradient_by_torch(
             whole = stats if statistics is None else statistics()
             terms, c, h = coefficients(whole, where, number)
             if shard is None:
-                row_kernels.row_gradient(logits, targets, None, transform, whole, c, h, logits)
+                row_kernels.row_gradient(logits, targets, None, transform, whole, c, h, out)
             else:
-                write_gradient(logits, targets, transform, whole, c, h, backend, shard, logits)
+                write_gradient(logits, targets, transform, whole, c, h, backend, shard, out)
             return LossTerms(whole.logprobs, whole.entropy, terms)
 
         return end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastrl.backend.choice import forced
@@ -135,6 +136,7 @@ def linear_token_logprobs(
     entropy: bool = False,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
     vocab_start: int | None = None,
@@ -156,6 +158,12 @@ def linear_token_logprobs(
         targets: (...) int64 in [0, V); not read where the mask is 0.
         bias: (V,) with hidden's dtype.
         mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
+        logits_dtype: None, or torch.float32: the logits are the products' float32 sums, unrounded, whatever the head's
+            dtype, as in an inference engine that computes its head in float32. A tile then takes twice the bytes and,
+            where it becomes a gradient, as much again in the head's dtype, in which the products of the backward stay.
+            Without it the sums are rounded to the head's dtype, except those of a sampling_mask's entries. A CPU forms
+            float32 products of copies, slower than in 16 bits where it has instructions for these; a float32 head is
+            not affected.
         memory_budget: bytes, or text such as "256MiB": the limit on the temporary memory that the call and its backward
             use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
             means what the cheapest plan needs, up to half of the free memory; a dearer plan is logged.
@@ -189,6 +197,7 @@ def linear_token_logprobs(
             sampling_mask=sampling_mask,
             logit_scale=logit_scale,
             softcap=softcap,
+            logits_dtype=logits_dtype,
             memory_budget=memory_budget,
             tp=tp,
         )

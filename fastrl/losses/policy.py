@@ -269,6 +269,7 @@ def linear_policy_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     bias: Tensor | None = None,  # (V,)
+    logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
     vocab_start: int | None = None,
@@ -310,6 +311,7 @@ def linear_policy_loss(
             sampling_mask=sampling_mask,
             logit_scale=logit_scale,
             softcap=softcap,
+            logits_dtype=logits_dtype,
             memory_budget=memory_budget,
             num_tokens=num_tokens,
             tp=tp,

@@ -78,6 +78,7 @@ def linear_dpo_loss(
     sampling_mask: SamplingMask | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
     tp_group: Any = None,
     vocab_start: int | None = None,
@@ -87,9 +88,9 @@ def linear_dpo_loss(
     """Computes `dpo_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
     Args:
-        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, memory_budget, tp_group,
-            vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for 2B responses: the chosen
-            ones first, then the rejected ones in the same order.
+        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,
+            tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for 2B responses: the
+            chosen ones first, then the rejected ones in the same order.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens.
         beta: as in `dpo_loss`.
@@ -128,6 +129,7 @@ def linear_dpo_loss(
             sampling_mask=sampling_mask,
             logit_scale=logit_scale,
             softcap=softcap,
+            logits_dtype=logits_dtype,
             memory_budget=memory_budget,
             tp_group=tp_group,
             vocab_start=vocab_start,

@@ -181,16 +181,16 @@ def same_arguments(
     targets, mask, (temperature, temperatures, logit_scale, softcap) = args
     recorded: object = None
     if isinstance(sampling_mask, SamplingMask):
-        values = _values(sampling_mask.token_ids, sampling_mask.offsets)
+        values = checksum(sampling_mask.token_ids, sampling_mask.offsets)
         recorded = f"{len(sampling_mask)} rows with {sampling_mask.token_ids.shape[0]} ids{values}"
     valid = targets if mask is None else targets.where(mask, 0)
     if temperatures is not None and mask is not None:
         temperatures = temperatures.where(mask, 1.0)
     return {
-        "mask": None if mask is None else f"one{_values(mask)}",
-        "targets": f"shape {tuple(shape)}{_values(valid)}",
+        "mask": None if mask is None else f"one{checksum(mask)}",
+        "targets": f"shape {tuple(shape)}{checksum(valid)}",
         "dtype": dtype,
-        "temperature": temperature if temperatures is None else f"one per token{_values(temperatures)}",
+        "temperature": temperature if temperatures is None else f"one per token{checksum(temperatures)}",
         "logit_scale": logit_scale,
         "softcap": softcap or None,
         "sampling_mask": recorded,
@@ -216,13 +216,13 @@ def same_problem(problem: Problem, denominator: float | Tensor | None) -> dict[s
         "objective": described(problem.objective),
         "number of responses": batch.responses.count,
         "advantages per response": batch.per_response,
-        **{name: None if x is None else f"given{_values(x)}" for name, x in given.items()},
-        "denominator": f"{described(denominator)}{_values(problem.weights)}",
+        **{name: None if x is None else f"given{checksum(x)}" for name, x in given.items()},
+        "denominator": f"{described(denominator)}{checksum(problem.weights)}",
     }
 
 
-def _values(*tensors: Tensor) -> str:
-    """A checksum of the values, if they may be read."""
+def checksum(*tensors: Tensor) -> str:
+    """A checksum of the values as text, "" if they may not be read."""
     if not all(checks.values_are_checked(x) for x in tensors):
         return ""
     checksum = 0

@@ -32,6 +32,7 @@ from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
+from fastrl.planning.tiling import float32_logits
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -151,7 +152,13 @@ class TokenStatsOutput(CausalLMOutputWithPast):
     """0-dim, a mixture's load balancing loss if its config asks for router logits; included in loss."""
 
 
-def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | str | None = None) -> Any:
+def fused_lm_head(
+    model: Any,
+    *,
+    temperature: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
+    memory_budget: int | str | None = None,
+) -> Any:
     """Give a model's forward the argument `return_token_stats`; without it nothing changes. Returns the model.
 
     With `return_token_stats=True` and `labels` (B, S) int64 (-100 = ignored; shifted inside, as in transformers, or
@@ -161,12 +168,13 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
     Args:
         model: a transformers causal LM with a linear head.
         temperature: divides the logits, > 0.
-        memory_budget: as in `fastrl.linear_token_logprobs`.
+        logits_dtype, memory_budget: as in `fastrl.linear_token_logprobs`.
 
     Raises:
         TypeError, ValueError: for an unsupported head; see the module.
     """
     parse_budget(memory_budget)
+    float32_logits(logits_dtype, torch.float32)  # checks it
     checks.number("temperature", temperature, positive=True)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(base, "_fastrl_unfused"):
@@ -180,7 +188,8 @@ def fused_lm_head(model: Any, *, temperature: float = 1.0, memory_budget: int | 
     LMHead.of(base).check(root)
     original = base.forward
     base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
-    base._fastrl_options = options = {"temperature": temperature, "memory_budget": memory_budget}
+    head_options = {"logits_dtype": logits_dtype, "memory_budget": memory_budget}
+    base._fastrl_options = options = {"temperature": temperature, **head_options}
 
     # The signature stays the model's own: `generate` and `Trainer` inspect it.
     @functools.wraps(type(base).forward)
@@ -305,7 +314,7 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
                 head.weight,
                 targets,
                 denominator=num_items_in_batch,
-                memory_budget=base._fastrl_options["memory_budget"],
+                **{name: base._fastrl_options[name] for name in ("logits_dtype", "memory_budget")},
                 **head.arguments,
             )
 

@@ -13,7 +13,8 @@ class Combined:
 
     Let l = log sum exp of a slice. The target's log-probability is the one within its own slice minus
     log1p(exp(rest - l)), where rest is the l of all other slices together: a confident token keeps its digits. The
-    entropy is log sum exp - mean z, and the mean z of a slice is its l - H.
+    entropy is log sum exp - mean z, and the mean z of a slice is its l - H. A later slice may have another target: the
+    one before no longer counts.
     """
 
     def __init__(self, targets: Tensor) -> None:
@@ -38,8 +39,9 @@ class Combined:
         means = torch.cat([self.mean[None], (l - entropy).where(~empty, 0.0)])
         self.mean = (means * shares).sum(0)
         self.maximum = torch.maximum(self.maximum, maximum.amax(0))
-        self.rest = torch.cat([self.rest[None], l.where(~has_target, -torch.inf)]).logsumexp(0)
         found = has_target.any(0)
+        rest = before.where(found, self.rest)  # the same, unless the target has moved here from an earlier slice
+        self.rest = torch.cat([rest[None], l.where(~has_target, -torch.inf)]).logsumexp(0)
         self.of_target = l.where(has_target, 0.0).sum(0).where(found, self.of_target)
         self.logprob = logprobs.where(has_target & ~empty, 0.0).sum(0).where(found, self.logprob)
 

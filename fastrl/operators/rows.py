@@ -104,16 +104,21 @@ def coefficients(d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[st
 
 
 def logits_backward(
-    gradient: Callable[..., Tensor], gradient_: Callable[..., None]
+    gradient: Callable[..., Tensor],
+    gradient_: Callable[..., None],
+    of_results: Callable[..., dict[str, Tensor | None]] = coefficients,
 ) -> Callable[..., dict[str, Tensor | None]]:
-    """The backward of statistics of logits: by `gradient`, or by `gradient_` over logits that the loss may consume."""
+    """The backward of statistics of logits: by `gradient`, or by `gradient_` over logits that the loss may consume.
 
-    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[str, Tensor | None]:
+    `of_results` gives what they take by name from the upstream gradients, of which at least one is not None.
+    """
+
+    def backward(ctx: Any, *upstream: Tensor | None) -> dict[str, Tensor | None]:
         if ctx.consumed:
             raise RuntimeError(consumed.SECOND_BACKWARD)
-        if d_logprobs is None and d_entropy is None:
+        if all(x is None for x in upstream):
             return {}
-        arguments = saved(ctx) | coefficients(d_logprobs, d_entropy)
+        arguments = saved(ctx) | of_results(*upstream)
         if not arguments.pop("consume"):
             return {"logits": gradient(**arguments)}
         ctx.consumed = True

@@ -32,7 +32,7 @@ from fastrl.objectives.dependence import ANY, BATCH, SPREAD, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, rounded_down, text
 from fastrl.planning.devices import Device
-from fastrl.planning.tiling import Needs, Pass, PassBudget, Sizes, Tile
+from fastrl.planning.tiling import NO_TEACHER, Needs, Pass, PassBudget, Sizes, Teacher, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
@@ -41,6 +41,7 @@ _ROW_BYTES = {"forward": 192, "forward-gradient": 160}
 _ROW_BYTES_IN_TORCH = 288  # the objective in torch, with the tensors that autograd keeps
 _ROW_BYTES_ALONE = 96  # statistics and their gradients, without an objective
 _ENTRY_BYTES = 48  # per recorded id: its logit, gradient, position in the order by token, and memory for sorting
+_GATHERED_BYTES = 56  # per entry: its id, logit, log-probability and gradients; or memory for finding repeated ids
 _BLOCK_COPIES = 12  # float32 tensors of a block's size that plain torch holds at once
 _SLACK = 1 << 20  # rounding up by allocators, and small copies by libraries
 _CORES = os.cpu_count() or 1
@@ -68,6 +69,9 @@ class Call:
     index: int | None = None  # of the device, if there are several; None: the current one
     shards: int = 1  # devices over which the vocabulary lies; `vocab` is the size of the largest shard
     partial: bool = False  # whether dL/dhidden is summed over these
+    teacher: Teacher = NO_TEACHER  # of a divergence between two heads
+    gathered: int = 0  # entries whose log-probabilities are asked for beside targets, over all tokens
+    float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
 
     @property
     def sizes(self) -> Sizes:
@@ -82,6 +86,8 @@ class Call:
             self.needs.weight,
             self.shards,
             self.partial,
+            self.teacher,
+            self.float32_logits,
         )
 
     def held(self, name: str) -> int:
@@ -95,6 +101,9 @@ class Call:
             total += 12 * self.vocab
         if self.shards > 1:  # the statistics of all shards, and the pieces in which they are combined
             total += max(self.all_rows, self.rows) * 16 * (self.shards + 4)
+            total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
+        if self.gathered:  # and the pieces of the elementwise work
+            total += _GATHERED_BYTES * self.gathered
             total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
         if self.partial and self.support_entries and self.needs.hidden and self.dtype.itemsize < 4:
             total += 4 * max(self.all_rows, self.rows) * self.hidden  # the sum of dL/dhidden over the devices
@@ -111,9 +120,12 @@ class Call:
 
     def _scratch(self, name: str) -> int:
         """Bytes that the row functions themselves hold."""
-        backend = self.backend or fastest(self.device)
+        backend, teacher = self.backend or fastest(self.device), bool(self.teacher.hidden)
         if backend == "torch":
-            return _BLOCK_COPIES * 4 * max(min(BLOCK_ENTRIES, self.rows * self.vocab), self.vocab)
+            copies = 2 * _BLOCK_COPIES if teacher else _BLOCK_COPIES
+            return copies * 4 * max(min(BLOCK_ENTRIES, self.rows * self.vocab), self.vocab)
+        if backend == "cpp" and teacher:
+            return _threads() * 12 * (self.vocab + 64)  # per thread two rows of probabilities and one of log ratios
         if backend == "cpp" and name == "forward-gradient" and self.shards == 1:
             return _threads() * 4 * (self.vocab + 64)  # a row of exponentials per thread
         return 0
@@ -139,11 +151,12 @@ class Plan:
     one_chunk: bool = False  # whether one tile holds all rows, so that dL/dweight needs no float32 sums
     support_bytes: int = 0  # that products with support entries must move
     mapped: bool = False  # whether the memory of a pass must be returned to the system before the next pass
+    float32_logits: bool = False  # as in Call
 
     @property
     def pass_budget(self) -> PassBudget:
         """The bytes that each of its passes may take."""
-        return PassBudget(self.pass_bytes, self.tile_bytes, self.mapped)
+        return PassBudget(self.pass_bytes, self.tile_bytes, self.mapped, self.float32_logits)
 
     def floor(self, device: Device, itemsize: int) -> float:
         """The seconds below which no computation of its products can be: their operations, and the supports' bytes."""
@@ -180,7 +193,7 @@ def choose(call: Call, budget: int | None, share: int | None = None) -> Plan:
     if torch.compiler.is_compiling() and budget is None:
         # The free memory at the time of tracing says nothing about later runs, which may also have other lengths.
         tile_bytes = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
-        return Plan(names[0], 0, 0, 0, 0.0, {}, 1 << 60, tile_bytes)
+        return Plan(names[0], 0, 0, 0, 0.0, {}, 1 << 60, tile_bytes, float32_logits=call.float32_logits)
     if _forced is not None:
         if _forced not in names:
             raise ValueError(f"the plan {_forced!r} cannot be followed here, only {', '.join(names)}")
@@ -218,6 +231,7 @@ def _refuse(call: Call, names: tuple[str, ...], size: int, source: str) -> NoRet
         else f"{call.support_entries} recorded ids, {call.rows} other tokens"
     )
     problem = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
+    problem += " with float32 logits" if call.float32_logits else ""
     raise BudgetTooSmall(
         f"{source} is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})"
     )
@@ -248,7 +262,8 @@ def applicable(call: Call) -> tuple[str, ...]:
     if call.dtype != torch.float16 and call.scope not in (ANY, SPREAD) and not call.support_entries:
         names.append("forward-gradient" if call.scope == TOKEN else "whole-response")
     head = call.needs.weight or call.needs.bias
-    if not head and not call.support_entries:
+    spread = call.gathered > 0 and call.shards > 1  # the best entry is known after the logits of all ranks
+    if not head and not call.support_entries and not call.teacher.hidden and not spread:
         names.append("frozen-head")
     names.append("recompute")
     if head and call.needs.hidden:
@@ -282,7 +297,7 @@ def _least_rows(call: Call, name: str) -> int:
 def _tile_bytes(call: Call, name: str) -> int:
     """Upper bound in bytes on a tile of the plan."""
     cap = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
-    return max(cap, _least_rows(call, name) * call.vocab * call.dtype.itemsize)
+    return max([cap, *(one.least_rows * call.vocab * one.logit_bytes for one in passes(call, name))])
 
 
 def passes(call: Call, name: str) -> list[Pass]:
@@ -330,5 +345,8 @@ def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
     mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > pass_bytes
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
+    flops += 2 * call.teacher.hidden * len(pass_sizes) * call.rows * call.vocab
     moved = tiling.support_bytes(call.sizes, call.all_rows, call.support_entries, call.needs)
-    return Plan(name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, one_chunk, moved, mapped)
+    return Plan(
+        name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, one_chunk, moved, mapped, call.float32_logits
+    )

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fastrl.objectives.dependence import ANY, Given, scope, slopes
+from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
 from fastrl.planning.budget import default_budget, parse_budget, rounded_down, text
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
-from fastrl.planning.tiling import Needs
+from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, float32_logits
 
 #: The dtypes of hidden states and weight, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,8 +80,10 @@ def plan_memory(
     kept: int = 0,
     unrecorded: int = 0,
     device: str | None = None,
+    teacher_hidden: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> MemoryPlans:
-    """Returns the plan that `linear_policy_loss` or `linear_token_logprobs` takes, and the cost of every plan.
+    """Returns the plan that a loss from hidden states takes, and the cost of every plan.
 
     Args:
         tokens: number of unmasked tokens, N.
@@ -98,6 +100,9 @@ def plan_memory(
             without a support, or with one wider than 1/10 of the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40
             and 1/150).
         device: "cuda" or "cpu"; None: the GPU if there is one.
+        teacher_hidden: width of the teacher's hidden states, of the same dtype: the call is `linear_divergence`, to
+            which objective, on_policy, longest and kept do not apply.
+        logits_dtype: as in `linear_token_logprobs`: None for `dtype`, or torch.float32.
 
     Returns:
         MemoryPlans. U = 2 N V H floating-point operations. Estimated times are relative to the chosen plan; they count
@@ -120,6 +125,8 @@ def plan_memory(
         kept=kept,
         unrecorded=unrecorded,
         device=device,
+        teacher_hidden=teacher_hidden,
+        logits_dtype=logits_dtype,
     )
     requested = parse_budget(budget, "budget")
     chosen = choose(call, requested)
@@ -142,6 +149,8 @@ def call_of(
     kept: int,
     unrecorded: int,
     device: str,
+    teacher_hidden: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     over_ranks: bool = False,
 ) -> Call:
     """What the planner knows of a call with these arguments of `plan_memory`, which are checked.
@@ -153,6 +162,7 @@ def call_of(
         ("hidden", hidden),
         ("vocab", vocab),
         ("longest", tokens if longest is None else longest),
+        ("teacher_hidden", 1 if teacher_hidden is None else teacher_hidden),
     )
     for name, value, lowest in (*((*x, 1) for x in counts), ("kept", kept, 0), ("unrecorded", unrecorded, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -168,6 +178,10 @@ def call_of(
         raise ValueError(f"gradients must be some of {', '.join(_INPUTS)}, got {gradients!r}")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
+    if teacher_hidden is not None and (kept or on_policy or longest):
+        raise ValueError("teacher_hidden is of a divergence, which takes no kept, on_policy or longest")
+    wide = float32_logits(logits_dtype, dtype)
+    teacher = NO_TEACHER if teacher_hidden is None else Teacher(teacher_hidden, dtype.itemsize, wide)
     return Call(
         rows=unrecorded if kept else tokens,
         hidden=hidden,
@@ -178,7 +192,9 @@ def call_of(
         longest=longest or tokens,
         all_rows=tokens,
         support_entries=kept,
-        **_objective(objective, on_policy, over_ranks),
+        teacher=teacher,
+        float32_logits=wide,
+        **({"scope": TOKEN} if teacher.hidden else _objective(objective, on_policy, over_ranks)),
     )
 
 

@@ -57,6 +57,27 @@ class Needs(NamedTuple):
 ALL = Needs(True, True, True)
 
 
+class Teacher(NamedTuple):
+    """The second head of a divergence: its H, or 0 if there is none, bytes per element, and of its tiles' logits."""
+
+    hidden: int
+    itemsize: int
+    float32_logits: bool = False
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of a tile per logit."""
+        return 4 if self.float32_logits else self.itemsize
+
+    def bytes(self, tile: Tile) -> int:
+        """Bytes of a tile of logits, and of its rows' hidden states."""
+        factors = tile.rows * self.hidden * 4 + PIECE_BYTES if self.float32_logits else 0
+        return tile.rows * (tile.columns * self.logit_bytes + self.hidden * self.itemsize) + factors
+
+
+NO_TEACHER = Teacher(0, 0)
+
+
 class Sizes(NamedTuple):
     """A linear loss: N valid rows (or a bound), H, V, bytes per element, device type, whether it is float16."""
 
@@ -69,11 +90,23 @@ class Sizes(NamedTuple):
     weight: bool = True  # whether the weight's gradient is formed
     shards: int = 1  # devices over which the vocabulary lies, `vocab` entries on each at most
     partial: bool = False  # whether dL/dhidden is a part of a sum over these, which is float32 and rounded once
+    teacher: Teacher = NO_TEACHER  # of a divergence between two heads, whose tiles are held side by side
+    float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
 
     @property
     def narrow(self) -> bool:
         """Whether sums of products need a wider dtype than that of the operands."""
         return self.itemsize < 4
+
+
+def float32_logits(logits_dtype: object, dtype: torch.dtype) -> bool:
+    """Whether tiles of the logits of a head of this dtype are float32 although it is narrower."""
+    if logits_dtype is not None and not isinstance(logits_dtype, torch.dtype):
+        raise TypeError(f"logits_dtype must be None or torch.float32, got {type(logits_dtype).__name__}")
+    if logits_dtype not in (None, torch.float32):
+        own = "" if dtype == torch.float32 else f" (the head's own dtype, {dtype})"
+        raise ValueError(f"logits_dtype must be None{own} or torch.float32, got {logits_dtype}")
+    return logits_dtype is not None and dtype != torch.float32
 
 
 class PassBudget(NamedTuple):
@@ -82,6 +115,7 @@ class PassBudget(NamedTuple):
     total: int
     tile: int
     mapped: bool = False  # a pass's memory goes back to the system, because that of two passes does not fit
+    float32_logits: bool = False  # as in Sizes
 
 
 class Tile(NamedTuple):
@@ -112,23 +146,38 @@ class Pass(NamedTuple):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a tile spans the vocabulary."""
-        return self.kind in ("forward-gradient", "frozen")
+        """Whether a tile spans the vocabulary: a divergence needs the statistics of both rows before its sum."""
+        return self.kind in ("forward-gradient", "frozen") or (
+            self.kind == "statistics" and self.sizes.teacher.hidden > 0
+        )
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of a tile per logit: of the logit itself, and of its gradient if that is in a tile of its own."""
+        itemsize = self.sizes.itemsize
+        if self.sizes.float32_logits:
+            return 4 if self.kind == "statistics" else 4 + itemsize
+        return itemsize * (self.vectors if self.kind == "frozen" else 1)
 
     def bytes(self, tile: Tile) -> int:
         """Temporary bytes, without per-row values."""
         n, v = tile
         rows, width, vocab, itemsize, _, half, *_ = self.sizes
         partial = self._partial
-        # The tile, and a contiguous copy of its rows' hidden states. While the statistics of one chunk travel between
-        # devices, the next is computed.
-        total = n * (v + width) * itemsize * (2 if self._travels(n) else 1)
+        # The tile, and its rows' hidden states, contiguous; the same of the teacher.
+        total = n * (v * self.logit_bytes + width * itemsize) + self.sizes.teacher.bytes(tile)
+        if self.sizes.float32_logits:
+            # The factors as float32: the rows' hidden states whole, the weight in pieces. Where the library multiplies
+            # without, which only the device itself can tell, these stay unused.
+            total += n * width * 4 + PIECE_BYTES
+        if self._travels(n):  # while the statistics of one chunk travel between devices, the next is computed
+            total *= 2
         whole, narrow = v == vocab, self.sizes.narrow
         if self.kind == "statistics":
             return total + (0 if whole else n * _COMBINED_BYTES)
         if self.kind == "frozen":
             held = self.vectors * rows * width * 4 if partial else n * width * itemsize
-            return total + (self.vectors - 1) * n * v * itemsize + held
+            return total + held
         if narrow:
             total += (2 if half else 1) * PIECE_BYTES
         if self.kind in ("forward-gradient", "hidden", "both"):
@@ -185,8 +234,14 @@ class Pass(NamedTuple):
             moved += 8 * chunks * vocab * width
         if self.kind in ("hidden", "both") and slices > 1:
             moved += 8 * slices * rows * width
-        moved += _FRESH * tile.rows * tile.columns * itemsize
-        flops = 2.0 * units * rows * width * vocab
+        teacher = self.sizes.teacher
+        factors = (chunks * vocab + slices * rows) * teacher.hidden
+        moved += factors * (teacher.itemsize + (8 if teacher.float32_logits else 0))
+        if self.sizes.float32_logits:  # the factors are written and read as float32
+            moved += 8 * (chunks * vocab + slices * rows) * width
+        of_logit = (self.logit_bytes if self.sizes.float32_logits else itemsize) + teacher.logit_bytes
+        moved += _FRESH * tile.rows * tile.columns * of_logit
+        flops = 2.0 * (units * width + teacher.hidden) * rows * vocab
         if self.kind == "statistics" and slices > 1:
             # Combining slices takes a dozen small calls; and whole rows share their code with the other plans.
             flops *= 1.05
@@ -211,20 +266,29 @@ class Pass(NamedTuple):
         if of_hidden or (self._partial and self.kind not in ("statistics", "weight")):
             beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles * visits
             last += (4 + itemsize) * rows * width * visits if wider else 0
-        logits = rows * vocab * itemsize
+        teacher = self.sizes.teacher
+        of_logit = 4 if self.sizes.float32_logits else itemsize
+        of_pair = of_logit + teacher.logit_bytes
+        # What float32 logits are wider by, written by the product that forms them.
+        beyond += rows * vocab * (of_pair - itemsize - teacher.itemsize)
+        logits, both = rows * vocab * of_pair, rows * vocab * (of_pair + itemsize)
         if self.kind == "statistics":
             kernels = device.row_kernel(logits)
         elif self.whole_rows and self.sizes.shards > 1:
             # Between statistics and gradient the devices exchange the former: no kernel can do both.
-            kernels = device.row_kernel(logits) + visits * device.row_kernel(2 * logits)
+            kernels = device.row_kernel(logits) + visits * device.row_kernel(both)
         elif self.whole_rows:
-            kernels = visits * device.visit(2 * logits, rows, vocab * itemsize, 1)
+            kernels = visits * device.visit(both, rows, vocab * of_pair, 1)
         else:
-            kernels = device.row_kernel(2 * logits)
+            kernels = device.row_kernel(both)
         # Combining the statistics of slices takes two dozen operations.
         combine = 24 if self.kind == "statistics" and slices > 1 else 0
+        product = units * device.product(flops, operands, 0.0, itemsize)
+        if teacher.hidden:
+            operands = (n * v + (n + v) * teacher.hidden) * teacher.itemsize
+            product += device.product(2.0 * n * v * teacher.hidden, operands, 0.0, teacher.itemsize)
         return Times(
-            tiles * units * device.product(flops, operands, 0.0, itemsize),
+            tiles * product,
             device.exposed(beyond) + device.seconds(last),
             kernels,
             (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch,
@@ -243,11 +307,9 @@ class Pass(NamedTuple):
 
         They do not depend on the budget, so that the cheapest tile that fits never costs more in a larger budget.
         """
-        rows, _, vocab, itemsize, *_ = self.sizes
+        rows, _, vocab, *_ = self.sizes
         least_rows = self.least_rows or (1 if self.whole_rows else _LEAST_ROWS)
-        if self.kind == "frozen":
-            cap //= self.vectors  # it holds this many tiles
-        elif not self.whole_rows and self.kind != "statistics":
+        if not self.whole_rows and self.kind != "statistics":
             cap = min(cap, SLICED_BYTES.get(self.sizes.device, cap))
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
         sums = sums_bytes(self)
@@ -258,7 +320,7 @@ class Pass(NamedTuple):
                 # Slices are whole cache lines and vectors.
                 columns = length if length == vocab else min(-(-length // 64) * 64, vocab - 1)
                 smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
-                if smallest or n * columns * itemsize <= (cap + sums if n >= rows else cap):
+                if smallest or n * columns * self.logit_bytes <= (cap + sums if n >= rows else cap):
                     yield Tile(n, columns)
 
 

@@ -86,6 +86,20 @@ def test_half_precision(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in LARGE_LAYOUTS])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
+def test_float32_logits(ranks: Ranks, dtype: torch.dtype) -> None:
+    """Statistics as good as float32's, in several chunks; two tiles are on their way in forward-gradient."""
+    arguments = {"memory_budget": "16MiB", "logits_dtype": torch.float32}
+    for name in ("SAPO", "GSPO"):
+        objective = OBJECTIVES[name].replace(entropy_coef=0.05)
+        case = Case(objective, problem={**LARGE, "dtype": dtype}, arguments=arguments, tile_bytes=64 * 128 * 6)
+        chosen = plans(case)[dtype == torch.float16 :]
+        check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in LARGE_LAYOUTS])
+        frozen = {"plan": "frozen-head", "shards": LARGE_LAYOUTS[1]}
+        case = replace(case, objective=OBJECTIVES[name], needs=("hidden",), shards=LARGE_LAYOUTS[1])
+        check_over_ranks(ranks, case, [frozen])
+
+
 #: The inputs with gradients, and the plans that only they can follow.
 NEEDS = [
     (("hidden",), ("frozen-head",)),

@@ -76,6 +76,11 @@ def test_half_precision(ranks: Ranks, dtype: torch.dtype, kind: str) -> None:
     check_over_ranks(ranks, case, variants(kind))
 
 
+def test_float32_logits(ranks: Ranks) -> None:
+    case = posed("SAPO", "mixed", torch.bfloat16, arguments={"logits_dtype": torch.float32})
+    check_over_ranks(ranks, case, variants("mixed"))
+
+
 @pytest.mark.parametrize("kind", [slow("narrow"), "mixed", slow("one shard")])
 def test_gradients_of_some_inputs(ranks: Ranks, kind: str) -> None:
     for needs in (("hidden",), ("weight",), ("bias",), ()):

@@ -107,6 +107,23 @@ def test_numbers_are_aligned_with_labels(batch):
     torch.testing.assert_close(total, -out.logprobs.sum() / 7)
 
 
+def test_a_bfloat16_head_may_have_float32_logits(batch):
+    model = make("llama").bfloat16()
+    states = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    model(**batch)
+    logits = states[0][:, :-1].double() @ model.get_output_embeddings().weight.double().T
+    exact = torch.log_softmax(logits, -1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    counted = batch["labels"][:, 1:] != -100
+    errors = []
+    for logits_dtype in (torch.float32, None):
+        out = fused_lm_head(model, logits_dtype=logits_dtype)(**batch, return_token_stats=True)
+        errors.append((out.logprobs[:, 1:].double() - exact)[counted].abs().max())
+    assert errors[0] < 1e-5 < 1e-4 < errors[1]
+    with pytest.raises(TypeError, match=r"logits_dtype must be None or torch\.float32, got str"):
+        fused_lm_head(model, logits_dtype="float32")
+
+
 def test_without_the_argument_nothing_changes_and_the_head_comes_off(batch):
     model = make("llama")
     before = model(**batch)

@@ -12,13 +12,14 @@ import torch
 import fastrl
 from fastrl import linear as linear_folder
 from fastrl import operators
-from fastrl.backend.contract import Statistics, Support, Transform
-from fastrl.linear import forward_gradient
+from fastrl.backend.contract import Divergence, Entries, PairStatistics, Statistics, Support, Transform
+from fastrl.linear import divergence, forward_gradient
+from fastrl.linear import gathered as linear_entries
 from fastrl.linear import operators as linear
 from fastrl.linear import supports as support_linear
 from fastrl.linear.head import Head
 from fastrl.objectives.rows import RowInputs, RowObjective
-from fastrl.operators import rows, support
+from fastrl.operators import gathered, rows, support
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.operator import Operator
 from fastrl.planning.tiling import Needs, PassBudget
@@ -78,6 +79,22 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         ),
         (linear.combine_slopes, ([head.hidden, 2 * head.hidden], list(upstream))),
     ]
+    teacher = Head(torch.cat([head.hidden, head.hidden], 1), torch.cat([head.weight, head.weight], 1), None)
+    pair = (teacher, m, transform, Transform(1.1), Divergence("jsd", 0.3))
+    passes = (False, backend, -1, True, "recompute", budget)
+    pair_stats = divergence.divergence_statistics(head, *pair, *passes)
+    assert isinstance(pair_stats, PairStatistics)
+    calls += [
+        (divergence.divergence_statistics, (leaves, *pair, *passes)),
+        (divergence.divergence_gradient, (head, *pair, pair_stats, a, Needs(True, True, False), *passes)),
+        *(
+            (
+                divergence.divergence_forward_gradient,
+                (head, *pair, a, Needs(True, True, True), False, backend, -1, budget, one_chunk),
+            )
+            for one_chunk in (False, True)
+        ),
+    ]
     # The second row has no set, and the third a wide one; the others' entries are gathered.
     ids = [[int(t)] if i not in (1, 2) else [] for i, t in enumerate(y)]
     narrow = fastrl.SamplingMask.from_lists(ids, y.device)
@@ -112,6 +129,27 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         (support_linear.support_linear_loss, (leaves, y, transform, entries, inputs, objective, backend)),
         (support_linear.support_linear_products, (head, entries, values, Needs(True, True, True), backend)),
     ]
+    pairs = 2 * torch.arange(7, device=y.device)
+    free, members = (Entries(torch.stack([y, x], 1).int().view(-1), pairs) for x in ((y + 1) % V, y * 0 - 1))
+    for row_supports in ((None, None, None), (None, entries, from_logits)):
+        wanted, valid = (free, m) if row_supports[1] is None else (members, None)
+        given = (wanted, valid, transform, *row_supports)
+        found = gathered.gathered_rows(logits, *given, backend, False)
+        again = (*given, backend, found, found.logprobs)
+        calls += [
+            (gathered.gathered_rows, (logits.clone().requires_grad_(), *given, backend, False)),
+            (gathered.gathered_rows_gradient, (logits, *again)),
+            (gathered.gathered_rows_gradient_, (logits.clone(), *again)),
+        ]
+    plans = (("recompute", leaves, (dense, entries, wide)), ("frozen-head", frozen, (None, None, None)))
+    for plan, given_head, row_supports in plans:
+        given = (free if row_supports[1] is None else members, None, transform, *row_supports, backend)
+        results = linear_entries.linear_gathered(head, *given, -1, plan, budget)
+        upstreams = (plan, budget, results, results.logprobs, Needs(True, False, False))
+        calls += [
+            (linear_entries.linear_gathered, (given_head, *given, -1, plan, budget)),
+            (linear_entries.linear_gathered_gradient, (head, *given, *upstreams)),
+        ]
     names = [f"{p.__name__}.{m.name}" for p in (operators, linear_folder) for m in iter_modules(p.__path__)]
     every = {x for name in names for x in vars(import_module(name)).values() if isinstance(x, Operator)}
     assert every == {operator for operator, _ in calls}
@@ -172,6 +210,25 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         one = fastrl.logits_policy_loss(logits[:, :-1], targets, **options)
         return one.loss + 2 * fastrl.linear_policy_loss(hidden, weight, targets, bias=bias, **options).loss
 
+    def divergence_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, budget: str | None) -> Any:
+        teacher = (2 * hidden.detach(), weight.detach() + 0.1)
+        options: dict[str, Any] = {"kind": "jsd", "mask": mask, "softcap": 5.0, "memory_budget": budget}
+        out = fastrl.linear_divergence(hidden, weight, *teacher, bias=bias, teacher_temperature=1.3, **options)
+        return 3 * out.loss + 0 * out.per_token.sum()
+
+    ids = torch.stack([targets, targets.roll(1), targets], -1)
+
+    def several(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        one = fastrl.gathered_logprobs(logits[:, :-1], ids, mask=mask, softcap=5.0)
+        within = fastrl.gathered_logprobs(logits[:, :-1], ids[..., :1], sampling_mask=sets)
+        other = fastrl.linear_gathered_logprobs(hidden, weight, ids, bias=bias, temperature=0.7)
+        return (
+            one.square().sum()
+            + within.sum()
+            + other.square().sum()
+            + fastrl.linear_gathered_logprobs(hidden.detach() * 2, weight, sets, bias=bias).sum()
+        )
+
     leaves = {k: tensors[k].requires_grad_() for k in ("logits", "hidden", "weight", "bias")}
     head = (leaves["hidden"], leaves["weight"], leaves["bias"])
     # Whole code for one loss from logits and one from hidden states; for the others the graph, in a tenth of the time.
@@ -184,6 +241,9 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), "16MiB"), "aot_eager"),
         (hidden_loss, (*head, fastrl.DeepSeekV32(kl_coef=0.0, off_policy_delta=0.1), None), "aot_eager"),
         (masked_losses, (leaves["logits"], *head), "aot_eager"),
+        (divergence_of, (*head, None), "aot_eager"),
+        (divergence_of, (*head, "16MiB"), "inductor"),
+        (several, (leaves["logits"], *head), "aot_eager"),
     ):
         wanted = [x for x in arguments if isinstance(x, torch.Tensor)]
         compiled = torch.compile(function, fullgraph=True, backend=compiler)

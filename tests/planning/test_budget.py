@@ -49,6 +49,13 @@ CASES = [
     ("forward", "GSPO", ""),
     (None, "DeepSeekV32", "hwb"),
 ]
+DIVERGENCES = [
+    ("recompute", "jsd", "hwb"),
+    ("forward-gradient", "jsd", "hw"),
+    ("forward-gradient", "reverse_kl", "h"),
+    ("two-pass", "forward_kl", "hw"),
+    ("forward", "jsd", ""),
+]
 
 
 def a_case(plan: str | None, objective: str, needs: str, shape: tuple[int, int, int], budget: int | None) -> Case:
@@ -59,12 +66,18 @@ def a_case(plan: str | None, objective: str, needs: str, shape: tuple[int, int, 
 
 
 def measure(
-    dtype: str, backend: str, shapes: list[Any], budgets: list[int], masks: Sequence[bool] = (False, True)
+    dtype: str,
+    backend: str,
+    shapes: list[Any],
+    budgets: list[int],
+    masks: Sequence[bool] = (False, True),
+    float32_logits: bool = False,
+    divergences: int = 1,
 ) -> list[Case]:
-    """Every plan's case of each shape, budget and mask."""
+    """Every plan's case of each shape, budget and mask; and the first so many of the divergences'."""
     cases = [
-        {**a_case(*case, shape, budget), "masked": masked}
-        for shape, budget, case, masked in product(shapes, budgets, CASES, masks)
+        {**a_case(*case, shape, budget), "masked": masked, "float32_logits": float32_logits}
+        for shape, budget, case, masked in product(shapes, budgets, CASES + DIVERGENCES[:divergences], masks)
     ]
     return run(dtype, backend, cases)
 
@@ -99,6 +112,22 @@ def test_budgets_are_kept() -> None:
 
 
 @linux
+def test_budgets_are_kept_with_float32_logits() -> None:
+    chosen = [("forward-gradient", "GRPO", "hw"), ("two-pass", "jsd", "hw"), ("frozen-head", "logprobs", "h")]
+    cases = [{**a_case(*case, (512, 128, 8192), 12), "float32_logits": True} for case in chosen]
+    check(run("bfloat16", "cpp", cases))
+
+
+@linux
+@SLOW
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_budgets_are_kept_with_float32_logits_on_the_grid(dtype: str) -> None:
+    shapes = SHAPES if dtype == "bfloat16" else [HALF_SHAPE]
+    check(measure(dtype, "cpp", shapes, [20], masks=[True], float32_logits=True, divergences=5))
+    check(measure(dtype, "cpp", shapes[:1], [80], float32_logits=True))
+
+
+@linux
 @SLOW
 @pytest.mark.parametrize(
     ("dtype", "backend"), [("float32", "cpp"), ("bfloat16", "cpp"), ("float16", "cpp"), ("float32", "torch")]
@@ -111,7 +140,7 @@ def test_budgets_are_kept_on_the_grid(dtype: str, backend: str) -> None:
         for shape, budget in zip(SHAPES, (64, 256, 256), strict=True):
             check(measure(dtype, backend, [shape], [budget], masks=[True]))
         return
-    check(measure(dtype, backend, SHAPES, [16], masks=[True]))
+    check(measure(dtype, backend, SHAPES, [16], masks=[True], divergences=5))
     check(measure(dtype, backend, SHAPES[:1], [64]))
     check(measure(dtype, backend, SHAPES[1:2], [256], masks=[True]))
 
@@ -143,6 +172,13 @@ def test_budgets_are_kept_with_sampling_masks(dtype: str, budgets: list[int]) ->
 def test_budgets_are_kept_where_rows_decide(budgets: list[int]) -> None:
     """Each plan within 10 MiB of the least that it takes: 300 bytes per row are 29 MiB here."""
     check(measure("float32", "cpp", [MANY_ROWS], budgets, masks=[True]))
+
+
+@linux
+def test_budgets_are_kept_where_entries_decide() -> None:
+    """Half a million ids beside 8192 rows of 512 logits: 56 bytes for each are 28 MiB."""
+    plans = (("recompute", "hw"), ("two-pass", "hw"), ("frozen-head", "h"), ("forward", ""))
+    check(run("float32", "cpp", [a_case(plan, "gathered", needs, (8192, 16, 512), 36) for plan, needs in plans]))
 
 
 @linux
@@ -187,13 +223,21 @@ for make in (torch.empty, lambda *size: head.scratch(size, torch.float32, torch.
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "float32_logits"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)],
+    ids=str,
+)
 @pytest.mark.parametrize(("plan", "objective", "needs"), CASES, ids=str)
-def test_budgets_are_kept_on_a_gpu(plan: str | None, objective: str, needs: str, dtype: torch.dtype) -> None:
+def test_budgets_are_kept_on_a_gpu(
+    plan: str | None, objective: str, needs: str, dtype: torch.dtype, float32_logits: bool
+) -> None:
     workspace = 32 * MIB  # cuBLAS' own, on Hopper, which torch's allocator counts
     for shape in [(8192, 1024, 32768), (2048, 512, 151936), (32768, 256, 16384)]:
         for budget in (16, 128, 1024, 8192):
-            case = budget_child.Case(plan, objective, needs, shape, budget * MIB, True, dtype, "cuda")
+            case = budget_child.Case(
+                plan, objective, needs, shape, budget * MIB, True, dtype, "cuda", float32_logits=float32_logits
+            )
             call = case.prepare()
             words = budget_child.refusal(call)
             if words is not None:

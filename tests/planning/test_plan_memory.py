@@ -229,3 +229,21 @@ def test_recorded_sets(capsys: pytest.CaptureFixture[str]) -> None:
     assert frozen.chosen.flops == 2 * 2 * 65536 * 4096
     assert main(["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "151936", "--kept", "65536"]) == 0
     assert "->  sparse" in capsys.readouterr().out
+
+
+def test_a_divergence_takes_the_plan_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, made = (300, 16, 999), []
+    choose = memory.choose
+    monkeypatch.setattr(memory, "choose", lambda *given: made.append(choose(*given)) or made[-1])
+    hidden, weight = torch.randn(300, 16, requires_grad=True), torch.randn(999, 16, requires_grad=True)
+    teacher = torch.randn(300, 40), torch.randn(999, 40)
+    for budget in ("64MiB", "1.5MiB"):
+        fastrl.linear_divergence(hidden, weight, *teacher, memory_budget=budget).loss.backward()
+        named = fastrl.plan_memory(*sizes, torch.float32, budget, teacher_hidden=40, device="cpu")
+        assert named.chosen == made[-1]
+    flops = {plan.name: plan.flops // (2 * 300 * 999) for plan in named.fitting}
+    assert flops == {"forward-gradient": 3 * 16 + 40, "recompute": 4 * 16 + 2 * 40, "two-pass": 5 * 16 + 3 * 40}
+    with pytest.raises(ValueError, match="teacher_hidden is of a divergence, which takes no kept"):
+        fastrl.plan_memory(*sizes, teacher_hidden=40, kept=3)
+    with pytest.raises(ValueError, match="teacher_hidden must be at least 1, got 0"):
+        fastrl.plan_memory(*sizes, teacher_hidden=0)

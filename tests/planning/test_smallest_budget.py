@@ -80,7 +80,9 @@ class Case:
         self.head = {"hidden": hidden, "weight": weight, "bias": bias, "softcap": one(None, 5.0)}
         self.head["temperature"] = one(1.0, torch.rand(shape, generator=g) + 0.5)
         self.tokens = {"targets": self.targets, "mask": self.mask, "sampling_mask": self._sets(one, g)}
-        self.loss = getattr(self, one("logprobs", "logprobs", "policy", "policy", "cross_entropy", "dpo"))(one)
+        self.head["logits_dtype"] = one(None, torch.float32)
+        kinds = ("logprobs", "logprobs", "policy", "policy", "cross_entropy", "dpo", "divergence", "gathered")
+        self.loss = getattr(self, one(*kinds))(one)
 
     def _sets(self, one: Any, g: torch.Generator) -> fastrl.SamplingMask | None:
         if one(True, True, False):
@@ -100,6 +102,11 @@ class Case:
 
         return loss
 
+    def gathered(self, one: Any) -> Callable[[int | str], Tensor]:
+        ids = torch.stack([self.targets, torch.full_like(self.targets, -1), self.targets], -1)[..., : one(1, 2, 3)]
+        given = {**self.head, "mask": self.mask, "sampling_mask": self.tokens["sampling_mask"], "ids": ids}
+        return lambda budget: fastrl.linear_gathered_logprobs(**given, memory_budget=budget).sum()
+
     def policy(self, one: Any) -> Callable[[int | str], Tensor]:
         given = {**self.head, **self.tokens, "objective": OBJECTIVES[one(*OBJECTIVES)]}
         given["ref_logprobs"] = torch.full((2, self.n), -5.0)
@@ -117,6 +124,16 @@ class Case:
         mask = torch.ones_like(self.targets) if self.mask is None else self.mask
         given = {**self.head, **self.tokens, "mask": mask, "ref_logprobs": torch.zeros(2)}
         return lambda budget: fastrl.linear_dpo_loss(**given, memory_budget=budget).loss
+
+    def divergence(self, one: Any) -> Callable[[int | str], Tensor]:
+        width = one(1, 7, 80)
+        teacher = {
+            "teacher_hidden": torch.randn(2, self.n, width).to(one(*DTYPES)),
+            "kind": one("forward_kl", "reverse_kl", "jsd"),
+        }
+        teacher["teacher_weight"] = torch.randn(self.vocab, width).to(teacher["teacher_hidden"].dtype)
+        given = {**self.head, **teacher, "mask": self.mask}
+        return lambda budget: fastrl.linear_divergence(**given, memory_budget=budget).loss
 
     def run(self, budget: int | str) -> None:
         """The call and its backward."""
@@ -170,20 +187,36 @@ def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -
     on_policy=st.booleans(),
     gradients=st.sampled_from([[], ["hidden"], ["weight"], ["hidden", "weight"], ["hidden", "weight", "bias"]]),
     kept=st.sampled_from([0, 0, 1000]),
+    logits_dtype=st.sampled_from([None, torch.float32]),
 )
-@example(sizes=(7, 7, 7), dtype=torch.float32, device="cpu", objective="GRPO", on_policy=False, gradients=[], kept=0)
+@example(
+    sizes=(7, 7, 7),
+    dtype=torch.float32,
+    device="cpu",
+    objective="GRPO",
+    on_policy=False,
+    gradients=[],
+    kept=0,
+    logits_dtype=None,
+)
 def test_what_the_planner_names_is_accepted(sizes: tuple[int, int, int], objective: str, **options: Any) -> None:
     objectives = {"GRPO": fastrl.GRPO(), "GSPO": fastrl.GSPO(), "DeepSeekV32": OBJECTIVES["dropped"]}
     options["objective"] = objectives.get(objective)
     check(lambda budget: fastrl.plan_memory(*sizes, budget=budget, **options))
 
 
-@pytest.mark.parametrize("objective", ["GRPO", "GSPO", "logprobs"])
-def test_what_the_command_names_is_accepted(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("objective", "more"),
+    [("GRPO", []), ("GSPO", []), ("logprobs", []), ("GRPO", ["--logits-dtype", "float32"])],
+    ids=["GRPO", "GSPO", "logprobs", "float32 logits"],
+)
+def test_what_the_command_names_is_accepted(
+    objective: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["plan", "--tokens", "999", "--hidden", "777", "--vocab", "33333", "--device", "cpu"]
 
     def run(budget: int | str) -> None:
-        if main([*arguments, "--objective", objective, "--budget", str(budget)]):
+        if main([*arguments, *more, "--objective", objective, "--budget", str(budget)]):
             raise ValueError(capsys.readouterr().err)
 
     check(run)

@@ -15,7 +15,9 @@ from advantage_calls import (
     value_call,
 )
 from comparing import Comparison, NearBorder, Tally
+from divergence_calls import divergence_call, topk_divergence_call
 from drawing import Draw
+from gathered_calls import gathered_call
 from logprob_calls import cross_entropy_call, dpo_call, statistics_call
 from policy_calls import policy_call, vocabulary_policy_call
 
@@ -26,8 +28,12 @@ CALLS: dict[str, tuple[Any, int]] = {
     "linear_policy_loss": (partial(vocabulary_policy_call, linear=True), 24),
     "token_logprobs": (partial(statistics_call, linear=False), 7),
     "linear_token_logprobs": (partial(statistics_call, linear=True), 9),
+    "gathered_logprobs": (partial(gathered_call, linear=False), 5),
+    "linear_gathered_logprobs": (partial(gathered_call, linear=True), 7),
     "linear_cross_entropy": (cross_entropy_call, 5),
     "linear_dpo_loss": (dpo_call, 4),
+    "linear_divergence": (divergence_call, 8),
+    "topk_divergence": (topk_divergence_call, 2),
     "group and rloo_advantages": (group_call, 3),
     "process_advantages": (process_call, 2),
     "gae": (gae_call, 2),

@@ -161,16 +161,17 @@ class Head:
     bias: Tensor | None
     dtype: torch.dtype
     exact: bool  # every logit is a number of the dtype, and so is every partial sum
+    unrounded: bool = False  # whether logits are float32 whatever the dtype
 
     def logits(self) -> tuple[Tensor, Tensor]:
-        """The logits and the error of each: of float32 sums, and of 16-bit logits where they are not exact."""
+        """The logits and the error of each: of float32 sums, and of their rounding to 16 bits where not exact."""
         product = self.hidden @ self.weight.T
         x = product if self.bias is None else product + self.bias
         if self.exact:
             return x, torch.zeros_like(x)
         size = self.hidden.abs() @ self.weight.abs().T
         error = (4 + math.sqrt(self.hidden.shape[1])) * EPS * (size + product.abs())
-        if self.dtype != torch.float32:
+        if self.dtype != torch.float32 and not self.unrounded:
             error = error + 1.01 * UNIT[self.dtype] * (product.abs() + x.nan_to_num(neginf=0).abs())
             error = error + (2.0**-24 if self.dtype == torch.float16 else 0.0)
         return x, torch.where(x == -math.inf, 0.0, error)

@@ -20,7 +20,7 @@ import fastrl
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 
 
-def _shape(draw: Draw) -> tuple[int, ...]:
+def draw_shape(draw: Draw) -> tuple[int, ...]:
     """Any leading shape: none, several dimensions, empty ones."""
     size = partial(draw.randint, 1, 6)
     shapes: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (size() * 4,), (size(), size()), (2, size(), size()), (3, 0))
@@ -30,7 +30,7 @@ def _shape(draw: Draw) -> tuple[int, ...]:
 def statistics_call(draw: Draw, compare: Comparison, *, linear: bool) -> None:
     """`token_logprobs` and `linear_token_logprobs`, with gradients of both outputs and extras."""
     inplace = not linear and draw.often(0.25)
-    work = Vocabulary(draw, _shape(draw), linear=linear, inplace=inplace)
+    work = Vocabulary(draw, draw_shape(draw), linear=linear, inplace=inplace)
     entropy = draw.often(0.6)
     options: dict[str, Any] = {"entropy": entropy}
     if linear and "sampling_mask" not in work.options and draw.often(0.4):
@@ -46,7 +46,9 @@ def statistics_call(draw: Draw, compare: Comparison, *, linear: bool) -> None:
             return
         zero = torch.zeros(work.tokens, dtype=torch.float64)
         which = draw.choice(("logprobs", "entropy", "both")) if entropy else "logprobs"
-        u, v = (_upstream(draw, work.tokens) if which in (name, "both") else zero for name in ("logprobs", "entropy"))
+        u, v = (
+            draw_upstream(draw, work.tokens) if which in (name, "both") else zero for name in ("logprobs", "entropy")
+        )
         total = (out.logprobs * u.view(work.shape).float()).sum()
         if which != "logprobs":
             total = total + (out.entropy * v.view(work.shape).float()).sum()
@@ -56,7 +58,7 @@ def statistics_call(draw: Draw, compare: Comparison, *, linear: bool) -> None:
         work.compare_gradients(compare, given)
 
 
-def _upstream(draw: Draw, tokens: int) -> Tensor:
+def draw_upstream(draw: Draw, tokens: int) -> Tensor:
     """Gradients from above, some of them 0."""
     return draw.normal(tokens) * (draw.floats(tokens) < draw.choice((0.5, 1.0)))
 
@@ -92,7 +94,7 @@ def _compare_extras(compare: Comparison, work: Vocabulary, out: Any, extras: tup
 def cross_entropy_call(draw: Draw, compare: Comparison) -> None:
     """`linear_cross_entropy`, each reduction."""
     ignore = draw.choice((-100, -1, 0))
-    work = Vocabulary(draw, _shape(draw), linear=True, ignored=ignore)
+    work = Vocabulary(draw, draw_shape(draw), linear=True, ignored=ignore)
     work.keep_only((work.targets != ignore) & work.mask)
     count = int(work.mask.sum())
     reduction = draw.choice(("mean", "mean", "sum", "none"))
@@ -108,7 +110,7 @@ def cross_entropy_call(draw: Draw, compare: Comparison) -> None:
     with draw_backend(draw):
         loss = made(draw, fastrl.linear_cross_entropy, work, **options)
         if reduction == "none":
-            u = _upstream(draw, work.tokens)
+            u = draw_upstream(draw, work.tokens)
             compare.close("losses", loss, -rows.logp.view(work.shape), rows.logp_error.view(work.shape))
             loss = (loss * u.view(work.shape).float()).sum()
         else:

@@ -19,9 +19,17 @@ class Vocabulary:
     """One call's vocabulary work: `arguments` are its first ones, `options` its keywords, `rows` what is exact."""
 
     def __init__(
-        self, draw: Draw, shape: tuple[int, ...], *, linear: bool, inplace: bool = False, ignored: int | None = None
+        self,
+        draw: Draw,
+        shape: tuple[int, ...],
+        *,
+        linear: bool,
+        inplace: bool = False,
+        ignored: int | None = None,
+        supports: bool = True,
     ) -> None:
         self.draw, self.shape, self.linear, self.inplace, self.ignored = draw, shape, linear, inplace, ignored
+        self.supports = supports and ignored is None
         self.tokens = math.prod(shape)
         self.dtype = draw.dtype()
         most = max(20_000 // max(self.tokens, 1), 8)
@@ -40,6 +48,7 @@ class Vocabulary:
         x, error = self._linear() if linear else (self._logits(), torch.zeros(()))
         self.settings = settings
         error = error.expand_as(x)
+        self.x, self.x_error = x, error
         self.rows = statistics(x, error, targets, self.mask, settings)
         self.times = 2
         draw.tell(dtype=self.dtype, vocab=self.vocab, shape=shape, gradients=[n for n in self.given if self.needs(n)])
@@ -61,7 +70,7 @@ class Vocabulary:
             scale = self.options["logit_scale"] = draw.scale(0.1, 3.0)
         if draw.often(0.2):
             softcap = self.options["softcap"] = draw.choice((2.0, 10.0, 30.0))
-        support = self._support() if self.ignored is None and draw.often(0.2) else None
+        support = self._support() if self.supports and draw.often(0.2) else None
         draw.tell(**{k: v for k, v in self.options.items() if k in ("temperature", "logit_scale", "softcap")})
         return Settings(temperature, scale, softcap, support)
 
@@ -121,7 +130,10 @@ class Vocabulary:
 
     def _linear(self) -> tuple[Tensor, Tensor]:
         draw, n, vocab = self.draw, self.tokens, self.vocab
-        exact = draw.often(0.2 if self.dtype == torch.float32 else 0.85)
+        unrounded = draw.often(0.3)
+        if unrounded:
+            self.options["logits_dtype"] = torch.float32
+        exact = draw.often(0.2 if self.dtype == torch.float32 or unrounded else 0.85)
         if exact:  # small integers times a power of two: sums of them are numbers of every dtype
             width = draw.choice((1, 2, 8, 16))
             hidden = draw.integers(7, n, width).double() - 3
@@ -139,8 +151,8 @@ class Vocabulary:
             banned[self.targets] = False
             bias = torch.where(banned, -math.inf, bias)
             draw.tell(infinite=True)
-        draw.tell(width=width, exact=exact, bias=use_bias)
-        self.head = Head(hidden, weight, bias if use_bias else None, self.dtype, exact)
+        draw.tell(width=width, exact=exact, bias=use_bias, logits_dtype=self.options.get("logits_dtype"))
+        self.head = Head(hidden, weight, bias if use_bias else None, self.dtype, exact, unrounded)
         self.given["hidden"] = give(draw, self._filled(hidden), self.dtype, draw.often(0.8))
         self.given["weight"] = give(draw, weight, self.dtype, draw.often(0.7))
         if use_bias:

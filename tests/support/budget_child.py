@@ -15,9 +15,11 @@ from smallest_budget import SMALLEST
 
 import fastrl
 from fastrl.bench.measure import Run, peak_temporary_bytes
+from fastrl.losses.divergence import KINDS
 from fastrl.planning import plans as memory
 
 RESPONSES = 8
+ENTRIES = 64  # of each token, where several are asked for
 OBJECTIVES = {
     "GRPO": fastrl.GRPO(entropy_coef=0.01),
     "GSPO": fastrl.GSPO(clip_low=0.3, clip_high=0.3),
@@ -27,17 +29,18 @@ OBJECTIVES = {
 
 @dataclass
 class Case:
-    """One call: a plan or None, an objective or "logprobs", the inputs with gradients ("hwb"), and a budget."""
+    """One call: a plan or None, an objective or what else is called, the inputs with gradients, and a budget."""
 
     plan: str | None
     objective: str
-    needs: str
+    needs: str  # some of "hwb"
     shape: tuple[int, int, int]
     budget: int | None
     masked: bool
     dtype: torch.dtype
     device: str = "cpu"
     warm: bool = True  # whether a first call, unmeasured, loads kernels and the library's own buffers
+    float32_logits: bool = False
     sets: str = ""  # "all": every token has a recorded support; "most": nine in ten; "wide": one in ten has half of V
     leaves: list[torch.Tensor] = field(default_factory=list)
 
@@ -58,13 +61,31 @@ class Case:
         offsets = torch.arange(0, n + 1, n // RESPONSES, dtype=torch.int32).to(self.device)
         batch = {"advantages": torch.randn(RESPONSES, generator=g).to(self.device), "cu_seqlens": offsets}
         batch |= {"old_logprobs": old, "ref_logprobs": old}
+        teacher = {}
+        if self.objective in KINDS:  # a teacher half as wide again, without a gradient
+            teacher = {
+                "teacher_hidden": torch.randn(n, 3 * width // 2, generator=g).to(self.dtype).to(self.device),
+                "teacher_weight": torch.randn(vocab, 3 * width // 2, generator=g)
+                .div_(width**0.5)
+                .to(self.dtype)
+                .to(self.device),
+            }
         given = {**head, "targets": targets, "mask": mask, "sampling_mask": self._sampling_mask(targets, g)}
-        given["memory_budget"] = self.budget
+        ids = torch.randint(vocab, (n, ENTRIES), generator=g).to(self.device)
+        given |= {"memory_budget": self.budget, "logits_dtype": torch.float32 if self.float32_logits else None}
 
         def call() -> Any:
             with memory.use_plan(self.plan) if self.plan else nullcontext():
-                if self.objective == "logprobs":
-                    out: Any = fastrl.linear_token_logprobs(**given, entropy="w" in self.needs)
+                if teacher:
+                    options = {name: given[name] for name in ("mask", "memory_budget", "logits_dtype")}
+                    out: Any = fastrl.linear_divergence(**head, **teacher, kind=self.objective, **options)
+                    loss = out.loss
+                elif self.objective == "gathered":
+                    several = {"ids": ids} | {k: x for k, x in given.items() if k != "targets"}
+                    out = fastrl.linear_gathered_logprobs(**several)
+                    loss = out.sum()
+                elif self.objective == "logprobs":
+                    out = fastrl.linear_token_logprobs(**given, entropy="w" in self.needs)
                     loss = out.logprobs.sum() + (0 if out.entropy is None else out.entropy.sum())
                 else:
                     out = fastrl.linear_policy_loss(**given, **batch, objective=OBJECTIVES[self.objective])
@@ -110,7 +131,9 @@ def peak(call: Callable[[], Any]) -> int:
 
 def workspace(plan: memory.Plan, width: int, dtype: torch.dtype) -> int:
     """What the matrix library holds for products of the plan's tiles, beside their operands."""
-    return max((_product_workspace(tile.rows, width, tile.columns, dtype) for tile in plan.tiles.values()), default=0)
+    dtypes = {dtype, torch.float32} if plan.float32_logits else {dtype}
+    tiles = plan.tiles.values()
+    return max((_product_workspace(tile.rows, width, tile.columns, x) for tile in tiles for x in dtypes), default=0)
 
 
 def _product_workspace(n: int, width: int, vocab: int, dtype: torch.dtype) -> int:

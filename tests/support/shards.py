@@ -29,8 +29,8 @@ MARGIN = 2e-6
 #: Beside torch's own error: the casts of a gradient, half a unit each.
 MARGINS = {torch.float32: MARGIN, torch.bfloat16: MARGIN + 2**-7, torch.float16: MARGIN + 2**-10}
 _TRANSFORMS = ("temperature", "logit_scale", "softcap")
-#: Arguments that change no answer.
-_OF_THE_CALL = ("num_tokens", "memory_budget", "reduce_hidden_grad")
+#: Arguments that change no answer, but how it is rounded.
+_OF_THE_CALL = ("num_tokens", "memory_budget", "reduce_hidden_grad", "logits_dtype")
 
 
 def slow(value: Any) -> Any:
@@ -209,7 +209,10 @@ class Answers:
         self.dtype = problem.head["hidden"].dtype
         given, transforms = problem.arguments, {k: x for k, x in case.arguments.items() if k in _TRANSFORMS}
         problem.arguments = {k: x for k, x in given.items() if k not in (*_TRANSFORMS, *_OF_THE_CALL)}
-        self.truth, self.plain = (problem.plain(case.objective, x, **transforms) for x in (torch.float64, self.dtype))
+        #: That of the logits, and so of the statistics.
+        self.logits_dtype = case.arguments.get("logits_dtype") or self.dtype
+        dtypes = (torch.float64, self.logits_dtype)
+        self.truth, self.plain = (problem.plain(case.objective, x, **transforms) for x in dtypes)
         given = {k: x for k, x in case.arguments.items() if k not in _OF_THE_CALL}
         alone = replace(case, arguments=given)
         head = {k: x.requires_grad_(k in case.needs) for k, x in alone.posed().head.items()}
@@ -225,7 +228,7 @@ class Answers:
         assert_loss_as_good_as_torch((ours, gradients), *of_torch, margin, smallest=1e-3)
         for name in ("logprobs", "entropy"):
             values = (getattr(x, name) for x in (ours, self.truth[0], self.plain[0]))
-            assert_as_good_as_torch(*values, margin, name)
+            assert_as_good_as_torch(*values, MARGINS[self.logits_dtype], name)
         if self.dtype == torch.float32:
             metrics = {k: x.double() for k, x in self.fastrl["metrics"].items()}
             torch.testing.assert_close(found["metrics"], metrics, equal_nan=True, **CLOSE)

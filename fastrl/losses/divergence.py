@@ -1,0 +1,202 @@
+"""Divergences between a student's distribution over the vocabulary and a teacher's, from hidden states and heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.choice import forced, resolved
+from fastrl.backend.contract import Divergence
+from fastrl.base import checks
+from fastrl.linear.divergence import divergence_forward_gradient, divergence_statistics, teacher_sizes, weighted_sum
+from fastrl.linear.head import Head
+from fastrl.losses.arguments import checked_transform, head_arguments
+from fastrl.losses.call import checked_count, counted_rows
+from fastrl.objectives.dependence import TOKEN
+from fastrl.planning import plans
+from fastrl.planning.budget import parse_budget
+from fastrl.planning.plans import Call
+from fastrl.planning.tiling import Needs, float32_logits
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+_ROWS = "hidden.shape[:-1]"
+
+
+class DivergenceLoss(NamedTuple):
+    """A mean divergence."""
+
+    loss: Tensor
+    """0-dim; call backward() on it."""
+    per_token: Tensor
+    """Detached float32 nats, shaped like mask: the divergence of each token, without its weight; 0 where masked."""
+
+
+def checked_divergence(kind: object, beta: object) -> Divergence:
+    """The divergence with this name; beta, the teacher's weight in the mixture, is read for "jsd" alone."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    beta = checks.number("beta", beta)
+    if kind == "jsd" and not 0 < beta < 1:
+        raise ValueError(
+            f"beta must be between 0 and 1, both excluded, got {beta!r}: there the divergence is 0 (what other packages"
+            " call beta=0 and beta=1 are kind='forward_kl' and kind='reverse_kl')"
+        )
+    return Divergence(str(kind), beta)
+
+
+def linear_divergence(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    teacher_hidden: Tensor,  # (..., H_t)
+    teacher_weight: Tensor,  # (V, H_t)
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    bias: Tensor | None = None,  # (V,)
+    teacher_bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    teacher_logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+    token_weights: Tensor | None = None,  # (...)
+    denominator: float | Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    memory_budget: int | str | None = None,
+    num_tokens: int | None = None,
+) -> DivergenceLoss:
+    """Computes the mean divergence between the vocabulary distributions of two heads, of which neither exists whole.
+
+    With p the student's distribution of a token, q the teacher's and `m = beta q + (1 - beta) p`:
+
+        forward_kl    KL(q||p) = sum_j q_j log(q_j / p_j)
+        reverse_kl    KL(p||q) = sum_j p_j log(p_j / q_j)
+        jsd           beta KL(q||m) + (1 - beta) KL(p||m)    (Agarwal et al., 2024, arXiv:2306.13649, eq. 2)
+
+    The loss is the sum of the tokens' divergences, times their weights, over `denominator`. It is differentiable once,
+    in the student's hidden, weight and bias; the teacher's are constants, even if they are the student's own. Tiles of
+    both logits are formed side by side, and the forward forms the gradients with them: three products of the student,
+    3U, and one of the teacher. With a smaller `memory_budget` the backward forms both logits again (4U or 5U, two or
+    three products of the teacher). Masked rows enter no product, and rows of weight 0 enter none of the gradients'.
+
+    Args:
+        hidden, weight, bias: the student's, as in `linear_token_logprobs`.
+        teacher_hidden, teacher_weight, teacher_bias: (..., H_t), (V, H_t) and (V,), in one dtype of their own; H_t may
+            differ from H. teacher_hidden must not require a gradient; a weight or bias that does gets none.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: for "jsd", between 0 and 1, both excluded. With the formula above the limits are 0. (TRL and Liger compute
+            forward_kl at their beta = 0 and reverse_kl at 1.)
+        mask: (...) bool or 0/1, 1 = valid. The tokens of a masked row count nowhere, and are not read.
+        temperature, logit_scale, softcap: as in `linear_token_logprobs`, of the student. No factor temperature^2 is
+            applied, as some authors do.
+        teacher_temperature, teacher_logit_scale, teacher_softcap: of the teacher; None: as the student's. A
+            teacher_softcap of 0 means none.
+        token_weights: (...) floating point, detached; they multiply a token's divergence in the loss and do not enter
+            the denominator.
+        denominator: replaces the number of valid tokens: a number > 0, or a 0-dim tensor.
+        logits_dtype: as in `linear_token_logprobs`, of both sides' logits.
+        memory_budget: as in `linear_token_logprobs`.
+        num_tokens: the number of valid tokens, if the caller knows it, as in `linear_policy_loss`.
+
+    Returns:
+        DivergenceLoss. The loss is float32. A token whose p is 0 where its q is not has an infinite forward KL, one
+        whose q is 0 where its p is not an infinite reverse KL (with a gradient of NaN); a JSD is always finite. NaN in
+        either side's logits gives that token NaN. No valid tokens: 0, with gradients of 0.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, by its name: different numbers of rows or vocabulary entries, a
+            teacher_hidden that requires a gradient, a budget too small for any plan (with the smallest that works).
+    """
+    divergence = checked_divergence(kind, beta)
+    hidden, head, copied = head_arguments(hidden, weight, bias)
+    teacher, teacher_copied = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden, head)
+    like = hidden[..., 0]
+    checked = checks.mask(mask, like, _ROWS)
+    transform = checked_transform(temperature, logit_scale, softcap, like, checked, _ROWS)
+    cap = softcap if teacher_softcap is None else None if teacher_softcap == 0 else teacher_softcap
+    teacher_transform = checked_transform(
+        temperature if teacher_temperature is None else teacher_temperature,
+        logit_scale if teacher_logit_scale is None else teacher_logit_scale,
+        cap,
+        like,
+        checked,
+        _ROWS,
+        "teacher_",
+    )
+    budget = parse_budget(memory_budget)
+    wide, teacher_wide = (float32_logits(logits_dtype, x.weight.dtype) for x in (head, teacher))
+    flat = None if checked is None else checked.reshape(-1).contiguous()
+    count = checked_count(num_tokens, flat, like.numel())
+    c = _weights(token_weights, denominator, like, flat, count)
+
+    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
+    device = head.weight.device
+    call = Call(
+        rows=count if count >= 0 else counted_rows(flat, like.numel()),
+        hidden=head.weight.shape[1],
+        vocab=head.weight.shape[0],
+        dtype=head.weight.dtype,
+        device=device.type,
+        needs=needs,
+        scope=TOKEN,
+        all_rows=like.numel(),
+        copied=copied + teacher_copied,
+        backend=resolved(forced(), device.type),
+        index=device.index,
+        teacher=teacher_sizes(teacher, teacher_wide),
+        float32_logits=wide,
+    )
+    plan = plans.choose(call, budget)
+    arguments = (head, teacher, flat, transform, teacher_transform, divergence)
+    if plan.name == "forward-gradient":
+        loss, per_row, *_ = divergence_forward_gradient(
+            *arguments, c, needs, teacher_wide, forced(), count, plan.pass_budget, plan.one_chunk
+        )
+    else:
+        stats = divergence_statistics(*arguments, teacher_wide, forced(), count, count < 0, plan.name, plan.pass_budget)
+        loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
+    return DivergenceLoss(loss, per_row.detach().view(like.shape))
+
+
+def _teacher(
+    teacher_hidden: object, teacher_weight: object, teacher_bias: object, hidden: Tensor, head: Head
+) -> tuple[Head, int]:
+    """The teacher's checked head, without a graph, and the bytes copied."""
+    if isinstance(teacher_hidden, Tensor) and teacher_hidden.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "teacher_hidden must not require a gradient, which this loss does not form: run the teacher under"
+            " torch.no_grad(), or pass teacher_hidden.detach()"
+        )
+    states, teacher, copied = head_arguments(teacher_hidden, teacher_weight, teacher_bias, prefix="teacher_")
+    checks.same_device("teacher_hidden", states, hidden, "hidden")
+    checks.shape("teacher_hidden", states, (*hidden.shape[:-1], states.shape[-1]), "the rows of hidden")
+    if teacher.weight.shape[0] != head.weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight must have weight's vocabulary, {head.weight.shape[0]} entries, got"
+            f" {teacher.weight.shape[0]}"
+        )
+    return Head(*(None if x is None else x.detach() for x in teacher)), copied  # type: ignore[arg-type]
+
+
+def _weights(token_weights: object, denominator: object, like: Tensor, mask: Tensor | None, num_tokens: int) -> Tensor:
+    """c (N,) float32: the weight of each token's divergence in the loss, 0 where masked."""
+    c = torch.ones(like.numel(), dtype=torch.float32, device=like.device)
+    if token_weights is not None:
+        weights = checks.tensor("token_weights", token_weights)
+        checks.shape("token_weights", weights, like.shape, f"the shape of {_ROWS}")
+        checks.same_device("token_weights", weights, like, "hidden")
+        c = weights.detach().float().reshape(-1)
+    divisor = None if denominator is None else checks.scalar("denominator", denominator, positive=True)
+    if isinstance(divisor, Tensor):
+        divisor = divisor.detach().to(device=like.device, dtype=torch.float32)
+    if mask is None:
+        return c / (max(like.numel(), 1) if divisor is None else divisor)
+    total = mask.sum()
+    c = c.masked_fill(~mask, 0.0) / (total.clamp_min(1) if divisor is None else divisor)
+    if num_tokens >= 0 and not checks.values_are_checked(mask):  # a wrong count must not train silently
+        c = c.masked_fill_(mask & (total != num_tokens), torch.nan)
+    return c.contiguous()

@@ -1,0 +1,272 @@
+"""Log-probabilities of several entries per row, from logits or from hidden states and the output head."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.choice import forced
+from fastrl.backend.contract import Entries, Support
+from fastrl.base import checks
+from fastrl.distributed.shards import VocabularyShard
+from fastrl.linear.gathered import ShardedGather, linear_gathered, sharded_gathered
+from fastrl.losses.arguments import checked_logits, consumes, vocabulary_arguments
+from fastrl.losses.call import linear_call, over_tp_group, planned
+from fastrl.losses.spread import TensorParallel, agreed_logits, checksum
+from fastrl.losses.supports import Supports, local_supports, split_support, unit_strides
+from fastrl.objectives.dependence import ANY
+from fastrl.operators.dense_support import DenseSupport
+from fastrl.operators.entries import NOT_IN_SET, NOTHING, support_places
+from fastrl.operators.gathered import RowsSupport, gathered_rows, sharded_gathered_rows
+from fastrl.operators.rows import as_rows
+from fastrl.sampling_mask.csr import INT32_MAX
+from fastrl.sampling_mask.mask import SamplingMask
+
+
+class Asked(NamedTuple):
+    """The entries that a call asks for, and how its result is formed from their log-probabilities (nnz,)."""
+
+    entries: Entries
+    places: Tensor | None  # of the result's numbers among the entries; None: the same order
+    shape: torch.Size  # of the result
+    idle: Tensor | None  # (N,) bool: rows with no entry; None: none, or it is not worth asking
+
+    def result(self, logprobs: Tensor) -> Tensor:
+        """The result, from the log-probabilities of the entries."""
+        return (logprobs if self.places is None else logprobs[self.places]).view(self.shape)
+
+    def valid(self, mask: Tensor | None) -> Tensor | None:
+        """(N,) bool: the rows of the mask, without idle ones."""
+        return mask if self.idle is None else ~self.idle if mask is None else mask & ~self.idle
+
+    def described(self, mask: Tensor | None, tp: TensorParallel) -> str:
+        """What the ranks of a group compare; "" without a group."""
+        ids = self.entries.token_ids
+        if tp.group is None:
+            return ""
+        if mask is not None:
+            ids = ids.where(mask[self.entries.rows()], NOTHING)
+        return f"shape {tuple(self.shape)}{checksum(ids, self.entries.offsets)}"
+
+
+def asked(ids: object, like: Tensor, like_name: str) -> Asked:
+    """Checks the ids against logits or hidden states (..., width) and flattens them; equal ids share an entry."""
+    leading, count = like.shape[:-1], like.shape[:-1].numel()
+    if isinstance(ids, SamplingMask):
+        if len(ids) != count:
+            raise ValueError(f"ids must have one row per row of {like_name}, {count}, got {len(ids)}")
+        checks.same_device("ids", ids.token_ids, like, like_name)
+        idle = ids.lengths == 0 if ids.unrecorded else None
+        return Asked(Entries(ids.token_ids, ids.offsets), None, ids.token_ids.shape, idle)
+    given = checks.tensor("ids", ids, (torch.int64,))
+    if given.dim() < 1 or given.shape[:-1] != leading:
+        raise ValueError(
+            f"ids must have shape (..., K) with the leading dimensions of {like_name}, {tuple(leading)}, or be a"
+            f" SamplingMask; got {tuple(given.shape)}"
+        )
+    checks.same_device("ids", given, like, like_name)
+    k = given.shape[-1]
+    flat, places = given.reshape(count, k).contiguous(), None
+    if k > 1 and count:
+        flat, places = _distinct(flat)
+    # What does not fit int32 is in no vocabulary; what is negative must not be taken for one of our marks.
+    token_ids = flat.where(flat >= NOTHING, INT32_MAX).clamp_max(INT32_MAX).to(torch.int32).view(-1)
+    idle = None
+    if not k:
+        idle = torch.ones(count, dtype=torch.bool, device=like.device)
+    elif checks.values_are_checked(given):
+        idle = flat[:, 0] == NOTHING  # the first of the ids that a row repeats is still there
+        idle = idle & (flat == NOTHING).all(-1) if bool(idle.any()) else None
+    offsets = torch.arange(count + 1, device=like.device) * k
+    return Asked(Entries(token_ids, offsets), places, given.shape, idle)
+
+
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Ids (N, K) with NOTHING in place of repeats, and for each id the position (N * K,) of the first like it.
+
+    None for the positions if it is known that no id repeats.
+    """
+    n, k = ids.shape
+    values, order = ids.sort(dim=-1, stable=True)
+    same = values[:, 1:] == values[:, :-1]
+    if checks.values_are_checked(ids) and not bool((same & (values[:, 1:] != NOTHING)).any()):
+        return ids, None
+    own = torch.arange(k, device=ids.device)
+    starts = own.expand(n, k).clone()
+    starts[:, 1:] *= ~same
+    firsts = torch.empty_like(order).scatter_(-1, order, order.gather(-1, starts.cummax(-1).values))
+    rows = torch.arange(n, device=ids.device)[:, None] * k
+    return ids.where(firsts == own, NOTHING), (firsts + rows).view(-1)
+
+
+def within_set(entries: Entries, sampling_mask: SamplingMask | None, vocab: int) -> Entries:
+    """The entries, with a mark in place of ids of the vocabulary that are not in their row's recorded support."""
+    if sampling_mask is None or not sampling_mask.token_ids.shape[0]:
+        return entries
+    ids = entries.token_ids
+    recorded = (sampling_mask.lengths > 0)[entries.rows()]
+    missing = recorded & (support_places(entries, sampling_mask.token_ids, sampling_mask.offsets) < 0)
+    return entries._replace(token_ids=ids.masked_fill(missing & (ids >= 0) & (ids < vocab), NOT_IN_SET))
+
+
+def rows_of(like: Tensor) -> Tensor:
+    """Targets (...) that nothing reads, for the checks that all functions share; no memory of their size."""
+    return torch.zeros((), dtype=torch.int64, device=like.device).expand(like.shape[:-1])
+
+
+def gathered_logprobs(
+    logits: Tensor,  # (..., V)
+    ids: Tensor | SamplingMask,  # (..., K)
+    *,
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: SamplingMask | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    inplace: bool = False,
+    tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
+) -> Tensor:
+    """Computes the log-probabilities of several entries per row, from logits, without an (N, V) float32 tensor.
+
+    What is returned for `ids[t, k]` is what `token_logprobs` returns for it as a target: normalised over the whole
+    vocabulary, or over the row's support in `sampling_mask`; exact also where it is close to 0. K entries of a row cost
+    one pass over it, not K.
+
+    Args:
+        logits: (..., V) float32, bfloat16 or float16, with any leading strides.
+        ids: (..., K) int64 in [0, V), or -1: nothing is there. Ids may repeat; each has its own number. Or a
+            `SamplingMask`, whose rows are those of the logits: as many ids in each row as it holds.
+        mask: (...) bool or 0/1, 1 = valid; ids of other rows are not read.
+        temperature, sampling_mask, logit_scale, softcap: as in `token_logprobs`, shaped like the mask.
+        inplace: as in `token_logprobs`.
+        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `token_logprobs`; ids are of the whole vocabulary.
+            The forward makes a second collective, of 4 bytes per id.
+
+    Returns:
+        float32 (..., K), in nats, differentiable; 0 where the mask is 0 or the id -1. For a SamplingMask (nnz,), in the
+        order of its `token_ids`.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or option.
+        IndexError: a valid id outside [0, V) other than -1, on the CPU or inside `check_inputs()`; otherwise, on a GPU,
+            its number is NaN, and so is the gradient of its row.
+        ValueError: an id outside its row's support, under the same conditions.
+        RuntimeError, ValueError, NotImplementedError: over a tp_group, as `token_logprobs`.
+    """
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        tp.check()
+        tokens = rows_of(checks.tensor("logits", logits, checks.LOGIT_DTYPES))
+        logits, tokens = checked_logits(logits, tokens, inplace, may_be_empty=tp.group is not None)
+        wanted = asked(ids, logits, "logits")
+        args = vocabulary_arguments(
+            tokens, mask, temperature, logit_scale, softcap, "logits without the last dimension"
+        )
+        consume = consumes(logits, inplace)
+        rows = as_rows(logits, consume)
+        same = {"inplace": inplace, "ids": wanted.described(args.mask, tp)}
+        shard = agreed_logits(tp, rows, args, tokens.shape, sampling_mask, same)
+    args = args._replace(mask=wanted.valid(args.mask))
+    vocab = logits.shape[-1] if shard is None else shard.total
+    entries = within_set(wanted.entries, sampling_mask, vocab)
+    supports = split_support(sampling_mask, args, vocab)
+    (_, valid, transform), (dense, support, wide) = args, _parts(supports, shard)
+    if shard is None:
+        found = gathered_rows(
+            rows, entries, valid, transform, dense, support, wide, backend=forced(), consume=consume
+        ).logprobs
+    else:
+        over = RowsSupport.of(dense, support, wide)
+        found = sharded_gathered_rows(rows, entries, valid, transform, over, shard, forced(), consume)
+    return wanted.result(found)
+
+
+def linear_gathered_logprobs(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    ids: Tensor | SamplingMask,  # (..., K)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: SamplingMask | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    memory_budget: int | str | None = None,
+    tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
+) -> Tensor:
+    """Computes `gathered_logprobs` of `hidden @ weight.T + bias` in chunks of rows, without an (N, V) tensor.
+
+    It is differentiable in hidden, weight and bias, and its plans and their costs are those of `linear_token_logprobs`:
+    the K entries of a row cost one row. So a tree of completions with a shared prefix takes one row of hidden states
+    for each token of the tree, and the tokens that follow it as ids.
+
+    Args:
+        hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
+        ids: as in `gathered_logprobs`, with the leading dimensions of hidden.
+        bias: (V,) with hidden's dtype.
+        mask, temperature, sampling_mask, logit_scale, softcap: as in `gathered_logprobs`.
+        logits_dtype, memory_budget: as in `linear_token_logprobs`.
+        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`. The forward makes a second
+            collective, of 4 bytes per id, and a frozen head has no plan of its own.
+
+    Returns, raises: as `gathered_logprobs`. Also ValueError for a budget too small for any plan (the message names the
+    smallest that works).
+    """
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        tokens = rows_of(checks.tensor("hidden", hidden))
+        call = linear_call(
+            hidden,
+            weight,
+            tokens,
+            bias=bias,
+            mask=mask,
+            temperature=temperature,
+            sampling_mask=sampling_mask,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            logits_dtype=logits_dtype,
+            memory_budget=memory_budget,
+            tp=tp,
+            like_name="hidden without the last dimension",
+        )
+        wanted = asked(ids, hidden, "hidden")
+        if call.needs.hidden and not (call.needs.weight or call.needs.bias):  # the backward gathers the head's rows
+            head, copied = unit_strides(call.head)
+            call = call._replace(head=head, copied=call.copied + copied)
+        call = over_tp_group(call, tp, tokens.shape, ids=wanted.described(call.args.mask, tp))
+    call = call._replace(args=call.args._replace(mask=wanted.valid(call.args.mask)))
+    by_plan = planned(call, ANY, gathered=wanted.entries.token_ids.shape[0])
+    entries = within_set(wanted.entries, call.sampling_mask, call.vocab)
+    (_, valid, transform), (dense, support, wide) = call.args, _parts(by_plan.supports, call.shard)
+    backend, rows, plan, budget = forced(), by_plan.rows, by_plan.plan.name, by_plan.plan.pass_budget
+    if call.shard is None:
+        found = linear_gathered(
+            call.head, entries, valid, transform, dense, support, wide, backend, rows, plan, budget
+        ).logprobs
+    else:
+        over = RowsSupport.of(dense, support, wide)
+        spread = ShardedGather(entries, valid, transform, over, backend, rows, plan, budget, call.shard)
+        found = sharded_gathered(call.head, spread)
+    return wanted.result(found)
+
+
+def _parts(
+    supports: Supports | None, shard: VocabularyShard | None
+) -> tuple[Tensor | None, Support | None, DenseSupport | None]:
+    """The dense rows, the support and the wide one, of which over a group this rank has a part."""
+    if supports is None:
+        return None, None, None
+    own = supports if shard is None else local_supports(supports, shard)
+    return own.dense, own.support, own.dense_support
