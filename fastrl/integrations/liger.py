@@ -22,11 +22,12 @@ from torch import Tensor
 from fastrl import dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
 from fastrl.base import checks
 from fastrl.integrations.grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
+from fastrl.integrations.liger_jsd import LigerFusedLinearJSDLoss
 from fastrl.integrations.losses_from_logits import token_losses
 from fastrl.objectives.objective import Clip, Objective, StopGradientClip
 from fastrl.planning.budget import parse_budget
 
-__all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
+__all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSDLoss", "triton_grpo_loss"]
 
 #: Liger's loss types. fastrl has "sigmoid"; "ipo" is named by Liger but not implemented there either.
 _DPO_LOSS_TYPES = (

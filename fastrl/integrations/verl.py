@@ -264,9 +264,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Replaces verl's kernel of this name: log-probabilities and entropies, flattened to (N,) as in verl.
 
-    With a process group (tensor parallelism) weight is this rank's part of the head, and the gradient of hidden is the
-    part of it that comes from there, as verl's kernel leaves it: Megatron's sequence parallelism sums the parts. For
-    another reduction it calls verl's own kernel, and logs one line.
+    Logits are the products' float32 sums whatever the head's dtype, as in verl's kernel. With a process group (tensor
+    parallelism) weight is this rank's part of the head, and the gradient of hidden is the part of it that comes from
+    there, as verl's kernel leaves it: Megatron's sequence parallelism sums the parts. For another reduction it calls
+    verl's own kernel, and logs one line.
     """
     if str(reduction).lower() not in _REDUCTIONS:  # as in verl
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
@@ -279,11 +280,19 @@ def linear_cross_entropy(
         result: tuple[Tensor, Tensor] = original(hidden, weight, labels, temperature, reduction, dist_process_group)
         return result
     group = dist_process_group if shards > 1 else None
-    return _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature, group)
+    # The kernels that verl 0.9.1 has for this (efficient_entropy_kernel_general_mainloop and those of the backward, in
+    # verl/utils/kernel/kernels.py) add up the products in a float32 tile, `logits`, and never round it.
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return _scored(rows, weight, labels.reshape(-1), temperature, group, torch.float32)
 
 
 def _scored(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, group: Any = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    group: Any = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     stats = linear_token_logprobs(
         hidden,
@@ -291,6 +300,7 @@ def _scored(
         labels.long(),
         temperature=float(temperature),
         entropy=True,
+        logits_dtype=logits_dtype,
         memory_budget=_memory_budget,
         tp_group=group,
         reduce_hidden_grad=False,

@@ -186,6 +186,13 @@ def test_evaluation_and_completions_of_one_token(path: str, calls: list[Any]) ->
     assert any("eval_loss" in line for line in fast.state.log_history)
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
+def test_a_head_in_float32(path: str, calls: list[Any], bf16: bool) -> None:
+    """Under autocast too, which TRL turns off around its head: the logits are float32 products."""
+    compare(path, calls, cast_lm_head_to_fp32=True, bf16=bf16, loss_type="grpo", beta=0.1, epsilon=0.01, max_steps=4)
+    assert all(call["logits_dtype"] == torch.float32 for call in calls)
+
+
 def test_an_adapter_is_trained(path: str, calls: list[Any]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -223,7 +230,6 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is set"),
         (
             {
                 "loss_type": "vespo",
@@ -232,7 +238,7 @@ def test_packed_rows_as_on_a_gpu(path: str, calls: list[Any], monkeypatch: pytes
                 "beta": 0.1,
             },
             "use_bias_correction_kl with loss_type='vespo' needs",
-        ),
+        )
     ],
 )
 def test_what_cannot_be_fused_is_trls_and_says_so_once(

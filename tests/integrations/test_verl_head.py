@@ -27,6 +27,18 @@ def scored(module, shape, ids=torch.int64):
     return logprobs.detach(), entropy.detach(), *gradients
 
 
+def test_logits_are_float32_where_verls_kernel_keeps_them():
+    """linear_cross_entropy, whose kernel never rounds the products' sums; FusedLinearForPPO rounds them, as verl's."""
+    hidden, weight, labels, _ = head_inputs((64,))
+    hidden, weight = hidden.detach().bfloat16(), 4 * weight.detach().bfloat16()
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(-1, labels[:, None])[:, 0]
+    unrounded, rounded = (
+        (function(hidden, weight, labels)[0] - exact).abs().max()
+        for function in (adapter.linear_cross_entropy, adapter.FusedLinearForPPO().forward)
+    )
+    assert unrounded < 1e-5 and rounded > 1e-3
+
+
 @pytest.mark.parametrize("shape", [(7,), (2, 5)])
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])
 def test_fused_linear_is_verls(core, shape, ids):

@@ -45,7 +45,7 @@ def make_trainer(base: str, path: str, rows: list[dict[str, Any]], kind: type | 
 
     What is no option of the trainer's configuration goes to the trainer.
     """
-    names = ("peft_config", "memory_budget", "eval_dataset")
+    names = ("peft_config", "memory_budget", "eval_dataset", "teacher_model")
     more = {name: options.pop(name) for name in names if name in options}
     settings: dict[str, Any] = {
         "output_dir": f"{path}/out",

@@ -17,6 +17,7 @@ from trl.trainer import utils
 from fastrl import linear_policy_loss, linear_token_logprobs
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
+from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.integrations.trl.metrics import Scores, log_entropy_bonus, log_policy
 from fastrl.integrations.trl.objective import (
     KNOWN_READS,
@@ -27,7 +28,7 @@ from fastrl.integrations.trl.objective import (
     reads,
     vespo_rollout,
 )
-from fastrl.integrations.trl.patches import TESTED, FusedHead, check_layout, log, replaced_head, why_not_fused
+from fastrl.integrations.trl.patches import FusedHead, check_layout, replaced_head
 from fastrl.models.lm_head import in_head
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
@@ -39,9 +40,9 @@ class FastGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer with `fastrl.linear_policy_loss` as its loss; same arguments, losses and metrics.
 
     fastrl also computes the log-probabilities of the policy, the old and the reference policy. A configuration that
-    fastrl cannot express, or was not tested with (multimodal inputs, an auxiliary loss, `cast_lm_head_to_fp32`, Liger's
-    layers, FSDP1, DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's
-    own code, and one line in the log says why. Exponents are clamped to +-20; TRL's are not.
+    fastrl cannot express, or was not tested with (multimodal inputs, an auxiliary loss, Liger's layers, FSDP1,
+    DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's own code, and one
+    line in the log says why. Exponents are clamped to +-20; TRL's are not.
 
     Args:
         memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
@@ -161,6 +162,9 @@ class _Step:
         weight, bias = self.head.weight.to(hidden.dtype), self.head.bias
         options |= {
             "bias": None if bias is None else bias.to(hidden.dtype),
+            # TRL has made the head float32, and hands over float32 hidden states. FSDP2's policy may cast both to 16
+            # bits for the head's forward, where the logits are to stay float32.
+            "logits_dtype": torch.float32 if self.trainer.args.cast_lm_head_to_fp32 else None,
             "memory_budget": self.trainer.memory_budget,
             "mask": rows.of(self.batch.mask),
         }
@@ -317,7 +321,6 @@ def _why_not_here(trainer: Any) -> str | None:
         f"this TRL's loss reads {', '.join(unknown)}, which is not known": unknown,
         f"{', '.join(replaced)} is not GRPOTrainer's own": replaced,
         "it has an auxiliary loss (router_aux_loss_coef)": trainer.aux_loss_enabled,
-        "cast_lm_head_to_fp32 is set": trainer.args.cast_lm_head_to_fp32,
         "use_liger_kernel is set": trainer.args.use_liger_kernel,
         "torch_compile is set": trainer.args.torch_compile,
         "FSDP1 is used (FSDP2 is supported)": trainer.is_fsdp_enabled

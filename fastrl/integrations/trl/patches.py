@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,20 +14,17 @@ from fastrl import linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
+from fastrl.integrations.trl.distillation import replacements
+from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
 
 try:
     import trl
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from trl.trainer import utils
 except ImportError as error:
     raise ImportError(f"fastrl.integrations.trl needs trl ({error}): {how_to_install(['trl'])}") from error
 
-
-log = logging.getLogger("fastrl.trl")
-#: The version that the tests ran against; others are accepted if they have the same layout.
-TESTED = "1.16.0"
 
 _HEAD = "_ChunkedLogProbFunction"
 _HEAD_ARGUMENTS = (
@@ -96,18 +92,6 @@ class FusedHead:
             extras=tuple(name for name in _OUTPUTS[1:] if name in outputs),
         )
         return stats.logprobs, stats.entropy, stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1
-
-
-def why_not_fused(hidden: Tensor, logit_scale: float) -> str | None:
-    """The reason why fastrl cannot compute this head, or None."""
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    if not autocast and hidden.dtype not in checks.LOGIT_DTYPES:
-        return f"the hidden states are {hidden.dtype}"
-    if not logit_scale > 0:
-        return f"the model scales its logits by {logit_scale}"
-    if is_deepspeed_zero3_enabled():
-        return "DeepSpeed ZeRO-3 shards the head, which is whole in the forward only"
-    return None
 
 
 def _fused_selective_log_softmax(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,10 +200,12 @@ def enable(*, memory_budget: int | str | None = None) -> None:
 
     `linear_token_logprobs` replaces the chunked head behind `add_fused_lm_head` (GRPO, RLOO, DPO, KTO and SFT
     trainers); `token_logprobs` replaces `selective_log_softmax`, `selective_log_softmax_and_entropy` and
-    `entropy_from_logits` in all of TRL's modules. A second call only changes the budget.
+    `entropy_from_logits` in all of TRL's modules; `linear_divergence` replaces DistillationTrainer's chunked
+    divergence; `linear_gathered_logprobs` and `topk_divergence` replace AsyncDistillationTrainer's, if its module is
+    imported already. A second call only changes the budget, and adds that module.
 
     Args:
-        memory_budget: as in `fastrl.linear_token_logprobs`, for each call of the head.
+        memory_budget: as in `fastrl.linear_token_logprobs`, for each call of the head, and for each divergence.
 
     Raises:
         RuntimeError: if TRL has another layout, before anything is changed.
@@ -231,7 +217,10 @@ def enable(*, memory_budget: int | str | None = None) -> None:
     for name, factory in _FACTORIES.items():
         original = getattr(utils, name)
         _replaced[name] = original, factory(original)
-        exchange("trl", name, *_replaced[name])
+    for name, original, fused in replacements(budget):
+        _replaced[name] = original, fused
+    for name, pair in _replaced.items():
+        exchange("trl", name, *pair)
     _head = FusedHead(getattr(utils, _HEAD), budget)
     setattr(utils, _HEAD, _head)
 
@@ -245,6 +234,7 @@ def disable() -> None:
         exchange("trl", name, new, old)
     setattr(utils, _HEAD, _head.original)
     _head = None
+    _replaced.clear()
 
 
 @contextmanager
