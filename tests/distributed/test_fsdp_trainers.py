@@ -65,16 +65,21 @@ def start_accelerate() -> None:
 def train(base: str, way: str, path: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None, int]:
     """What a trainer logged, why FastGRPOTrainer did not compute its loss, and how many fused losses there were."""
     import trl
+    from tiny_models import tiny_model
     from torch.distributed.fsdp import FSDPModule
     from trl_cases import PROMPTS, make_trainer
 
     import fastrl.integrations.trl as fast_trl
-    from fastrl.integrations.trl import grpo, patches
+    from fastrl.integrations.trl import distillation, grpo, patches
 
     start_accelerate()
     torch.manual_seed(5)
     wrapped, mixed = options.pop("wrapped", ["Qwen2DecoderLayer"]), options.get("bf16", False)
     rows = PROMPTS * 2 if base == "GRPO" else [{"text": f"w1 w{i} w5 w{i + 7} w2"} for i in range(16)]
+    if base == "Distillation":
+        options["teacher_model"] = tiny_model("qwen2", vocab_size=64, hidden_size=24, initializer_range=0.3)
+        options["max_completion_length"] = 6
+        rows = PROMPTS * 4
     settings: dict[str, Any] = {
         "max_steps": 2,
         "fsdp": True,
@@ -88,6 +93,8 @@ def train(base: str, way: str, path: str, options: dict[str, Any]) -> tuple[list
     fast_trl.disable()
     kind = getattr(trl, f"{base}Trainer")
     owner, name = (grpo, "linear_policy_loss") if way == "FastGRPOTrainer" else (patches, "linear_token_logprobs")
+    if base == "Distillation":
+        owner, name = distillation, "linear_divergence"
     original = getattr(owner, name)
     setattr(owner, name, counted(original))
     try:
@@ -128,6 +135,15 @@ def test_sft_takes_the_same_steps(pair: Ranks, path: str) -> None:
     from trl_cases import assert_same_history
 
     assert_same_history(run(pair, "SFT", "enable", path), run(pair, "SFT", "own", path))
+
+
+@pytest.mark.slow
+def test_distillation_takes_the_same_steps(pair: Ranks, path: str) -> None:
+    """Both heads are sharded, and gathered for the loss."""
+    from trl_cases import assert_same_history
+
+    found = run(pair, "Distillation", "enable", path, beta=0.5)
+    assert_same_history(found, run(pair, "Distillation", "own", path, beta=0.5))
 
 
 @pytest.mark.slow

@@ -80,8 +80,8 @@ def naive_gae(rewards, old, ref, values, mask, beta, kind, gamma, lam):
     return torch.tensor(advantages, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
 
 
-def dense(policy, rollout):
-    """Log-probabilities and entropies of the tokens, from a float64 copy of the model's logits; and the copy."""
+def dense_log_p(policy, rollout):
+    """Log-probabilities of all entries at each token, (B, T, V), from a float64 copy of the model; and the copy."""
     model = copy.deepcopy(policy.model).double()
     model.set_experts_implementation("eager")  # the grouped product takes no float64
     with replaying(replace(policy, model=model), rollout, False):
@@ -91,7 +91,12 @@ def dense(policy, rollout):
         kept = rollout.sampling_mask.to_dense(VOCAB).view(logits.shape)
         assert not kept.all()
         logits = logits.masked_fill(~kept, -torch.inf)
-    log_p = logits.log_softmax(-1)
+    return logits.log_softmax(-1), model
+
+
+def dense(policy, rollout):
+    """Log-probabilities and entropies of the tokens, from a float64 copy of the model's logits; and the copy."""
+    log_p, model = dense_log_p(policy, rollout)
     logp = log_p.gather(-1, rollout.targets[..., None])[..., 0].where(rollout.mask, 0.0)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
     return logp, entropy, model

@@ -52,8 +52,8 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
         token_ids = _tokenize(prompt, tokenizer, where)
         if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
             raise UserError(
-                f"{where}: the prompt has {len(token_ids)} tokens, but the model's context leaves room for "
-                f"{max_prompt_tokens} besides rollout.max_new_tokens"
+                f"{where}: the prompt has {len(token_ids)} tokens, but the context of the model or its teacher "
+                f"leaves room for {max_prompt_tokens} besides rollout.max_new_tokens"
             )
         examples.append(Example(row.pop("prompt"), row, token_ids, where))
     return examples

@@ -16,16 +16,23 @@ PATIENCE = 5  # steps in a row without anything to learn from before a warning; 
 def describe(
     rollout: Rollout,
     ended: Tensor,
-    rewards: Sequence[float | None],
+    rewards: Sequence[float | None] | None,
     by_scorer: dict[str, list[float | None]],
     groups: Sequence[int],
     steps: Sequence[Sequence[tuple[int, float]]] | None = None,
 ) -> dict[str, float]:
     """A rollout's metrics: rewards (without the Nones), lengths in tokens, the share that ended without EOS.
 
+    `rewards` is None if there is nothing that gives any; then there are no metrics of them.
     `without_variance` is included if prompts were sampled more than once: the share of groups whose rewards do not
     differ (None does not count). With `steps`, each completion's (end, reward) pairs, it compares their rewards.
     """
+    shape = {
+        "length": rollout.completion_mask.sum(1).double().mean().item(),
+        "truncated": 1 - ended.double().mean().item(),
+    }
+    if rewards is None:
+        return shape
     present = [value for value in rewards if value is not None]
     parts = {f"reward/{name}": average(values) for name, values in by_scorer.items() if len(by_scorer) > 1}
     distinct: dict[int, set[float]] = {group: set() for group in groups}
@@ -37,8 +44,7 @@ def describe(
     numbers["without_reward"] = 1 - len(present) / len(rewards)
     if len(distinct) < len(groups):
         numbers["without_variance"] = sum(len(values) < 2 for values in distinct.values()) / len(distinct)
-    numbers["length"] = rollout.completion_mask.sum(1).double().mean().item()
-    return {**numbers, "truncated": 1 - ended.double().mean().item()}
+    return numbers | shape
 
 
 def average(values: Sequence[float | None]) -> float:
@@ -53,7 +59,8 @@ class Watch:
     def __init__(self, config: Any, steps: int) -> None:
         """`config` is any command's config; `steps` is the number of steps of the run."""
         self.patience = min(PATIENCE, steps)
-        self.estimator = getattr(getattr(config, "advantages", None), "estimator", None)  # None: no rewards
+        advantages = getattr(config, "advantages", None) if getattr(config, "rewarded", True) else None
+        self.estimator = getattr(advantages, "estimator", None)  # None: it does not learn from rewards
         self.rows: Counter[str] = Counter()  # cause -> steps in a row so far
         self.warned: set[str] = set()
         self.reward = math.nan

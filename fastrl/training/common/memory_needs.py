@@ -15,7 +15,7 @@ from fastrl.base.errors import UserError
 from fastrl.objectives.dependence import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
 from fastrl.planning.plans import Call, applicable, choose, least_budget
-from fastrl.planning.tiling import Needs, widest_support
+from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, widest_support
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import Policy
@@ -38,15 +38,22 @@ class LossCall:
     gradients: bool = True
     own_leaf: bool = False  # the hidden states are detached from their model, so autograd keeps their gradient's layout
     truncated: RolloutConfig | None = None  # the sampling, if it records the tokens' supports
+    width: int = 0  # of the hidden states, if they are not the policy's
+    teacher: int = 0  # of a teacher's hidden states, if the loss is a divergence from it
+    entries: int = 0  # per token, whose log-probabilities are computed in place of the token's
 
     def plan_call(self, vocab: int, hidden: int, bias: bool, config: ModelConfig, device: str) -> Call:
         """The call that the plan is chosen for, with a head of these sizes."""
         dtype = getattr(torch, config.dtype)
+        hidden = self.width or hidden
         gathered = not self.packed and self.rows > self.longest  # hidden states of several sequences, without prompts
         copies = gathered * (1 + self.own_leaf)
         copied = copies * self.rows * hidden * dtype.itemsize
         if dtype != torch.float32:  # autocast: hidden states and weight in the narrower type, and their gradients
             copied += 2 * (self.rows + vocab) * hidden * dtype.itemsize
+        copied += gathered * self.rows * self.teacher * dtype.itemsize
+        if dtype != torch.float32:
+            copied += (self.rows + vocab) * self.teacher * dtype.itemsize
         head = self.gradients and config.lora_rank is None
         kept, wide = self._kept(vocab, dtype, device)
         depends = ANY if self.objective is None else scope(self.objective, self.inputs)
@@ -64,6 +71,8 @@ class LossCall:
             copied=copied,
             support_entries=kept * self.tokens,
             backend=resolved(forced(), device),
+            teacher=Teacher(self.teacher, dtype.itemsize) if self.teacher else NO_TEACHER,
+            gathered=self.entries * self.tokens,
         )
 
     def _kept(self, vocab: int, dtype: torch.dtype, device: str) -> tuple[int, bool]:

@@ -53,9 +53,10 @@ class Policy:
         return self.weight.device
 
 
-def max_positions(model: Any) -> int | None:
-    """The longest sequence the model takes, or None if its config does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def max_positions(*models: Any) -> int | None:
+    """The longest sequence that all models take, or None if no config says."""
+    limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:

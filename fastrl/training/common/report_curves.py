@@ -23,6 +23,9 @@ UNITS = {
     "kl": "nats",
     "approx_kl": "nats",
     "kl_reference": "nats",
+    "divergence": "nats",
+    "teacher_logprob": "nats",
+    "cross_entropy": "nats",
     "length": "tokens",
     "memory/peak_gib": "GiB",
 }

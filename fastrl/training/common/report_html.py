@@ -17,7 +17,7 @@ ROWS = 16  # samples shown per step
 CHARACTERS = 4000  # shown of each prompt and completion
 # Metrics with a better direction: the last parts of their names; others under "eval/" count as HIGHER.
 HIGHER = ("reward", "accuracy", "margin", "exact_match")
-LOWER = ("loss", "perplexity")
+LOWER = ("loss", "perplexity", "divergence", "cross_entropy")
 # A phase that is part of another one within a step, and one outside the steps.
 NESTED = "time/loss"
 BESIDE = "time/evaluation"
@@ -57,10 +57,11 @@ def page(content: Page) -> str:
 
 def title(content: Page) -> str:
     """The objective's name and the model, as far as the config has them; else the directory's name."""
-    tables = [content.config.get(name) for name in ("objective", "model")]
-    objective, model = (table if isinstance(table, dict) else {} for table in tables)
+    tables = [content.config.get(name) for name in ("objective", "model", "distillation")]
+    objective, model, distillation = (table if isinstance(table, dict) else {} for table in tables)
     source = model.get("path") or model.get("config")
-    parts = [objective.get("name"), str(source).rstrip("/").split("/")[-1] if source else None]
+    name = "distillation" if distillation.get("policy_coef") == 0 else objective.get("name")
+    parts = [name, str(source).rstrip("/").split("/")[-1] if source else None]
     return " · ".join(str(part) for part in parts if part) or content.name
 
 

@@ -133,7 +133,9 @@ class Rewards:
     def parts(
         self, examples: list[Example], completions: list[str]
     ) -> tuple[list[float | None], dict[str, list[float | None]]]:
-        """The sums, and each scorer's own rewards by its name."""
+        """The sums, and each scorer's own rewards by its name; all None without a scorer."""
+        if not self.scorers:
+            return [None] * len(completions), {}
         by_scorer = {scorer.name: scorer(examples, completions) for scorer, _ in self.scorers}
         weights = [weight for _, weight in self.scorers]
         totals: list[float | None] = []

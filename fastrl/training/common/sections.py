@@ -156,6 +156,20 @@ class RewardConfig(Section):
         return self
 
 
+class TeacherConfig(Section):
+    """Distillation: a frozen teacher, and the divergence between its next tokens and the policy's."""
+
+    teacher: Annotated[str, Location(hub=True)]
+    """The teacher: the directory or hub name of a model whose tokenizer is the policy's."""
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """forward_kl: KL(teacher || policy); reverse_kl: KL(policy || teacher); jsd: the generalised Jensen-Shannon
+    divergence (GKD)."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """For jsd: the teacher's weight in the mixture that both are compared with."""
+    coef: float = Field(1.0, gt=0)
+    """The weight of the divergence."""
+
+
 class LoggingConfig(Section):
     """What a run writes."""
 

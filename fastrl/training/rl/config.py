@@ -13,6 +13,7 @@ from fastrl.training.common.sections import (
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
+    TeacherConfig,
     check_input,
 )
 from fastrl.training.common.sections import LoggingConfig as CommonLogging
@@ -115,6 +116,30 @@ class EntropyConfig(Section):
     """Learning rate (Adam) of the coefficient's logarithm."""
 
 
+class DistillationConfig(TeacherConfig):
+    """On-policy distillation: the policy learns from a frozen teacher on the completions that it samples itself."""
+
+    form: Literal["full", "top-k", "sampled"] = "full"
+    """full: the divergence over the whole vocabulary; top-k: over the teacher's top_k likeliest entries, and one that
+    stands for all others; sampled: each sampled token's log-probability under the teacher less the policy's, an
+    estimate of the reverse KL, is an advantage in the objective."""
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
+    """forward_kl: KL(teacher || policy); reverse_kl: KL(policy || teacher); jsd: the generalised Jensen-Shannon
+    divergence (GKD). The form sampled estimates reverse_kl."""
+    top_k: int = Field(64, ge=1)
+    """For top-k: how many entries."""
+    policy_coef: float = Field(0.0, ge=0)
+    """The weight of what is learned from rewards: of the objective's loss, its KL and entropy terms included, or for
+    sampled of the rewards' advantages. 0: distillation alone, which needs no [reward], and only for sampled an
+    [objective]."""
+
+    @model_validator(mode="after")
+    def _estimated(self) -> "DistillationConfig":
+        if self.form == "sampled" and self.kind != "reverse_kl":
+            raise ValueError(f'kind: form = "sampled" estimates reverse_kl, got {self.kind!r}')
+        return self
+
+
 class PretrainingConfig(Section):
     """PPO-ptx: cross-entropy on pretraining text beside the policy's loss."""
 
@@ -180,19 +205,54 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
-    objective: ObjectiveConfig
+    reward: RewardConfig = RewardConfig.model_construct()
+    objective: ObjectiveConfig = ObjectiveConfig(name="reinforce")
     advantages: AdvantagesConfig = AdvantagesConfig()
     critic: CriticConfig | None = None
     kl: KLConfig | None = None
     rollout_correction: CorrectionConfig | None = None
     entropy: EntropyConfig | None = None
     pretraining: PretrainingConfig | None = None
+    distillation: DistillationConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether the policy learns from rewards."""
+        return self.distillation is None or self.distillation.policy_coef > 0
+
+    @property
+    def has_policy_loss(self) -> bool:
+        """Whether the loss has the objective's in it."""
+        return self.rewarded or (self.distillation is not None and self.distillation.form == "sampled")
+
+    @property
+    def name(self) -> str:
+        """What the run does: its objective's name, or distillation."""
+        return str(self.objective.name) if self.rewarded else "distillation"
+
+    @model_validator(mode="after")
+    def _needed(self) -> "Config":
+        needed = {"reward": self.rewarded, "objective": self.has_policy_loss}
+        for table, is_needed in needed.items():
+            if is_needed and table not in self.model_fields_set:
+                raise ValueError(f"{table}: required, but not given")
+        unused = {
+            "advantages.estimator": not self.rewarded and self.advantages.estimator in ("process", "gae"),
+            "rollout.dynamic_sampling": not self.rewarded and self.rollout.dynamic_sampling,
+            "kl.place": not self.rewarded and self.kl is not None and self.kl.place == "reward",
+            "kl": not self.has_policy_loss and self.kl is not None,
+            "rollout_correction": not self.has_policy_loss and self.rollout_correction is not None,
+            "entropy": not self.has_policy_loss and self.entropy is not None,
+        }
+        for name, is_set in unused.items():
+            if is_set:
+                raise ValueError(f"{name}: means nothing where distillation.policy_coef is 0; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -203,7 +263,7 @@ class Config(Section):
         updates = self.training.epochs * self.training.minibatches
         if self.data.eval_path is None and evaluates:
             raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
-        if single and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling):
+        if single and self.rewarded and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling):
             raise ValueError("rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1")
         if (estimator == "gae") != (self.critic is not None):
             raise ValueError('advantages.estimator = "gae" and a [critic] table go together')
@@ -243,4 +303,6 @@ class Config(Section):
             )
         check_input("model.path", self.model.path, self.logging)
         check_input("reward.model", self.reward.model, self.logging)
+        if self.distillation is not None:
+            check_input("distillation.teacher", self.distillation.teacher, self.logging)
         return self

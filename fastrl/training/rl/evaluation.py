@@ -1,4 +1,4 @@
-"""Scores on held-out prompts: greedy, pass@k and maj@k."""
+"""Scores on held-out prompts: greedy, pass@k and maj@k; and how far the policy is from its teacher there."""
 
 import math
 import random
@@ -10,21 +10,28 @@ import numpy as np
 import torch
 from transformers import set_seed
 
+from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.generation import completion_texts, generate
 from fastrl.training.common.health import average
+from fastrl.training.common.rollout import Rollout, hidden_states, rollout_logprobs
 from fastrl.training.rl.run import Run
 
 
 def evaluate(run: Run) -> dict[str, float]:
     """The mean of each function over greedy completions of every held-out prompt, as `eval/<name>` (without Nones).
 
-    With evaluation.samples also `eval/<name>/pass@k` and `eval/<name>/maj@k` of each metric. Samples and
-    functions draw random numbers that are separate from the run's and the same each time.
+    With a teacher also `eval/divergence` (unless the form is sampled: greedy tokens do not estimate it) and
+    `eval/teacher_logprob`, per token of these completions. With evaluation.samples also `eval/<name>/pass@k` and
+    `eval/<name>/maj@k` of each metric. Samples and functions draw random numbers that are separate from the run's and
+    the same each time.
     """
     with _random_numbers_of_its_own(run):
         examples, settings = run.held_out, run.config.rollout
-        completions = completion_texts(run.policy, generate(run.policy, examples, settings, greedy=True))
-        numbers = {"eval/reward": average(run.rewards(examples, completions))}
+        rollout = generate(run.policy, examples, settings, greedy=True)
+        completions = completion_texts(run.policy, rollout)
+        numbers = {} if run.config.distillation is None else _from_teacher(run, rollout)
+        if run.rewards.scorers:
+            numbers["eval/reward"] = average(run.rewards(examples, completions))
         for name, function in run.metrics.items():
             numbers[f"eval/{name}"] = average(function(examples, completions))
         count = run.config.evaluation.samples
@@ -41,6 +48,28 @@ def evaluate(run: Run) -> dict[str, float]:
                 numbers[f"eval/{name}/pass@{k}"] = average(passes)
                 numbers[f"eval/{name}/maj@{k}"] = average(majorities)
         return numbers
+
+
+@torch.no_grad()
+def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
+    """The divergence from the teacher and the teacher's log-probability, means over a rollout's tokens."""
+    training, sampling, distillation = run.config.training, run.config.rollout, run.distillation
+    check_sampled(rollout, distillation.teacher if distillation else run.teacher, run.policy)
+    # No more at a time than in an update, for which the memory budget was checked.
+    update = -(-sampling.prompts_per_step * sampling.num_generations // training.minibatches)
+    size, count = min(training.micro_batch_size or update, update), int(rollout.mask.sum())
+    if distillation is None:
+        assert run.teacher is not None  # a run with a teacher has one of them
+        options = (sampling.temperature, size, training.packing, training.memory_budget)
+        return {"eval/teacher_logprob": rollout_logprobs(run.teacher, rollout, *options).sum().item() / count}
+    sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
+    for rows in torch.arange(len(rollout.input_ids), device=sums.device).split(size):
+        batch = rollout.select(rows)
+        with run.policy.computing():
+            states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
+            _, divergence = distillation.loss(run.policy, states, taught, batch, 1)
+        sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
+    return dict(zip(("eval/divergence", "eval/teacher_logprob"), (sums / count).tolist(), strict=True))
 
 
 @contextmanager

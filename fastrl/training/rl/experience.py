@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
+from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
@@ -21,23 +22,34 @@ Steps = list[tuple[int, float]]  # a completion's reasoning steps: (characters u
 def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str, object]]]:
     """Sample one step's rollout with all that the updates need. Returns it with some of its samples, for the log.
 
-    Completions whose reward is None are left out, and with dynamic sampling also groups of equal rewards. Adds the
-    step's metrics to `numbers`.
+    If it learns from rewards, completions whose reward is None are left out, and with dynamic sampling also groups of
+    equal rewards. Adds the step's metrics to `numbers`.
     """
     rollout, steps, samples = _sample(run, numbers)
+    check_sampled(rollout, run.distillation.teacher if run.distillation else run.teacher, run.policy)
     training, temperature = run.config.training, run.config.rollout.temperature
     size, packed, budget = training.micro_batch_size, training.packing, training.memory_budget
     with timed("time/logprobs", numbers):
-        needs_old = not run.on_policy or run.kl_in_reward
-        old, ref = (
-            rollout_logprobs(model, rollout, temperature, size, packed, budget) if model else None
-            for model in (run.policy if needs_old else None, run.reference)
+        needs_old = (run.policy_coef > 0 and not run.on_policy) or run.kl_in_reward or run.teacher is not None
+        old, ref, taught = (
+            rollout_logprobs(model, part, temperature, size, packed, budget) if model else None
+            for model, part in (
+                (run.policy if needs_old else None, rollout),
+                (run.reference, rollout),
+                (run.teacher, replace(rollout, routing=None)),  # the experts are the policy's
+            )
         )
         values = run.critic.rollout_values(run.policy, rollout, size, packed) if run.critic else None
     rollout = replace(rollout, old_logprobs=old, ref_logprobs=ref, old_values=values)
     if old is not None and ref is not None:
         numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)
-    rollout = add_advantages(run, rollout, steps)
+    if run.config.rewarded:
+        rollout = add_advantages(run, rollout, steps)
+    if old is not None and taught is not None:
+        count = max(int(rollout.mask.sum()), 1)
+        numbers["divergence"] = (old - taught).sum().item() / count
+        numbers["teacher_logprob"] = taught.sum().item() / count
+        rollout = add_distillation(run, rollout, old, taught)
     # With a single update per rollout the policy is still the one that sampled. None tells the losses so.
     return (replace(rollout, old_logprobs=None) if run.on_policy else rollout), samples
 
@@ -74,13 +86,14 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         shown = slice(run.config.logging.samples - len(samples))
         for example, text, value in zip(examples[shown], texts[shown], new_rewards[shown], strict=True):
             samples.append({"prompt": example.prompt, "completion": text, "reward": value})
-        kept = _kept(values, groups, settings.dynamic_sampling)
+        kept = _kept(values, groups, settings.dynamic_sampling) if run.config.rewarded else list(range(len(values)))
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
 
     rollout = join(rollouts)
     ended = ended_by_eos(run.policy, rollout)
-    numbers |= describe(rollout, ended, values, by_scorer, groups, steps if run.steps_reward else None)
+    described = values if run.rewards.scorers else None
+    numbers |= describe(rollout, ended, described, by_scorer, groups, steps if run.steps_reward else None)
     rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
     rollout = replace(
         rollout,
@@ -135,6 +148,22 @@ def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
     if settings.whiten or estimator == "batch":
         advantages = whitened(advantages, mask)
     return replace(rollout, token_advantages=advantages, returns=returns)
+
+
+def add_distillation(run: Run, rollout: Rollout, old: Tensor, taught: Tensor) -> Rollout:
+    """The rollout with the advantage `coef (log p_teacher - log p_old)` at each token, beside those of rewards.
+
+    Its mean is the gradient of the reverse KL of the next token, estimated at the one that was sampled. Both
+    log-probabilities are (B, T).
+    """
+    assert run.config.distillation is not None  # the caller's check
+    settings = run.config.distillation
+    advantages = settings.coef * (taught - old)
+    if rollout.response_advantages is not None:
+        advantages = advantages + settings.policy_coef * rollout.response_advantages[:, None]
+    elif rollout.token_advantages is not None:
+        advantages = advantages + settings.policy_coef * rollout.token_advantages
+    return replace(rollout, response_advantages=None, token_advantages=advantages)
 
 
 def _token_rewards(run: Run, rollout: Rollout) -> Tensor:

@@ -12,12 +12,13 @@ from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
 from fastrl.training.common.checkpoint import Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptSampler, TextStream, load_examples
+from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
 from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
 from fastrl.training.common.reward_model import make_rewards
-from fastrl.training.rl.config import Config
+from fastrl.training.rl.config import Config, DistillationConfig
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
 
@@ -39,9 +40,12 @@ class Run:
     kl: AdaptiveKL | None
     entropy: LearnedEntropy | None
     text: TextStream | None  # for PPO-ptx
+    teacher: Policy | None  # whose log-probabilities of the sampled tokens are advantages
+    distillation: Distillation | None  # the divergence in the loss
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     generator: torch.Generator  # shuffles rollouts
+    policy_coef: float = 1.0  # the weight of the objective's loss
     step: int = 0  # the current rollout, or the last one
     skipped: int = 0  # updates skipped in a row so far
 
@@ -70,6 +74,8 @@ def make_run(config: Config) -> Run:
     """Load and check everything. Raises UserError for what is wrong in the config, dataset, model or reward."""
     device = find_device(config.training.device)
     objective, kl, entropy = _objective(config, device)
+    if config.distillation is not None:
+        check_teacher(config.distillation, config.model)
     calls = _loss_calls(config, objective)
     check_budget(config.training, config.model, device, calls)
     rewards = make_rewards(config.reward, device, config.model.trust_remote_code)
@@ -79,9 +85,10 @@ def make_run(config: Config) -> Run:
         raise UserError('evaluation.metrics: the name "reward" is that of the reward itself')
     policy = load_policy(config.model, device, packing=config.training.packing)
     check_budget(config.training, config.model, device, calls, policy)
-    reads_reference = objective.kl is not None and objective.kl.needs_reference
+    teacher, distillation = _teacher(config, policy)
+    reads_reference = config.has_policy_loss and objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
-    limit = max_positions(policy.model)
+    limit = max_positions(policy.model, *([teacher.model] if teacher else []))
     room = None if limit is None else limit - config.rollout.max_new_tokens
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
@@ -110,10 +117,31 @@ def make_run(config: Config) -> Run:
         kl,
         entropy,
         stream,
+        teacher if distillation is None else None,
+        distillation,
         optimizer,
         scheduler,
         torch.Generator().manual_seed(training.seed),
+        1.0 if config.distillation is None or distillation is None else config.distillation.policy_coef,
     )
+
+
+def _teacher(config: Config, policy: Policy) -> tuple[Policy | None, Distillation | None]:
+    """The teacher, and the divergence from it unless the form is sampled."""
+    settings, training = config.distillation, config.training
+    if settings is None:
+        return None, None
+    teacher = load_teacher(settings, config.model, policy, training.packing)
+    if settings.form == "sampled":
+        return teacher, None
+    top_k = settings.top_k if settings.form == "top-k" else None
+    if top_k is not None and top_k >= len(teacher.weight):
+        raise UserError(
+            f"distillation.top_k: expected less than the vocabulary's {len(teacher.weight)}, got {top_k}; the form "
+            "full takes them all"
+        )
+    temperature, budget = config.rollout.temperature, training.memory_budget
+    return teacher, Distillation(teacher, settings, temperature, top_k, training.packing, budget)
 
 
 def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
@@ -123,15 +151,41 @@ def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
     micro = min(training.micro_batch_size or sequences, sequences)
     update = min(micro, -(-sequences // training.minibatches)) * longest
     on_policy = training.epochs * training.minibatches == 1
-    uneven = config.advantages.estimator in ("batch", "process", "gae")
+    distillation = config.distillation
+    sampled = distillation is not None and distillation.form == "sampled"
+    uneven = sampled or config.advantages.estimator in ("batch", "process", "gae")
     inputs = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
     shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
-    calls = [LossCall("the policy's loss", update, update, objective=objective, inputs=inputs, own_leaf=True, **shared)]
-    if not on_policy or config.kl is not None or (objective.kl is not None and objective.kl.needs_reference):
+    calls = []
+    if config.has_policy_loss:
+        what = "the policy's loss"
+        calls.append(LossCall(what, update, update, objective=objective, inputs=inputs, own_leaf=True, **shared))
+    reads_reference = objective.kl is not None and objective.kl.needs_reference
+    if config.has_policy_loss and (not on_policy or config.kl is not None or reads_reference or sampled):
         calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
+    if distillation is not None:
+        calls += _distillation_calls(config, distillation, micro * longest if sampled else update, shared)
     if pretraining is not None:
         tokens = pretraining.batch_size * (pretraining.length - 1)
         calls.append(LossCall("pretraining's loss", tokens, tokens, pretraining.length - 1, False, REINFORCE()))
+    return calls
+
+
+def _distillation_calls(
+    config: Config, settings: DistillationConfig, tokens: int, shared: dict[str, Any]
+) -> list[LossCall]:
+    """The calls over this many tokens that a teacher adds."""
+    width = teacher_width(settings, config.model)
+    if settings.form != "sampled":  # over the whole vocabulary, whatever the sampling leaves
+        shared = shared | {"truncated": None}
+    calls = [LossCall("the teacher's log-probabilities", tokens, tokens, gradients=False, width=width, **shared)]
+    shared = shared | {"own_leaf": True}
+    if settings.form == "full":
+        objective = REINFORCE()  # a token at a time too
+        calls.append(LossCall("the divergence", tokens, tokens, objective=objective, teacher=width, **shared))
+    elif settings.form == "top-k":
+        what = "log-probabilities of the teacher's entries"
+        calls.append(LossCall(what, tokens, tokens, entries=settings.top_k, **shared))
     return calls
 
 

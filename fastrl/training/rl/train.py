@@ -17,7 +17,7 @@ from fastrl.training.rl.run import Run, load_checkpoint, make_run, save_checkpoi
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.
-SHOWN = ("reward", "eval/reward", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")
+SHOWN = ("reward", "eval/reward", "divergence", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     summary = train(config, resume=switches["resume"])
     evaluated = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
     scores = ", ".join(f"{name} {value:.4f}" for name, value in evaluated.items())
-    print(f"{config.objective.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
+    print(f"{config.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
     print(f"metrics, report and checkpoints: {config.logging.output_dir}")
     return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
 
@@ -52,7 +52,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             load_checkpoint(checkpoint, run)
         with (
             cpu_threads(config.training.threads),
-            RunLog(config, logging, config.objective.name, steps, SHOWN, run.step) as log,
+            RunLog(config, logging, config.name, steps, SHOWN, run.step) as log,
             stop_signals() as signals,
         ):
             for step in range(run.step + 1, steps + 1):

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastrl import linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
 from fastrl.objectives.formulas import kl_k3_value
+from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
 from fastrl.training.common.timing import Stopwatch
@@ -58,7 +59,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
             run.optimizer.zero_grad(set_to_none=True)
     numbers = {name: value.item() for name, value in {**merge_metrics(history, COUNTS), **mismatch}.items()}
     if history:
-        numbers["kl_last"] = history[-1]["kl"].item()
+        numbers["kl_last"] = history[-1]["kl"].item() if run.policy_coef else math.nan
     return {**numbers, "skipped_updates": skipped, "time/loss": watch.seconds()}
 
 
@@ -131,37 +132,66 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
 
 def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stopwatch) -> dict[str, Tensor]:
     """Add the gradient of a micro-batch of a minibatch with this many tokens and sequences. Returns its metrics."""
-    policy, training = run.policy, run.config.training
-    arguments = batch.loss_arguments(training.packing)
-    sampler_logprobs = arguments["rollout_logprobs"]
-    if not run.reads_sampler:
-        arguments["rollout_logprobs"] = None
+    policy = run.policy
     with policy.computing():
-        states = hidden_states(policy, batch, training.packing)
+        states = hidden_states(policy, batch, run.config.training.packing)
         # Detached, so that the vocabulary's losses can be timed on their own.
         leaf = states.detach().requires_grad_(states.requires_grad)
-        with watch():
-            result = linear_policy_loss(
-                leaf,
-                policy.weight,
-                objective=run.objective,
-                denominator=tokens if run.objective.aggregate == "token-mean" else sequences,
-                temperature=run.config.rollout.temperature,
-                memory_budget=training.memory_budget,
-                **arguments,
-                **policy.head,
-            )
-            result.loss.backward()
-    metrics = {"loss": result.loss.detach().float(), **result.metrics}
+        metrics = {"loss": torch.zeros((), device=policy.device), "tokens": batch.mask.sum().float()}
+        if run.policy_coef:
+            metrics |= _policy_loss(run, batch, leaf, tokens, sequences, watch)
+        if run.distillation is not None:
+            distilled = _divergence(run.distillation, policy, batch, leaf, tokens, watch)
+            metrics |= {**distilled, "loss": metrics["loss"] + distilled["loss"]}
     if run.critic is not None:
         critic_loss = _value_loss(run, batch, leaf, tokens)
         critic_loss.backward()
         metrics |= {"value_loss": critic_loss.detach(), "loss": metrics["loss"] + critic_loss.detach()}
     if leaf.grad is not None:
         states.backward(leaf.grad)
+    return metrics
+
+
+def _policy_loss(
+    run: Run, batch: Rollout, leaf: Tensor, tokens: int, sequences: int, watch: Stopwatch
+) -> dict[str, Tensor]:
+    """Add the gradient of the weighted objective to the hidden states `leaf` and the head. Returns its metrics."""
+    policy, training = run.policy, run.config.training
+    arguments = batch.loss_arguments(training.packing)
+    sampler_logprobs = arguments["rollout_logprobs"]
+    if not run.reads_sampler:
+        arguments["rollout_logprobs"] = None
+    with watch():
+        result = linear_policy_loss(
+            leaf,
+            policy.weight,
+            objective=run.objective,
+            denominator=tokens if run.objective.aggregate == "token-mean" else sequences,
+            temperature=run.config.rollout.temperature,
+            memory_budget=training.memory_budget,
+            **arguments,
+            **policy.head,
+        )
+        loss = run.policy_coef * result.loss
+        loss.backward()
+    metrics = {**result.metrics, "loss": loss.detach().float()}
     if sampler_logprobs is not None:
         metrics |= _mismatch(result.logprobs, sampler_logprobs, arguments.get("mask"))
     return metrics
+
+
+def _divergence(
+    distillation: Distillation, policy: Policy, batch: Rollout, leaf: Tensor, tokens: int, watch: Stopwatch
+) -> dict[str, Tensor]:
+    """Add the gradient of the weighted divergence, like `_policy_loss`. Returns its metrics."""
+    states = distillation.states(batch)
+    with watch():
+        divergence, total = distillation.loss(policy, leaf, states, batch, tokens)
+        loss = distillation.settings.coef * divergence
+        loss.backward()
+        logprobs = distillation.logprobs(states, batch)
+    count = batch.mask.sum().clamp_min(1)
+    return {"loss": loss.detach().float(), "divergence": total / count, "teacher_logprob": logprobs / count}
 
 
 def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor:

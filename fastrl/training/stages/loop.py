@@ -4,7 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,10 +45,11 @@ class Stage(ABC, Generic[Row]):
         return 1
 
     @abstractmethod
-    def part(self, rows: Sequence[Row], total: int) -> tuple[Tensor, dict[str, float]]:
+    def part(self, rows: Sequence[Row], total: int) -> tuple[Tensor, Mapping[str, float | Tensor]]:
         """The rows' part of the loss over all rows of an update, whose weights sum to `total`, and of its metrics.
 
-        Parts add up to the loss and the metrics of the whole update, however its rows are split.
+        Parts add up to the loss and the metrics of the whole update, however its rows are split. A metric is a number,
+        or a detached scalar, for which the host does not wait.
         """
 
     def before(self, rows: Sequence[Row], size: int) -> Tensor | None:
@@ -75,6 +76,11 @@ class PolicyStage(Stage[Row]):
         self.policy, self.model, self.tokenizer = policy, policy.model, policy.tokenizer
         self.has_adapters = policy.has_adapters
         self.packing, self.memory_budget = training.packing, training.memory_budget
+
+    @property
+    def models(self) -> list[Any]:
+        """Every model that reads the rows."""
+        return [self.model]
 
     def save(self, directory: Path) -> None:
         """As every stage; adapters go to `adapters` in the directory, and merged into the model's weights beside it.
@@ -110,22 +116,27 @@ def train_policy(
     *,
     per_row: int = 1,
     objective: Objective | None = None,
+    calls: Callable[[LossCall], list[LossCall]] = lambda call: [call],
 ) -> dict[str, Any]:
     """Run a stage that trains a policy, or the rest of it; returns the run's summary.
 
-    `completions` returns the `per_row` completions of each row, and `objective` is as in `LossCall`. Raises UserError
-    before the first update for input that cannot be used.
+    `completions` returns the `per_row` completions of each row, and `objective` is as in `LossCall`; `calls` returns
+    the calls of the losses over the rows of one. Raises UserError before the first update for input that cannot be
+    used.
     """
     training, data = config.training, config.data
     with prepared(config, name, resume) as (device, checkpoint):
-        check_budget(training, config.model, device, [largest_call(training, [1] * per_row, per_row, objective)])
+        largest = largest_call(training, [1] * per_row, per_row, objective)
+        check_budget(training, config.model, device, calls(largest))
         policy = load_policy(config.model, device, packing=training.packing)
-        reader = Reader.of(policy.model, policy.tokenizer, training.max_length)
+        stage = make(policy)
+        reader = Reader.of(policy.tokenizer, training.max_length, *stage.models)
         rows = reader.load(data.path, parse)
         held_out = reader.load(data.eval_path, parse) if data.eval_path else []
         lengths = [len(tokens.completion) for tokens in completions(rows + held_out)]
-        check_budget(training, config.model, device, [largest_call(training, lengths, per_row, objective)], policy)
-        return fit(make(policy), rows, held_out, config, name, checkpoint)
+        largest = largest_call(training, lengths, per_row, objective)
+        check_budget(training, config.model, device, calls(largest), policy)
+        return fit(stage, rows, held_out, config, name, checkpoint)
 
 
 def largest_call(
@@ -212,15 +223,15 @@ def command(
 def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
     """The loss over the rows and its metrics, `size` rows at a time; with `backward` its gradient is accumulated."""
     total = sum(stage.weight(row) for row in rows)
-    sums: dict[str, float] = defaultdict(float)
+    sums: dict[str, float | Tensor] = defaultdict(float)
     for first in range(0, len(rows), size):
         with torch.set_grad_enabled(backward), checkpointing(stage.model):
             loss, numbers = stage.part(rows[first : first + size], total)
             if backward:
                 loss.backward()
-        for name, value in {"loss": float(loss.detach()), **numbers}.items():
-            sums[name] += value
-    return dict(sums)
+        for name, value in {"loss": loss.detach(), **numbers}.items():
+            sums[name] += value.double() if isinstance(value, Tensor) else value
+    return {name: float(value) for name, value in sums.items()}
 
 
 class Batches:

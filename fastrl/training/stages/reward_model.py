@@ -123,7 +123,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
         check_classifier(model, tokenizer, str(config.model.path or config.model.config))
         setattr(model.config, MEAN, 0.0)
-        reader = Reader.of(model, tokenizer, config.training.max_length)
+        reader = Reader.of(tokenizer, config.training.max_length, model)
         all_rows = reader.load(config.data.path, parse)
         rows = _with_pairs(all_rows, config.data.path)
         held_out = _with_pairs(reader.load(path, parse), path) if (path := config.data.eval_path) else []

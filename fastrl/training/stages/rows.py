@@ -37,9 +37,9 @@ class Reader:
     limit: int | None
 
     @classmethod
-    def of(cls, model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> "Reader":
-        """The reader of a model's rows, whose limit is the smaller one of `max_length` and the model's context."""
-        limits = (max_length, max_positions(model))
+    def of(cls, tokenizer: PreTrainedTokenizerBase, max_length: int | None, *models: Any) -> "Reader":
+        """The reader of the models' rows, whose limit is the smallest one of `max_length` and the models' contexts."""
+        limits = (max_length, max_positions(*models))
         return cls(tokenizer, min((limit for limit in limits if limit is not None), default=None))
 
     def load(self, path: Path, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
@@ -58,7 +58,7 @@ class Reader:
         if self.limit is not None and len(tokens.all) > self.limit:
             raise UserError(
                 f"{where}: the prompt with {name} and EOS has {len(tokens.all)} tokens, expected at most {self.limit} "
-                "(training.max_length and the model's context)"
+                "(training.max_length and the context of the model or its teacher)"
             )
         return tokens
 

@@ -1,49 +1,93 @@
 """`fastrl sft`: supervised fine-tuning on {"prompt": string or messages, "completion": string} rows.
 
-The loss is the mean cross-entropy of an update's completion tokens, EOS included.
+The loss is the mean cross-entropy of an update's completion tokens, EOS included; or with a teacher also, or only,
+the mean divergence from its distributions of these tokens. On the model's own samples `fastrl train` distils.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fastrl import REINFORCE, linear_cross_entropy
-from fastrl.training.common.rollout import hidden_states
-from fastrl.training.stages.config import TokenStageConfig
+from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
+from fastrl.training.common.memory_needs import LossCall
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.rollout import Rollout, hidden_states
+from fastrl.training.common.sections import TeacherConfig, check_input
+from fastrl.training.stages.config import TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, command, train_policy
 from fastrl.training.stages.rows import Reader, Tokens, as_rollout
+
+
+class DistillationConfig(TeacherConfig):
+    """Distillation on the data: a frozen teacher, and the divergence of the model's next tokens from its."""
+
+    coef: float = Field(1.0, gt=0, le=1)
+    """The loss is coef times the divergence, and 1 - coef times the cross-entropy."""
 
 
 class Config(TokenStageConfig):
     """Everything that supervised fine-tuning depends on."""
 
+    distillation: DistillationConfig | None = None
+
+    @model_validator(mode="after")
+    def _keeps_its_teacher(self) -> "Config":
+        if self.distillation is not None:
+            check_input("distillation.teacher", self.distillation.teacher, self.logging)
+        return self
+
 
 class SFT(PolicyStage[Tokens]):
-    """Cross-entropy on completions."""
+    """Cross-entropy on completions, and with a teacher the divergence from it there."""
 
-    shown = ("loss", "eval/loss", "lr", "grad_norm")
+    shown = ("loss", "divergence", "eval/loss", "eval/divergence", "lr", "grad_norm")
+
+    def __init__(self, policy: Policy, training: TokenTrainingConfig, distillation: Distillation | None = None) -> None:
+        super().__init__(policy, training)
+        self.distillation = distillation
+
+    @property
+    def models(self) -> list[Any]:
+        """The model and its teacher."""
+        return [self.model, *([self.distillation.teacher.model] if self.distillation else [])]
 
     def weight(self, row: Tokens) -> int:
         """The number of valid tokens."""
         return len(row.completion)
 
-    def part(self, rows: Sequence[Tokens], total: int) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy summed over the rows, divided by the number of the update's tokens."""
+    def part(self, rows: Sequence[Tokens], total: int) -> tuple[Tensor, Mapping[str, float | Tensor]]:
+        """The loss summed over the rows, divided by the number of the update's tokens."""
         policy, batch = self.policy, as_rollout(self.policy, rows)
-        targets = batch.targets[batch.mask] if self.packing else batch.targets.masked_fill(~batch.mask, -100)
         count = sum(map(self.weight, rows))
         with policy.computing():
-            loss = linear_cross_entropy(
-                hidden_states(policy, batch, self.packing),
-                policy.weight,
-                targets,
-                denominator=total,
-                num_tokens=count,
-                memory_budget=self.memory_budget,
-                **policy.head,
-            )
-        return loss, {"tokens": count}
+            states = hidden_states(policy, batch, self.packing)
+            if self.distillation is None:
+                return self._cross_entropy(states, batch, count, total), {"tokens": count}
+            coef, teacher_states = self.distillation.settings.coef, self.distillation.states(batch)
+            divergence, in_all = self.distillation.loss(policy, states, teacher_states, batch, total)
+            numbers: dict[str, float | Tensor] = {"tokens": count, "divergence": in_all / total}
+            if coef == 1:
+                return divergence, numbers
+            loss = self._cross_entropy(states, batch, count, total)
+            numbers["cross_entropy"] = loss.detach()
+            return coef * divergence + (1 - coef) * loss, numbers
+
+    def _cross_entropy(self, states: Tensor, batch: Rollout, count: int, total: int) -> Tensor:
+        """The cross-entropy of a batch's `count` tokens, summed and divided by `total`."""
+        targets = batch.targets[batch.mask] if self.packing else batch.targets.masked_fill(~batch.mask, -100)
+        return linear_cross_entropy(
+            states,
+            self.policy.weight,
+            targets,
+            denominator=total,
+            num_tokens=count,
+            memory_budget=self.memory_budget,
+            **self.policy.head,
+        )
 
 
 def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
@@ -56,9 +100,24 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
 
     Raises UserError before the first update for input that cannot be used.
     """
-    return train_policy(
-        lambda policy: SFT(policy, config.training), parse, list, config, "sft", resume, objective=REINFORCE()
-    )
+    settings, training = config.distillation, config.training
+    if settings is not None:
+        check_teacher(settings, config.model)
+
+    def make(policy: Policy) -> SFT:
+        if settings is None:
+            return SFT(policy, training)
+        teacher = load_teacher(settings, config.model, policy, training.packing)
+        packing, budget = training.packing, training.memory_budget
+        return SFT(policy, training, Distillation(teacher, settings, packing=packing, memory_budget=budget))
+
+    def calls(call: LossCall) -> list[LossCall]:
+        if settings is None:
+            return [call]
+        divergence = replace(call, what="the divergence", teacher=teacher_width(settings, config.model))
+        return [divergence] if settings.coef == 1 else [call, divergence]
+
+    return train_policy(make, parse, list, config, "sft", resume, objective=REINFORCE(), calls=calls)
 
 
 def main(argv: list[str]) -> int:

@@ -74,7 +74,9 @@ def run(monkeypatch):
     metrics = {f.__name__: RewardFunction(f, f.__name__, "") for f in (right, shy)}
     evaluation = EvaluationConfig(metrics=["right", "shy"], samples=4, k=(1, 2, 4))
     return SimpleNamespace(
-        config=SimpleNamespace(rollout=None, evaluation=evaluation, training=SimpleNamespace(seed=0)),
+        config=SimpleNamespace(
+            rollout=None, evaluation=evaluation, training=SimpleNamespace(seed=0), distillation=None
+        ),
         policy=SimpleNamespace(device=torch.device("cpu")),
         held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
         rewards=Rewards([(metrics["right"], 10.0), (metrics["shy"], 1.0)]),

@@ -16,7 +16,8 @@ import torch
 from digit_models import add_noise, narrowed
 from places import EXAMPLES
 from random_calls import exact_advantages as naive
-from rollouts import dense, dense_values, naive_gae
+from rollouts import dense, dense_log_p, dense_values, naive_gae
+from teachers import exact_divergence, save_teacher, with_tail
 from transformers import set_seed
 
 import fastrl.training.rl.train as module
@@ -106,6 +107,11 @@ def k3(x):
     return (x.ref - x.logp).exp() - (x.ref - x.logp) - 1
 
 
+def forward_on_four(x):
+    ids = x.log_q.topk(4).indices
+    return exact_divergence(with_tail(x.log_p, ids), with_tail(x.log_q, ids), "forward_kl")
+
+
 # --- rewards and advantages, a completion at a time -------------------------------------------------------------------
 
 
@@ -169,6 +175,7 @@ class Formula:
     kl: Any = None
     beta: float | None = None  # in the loss, or without a kl in the reward; None: the run's adaptive one
     reward: Any = fraction
+    teacher: Any = None  # a token's divergence; the loss is its mean over the tokens, in place of the policy's
 
 
 PPO = Formula(
@@ -201,6 +208,11 @@ FORMULAS = {
     "vespo": Formula(gamma_weight, token_mean, group),
     "deepseek_v32": V32,
     "deepseek_v32_moe": V32,
+    "on_policy_distillation": Formula(
+        None, None, None, teacher=lambda x: exact_divergence(x.log_p, x.log_q, "reverse_kl")
+    ),
+    "on_policy_distillation_top_k": Formula(None, None, None, teacher=forward_on_four),
+    "on_policy_distillation_sampled": Formula(clip(0.2, 0.2), token_mean, lambda x: x.taught - x.old),
     "max_entropy": Formula(reinforce, token_mean, centred),
     "tis": Formula(
         lambda x: (x.old - x.sampler).exp().clamp(max=2.0) * clipped(ratio(x), x, 0.2, 0.28), token_mean, group
@@ -230,6 +242,8 @@ def recipe(tmp_path):
             "training": {"steps": 2, "minibatches": 2, "epochs": 1, "micro_batch_size": 5, "device": "cpu"},
             "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False, "overwrite": False},
         }
+        if plain.distillation is not None:
+            overrides["distillation"] = {"teacher": save_teacher(tmp_path / "teacher")}
         if name == "sparse":  # a random policy is never exactly right, unless it is right to say nothing
             (tmp_path / "silence.jsonl").write_text('{"prompt": "12=", "answer": ""}\n{"prompt": "3=", "answer": ""}\n')
             overrides["data"]["path"] = str(tmp_path / "silence.jsonl")
@@ -260,9 +274,13 @@ def test_a_recipe_runs_and_is_its_papers_formula(recipe, name, monkeypatch):
 def check(run: Run, rollout: Rollout, formula: Formula) -> None:
     x = recorded(run, rollout, formula)
     assert_close(rollout.rewards, [rewarded(x, formula, i, run) for i in range(len(x.texts))])
-    found = rollout.token_advantages if rollout.response_advantages is None else rollout.response_advantages[:, None]
-    assert_close(found * x.m, formula.advantages(x) * x.m)
-    assert found.abs().max() > 0.1
+    if formula.advantages is None:
+        assert rollout.token_advantages is None and rollout.response_advantages is None
+    else:
+        own = rollout.response_advantages
+        found = rollout.token_advantages if own is None else own[:, None]
+        assert_close(found * x.m, formula.advantages(x) * x.m)
+        assert (found * x.m).abs().max() > 0.1
 
     # From here on the policy is another one than the one that sampled, and the sampler was not quite the old one.
     if rollout.rollout_logprobs is not None:
@@ -312,7 +330,8 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
     x.reward_beta = x.beta if formula.kl is None else 0.0
     with torch.no_grad():
         x.old, _, model = dense(run.policy, rollout)
-        assert_close(rollout.old_logprobs, x.old)
+        if formula.policy is not None:
+            assert_close(rollout.old_logprobs, x.old)
         if run.reference is not None:
             x.ref, _, _ = dense(run.reference, rollout)
             assert_close(rollout.ref_logprobs, x.ref)
@@ -322,6 +341,9 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
         if run.critic is not None:
             x.old_values = dense_values(copy.deepcopy(run.critic).double(), model, rollout)
             assert_close(rollout.old_values * x.m, x.old_values * x.m)
+        teacher = run.teacher or (run.distillation and run.distillation.teacher)
+        if teacher is not None:
+            (x.taught, *_), x.log_q = dense(teacher, rollout), dense_log_p(teacher, rollout)[0]
     x.sampler = None if rollout.rollout_logprobs is None else rollout.rollout_logprobs.double()
     if x.sampler is not None:
         assert_close(x.sampler * x.m, x.old)  # the sampler is the policy, up to rounding
@@ -340,6 +362,10 @@ def rewarded(x: SimpleNamespace, formula: Formula, i: int, run: Run) -> float:
 def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespace, position: int):
     """The whole loss in float64, and its gradient for each parameter of the policy (and the critic)."""
     x.logp, x.H, model = dense(run.policy, rollout)
+    if formula.teacher is not None:
+        x.log_p, model = dense_log_p(run.policy, rollout)
+        loss = token_mean(x, formula.teacher(x))
+        return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
     x.A = formula.advantages(x)
     assert 0.1 < ((x.logp - x.old).abs() * x.m).sum() / x.m.sum() < 2  # off-policy enough for every clip to act
     terms = formula.policy(x) - float(run.objective.entropy_coef) * x.H

@@ -1,0 +1,174 @@
+"""Distillation: a frozen teacher, and the divergence of the policy from it on the tokens of completions."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import (
+    gathered_logprobs,
+    linear_divergence,
+    linear_gathered_logprobs,
+    linear_token_logprobs,
+    topk_divergence,
+)
+from fastrl.base.errors import UserError
+from fastrl.planning.budget import default_budget, parse_budget
+from fastrl.planning.tiling import TILE_BYTES
+from fastrl.training.common.loading import load_config, load_tokenizer, name_of
+from fastrl.training.common.policy import Policy, check_token_ids, load_policy
+from fastrl.training.common.rollout import Rollout, hidden_states
+from fastrl.training.common.sections import ModelConfig, TeacherConfig
+
+# Choosing a teacher's likeliest entries: how many bytes a logit and an entry take, with the work on them. One row fits
+# any budget with which `linear_gathered_logprobs` computes the policy's.
+LOGIT_BYTES, ENTRY_BYTES = 12, 96
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The divergence of a policy from a teacher, as a loss."""
+
+    teacher: Policy
+    settings: TeacherConfig
+    temperature: float = 1.0  # of both
+    top_k: int | None = None  # the teacher's likeliest entries, and one for all others; None: the whole vocabulary
+    packing: bool = False
+    memory_budget: str | None = None
+
+    @torch.no_grad()
+    def states(self, batch: Rollout) -> Tensor:
+        """The teacher's hidden states of a batch, as `hidden_states` returns them."""
+        with self.teacher.computing():
+            return hidden_states(self.teacher, batch, self.packing)
+
+    def loss(
+        self, policy: Policy, states: Tensor, teacher_states: Tensor, batch: Rollout, denominator: int
+    ) -> tuple[Tensor, Tensor]:
+        """The divergence summed over a batch's tokens, divided by `denominator`; and the sum alone, detached.
+
+        `states` and `teacher_states` are the hidden states of policy and teacher. Both results are scalars.
+        """
+        policy = _with_vocabulary(policy, len(self.teacher.weight))
+        mask, head = None if self.packing else batch.mask, self.teacher.head
+        kind, beta = self.settings.kind, self.settings.beta
+        shared: dict[str, Any] = {"temperature": self.temperature, "memory_budget": self.memory_budget, **policy.head}
+        if self.top_k is None:
+            result = linear_divergence(
+                states,
+                policy.weight,
+                teacher_states,
+                self.teacher.weight,
+                kind=kind,
+                beta=beta,
+                mask=mask,
+                denominator=denominator,
+                teacher_bias=head["bias"],
+                teacher_logit_scale=head["logit_scale"],
+                teacher_softcap=head["softcap"] or 0,  # None would be the policy's
+                **shared,
+            )
+            return result.loss, result.per_token.sum()
+        if mask is not None:
+            states, teacher_states = states[mask], teacher_states[mask]
+        ids, teacher_logprobs = self._likeliest(teacher_states, self.top_k)
+        logprobs = linear_gathered_logprobs(states, policy.weight, ids, **shared)
+        total = topk_divergence(logprobs, teacher_logprobs, kind=kind, beta=beta, tail=True).sum()
+        return total / denominator, total.detach()
+
+    @torch.no_grad()
+    def logprobs(self, teacher_states: Tensor, batch: Rollout) -> Tensor:
+        """The teacher's log-probability of a batch's tokens, summed, a scalar."""
+        with self.teacher.computing():
+            stats = linear_token_logprobs(
+                teacher_states,
+                self.teacher.weight,
+                batch.targets[batch.mask] if self.packing else batch.targets,
+                mask=None if self.packing else batch.mask,
+                temperature=self.temperature,
+                memory_budget=self.memory_budget,
+                **self.teacher.head,
+            )
+        return stats.logprobs.sum()
+
+    @torch.no_grad()
+    def _likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The teacher's `count` likeliest ids of each token, int64, and their log-probabilities, float32: (N, count).
+
+        `states` (N, H) are its hidden states; a tile of logits is formed at a time.
+        """
+        head, device, dtype = self.teacher.head, states.device, self.teacher.dtype
+        # Cast once: autocast would cast the head anew for every tile. The budget of the tiles leaves this copy out.
+        weight, bias = self.teacher.weight.to(dtype), None if head["bias"] is None else head["bias"].to(dtype)
+        budget = parse_budget(self.memory_budget) or default_budget(device.type, device.index)
+        tile = min(TILE_BYTES.get(device.type, TILE_BYTES["cpu"]), budget)
+        rows = max(tile // (LOGIT_BYTES * len(weight) + ENTRY_BYTES * (count + 1)), 1)
+        ids, logprobs = [], []
+        for part in states.split(rows):
+            logits = torch.nn.functional.linear(part.to(dtype), weight, bias)
+            ids.append(logits.topk(count).indices)  # neither scale nor softcap nor temperature changes the order
+            options = {"logit_scale": head["logit_scale"], "softcap": head["softcap"]}
+            logprobs.append(gathered_logprobs(logits, ids[-1], temperature=self.temperature, **options))
+        return torch.cat(ids), torch.cat(logprobs)
+
+
+def check_teacher(settings: TeacherConfig, model: ModelConfig) -> None:
+    """Raise UserError unless a teacher's tokenizer is that of the model, before weights are loaded.
+
+    Their heads may have different numbers of entries (padding), but both need one for each of the tokenizer's ids.
+    """
+    name, teacher = settings.teacher, teacher_model(settings, model)
+    own, theirs = (load_tokenizer(config).get_vocab() for config in (model, teacher))
+    different = sorted(token for token in {*own, *theirs} if own.get(token) != theirs.get(token))
+    if different:
+        token = min(different, key=lambda token: (min(own.get(token, len(own)), theirs.get(token, len(theirs))), token))
+        ids = [f"the id {found[token]}" if token in found else "none" for found in (theirs, own)]
+        raise UserError(
+            f"distillation.teacher: {name}: expected the tokenizer of {name_of(model)}, got another one: {token!r} has "
+            f"{ids[0]}, expected {ids[1]} ({len(different)} tokens differ)"
+        )
+    size = getattr(load_config(teacher).get_text_config(), "vocab_size", None)
+    if size is not None:
+        check_token_ids(list(theirs.values()), size, f"distillation.teacher: {name}")
+
+
+def load_teacher(settings: TeacherConfig, model: ModelConfig, policy: Policy, packing: bool) -> Policy:
+    """Load a teacher beside its policy: on its device, with its type of products, and frozen.
+
+    Its head has at most as many entries as the policy's; those left out are padding, beyond the tokenizer's ids. Raises
+    UserError for a model that cannot be a teacher.
+    """
+    teacher = load_policy(teacher_model(settings, model), policy.device, packing=packing)
+    teacher.model.requires_grad_(False)
+    return _with_vocabulary(teacher, min(len(teacher.weight), len(policy.weight)))
+
+
+def check_sampled(rollout: Rollout, teacher: Policy | None, policy: Policy) -> None:
+    """Raise UserError if the policy sampled one of its padding entries, and its teacher (if any) has no such entry."""
+    size = len((teacher or policy).weight)
+    if size < len(policy.weight) and (largest := int(rollout.input_ids.max())) >= size:
+        raise UserError(
+            f"distillation.teacher: the policy sampled the id {largest}, which its tokenizer lacks, and the teacher's "
+            f"vocabulary ends at {size - 1}"
+        )
+
+
+def _with_vocabulary(policy: Policy, size: int) -> Policy:
+    """The policy with its head's first `size` entries, as views: their gradient is that of the whole head."""
+    if size == len(policy.weight):
+        return policy
+    bias = policy.head["bias"]
+    head = policy.head | {"bias": None if bias is None else bias[:size]}
+    return replace(policy, weight=policy.weight[:size], head=head)
+
+
+def teacher_model(settings: TeacherConfig, model: ModelConfig) -> ModelConfig:
+    """The teacher as a model, with what the policy's table says of a machine."""
+    shared = {name: getattr(model, name) for name in ("dtype", "trust_remote_code", "attention")}
+    return ModelConfig(path=settings.teacher, **shared)
+
+
+def teacher_width(settings: TeacherConfig, model: ModelConfig) -> int:
+    """The size of the teacher's hidden states; 0 if its config does not say."""
+    return getattr(load_config(teacher_model(settings, model)).get_text_config(), "hidden_size", None) or 0
