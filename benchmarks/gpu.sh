@@ -4,7 +4,7 @@
 # Rounds, each at most nine minutes:
 #   smoke     every kernel once against float64, with its time; the products, the tiles; an estimated 80 s, cut at 150
 #   correct   the tests, and compute-sanitizer's memcheck over a short run of each kernel
-#   speed     logits, plans, linear, masks, sets and overhead at the shapes of the targets
+#   speed     logits, plans, linear, divergence, masks, sets and overhead at the shapes of the targets
 #   size      131,072 tokens, whole training steps, where a linear loss spends its time; the trainer's tests
 #   tune      the linear loss's tile; block sizes and warps other than the defaults
 #   ncu       what Nsight Compute says of six kernels: DRAM, L2 hits, stalls
@@ -121,6 +121,7 @@ speed() {
   bench linear linear 150 --seconds 2 --shape 8192x4096x151936 --shape 8192x2048x151936
   bench sets sets 30 --seconds 1
   bench masks masks 35 --seconds 2
+  bench divergence divergence 90 --seconds 2
   bench overhead overhead 30
   bench logits-float32 logits 60 --seconds 1 --shape 8192x151936 --dtype float32
 }

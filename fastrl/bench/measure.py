@@ -90,6 +90,7 @@ def errors(outcome: Outcome, expected: Expected) -> dict[str, float | None]:
     for name, gradient in outcome.gradients.items():
         rows, exact = expected.gradients[name]
         if gradient.dim() == 3:  # (B, T, V) or, with a position that is ignored, (B, T + 1, V)
+            assert expected.logprobs is not None
             length = expected.logprobs.shape[0] // gradient.shape[0]
             actual = gradient[rows // length, rows % length]
         else:

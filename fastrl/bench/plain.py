@@ -5,6 +5,7 @@ In float64 the same functions compute the results expected of every contender.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,21 @@ def policy_loss(
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy, in float32 as trainers compute it."""
     return torch.nn.functional.cross_entropy(logits.float(), targets)
+
+
+def divergence(logits: Tensor, teacher_logits: Tensor, kind: str, beta: float) -> Tensor:
+    """The divergence of each row of logits (N, V), of a kind of `fastrl.linear_divergence`."""
+    log_p, log_q = _log_softmax(logits), _log_softmax(teacher_logits)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    if kind == "forward_kl":
+        return kl(log_q, log_p)
+    if kind == "reverse_kl":
+        return kl(log_p, log_q)
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
+    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
 
 
 def linear(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ class Expected(NamedTuple):
     """Expected results in float64; gradients by name, each as (indices into the first dimension, values at them)."""
 
     loss: Tensor | None
-    logprobs: Tensor
-    entropy: Tensor
+    logprobs: Tensor | None
+    entropy: Tensor | None
     gradients: dict[str, tuple[Tensor, Tensor]]
 
 
@@ -81,12 +81,17 @@ class Tokens:
         return tensor.view(self.responses, -1, *tensor.shape[1:])
 
     def sampled(self) -> Tensor:
-        """Indices of the rows whose gradients are checked, evenly spaced from first to last."""
-        return _spaced(self.count, min(self.count, _SAMPLED_ROWS), self.targets.device)
+        """Indices of the rows whose gradients are checked."""
+        return checked_rows(self.count, self.targets.device)
 
     def checked_entries(self, vocab: int) -> Tensor:
         """Vocabulary entries whose rows of the head's gradient are checked: 16 targets and 16 evenly spaced entries."""
         return torch.cat([self.targets[self.sampled()[:16]], _spaced(vocab, 16, self.targets.device)])
+
+
+def checked_rows(count: int, device: torch.device) -> Tensor:
+    """Indices of the rows, of `count`, whose gradients are checked, evenly spaced from first to last."""
+    return _spaced(count, min(count, _SAMPLED_ROWS), device)
 
 
 def _spaced(count: int, chosen: int, device: torch.device) -> Tensor:
@@ -237,6 +242,16 @@ def logits_problem(n: int, vocab: int, dtype: torch.dtype, device: str) -> Probl
     return make_problem({"logits": logits}, targets, generator)
 
 
+def normal_head(
+    n: int, width: int, vocab: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Normal hidden states (N, H) and weight (V, H) on the generator's device."""
+    hidden, weight = (
+        torch.randn(rows, width, device=generator.device, dtype=dtype, generator=generator) for rows in (n, vocab)
+    )
+    return hidden, weight.mul_(_SPREAD / width**0.5)
+
+
 def linear_problem(
     n: int, width: int, vocab: int, dtype: torch.dtype, device: str, clipped: float = 0.05, mean_set: int | None = None
 ) -> Problem:
@@ -245,8 +260,7 @@ def linear_problem(
     Given `mean_set`, each token has a set of 1 to 2 `mean_set` - 1 random ids that include the target.
     """
     generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(n, width, device=device, dtype=dtype, generator=generator)
-    weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(_SPREAD / width**0.5)
+    hidden, weight = normal_head(n, width, vocab, dtype, generator)
     targets = torch.randint(vocab, (n,), device=device, generator=generator)
     sets = None
     if mean_set is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastrl.bench import ceilings, step, workloads
+from fastrl.bench import ceilings, divergence, step, workloads
 from fastrl.bench.candidates import BOTH
 from fastrl.bench.clock import time_issue
 from fastrl.bench.contenders import Contender, Workload
@@ -166,6 +166,17 @@ def run_sets(bench: Bench) -> Section:
     return bench.run(workloads.sampler_sets(bench.problem(logits_problem).inputs["logits"]))
 
 
+def run_divergence(bench: Bench) -> Section:
+    """The divergence suite at N, H, V and a teacher of width W; its limit is the four matrix products alone."""
+    problem = bench.problem(divergence.divergence_problem, "inputs")
+    section = bench.section({})
+    bench.log("float64 answers")
+    for workload in divergence.workloads(problem):
+        bare = replace(bench.measure_contender(divergence.head_products(problem), workload, False), is_limit=True)
+        bench.add(section, workload, [bare, *bench.measure_workload(workload)], _limit(_PRODUCTS, bare))
+    return section
+
+
 def run_step(bench: Bench) -> Section:
     """The step suite at B, T, L, H, V; its limit is the body's step and the head's bare matrix products."""
     problem = bench.problem(step.step_problem, "model, inputs and float64 answers")
@@ -250,6 +261,12 @@ SUITES = {
         {"cpu": ((512, 151936),), "cuda": ((8192, 151936),)},
         run_sets,
         "which entries of N rows of V logits a truncating sampler keeps",
+    ),
+    "divergence": Suite(
+        "NHVW",
+        {"cpu": ((1024, 256, 32768, 384),), "cuda": ((8192, 2048, 151936, 4096),)},
+        run_divergence,
+        "the divergence of N tokens' distributions from a teacher's, whose hidden states are W wide",
     ),
     "step": Suite(
         "BTLHV",

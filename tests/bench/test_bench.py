@@ -41,6 +41,7 @@ SHAPES = [
     ("memory", {"N": 40, "H": 8, "V": 77}),
     ("masks", {"N": 40, "H": 8, "V": 77, "K": 3}),
     ("sets", {"N": 40, "V": 77}),
+    ("divergence", {"N": 40, "H": 8, "V": 77, "W": 3}),
     ("step", {"B": 2, "T": 20, "L": 1, "H": 16, "V": 77}),
 ]
 PEERS = ("trl.trainer.utils", "trl.kernels", "liger_kernel.chunked_loss", "liger_kernel.transformers")
@@ -58,6 +59,10 @@ MEASURED = {
     "loss over the whole vocabulary": {"fastrl"},
     "top-p 0.95": {"fastrl SamplingMask.from_logits"},
     "top-k 50, top-p 0.95": {"fastrl SamplingMask.from_logits"},
+    **{
+        kind: {"fastrl", "fastrl, 64MiB", "eager torch", "torch.compile", "the four matrix products alone"}
+        for kind in ("forward KL", "reverse KL", "JSD")
+    },
     "step": {"fastrl, linear_policy_loss", "fastrl, logits in place", "eager torch", "torch.compile", step.BODY},
 }
 
@@ -128,7 +133,13 @@ def test_every_contender_is_measured_or_skipped_with_a_reason(found: dict[str, A
 def test_peers_that_need_no_gpu_are_measured(found: dict[str, Any]) -> None:
     # Their packages may be missing; where they are installed, nothing else is a reason here.
     rows = [row for section in found["sections"] for row in section["rows"]]
-    for contender in ("Liger LigerFusedLinearGRPOLoss", "TRL chunked head", "Apple torch_compile"):
+    for contender in (
+        "Liger LigerFusedLinearGRPOLoss",
+        "Liger LigerFusedLinearJSDLoss",
+        "TRL chunked head",
+        "TRL chunked divergence",
+        "Apple torch_compile",
+    ):
         reasons = {row["skipped"] for row in rows if row["contender"] == contender}
         assert all(r is None or r.startswith("ModuleNotFoundError: ") or "on a GPU" in r for r in reasons), reasons
     (torch_peer,) = (row for row in rows if row["contender"] == "torch linear_cross_entropy")
