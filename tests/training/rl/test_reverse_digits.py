@@ -8,7 +8,17 @@ from fastrl.training.common.settings import load_settings
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.train import train
 
-RECIPES = EXAMPLES / "recipes"
+EXAMPLE = EXAMPLES / "reverse_digits" / "config.toml"
+RECIPES = {path.stem: path for path in sorted((EXAMPLES / "recipes").glob("*.toml"))}
+DISTILLATION = [name for name in RECIPES if name.startswith("on_policy_distillation")]
+
+
+@pytest.fixture(scope="module")
+def example_run(tmp_path_factory):
+    """The example's whole run: its directory and its summary."""
+    folder = tmp_path_factory.mktemp("example")
+    logging = {"output_dir": str(folder), "tensorboard": False}
+    return folder, train(load_settings(Config, EXAMPLE, {"logging": logging}))
 
 
 @pytest.fixture
@@ -23,8 +33,8 @@ def summary_of(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_learns(example, summary_of):
-    summary = summary_of(example / "config.toml")
+def test_the_example_learns(example_run):
+    _, summary = example_run
     assert summary["eval/exact_match"] >= 0.95
     assert summary["truncated"] < 0.05  # it also learnt where to stop
 
@@ -49,18 +59,29 @@ def until_it_has_learnt(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("until_it_has_learnt")
-@pytest.mark.parametrize("name", ["bnpo", "reinforce"])
-def test_another_objective_learns(example, summary_of, name):
+@pytest.mark.parametrize("name", DISTILLATION)
+def test_a_recipe_learns_from_the_example(example_run, summary_of, name):
+    folder, _ = example_run
+    teacher = max((folder / "checkpoints").iterdir())
+    assert teacher.name == "step-000120"  # the recipe's name for it
     with pytest.raises(Learned):
-        summary_of(example / "config.toml", objective={"name": name})
+        summary_of(RECIPES[name], distillation={"teacher": str(teacher)})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("until_it_has_learnt")
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.toml")))
+@pytest.mark.parametrize("name", ["bnpo", "reinforce"])
+def test_another_objective_learns(summary_of, name):
+    with pytest.raises(Learned):
+        summary_of(EXAMPLE, objective={"name": name})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("until_it_has_learnt")
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in DISTILLATION])
 def test_a_recipe_learns(summary_of, name):
     with pytest.raises(Learned):
-        summary_of(RECIPES / f"{name}.toml")
+        summary_of(RECIPES[name])
 
 
 @pytest.mark.slow
@@ -71,6 +92,6 @@ def test_a_reward_that_does_not_tell_teaches_nothing(example, summary_of, tmp_pa
         f"def control(**arguments):\n    return [{reward} for value in real(**arguments)]\n"
     )
     function = {"function": f"{tmp_path / 'control.py'}:control"}
-    summary = summary_of(example / "config.toml", reward=function, training={"steps": 60})
+    summary = summary_of(EXAMPLE, reward=function, training={"steps": 60})
     assert summary["eval/exact_match"] < 0.2
     assert (summary["policy_loss"] == 0) == (reward == "1.0")
