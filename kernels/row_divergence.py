@@ -73,6 +73,7 @@ def row_divergence_kernel(
     VEC: tl.constexpr,
     STEP: tl.constexpr,
     STEPS: tl.constexpr,  # of a program without STATISTICS
+    BACK: tl.constexpr,  # columns per step of the gradient
     STAGES: tl.constexpr,
 ):
     """Program (row,); without STATISTICS (row, span), a span being STEP * STEPS columns."""
@@ -240,8 +241,6 @@ def row_divergence_kernel(
             factor = tl.where(divergence < float("inf"), factor, float("nan"))
         elif KIND == JSD:
             factor = factor * (1.0 - beta)
-        # Without a pipeline it needs more registers: half as many entries at a time.
-        BACK: tl.constexpr = STEP if ALIGNED and not (SOFTCAP or TEACHER_SOFTCAP) else STEP // 2
         row_ptr += first
         teacher_row_ptr += first
         whole_span = (span // BACK) * BACK
@@ -329,15 +328,20 @@ def row_divergence_kernel(
                 )
 
 
-def variant(vocab: int, itemsize: int, light: bool, warp: int = _WARP) -> tuple[dict[str, Any], dict[str, Any]]:
+def variant(
+    vocab: int, itemsizes: tuple[int, int], light: bool, warp: int = _WARP
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernel's sizes, and the compiler's options; `light` means aligned rows and no softcap.
 
     A step is half the entries of `row_forward_gradient`'s, of each row: as many bytes are on their way, and as many
-    numbers in registers.
+    numbers in registers. The wider type says how many steps fit the shared memory. Without a pipeline the gradient
+    needs more registers, so that it takes half as many entries at a time; AMD has enough of them.
     """
-    sizes = configuration(vocab, itemsize, warp)
+    sizes = configuration(vocab, min(itemsizes), warp)
     step = max(32 * sizes.vector, sizes.block * sizes.segments // 2)
-    constants = {"VEC": sizes.vector, "STEP": step, "STEPS": _STEPS_A_PROGRAM, "STAGES": sizes.stages if light else 1}
+    back = step if light or warp != 32 else step // 2
+    stages = configuration(vocab, max(itemsizes), warp).stages if light else 1
+    constants = {"VEC": sizes.vector, "STEP": step, "STEPS": _STEPS_A_PROGRAM, "BACK": back, "STAGES": stages}
     return constants, launch_options(sizes.forward_gradient_warps, warp=warp)
 
 
@@ -361,11 +365,11 @@ def _launch(
             raise ValueError(f"{name} must be contiguous {tuple(logits.shape)}, got {got}")
     if rows == 0:
         return
-    itemsize = min(logits.element_size(), teacher_logits.element_size())
-    vector = configuration(vocab, itemsize).vector
+    itemsizes = logits.element_size(), teacher_logits.element_size()
+    vector = configuration(vocab, min(itemsizes)).vector
     aligned = vocab % vector == 0 and all(is_aligned(x[None], 16 // x.element_size()) for x in tensors.values())
     light = aligned and not transform.softcap and not teacher_transform.softcap
-    constants, options = variant(vocab, itemsize, light)
+    constants, options = variant(vocab, itemsizes, light)
     spans = 1 if find else triton.cdiv(vocab, constants["STEP"] * constants["STEPS"])
     with on_device(logits):
         row_divergence_kernel[(rows, spans)](

@@ -55,9 +55,9 @@ def compile_case(case: Case) -> dict[str, Any]:
     """Compile with the launcher's sizes and options."""
     from fastrl.kernels import row_divergence
 
-    sizes = [4 if dtype == "fp32" else 2 for dtype in (case.dtype, case.teacher_dtype)]
+    sizes = 4 if case.dtype == "fp32" else 2, 4 if case.teacher_dtype == "fp32" else 2
     light = case.aligned and not case.softcap
-    constants, options = row_divergence.variant(VOCABULARY, min(sizes), light, GPUS[case.gpu][2])
+    constants, options = row_divergence.variant(VOCABULARY, sizes, light, GPUS[case.gpu][2])
     constants |= {"KIND": KINDS.index(case.kind), "STATISTICS": case.part != "gradient", "ALIGNED": case.aligned}
     constants |= {"SOFTCAP": case.softcap, "TEACHER_SOFTCAP": case.softcap}
     constants |= {"temperatures_ptr": None, "teacher_temperatures_ptr": None}
