@@ -183,7 +183,8 @@ def topk_divergence_call(draw: Draw, compare: Comparison) -> None:
     log_p, log_q = (torch.where(there, x, -math.inf) for x in (exact_p, log_q))
     if tail:
         rest = [1 - x.exp().sum(1, keepdim=True) for x in (log_p, log_q)]
-        if any((x < 1e-3).any() for x in rest):
+        # A rest below what the dtype tells of 1 - p of the likeliest is taken as that.
+        if any((x < max(1e-3, 2 * torch.finfo(dtype).eps)).any() for x in rest):
             raise NearBorder("hardly any mass is left for the tail")
         log_p, log_q = (torch.cat([x, r.log()], 1) for x, r in zip((log_p, log_q), rest, strict=True))
     keep = log_p.detach() > -math.inf

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from comparing import Comparison
 from drawing import Draw, lay
-from exact_vocabulary import Gradient, statistics
+from exact_vocabulary import EPS, Gradient, statistics
 from logprob_calls import draw_shape, draw_upstream
 from policy_calls import backward, made
 from torch import Tensor
@@ -65,7 +65,16 @@ def gathered_call(draw: Draw, compare: Comparison, *, linear: bool) -> None:
             work.rows = row
             whole = _sum(whole, work.slopes(factor * x * (row.logp != 0), zero, zero, zero))
         work.rows = own
+        if linear and k and not any(work.needs(name) for name in ("weight", "bias") if name in work.given):
+            total = sum((abs(factor) * x.abs() * (row.logp != 0) for x, row in zip(u, rows, strict=True)), zero)
+            whole = replace(whole, error=whole.error + EPS * _at_best(work, ids) * total[:, None])
         work.compare_gradients(compare, whole)
+
+
+def _at_best(work: Vocabulary, ids: Tensor) -> Tensor:
+    """(N, V), 1 at the likeliest of each row's ids: a frozen head's gradient is that of this entry, and differences."""
+    logits = work.x.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    return torch.zeros_like(work.x).scatter(1, ids.clamp(min=0).gather(1, logits.argmax(1, keepdim=True)), 1.0)
 
 
 def _ids(draw: Draw, work: Vocabulary, n: int, k: int) -> Tensor:
