@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from comparing import Comparison
 from drawing import Draw, lay
-from exact_vocabulary import EPS, Gradient, statistics
+from exact_vocabulary import UNIT, Gradient, statistics
 from logprob_calls import draw_shape, draw_upstream
 from policy_calls import backward, made
 from torch import Tensor
@@ -67,7 +67,7 @@ def gathered_call(draw: Draw, compare: Comparison, *, linear: bool) -> None:
         work.rows = own
         if linear and k and not any(work.needs(name) for name in ("weight", "bias") if name in work.given):
             total = sum((abs(factor) * x.abs() * (row.logp != 0) for x, row in zip(u, rows, strict=True)), zero)
-            whole = replace(whole, error=whole.error + EPS * _at_best(work, ids) * total[:, None])
+            whole = replace(whole, error=whole.error + UNIT[work.dtype] * _at_best(work, ids) * total[:, None])
         work.compare_gradients(compare, whole)
 
 
