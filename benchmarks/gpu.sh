@@ -2,7 +2,7 @@
 # On a machine with a GPU: is it right, how fast is it, and what would be faster.
 #   benchmarks/gpu.sh [FOLDER [ROUND...]]    default: benchmarks/results/gpu, and the rounds smoke correct speed size
 # Rounds, each at most nine minutes:
-#   smoke     every kernel once against float64, with its time; the products, the tiles; an estimated 80 s, cut at 150
+#   smoke     every kernel once against float64, with its time; the products, the tiles; an estimated 85 s, cut at 150
 #   correct   the tests, and compute-sanitizer's memcheck over a short run of each kernel
 #   speed     logits, plans, linear, divergence, masks, sets and overhead at the shapes of the targets
 #   size      131,072 tokens, whole training steps, where a linear loss spends its time; the trainer's tests

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
-from fastrl.backend.contract import Statistics, Support, Transform
+from fastrl.backend.contract import Best, Divergence, Entries, Statistics, Support, Transform
 from fastrl.backend.triton import backend
 from fastrl.kernels import row_statistics
 from fastrl.linear import statistics as linear_statistics
@@ -37,6 +37,7 @@ from fastrl.objectives.rows import RowInputs
 _INTERPRETER = "TRITON_INTERPRET"
 _VOCAB = 151936
 _DTYPES = (torch.bfloat16, torch.float32)
+_KINDS = ("forward_kl", "reverse_kl", "jsd")
 _ROWS = 2
 
 Case = tuple[str, Callable[[], object]]  # a name, and calls whose launches are to be compiled
@@ -92,6 +93,9 @@ def suite_cases() -> list[Case]:
         row.append((f"scale, {dtype}", partial(_scale, dtype, dtype)))
         row += [(f"find_support, {dtype}, top_k {k}", partial(_find_support, dtype, k)) for k in (0, 50)]
         row.append((f"supports, {dtype}", partial(_supports, dtype, add=False)))
+        row += [(f"pair, {dtype}, {kind}", partial(_pair, dtype, plain, kind)) for kind in _KINDS]
+        rare += [(f"pair, {dtype}, {kind}, softcap", partial(_pair, dtype, capped, kind)) for kind in _KINDS]
+        row.append((f"entries, {dtype}", partial(_entries, dtype)))
         rare.append((f"supports beside dense rows, {dtype}", partial(_supports, dtype, add=True)))
         rare += [(f"slope {vector}, {dtype}", partial(_slope, dtype, vector)) for vector in (0, 1)]
     row.append(("scale, float32 to bfloat16", partial(_scale, torch.float32, torch.bfloat16)))
@@ -181,6 +185,21 @@ def _supports(dtype: torch.dtype, add: bool) -> None:
     backend.support_hidden(values, weight, support, hidden, add)
     backend.support_weight(values, hidden, backend.by_token(support, _VOCAB), weight, None, add)
     backend.support_restrict(torch.zeros(_ROWS, _VOCAB, dtype=dtype), 0, targets, ids, support.offsets)
+
+
+def _pair(dtype: torch.dtype, transform: Transform, kind: str) -> None:
+    logits, c = torch.zeros(_ROWS, _VOCAB, dtype=dtype), _per_row()[1]
+    given = (logits, torch.empty_like(logits), transform, transform, Divergence(kind))
+    known = backend.pair_statistics(*given)
+    backend.pair_gradient(*given, known, c, logits)
+    backend.pair_forward_gradient(*given, c)
+
+
+def _entries(dtype: torch.dtype) -> None:
+    logits, (rows, values) = torch.zeros(1, _ROWS, _VOCAB, dtype=dtype), _per_row()
+    entries = Entries(torch.zeros(_ROWS, dtype=torch.int32), torch.arange(_ROWS + 1))
+    backend.gather_entries(logits, 0, rows, entries, values, Best(rows, values))
+    backend.scatter_entries(values, 0, rows, entries, logits)
 
 
 def current_target() -> str:

@@ -513,5 +513,5 @@ def test_the_gpu_script_asks_ncu_for_six_kernels(tmp_path: Path) -> None:
     assert len(kernels) == 6
     sources = "".join(path.read_text() for path in (ROOT / "fastrl/kernels").glob("*.py"))
     assert all(f"def {name}_kernel(" in sources for name in kernels)
-    text = (ROOT / "benchmarks/smoke.py").read_text()
+    text = (ROOT / "benchmarks/smoke_parts.py").read_text()
     assert all(f'Part("{only}' in text for _, only in asked), asked

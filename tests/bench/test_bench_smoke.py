@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import precompile
 import smoke
+import smoke_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SHAPE = "2x16x260"
@@ -31,6 +32,12 @@ KERNELS = [
     "scale, float32 to bfloat16",
     "find_support, top-p",
 ]
+PAIRS = [
+    f"pair {kernel}, {kind}"
+    for kind in ("forward_kl", "reverse_kl", "jsd")
+    for kernel in ("statistics", "gradient", "forward-gradient")
+]
+ENTRIES = ["entries, gathered", "entries, scattered"]
 SETS = ["loss over recorded sets", "support forward-gradient"]
 
 
@@ -50,7 +57,8 @@ def test_every_kernel_product_and_tile_has_a_line(
     for line in lines:
         found.setdefault(line["table"], []).append(line)
     loss = "linear loss, forward-gradient"
-    assert [line["name"] for line in found["kernels"]] == [*KERNELS, loss, f"{loss}, upstream 0.25", *SETS]
+    names = [*KERNELS, *PAIRS, *ENTRIES, loss, f"{loss}, upstream 0.25", *SETS]
+    assert [line["name"] for line in found["kernels"]] == names
     for line in found["kernels"]:
         assert line["milliseconds"] > 0 and line["share_of_limit"] > 0 and line["errors"] and not line["failed"]
     assert {"d_hidden", "d_weight"} <= set(found["kernels"][-3]["errors"])
@@ -93,7 +101,7 @@ def test_a_wrong_kernel_and_one_that_fails_are_told(tmp_path: Path, monkeypatch:
     assert [line.get("error") for line in lines] == ["RuntimeError: misaligned address"] * 2 + [None]
     assert [line["failed"] for line in lines] == [True, True, False]
 
-    monkeypatch.setattr(smoke, "bounds", broken)
+    monkeypatch.setattr(smoke_parts, "bounds", broken)
     status, lines = run(tmp_path, "--only", "f")
     assert status == 1 and [line["name"] for line in lines] == ["after nothing"] and lines[0]["failed"]
 
@@ -103,7 +111,7 @@ def test_the_cluster_kernel_has_a_line_of_its_own_where_it_fits(
 ) -> None:
     from fastrl.backend.triton import backend
 
-    cluster, calls = smoke.cluster_kernel, []
+    cluster, calls = smoke_parts.cluster_kernel, []
 
     def stand_in(logits: Any, *rest: Any) -> Any:
         calls.append(logits)
@@ -140,11 +148,27 @@ def test_a_wrong_gradient_over_supports_is_told(tmp_path: Path, monkeypatch: pyt
         assert line["errors"][name] <= line["bounds"][name]
 
 
+def test_a_wrong_best_entry_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastrl.backend.triton import backend
+
+    right = backend.gather_entries
+
+    def wrong(*arguments: Any) -> Any:
+        found = right(*arguments)
+        arguments[-1].ids[0] += 1
+        return found
+
+    monkeypatch.setattr(backend, "gather_entries", wrong)
+    status, (gathered, scattered) = run(tmp_path, "--only", "entries")
+    assert status == 1 and gathered["failed"] and not scattered["failed"]
+    assert gathered["errors"] == {"values": 0.0, "best": 1.0}
+
+
 def test_an_error_may_be_as_large_as_its_bound_and_must_be_finite() -> None:
     bound = {"d_logits": 0.01, "logprobs": 1e-4}
-    assert not smoke.too_large({"d_logits": 0.01, "logprobs": 1e-4, "entropy": 1e-4}, bound)
+    assert not smoke_parts.too_large({"d_logits": 0.01, "logprobs": 1e-4, "entropy": 1e-4}, bound)
     for found in ({"d_logits": 0.011}, {"logprobs": 2e-4}, {"entropy": None}, {"loss": float("nan")}):
-        assert smoke.too_large(found, bound), found
+        assert smoke_parts.too_large(found, bound), found
 
 
 #: A process compiles every so-many-th case: of so many only the first.
@@ -173,7 +197,16 @@ def test_every_variant_has_a_case_of_its_own() -> None:
     for cases, least in ((precompile.suite_cases(), 100), (precompile.size_cases(), 100)):
         assert len({name for name, _ in cases}) == len(cases) >= least
     first = [name for name, _ in precompile.suite_cases()[:60]]
-    for kernel in ("statistics", "gradient", "forward-gradient", "scale", "find_support", "supports"):
+    for kernel in (
+        "statistics",
+        "gradient",
+        "forward-gradient",
+        "scale",
+        "find_support",
+        "supports",
+        "pair",
+        "entries",
+    ):
         assert any(name.startswith(kernel) for name in first)
 
 
