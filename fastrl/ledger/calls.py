@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fastrl.ledger.record import GPU, Ledger, record
+from fastrl.losses.divergence import linear_divergence
+from fastrl.losses.gathered import linear_gathered_logprobs
 from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.losses.policy import linear_policy_loss, logits_policy_loss
 from fastrl.objectives.objective import Objective
@@ -35,38 +37,57 @@ def linear(
     longest: int | None = None,
     kept: int = 0,
     budget: int | str | None = None,
+    teacher_hidden: int | None = None,
+    gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
     plan: str | None = None,
 ) -> Ledger:
-    """The ledger of `linear_policy_loss` and the backward of its loss, or of `linear_token_logprobs` without one.
+    """The ledger of `linear_policy_loss` and the backward of its loss, or of another call of the same inputs.
+
+    Without an objective it is `linear_token_logprobs`; with a teacher's width the forward KL of `linear_divergence`;
+    with a number of gathered ids `linear_gathered_logprobs`.
 
     Args: those of `plan_memory`, and
         device: whose memory holds nothing but the inputs and their gradients.
         plan: to take whatever it costs; None: the one that the call chooses.
     """
     responses = _responses(tokens, longest)
+    rows = (responses, tokens // responses)
 
     def call() -> Callable[[], object]:
-        x = _empty(responses, tokens // responses, hidden, dtype=dtype, needs="hidden" in gradients)
+        x = _empty(*rows, hidden, dtype=dtype, needs="hidden" in gradients)
         w = _empty(vocab, hidden, dtype=dtype, needs="weight" in gradients)
         bias = _empty(vocab, dtype=dtype, needs=True) if "bias" in gradients else None
-        given: dict[str, Any] = {"bias": bias, "sampling_mask": _supports(tokens, vocab, kept)}
-        given |= {"logits_dtype": logits_dtype, "memory_budget": budget}
+        wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]
+        given: dict[str, Any] = {"bias": bias, "logits_dtype": logits_dtype, "memory_budget": budget}
+        if teacher_hidden is not None:
+            teacher = (_empty(*rows, teacher_hidden, dtype=dtype), _empty(vocab, teacher_hidden, dtype=dtype))
+        else:
+            given["sampling_mask"] = _supports(tokens, vocab, kept)
+        ids = _ids(rows, vocab, gathered)
         batch = _batch(objective, responses, tokens, on_policy)
         targets = batch.pop("targets")
-        wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]
+
+        def result() -> Tensor:
+            if teacher_hidden is not None:
+                return linear_divergence(x, w, *teacher, **given).loss
+            if ids is not None:
+                return linear_gathered_logprobs(x, w, ids, **given)
+            if objective is None:
+                return linear_token_logprobs(x, w, targets, entropy=False, **given).logprobs
+            return linear_policy_loss(x, w, targets, objective=objective, **batch, **given).loss
 
         def run() -> object:
             with nullcontext() if plan is None else use_plan(plan):
-                if objective is None:
-                    results = linear_token_logprobs(x, w, targets, entropy=False, **given).logprobs
-                    return torch.autograd.grad(results, wanted, torch.empty_like(results)) if wanted else results
-                loss = linear_policy_loss(x, w, targets, objective=objective, **batch, **given).loss
-            return torch.autograd.grad(loss, wanted) if wanted else loss
+                results = result()
+            if not wanted:
+                return results
+            return torch.autograd.grad(results, wanted, torch.empty_like(results) if results.dim() else None)
 
         return run
 
-    return record(call, device, device.free(tokens, hidden, vocab, dtype.itemsize), _answer(tokens, responses))
+    free = device.free(tokens, hidden, vocab, dtype.itemsize, teacher_hidden or 0)
+    return record(call, device, free, _answer(tokens, responses))
 
 
 def logits(
@@ -120,6 +141,14 @@ def _supports(tokens: int, vocab: int, entries: int) -> SamplingMask | None:
         return None
     offsets = _empty(tokens + 1, dtype=torch.int64)
     return SamplingMask._made(_empty(entries, dtype=torch.int32), offsets, _Facts(vocab - 1, -(-entries // tokens), 0))
+
+
+def _ids(rows: tuple[int, int], vocab: int, gathered: int) -> Tensor | SamplingMask | None:
+    """The ids that are asked for: as many in each row, if that is possible."""
+    tokens = rows[0] * rows[1]
+    if not gathered or gathered % tokens:
+        return _supports(tokens, vocab, gathered)
+    return _empty(*rows, gathered // tokens, dtype=torch.int64)
 
 
 def _answer(tokens: int, responses: int) -> Callable[[int], int]:

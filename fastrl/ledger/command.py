@@ -42,6 +42,7 @@ def _plans(options: argparse.Namespace) -> str:
         "longest": options.longest,
         "kept": options.kept,
         "teacher_hidden": options.teacher_hidden,
+        "gathered": options.gathered,
         "logits_dtype": None if options.logits_dtype is None else DTYPES[options.logits_dtype],
     }
     if (options.tp, options.cp, options.gpus) != (None, None, None):
@@ -58,15 +59,12 @@ def _plans(options: argparse.Namespace) -> str:
             raise ValueError("--ledger lists the launches of Triton kernels: triton is not installed")
         if options.unrecorded:
             raise ValueError(f"--ledger takes no --unrecorded tokens, got {options.unrecorded}")
-        if options.teacher_hidden is not None:
-            raise ValueError(f"--ledger lists no divergence's launches, got --teacher-hidden {options.teacher_hidden}")
         gpu = ledger
     device = options.device if gpu is None else gpu.kind
-    with nullcontext() if gpu is None else pretend(gpu, gpu.free(*sizes, dtype.itemsize)):
+    with nullcontext() if gpu is None else pretend(gpu, gpu.free(*sizes, dtype.itemsize, options.teacher_hidden or 0)):
         plans = plan_memory(*sizes, dtype, unrecorded=options.unrecorded, device=device, **shared)
     if ledger is None:
         return str(plans)
-    del shared["teacher_hidden"]
     launches = calls.linear(*sizes, dtype, ledger, **shared)
     return f"{plans}\n\n{text_of(launches, plans.chosen, ledger, dtype.itemsize)}"
 
@@ -79,6 +77,8 @@ def _over_gpus(options: argparse.Namespace, call: Call) -> str:
         raise ValueError(f"--tp, --cp and --gpus go without --kept, got {options.kept}")
     if options.teacher_hidden is not None:
         raise ValueError(f"--tp, --cp and --gpus go without --teacher-hidden, got {options.teacher_hidden}")
+    if options.gathered:
+        raise ValueError(f"--tp, --cp and --gpus go without --gathered, got {options.gathered}")
     tp, cp = (1 if n is None else n for n in (options.tp, options.cp))
     device = H100 if options.device in (None, "cuda") else DEVICES[options.device.upper()]
     layout = Layout(tp, cp, tp * cp if options.gpus is None else options.gpus).checked(device)
@@ -122,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="width of a teacher's hidden states: plans linear_divergence, whatever --objective says; U counts the"
         " student's products, TFLOP the teacher's too",
+    )
+    add(
+        "--gathered",
+        type=int,
+        default=0,
+        help="ids whose log-probabilities are asked for, of all tokens together: plans linear_gathered_logprobs,"
+        " whatever --objective says",
     )
     add(
         "--device",

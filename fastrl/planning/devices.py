@@ -52,9 +52,9 @@ class Device(NamedTuple):
         """The time of moving this many bytes, read and written together."""
         return size / self.bytes_a_second
 
-    def free(self, tokens: int, hidden: int, vocab: int, itemsize: int) -> int:
-        """The bytes of its memory beside hidden states, weight and their gradients."""
-        return self.memory - 2 * itemsize * (tokens + vocab) * hidden
+    def free(self, tokens: int, hidden: int, vocab: int, itemsize: int, teacher_hidden: int = 0) -> int:
+        """The bytes of its memory beside hidden states, weight and their gradients, and a teacher's without them."""
+        return self.memory - itemsize * (tokens + vocab) * (2 * hidden + teacher_hidden)
 
     def peak(self, itemsize: int) -> float:
         """Operations per second of a large matrix product of operands of `itemsize` bytes."""

@@ -81,6 +81,7 @@ def plan_memory(
     unrecorded: int = 0,
     device: str | None = None,
     teacher_hidden: int | None = None,
+    gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
 ) -> MemoryPlans:
     """Returns the plan that a loss from hidden states takes, and the cost of every plan.
@@ -102,6 +103,8 @@ def plan_memory(
         device: "cuda" or "cpu"; None: the GPU if there is one.
         teacher_hidden: width of the teacher's hidden states, of the same dtype: the call is `linear_divergence`, to
             which objective, on_policy, longest and kept do not apply.
+        gathered: number of ids whose log-probabilities are asked for, over all tokens: if not 0, the call is
+            `linear_gathered_logprobs`, to which objective, on_policy and longest do not apply.
         logits_dtype: as in `linear_token_logprobs`: None for `dtype`, or torch.float32.
 
     Returns:
@@ -126,6 +129,7 @@ def plan_memory(
         unrecorded=unrecorded,
         device=device,
         teacher_hidden=teacher_hidden,
+        gathered=gathered,
         logits_dtype=logits_dtype,
     )
     requested = parse_budget(budget, "budget")
@@ -150,6 +154,7 @@ def call_of(
     unrecorded: int,
     device: str,
     teacher_hidden: int | None = None,
+    gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
     over_ranks: bool = False,
 ) -> Call:
@@ -164,7 +169,8 @@ def call_of(
         ("longest", tokens if longest is None else longest),
         ("teacher_hidden", 1 if teacher_hidden is None else teacher_hidden),
     )
-    for name, value, lowest in (*((*x, 1) for x in counts), ("kept", kept, 0), ("unrecorded", unrecorded, 0)):
+    totals = (("kept", kept), ("unrecorded", unrecorded), ("gathered", gathered))
+    for name, value, lowest in (*((*x, 1) for x in counts), *((*x, 0) for x in totals)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < lowest:
@@ -180,6 +186,8 @@ def call_of(
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
     if teacher_hidden is not None and (kept or on_policy or longest):
         raise ValueError("teacher_hidden is of a divergence, which takes no kept, on_policy or longest")
+    if gathered and (on_policy or longest or teacher_hidden is not None):
+        raise ValueError("gathered is of linear_gathered_logprobs, which takes no on_policy, longest or teacher_hidden")
     wide = float32_logits(logits_dtype, dtype)
     teacher = NO_TEACHER if teacher_hidden is None else Teacher(teacher_hidden, dtype.itemsize, wide)
     return Call(
@@ -193,8 +201,9 @@ def call_of(
         all_rows=tokens,
         support_entries=kept,
         teacher=teacher,
+        gathered=gathered,
         float32_logits=wide,
-        **({"scope": TOKEN} if teacher.hidden else _objective(objective, on_policy, over_ranks)),
+        **({"scope": TOKEN} if teacher.hidden else _objective(None if gathered else objective, on_policy, over_ranks)),
     )
 
 

@@ -134,6 +134,35 @@ def test_the_kernels_are_those_of_a_real_call(device: str, monkeypatch: pytest.M
         assert [x.name for x in ledger.launches if x.name.endswith("_kernel")] == real, plan
 
 
+def test_a_divergence_forms_three_products_of_the_student_and_one_of_the_teacher() -> None:
+    (n, h, v), width = TARGET, 5120
+    ledger = linear(TARGET, teacher_hidden=width)
+    plan = fastrl.plan_memory(*TARGET, budget="38GiB", device="cuda", teacher_hidden=width).chosen
+    assert plan.name == "forward-gradient" and plan.flops == 2 * n * v * (3 * h + width)
+    assert sum(launch.traffic.flops for launch in ledger.launches) == plan.flops
+    assert ledger.count <= 19 and ledger.syncs == ["1 number"]
+    assert plan.floor(H100, 2) < ledger.seconds(H100) <= 1.08 * plan.floor(H100, 2)
+    (visit,) = [x.traffic for x in ledger.launches if x.name == "row_divergence_kernel"]
+    # A weight is read and six statistics are written for each row; the second sweep finds the rows in the L2 cache.
+    assert (visit.read, visit.written) == (n * (2 * 2 * v + 4), n * (2 * v + 6 * 4))
+
+
+#: A frozen head's backward gathers a row of the head for each id.
+@pytest.mark.parametrize(
+    ("gradients", "units", "most", "more"), [(BOTH, 4, 133, 1.02), (FROZEN, 2, 159, 1.08)], ids=str
+)
+def test_many_gathered_ids_cost_little_beside_one(
+    gradients: tuple[str, ...], units: int, most: int, more: float
+) -> None:
+    n, h, v = TARGET
+    ledger = linear(TARGET, None, gradients=gradients, gathered=64 * n)
+    assert sum(launch.traffic.flops for launch in ledger.launches) == units * 2 * n * h * v
+    assert ledger.count <= most and ledger.syncs == ["nonzero"] * (units == 4)
+    assert ledger.seconds(H100) <= more * linear(TARGET, None, gradients=gradients).seconds(H100)
+    uneven = linear(TARGET, None, gradients=gradients, gathered=64 * n + 1)
+    assert "gather_entries_kernel" in {x.name for x in uneven.launches}
+
+
 def test_bytes_and_operations_of_launches() -> None:
     (n, h, v), by_name = TARGET, {}
     for launch in linear(TARGET).launches:
@@ -178,6 +207,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.startswith("budget") and "modelled on an H200: 4.3 TB/s copy, 790 TFLOP/s" in ledger
     assert "row_forward_gradient_kernel" in ledger and "the host waits: for 1 number" in waits
     assert " x its floor of 38.7" in waits
+    for option, kernel in (
+        (("--teacher-hidden", "5120"), "row_divergence_kernel"),
+        (("--gathered", "524288", "--gradients", "hidden"), "segment_sums_kernel"),
+    ):
+        assert main([*arguments, "--ledger", *option]) == 0
+        assert kernel in capsys.readouterr().out
     assert main([*arguments, "--ledger", "--device", "cpu"]) == 2
     assert main([*arguments, "--ledger", "--kept", "9", "--unrecorded", "5"]) == 2
     assert "--unrecorded" in capsys.readouterr().err

@@ -247,3 +247,21 @@ def test_a_divergence_takes_the_plan_that_was_named(monkeypatch: pytest.MonkeyPa
         fastrl.plan_memory(*sizes, teacher_hidden=40, kept=3)
     with pytest.raises(ValueError, match="teacher_hidden must be at least 1, got 0"):
         fastrl.plan_memory(*sizes, teacher_hidden=0)
+
+
+def test_gathered_ids_take_the_plan_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, made = (300, 16, 999), []
+    choose = memory.choose
+    monkeypatch.setattr(memory, "choose", lambda *given: made.append(choose(*given)) or made[-1])
+    hidden, weight = torch.randn(300, 16, requires_grad=True), torch.randn(999, 16, requires_grad=True)
+    ids = torch.randint(999, (300, 40))
+    for budget in ("64MiB", "4MiB"):
+        fastrl.linear_gathered_logprobs(hidden, weight, ids, memory_budget=budget).sum().backward()
+        named = fastrl.plan_memory(*sizes, torch.float32, budget, gathered=ids.numel(), device="cpu")
+        assert named.chosen == made[-1]
+    alone = fastrl.plan_memory(*sizes, torch.float32, objective=None, device="cpu")
+    assert named.smallest_budget > alone.smallest_budget and set(named.least) == set(alone.least)
+    with pytest.raises(ValueError, match="gathered is of linear_gathered_logprobs, which takes no on_policy"):
+        fastrl.plan_memory(*sizes, teacher_hidden=40, gathered=3)
+    with pytest.raises(ValueError, match="gathered must be at least 0, got -1"):
+        fastrl.plan_memory(*sizes, gathered=-1)
