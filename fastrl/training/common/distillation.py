@@ -13,9 +13,11 @@ from fastrl import (
     linear_token_logprobs,
     topk_divergence,
 )
+from fastrl.backend.choice import forced
 from fastrl.base.errors import UserError
+from fastrl.linear.head import Head, Held
 from fastrl.planning.budget import default_budget, parse_budget
-from fastrl.planning.tiling import TILE_BYTES
+from fastrl.planning.tiling import TILE_BYTES, Tile, float32_logits
 from fastrl.training.common.loading import load_config, load_tokenizer, name_of
 from fastrl.training.common.policy import Policy, check_token_ids, load_policy
 from fastrl.training.common.rollout import Rollout, hidden_states
@@ -102,11 +104,14 @@ class Distillation:
         # Cast once: autocast would cast the head anew for every tile. The budget of the tiles leaves this copy out.
         weight, bias = self.teacher.weight.to(dtype), None if head["bias"] is None else head["bias"].to(dtype)
         budget = parse_budget(self.memory_budget) or default_budget(device.type, device.index)
-        tile = min(TILE_BYTES.get(device.type, TILE_BYTES["cpu"]), budget)
-        rows = max(tile // (LOGIT_BYTES * len(weight) + ENTRY_BYTES * (count + 1)), 1)
+        size = min(TILE_BYTES.get(device.type, TILE_BYTES["cpu"]), budget)
+        rows = max(size // (LOGIT_BYTES * len(weight) + ENTRY_BYTES * (count + 1)), 1)
+        wide = float32_logits(head["logits_dtype"], dtype)
         ids, logprobs = [], []
         for part in states.split(rows):
-            logits = torch.nn.functional.linear(part.to(dtype), weight, bias)
+            tile = Tile(len(part), len(weight))
+            held = Held(Head(part.to(dtype), weight, bias), tile, False, forced(), float32_logits=wide)
+            logits = held.logits(held.hidden(slice(None)), slice(None))
             ids.append(logits.topk(count).indices)  # neither scale nor softcap nor temperature changes the order
             options = {"logit_scale": head["logit_scale"], "softcap": head["softcap"]}
             logprobs.append(gathered_logprobs(logits, ids[-1], temperature=self.temperature, **options))
@@ -165,7 +170,7 @@ def _with_vocabulary(policy: Policy, size: int) -> Policy:
 
 def teacher_model(settings: TeacherConfig, model: ModelConfig) -> ModelConfig:
     """The teacher as a model, with what the policy's table says of a machine."""
-    shared = {name: getattr(model, name) for name in ("dtype", "trust_remote_code", "attention")}
+    shared = {name: getattr(model, name) for name in ("dtype", "logits_dtype", "trust_remote_code", "attention")}
     return ModelConfig(path=settings.teacher, **shared)
 
 

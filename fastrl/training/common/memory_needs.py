@@ -15,10 +15,10 @@ from fastrl.base.errors import UserError
 from fastrl.objectives.dependence import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
 from fastrl.planning.plans import Call, applicable, choose, least_budget
-from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, widest_support
+from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, float32_logits, widest_support
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
-from fastrl.training.common.policy import Policy
+from fastrl.training.common.policy import Policy, logits_dtype
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 
 ON_POLICY = Given(old=False)
@@ -45,6 +45,7 @@ class LossCall:
     def plan_call(self, vocab: int, hidden: int, bias: bool, config: ModelConfig, device: str) -> Call:
         """The call that the plan is chosen for, with a head of these sizes."""
         dtype = getattr(torch, config.dtype)
+        wide_logits = float32_logits(logits_dtype(config), dtype)
         hidden = self.width or hidden
         gathered = not self.packed and self.rows > self.longest  # hidden states of several sequences, without prompts
         copies = gathered * (1 + self.own_leaf)
@@ -53,7 +54,7 @@ class LossCall:
             copied += 2 * (self.rows + vocab) * hidden * dtype.itemsize
         copied += gathered * self.rows * self.teacher * dtype.itemsize
         if dtype != torch.float32:
-            copied += (self.rows + vocab) * self.teacher * dtype.itemsize
+            copied += 2 * (self.rows + vocab) * self.teacher * dtype.itemsize  # counted like the policy's
         head = self.gradients and config.lora_rank is None
         kept, wide = self._kept(vocab, dtype, device)
         depends = ANY if self.objective is None else scope(self.objective, self.inputs)
@@ -71,8 +72,9 @@ class LossCall:
             copied=copied,
             support_entries=kept * self.tokens,
             backend=resolved(forced(), device),
-            teacher=Teacher(self.teacher, dtype.itemsize) if self.teacher else NO_TEACHER,
+            teacher=Teacher(self.teacher, dtype.itemsize, wide_logits) if self.teacher else NO_TEACHER,
             gathered=self.entries * self.tokens,
+            float32_logits=wide_logits,
         )
 
     def _kept(self, vocab: int, dtype: torch.dtype, device: str) -> tuple[int, bool]:

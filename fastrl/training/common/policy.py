@@ -31,7 +31,7 @@ class Policy:
     model: PreTrainedModel  # or peft's wrapper around one
     tokenizer: PreTrainedTokenizerBase
     weight: Tensor  # (V, H), the embedding itself if the two are tied
-    head: dict[str, Any]  # bias (V,) or None, logit_scale, softcap: keyword arguments of every linear_* function
+    head: dict[str, Any]  # keyword arguments of every linear_* function: bias (V,) or None, logit_scale, softcap, ...
     eos_token_ids: list[int]
     pad_token_id: int
     dtype: torch.dtype  # of the matrix products
@@ -125,7 +125,8 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = Fa
         raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
     check_token_ids([*tokenizer.get_vocab().values(), *eos_token_ids], head.weight.shape[0], name_of(config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
-    policy = Policy(model, tokenizer, head.weight, head.arguments, eos_token_ids, pad, dtype, adapters)
+    arguments = {**head.arguments, "logits_dtype": logits_dtype(config)}
+    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, dtype, adapters)
     try:
         with policy.computing():
             head.check(model, dtype)
@@ -134,6 +135,11 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = Fa
     if packing:
         check_packing(policy)
     return policy
+
+
+def logits_dtype(config: ModelConfig) -> torch.dtype | None:
+    """The `logits_dtype` of every linear_* function."""
+    return None if config.logits_dtype is None else getattr(torch, config.logits_dtype)
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, name: str) -> None:
@@ -203,7 +209,7 @@ def reference_of(policy: Policy) -> Policy:
         return replace(policy, without_adapters=True)
     model = copy.deepcopy(policy.model).requires_grad_(False)
     head = LMHead.of(model)
-    return replace(policy, model=model, weight=head.weight, head=head.arguments)
+    return replace(policy, model=model, weight=head.weight, head=policy.head | head.arguments)
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -35,6 +35,9 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The type of the matrix products. Weights and the optimizer's moments stay float32: a step of 1e-6 would be
     rounded away in bfloat16."""
+    logits_dtype: Literal["float32"] | None = None
+    """With bfloat16 products: "float32" keeps the float32 sums of the head's product as logits, in every loss and
+    log-probability, of a teacher too; the default rounds them to bfloat16. Sampling has the model's own logits."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
     attention: str | None = None

@@ -148,7 +148,8 @@ def test_the_likeliest_entries_are_chosen_a_few_rows_at_a_time(policy, distillin
     tile = {"cpu": 5 * (12 * 12 + 96 * 4)}
     monkeypatch.setattr("fastrl.training.common.distillation.TILE_BYTES", tile)
     in_parts = gradients(distilling("forward_kl", TOP_K, 0.0), rollout)
-    torch.testing.assert_close(in_parts[0], whole[0], rtol=1e-5, atol=1e-7)
+    # Products of other numbers of rows sum in another order.
+    assert_gradient(in_parts[0], whole[0], 4e-6)
 
 
 def test_the_vocabularys_losses_take_the_budget(policy, distilling):
@@ -459,9 +460,11 @@ def test_a_teacher_that_cannot_be_used_is_refused_before_the_first_step(make_con
 
 
 @pytest.mark.parametrize("form", ["full", "top-k", "sampled"])
-@pytest.mark.parametrize(("packing", "dtype"), [(False, "float32"), (True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize(
+    ("packing", "model"), [(False, {}), (True, {}), (False, {"dtype": "bfloat16", "logits_dtype": "float32"})]
+)
 def test_the_smallest_budget_that_is_named_is_enough_for_the_run(
-    make_config, teacher, tmp_path, monkeypatch, form, packing, dtype
+    make_config, teacher, tmp_path, monkeypatch, form, packing, model
 ):
     wide = save_teacher(tmp_path / "wide", hidden_size=240)
     distillation = {"form": form, "top_k": 4}
@@ -469,7 +472,7 @@ def test_the_smallest_budget_that_is_named_is_enough_for_the_run(
     def config(budget, teacher):
         training = {"steps": 1, "threads": 1, "packing": packing, "memory_budget": str(budget)}
         return make_config(
-            distillation=distillation | {"teacher": teacher}, training=training, evaluation={"every": None}
+            model=model, distillation=distillation | {"teacher": teacher}, training=training, evaluation={"every": None}
         )
 
     def smallest(budget, teacher):
@@ -481,6 +484,7 @@ def test_the_smallest_budget_that_is_named_is_enough_for_the_run(
 
     named = smallest(1000, wide)
     assert smallest(named - 1, wide) == named
-    # The teacher's width counts, but for top-k less than what is kept for each entry of the policy's.
-    assert (named > smallest(1000, teacher)) == (form != "top-k")
+    # The teacher's width counts, but for top-k less than what is kept for each entry of the policy's, and for sampled
+    # in 16 bits less than the policy's loss.
+    assert (named > smallest(1000, teacher)) == (form == "full" or (form == "sampled" and not model))
     assert train(config(named, wide))["loss"] is not None

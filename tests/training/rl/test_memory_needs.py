@@ -17,6 +17,7 @@ CASES = {
     "packed": {"training": {"packing": True, "micro_batch_size": 5}},
     "one update": {"training": {"minibatches": 1}},
     "a head with autocast": {"model": {"dtype": "bfloat16"}},
+    "float32 logits": {"model": {"dtype": "bfloat16", "logits_dtype": "float32"}},
     "a response at a time": {"objective": {"name": "gspo"}},
     "a KL and top-k": {"kl": {"kind": "k3", "coef": 0.1}, "rollout": {"top_k": 5, "top_p": 0.9}},
     "text": {"pretraining": {"length": 64, "batch_size": 32}},
