@@ -6,6 +6,8 @@ namespace {
 
 using namespace fastrl;
 
+constexpr int64_t AHEAD = 4;  // a row's entries in a slice are too few for their cache misses to overlap
+
 // Mirrors the struct of fastrl/backend/cpp/entries.py, field by field.
 struct Slice {
   void* logits;  // (a, b, width), strides in elements
@@ -16,42 +18,54 @@ struct Slice {
   const int64_t* offsets;   // (N + 1,)
   int32_t element, threads;
 
-  // Call each(i, row, logits of the row) for every row. The cache misses of the next row's entries overlap with its work.
+  // Call each(i, row, logits of the row) for every row. Cache misses overlap with the work on the rows before.
   template <class T, class F>
   int32_t for_rows(const F& each) const {
     const int64_t count = a * b, block = std::max<int64_t>(1, std::min<int64_t>(64, count / (8 * int64_t(threads))));
     const auto at = [&](int64_t i) { return (T*)logits + i / b * stride_a + i % b * stride_b; };
     return for_each(count, block, threads, [&](int64_t i) {
-      if (i + 1 < count) prefetch(rows[i + 1], at(i + 1));
+      if (i + AHEAD < count) prefetch(rows[i + AHEAD], at(i + AHEAD));
       each(i, rows[i], at(i));
     });
   }
 
-  // The columns of a row's first entries; those outside the slice stand for its ends.
+  // The columns of a row's first entries.
   template <class T>
   void prefetch(int64_t row, const T* x) const {
     const int64_t end = std::min(offsets[row + 1], offsets[row] + 256);
-    for (int64_t k = offsets[row]; k < end; ++k) {
-      __builtin_prefetch(x + std::min(std::max<int64_t>(ids[k] - first, 0), width - 1));
+    for_entries(offsets[row], end, [&](int64_t, int64_t column) { __builtin_prefetch(x + column); });
+  }
+
+  // Call each(k, column) for the entries in [start, end) that lie in the slice, in order. Few may, at random, so they
+  // are first found without branches.
+  template <class F>
+  void for_entries(int64_t start, int64_t end, const F& each) const {
+    constexpr int64_t STEP = 64;
+    int32_t found[STEP];
+    for (; start < end; start += STEP) {
+      const int32_t step = std::min<int64_t>(STEP, end - start), hits = find(ids + start, step, found);
+      for (int32_t h = 0; h < hits; ++h) each(start + found[h], ids[start + found[h]] - first);
     }
   }
 
-  // Call each(k, column) for the entries of a row that lie in the slice, in order. Few may, at random, so they are first
-  // found without branches.
-  template <class F>
-  void for_entries(int64_t row, const F& each) const {
-    constexpr int64_t STEP = 64;
-    int32_t found[STEP];
-    const int64_t end = offsets[row + 1];
-    for (int64_t start = offsets[row]; start < end; start += STEP) {
-      const int32_t step = std::min<int64_t>(STEP, end - start);
-      int32_t hits = 0;
-      for (int32_t j = 0; j < step; ++j) {
-        found[hits] = j;
-        hits += uint64_t(ids[start + j] - first) < uint64_t(width);
-      }
-      for (int32_t h = 0; h < hits; ++h) each(start + found[h], ids[start + found[h]] - first);
+  // Write the places of the ids that lie in the slice to `found` (count,); returns how many do.
+  int32_t find(const int32_t* some, int32_t count, int32_t* found) const {
+    int32_t hits = 0, j = 0;
+#if defined(__AVX512F__)
+    const __m512i begin = _mm512_set1_epi32(int32_t(first)), size = _mm512_set1_epi32(int32_t(width));
+    __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (; j + W <= count; j += W) {
+      const __mmask16 here = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(_mm512_loadu_si512(some + j), begin), size);
+      _mm512_storeu_si512(found + hits, _mm512_maskz_compress_epi32(here, place));
+      hits += __builtin_popcount(here);
+      place = _mm512_add_epi32(place, _mm512_set1_epi32(W));
     }
+#endif
+    for (; j < count; ++j) {
+      found[hits] = j;
+      hits += uint32_t(some[j]) - uint32_t(first) < uint32_t(width);
+    }
+    return hits;
   }
 };
 
@@ -68,7 +82,7 @@ int32_t fastrl_gather_entries(const Slice* arguments, float* values, int64_t* be
     return slice.for_rows<T>([&](int64_t i, int64_t row, const T* x) {
       int64_t best = best_ids[row];
       float largest = best_values[row];
-      slice.for_entries(row, [&](int64_t k, int64_t column) {
+      slice.for_entries(slice.offsets[row], slice.offsets[row + 1], [&](int64_t k, int64_t column) {
         const int64_t id = slice.ids[k];
         const float value = values[k] = widen(x[column]);
         if (value == value && (best < 0 || value > largest || (value == largest && id < best))) {
@@ -88,7 +102,7 @@ int32_t fastrl_scatter_entries(const Slice* arguments, const float* gradient) {
   return with_element(slice.element, [&](auto element) {
     using T = decltype(element);
     return slice.for_rows<T>([&](int64_t, int64_t row, T* out) {
-      slice.for_entries(row, [&](int64_t k, int64_t column) { narrow(gradient[k], out + column); });
+      slice.for_entries(slice.offsets[row], slice.offsets[row + 1], [&](int64_t k, int64_t column) { narrow(gradient[k], out + column); });
     });
   });
 }
