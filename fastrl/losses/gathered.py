@@ -51,8 +51,11 @@ class Asked(NamedTuple):
         return f"shape {tuple(self.shape)}{checksum(ids, self.entries.offsets)}"
 
 
-def asked(ids: object, like: Tensor, like_name: str) -> Asked:
-    """Checks the ids against logits or hidden states (..., width) and flattens them; equal ids share an entry."""
+def asked(ids: object, like: Tensor, like_name: str, differentiable: bool) -> Asked:
+    """Checks the ids against logits or hidden states (..., width) and flattens them.
+
+    With `differentiable`, equal ids of a row share an entry, whose gradient is then their sum; finding them is a sort.
+    """
     leading, count = like.shape[:-1], like.shape[:-1].numel()
     if isinstance(ids, SamplingMask):
         if len(ids) != count:
@@ -69,7 +72,7 @@ def asked(ids: object, like: Tensor, like_name: str) -> Asked:
     checks.same_device("ids", given, like, like_name)
     k = given.shape[-1]
     flat, places = given.reshape(count, k).contiguous(), None
-    if k > 1 and count:
+    if differentiable and k > 1 and count:
         flat, places = _distinct(flat)
     # What does not fit int32 is in no vocabulary; what is negative must not be taken for one of our marks.
     token_ids = flat.where(flat >= NOTHING, INT32_MAX).clamp_max(INT32_MAX).to(torch.int32).view(-1)
@@ -163,7 +166,7 @@ def gathered_logprobs(
         tp.check()
         tokens = rows_of(checks.tensor("logits", logits, checks.LOGIT_DTYPES))
         logits, tokens = checked_logits(logits, tokens, inplace, may_be_empty=tp.group is not None)
-        wanted = asked(ids, logits, "logits")
+        wanted = asked(ids, logits, "logits", torch.is_grad_enabled() and logits.requires_grad)
         args = vocabulary_arguments(
             tokens, mask, temperature, logit_scale, softcap, "logits without the last dimension"
         )
@@ -241,7 +244,7 @@ def linear_gathered_logprobs(
             tp=tp,
             like_name="hidden without the last dimension",
         )
-        wanted = asked(ids, hidden, "hidden")
+        wanted = asked(ids, hidden, "hidden", any(call.needs))
         if call.needs.hidden and not (call.needs.weight or call.needs.bias):  # the backward gathers the head's rows
             head, copied = unit_strides(call.head)
             call = call._replace(head=head, copied=call.copied + copied)
