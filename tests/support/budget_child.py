@@ -1,7 +1,8 @@
-"""A process for tests/planning/test_budget.py: reads cases from stdin, writes the bytes that each took to stdout."""
+"""A process for tests/planning/test_budget.py: a line of cases from stdin for a line of what each took to stdout."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -149,6 +150,27 @@ def _product_workspace(n: int, width: int, vocab: int, dtype: torch.dtype) -> in
     return peak(products)
 
 
+def measured(case: Case, chosen: list[memory.Plan]) -> dict[str, int | str]:
+    """The case's bytes; `chosen` is where plans are noted as they are chosen."""
+    call = case.prepare()
+    words = refusal(call) if case.warm else None
+    if not gc.get_freeze_count():  # what is imported by now stays, and garbage is collected four times a case
+        gc.collect()
+        gc.freeze()
+    if words is not None:
+        least = re.search(SMALLEST, words)
+        return {"refused": words, "smallest": int(least[1]) if least else 2**62}
+    case.clear()
+    before = len(chosen)
+    used = peak(call)
+    assert len(chosen) == before + 1, "one plan a call"
+    assert all(x.grad is None or bool(x.grad.isfinite().all()) for x in case.leaves)
+    case.clear()
+    plan = chosen[-1]
+    beside = workspace(plan, case.shape[1], case.dtype)
+    return {"used": used, "planned": plan.temporary_bytes, "workspace": beside}
+
+
 def main() -> None:
     dtype, backend = getattr(torch, sys.argv[1]), sys.argv[2]
     chosen: list[memory.Plan] = []
@@ -159,26 +181,9 @@ def main() -> None:
         return chosen[-1]
 
     memory.choose = spy
-    results = []
     with fastrl.use_backend(backend):
-        for given in json.load(sys.stdin):
-            case = Case(**given, dtype=dtype)
-            call = case.prepare()
-            words = refusal(call) if case.warm else None
-            if words is not None:
-                least = re.search(SMALLEST, words)
-                results.append({"refused": words, "smallest": int(least[1]) if least else 2**62})
-                continue
-            case.clear()
-            before = len(chosen)
-            used = peak(call)
-            assert len(chosen) == before + 1, "one plan a call"
-            assert all(x.grad is None or bool(x.grad.isfinite().all()) for x in case.leaves)
-            case.clear()
-            plan = chosen[-1]
-            beside = workspace(plan, case.shape[1], dtype)
-            results.append({"used": used, "planned": plan.temporary_bytes, "workspace": beside})
-    print(json.dumps(results))
+        for line in sys.stdin:
+            print(json.dumps([measured(Case(**given, dtype=dtype), chosen) for given in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":
