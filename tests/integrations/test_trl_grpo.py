@@ -1,4 +1,4 @@
-"""FastGRPOTrainer against TRL's GRPOTrainer: real generation, ten steps, every loss type and every metric."""
+"""FastGRPOTrainer against TRL's GRPOTrainer: real generation, six steps, every loss type and every metric."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def train(kind: type, path: str, inject: Inject | None = None, vllm: bool = Fals
     torch.manual_seed(5)  # an adapter's own first weights
     if inject is not None:
         kind = injecting(kind, inject, vllm)
-    trainer = make_trainer("GRPO", path, PROMPTS, kind, **({"max_steps": 10, "beta": 0.0} | options))
+    trainer = make_trainer("GRPO", path, PROMPTS, kind, **({"max_steps": 6, "beta": 0.0} | options))
     trainer.train()
     return trainer
 
@@ -109,7 +109,7 @@ def compare(path: str, calls: list[Any], between: Callable[[], dict[str, Any]] =
     expected = train(GRPOTrainer, path, **options)
     assert not calls
     fast = train(FastGRPOTrainer, path, **options, **between())
-    steps = 2 * options.get("max_steps", 10)
+    steps = 2 * options.get("max_steps", 6)
     assert (len(calls) > steps if "eval_dataset" in options else len(calls) == steps) and fast._why_not is None
     assert_same_history(fast.state.log_history, expected.state.log_history)
     return fast
