@@ -12,10 +12,10 @@ constexpr int64_t AHEAD = 4;  // a row's entries in a slice are too few for thei
 struct Slice {
   void* logits;  // (a, b, width), strides in elements
   int64_t a, b, width, stride_a, stride_b;
-  int64_t first;            // the vocabulary entry of column 0
-  const int64_t* rows;      // (a * b,): of `offsets`
-  const int32_t* ids;       // (nnz,)
-  const int64_t* offsets;   // (N + 1,)
+  int64_t first;           // the vocabulary entry of column 0
+  const int64_t* rows;     // (a * b,): of `offsets`
+  const int32_t* ids;      // (nnz,)
+  const int64_t* offsets;  // (N + 1,)
   int32_t element, threads;
 
   // Call each(i, row, logits of the row) for every row. Cache misses overlap with the work on the rows before.
@@ -102,7 +102,8 @@ int32_t fastrl_scatter_entries(const Slice* arguments, const float* gradient) {
   return with_element(slice.element, [&](auto element) {
     using T = decltype(element);
     return slice.for_rows<T>([&](int64_t, int64_t row, T* out) {
-      slice.for_entries(slice.offsets[row], slice.offsets[row + 1], [&](int64_t k, int64_t column) { narrow(gradient[k], out + column); });
+      slice.for_entries(slice.offsets[row], slice.offsets[row + 1],
+                        [&](int64_t k, int64_t column) { narrow(gradient[k], out + column); });
     });
   });
 }

@@ -26,8 +26,7 @@ struct Pair {
     return {at(0), at(1), at(2), at(3), at(4), at(5)};
   }
   void write(int64_t row, const PairStatistics& s) const {
-    const double numbers[] = {s.divergence, s.student_kl,      s.maximum,
-                              s.log_sum,    s.teacher_maximum, s.teacher_log_sum};
+    const double numbers[] = {s.divergence, s.student_kl, s.maximum, s.log_sum, s.teacher_maximum, s.teacher_log_sum};
     for (int64_t i = 0; i < 6; ++i) statistics[i * rows + row] = float(numbers[i]);
   }
 };

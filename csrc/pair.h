@@ -105,7 +105,7 @@ struct Mixture {
   LogRatios operator()(Floats d) const {
     const Floats up = larger(d, Floats{}), down = smaller(d, Floats{});
     const Floats ratio = exp_floored(larger(splat(EXP_FLOOR), down - up));  // of the smaller of p and q to the larger
-    Floats log_m;                                                          // relative to the larger
+    Floats log_m;                                                           // relative to the larger
     if (beta == 0.5f) {
       // m / larger = (1 + ratio) / 2 = (1 - x) / (1 + x): a third of a logarithm's work, and small x keep their digits
       log_m = -twice_atanh((1.0f - ratio) / (3.0f + ratio));
