@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import to_jsonable_python
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
@@ -157,15 +158,16 @@ def _newest(config: Section, directory: Path, length: str) -> Path:
         raise UserError(f"{directory}: holds no complete checkpoint to resume from; start the run without --resume")
     checkpoint = checkpoints[-1]
     _verify(checkpoint, NUMBERS)  # reading the other files takes long
-    changed = _changes(_numbers(checkpoint)["config"], config.model_dump(mode="json"), length)
+    changed = _changes(_numbers(checkpoint)["config"], config, length)
     if changed:
         raise UserError(f"{checkpoint}: cannot be resumed with another config: {'; '.join(changed)}")
     _verify(checkpoint)
     return checkpoint
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any], length: str) -> list[str]:
-    """The changes of a config that are not allowed."""
+def _changes(before: dict[str, Any], config: Section, length: str) -> list[str]:
+    """The changes of a config that are not allowed; a field that an earlier version did not know had its default."""
+    now = config.model_dump(mode="json")
     # A decay is spread over the whole run; a constant schedule does not depend on its length.
     free = (*FREE, length) if now["optimizer"]["schedule"] == "constant" else FREE
     changed = []
@@ -176,12 +178,20 @@ def _changes(before: dict[str, Any], now: dict[str, Any], length: str) -> list[s
         if table is None or earlier is None:  # a table was added or removed
             changed.append(f"{section} was {earlier!r} and is now {table!r}")
             continue
+        earlier = _defaults(getattr(config, section)) | earlier
         changed += [
             f"{section}.{name} was {earlier[name]!r} and is now {value!r}"
             for name, value in table.items()
             if f"{section}.{name}" not in free and earlier.get(name, value) != value
         ]
     return changed
+
+
+def _defaults(section: Section) -> dict[str, Any]:
+    """The values of the fields that may be left out, as a checkpoint has them."""
+    fields = type(section).model_fields
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    return {name: to_jsonable_python(x) for name, x in defaults.items() if not fields[name].is_required()}
 
 
 def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -40,9 +40,11 @@ class Config(shared.StageConfig):
     data: DataConfig
 
     @model_validator(mode="after")
-    def _all_weights(self) -> "Config":
+    def _no_language_model(self) -> "Config":
         if self.model.lora_rank is not None:
             raise ValueError("model.lora_rank: a reward model trains all its weights; leave that out")
+        if self.model.logits_dtype is not None:
+            raise ValueError("model.logits_dtype: a reward model has no logits over a vocabulary; leave that out")
         return self
 
 

@@ -77,6 +77,14 @@ def test_another_config_is_refused_field_by_field(make_config, trained, tables, 
     assert error.count(" was ") == len(tables)
 
 
+def test_a_field_that_an_earlier_version_did_not_know_had_its_default(make_config):
+    before = make_config().model_dump(mode="json")
+    del before["model"]["logits_dtype"]
+    assert module._changes(before, make_config(), "training.steps") == []
+    other = make_config(model={"logits_dtype": "float32"})
+    assert module._changes(before, other, "training.steps") == ["model.logits_dtype was None and is now 'float32'"]
+
+
 def test_another_dataset_is_refused(trained, example, tmp_path):
     """Of another length, or of as many other prompts."""
     lines = (example / "train.jsonl").read_text().splitlines(keepends=True)

@@ -148,6 +148,8 @@ def test_other_models_are_refused(policy_path, tmp_path, settings, write_rows):
         train(Config.model_validate(settings(rows, model=model)))
     with pytest.raises(ValueError, match=r"model\.lora_rank: a reward model trains all its weights"):
         Config.model_validate(settings(rows, model={"path": policy_path, "lora_rank": 2}))
+    with pytest.raises(ValueError, match=r"model\.logits_dtype: a reward model has no logits over a vocabulary"):
+        Config.model_validate(settings(rows, model={"path": policy_path, "logits_dtype": "float32"}))
 
 
 def test_a_completion_beyond_the_context_is_an_error(stage):
