@@ -461,7 +461,13 @@ def test_a_teacher_that_cannot_be_used_is_refused_before_the_first_step(make_con
 
 @pytest.mark.parametrize("form", ["full", "top-k", "sampled"])
 @pytest.mark.parametrize(
-    ("packing", "model"), [(False, {}), (True, {}), (False, {"dtype": "bfloat16", "logits_dtype": "float32"})]
+    ("packing", "model"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"dtype": "bfloat16"}),
+        (False, {"dtype": "bfloat16", "logits_dtype": "float32"}),
+    ],
 )
 def test_the_smallest_budget_that_is_named_is_enough_for_the_run(
     make_config, teacher, tmp_path, monkeypatch, form, packing, model

@@ -9,8 +9,10 @@ from rollouts import LENGTHS, PROMPTS, make_rollout
 from teachers import save_teacher
 
 from fastrl.planning import plans
+from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.policy import reference_of
 from fastrl.training.common.rollout import hidden_states, rollout_logprobs
+from fastrl.training.common.sections import TeacherConfig
 from fastrl.training.rl.train import train
 from fastrl.training.stages import sft
 
@@ -45,6 +47,23 @@ def test_it_reaches_the_losses_of_fine_tuning(example, tmp_path, spy):
     assert sft.train(sft.Config.model_validate(tables))["loss"] > 0
     assert {bool(call.teacher.hidden) for call in calls} == {True, False}
     assert all(call.float32_logits for call in calls)
+
+
+@torch.no_grad()
+def test_a_teachers_likeliest_entries_have_unrounded_logits(make_policy):
+    policy = make_policy(MODEL, initializer_range=0.5)
+    states = torch.randn(7, policy.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = states.double() @ policy.weight.bfloat16().double().t()
+    exact = logits.log_softmax(-1).topk(3)
+
+    def found(policy):
+        return Distillation(policy, TeacherConfig(teacher="its own"), 1.0, 3)._likeliest(states, 3)
+
+    ids, logprobs = found(policy)
+    assert ids.tolist() == exact.indices.tolist()
+    assert float((logprobs - exact.values).abs().max()) < 1e-5
+    _, rounded = found(replace(policy, head=policy.head | {"logits_dtype": None}))
+    assert float((rounded - exact.values).abs().max()) > 1e-3
 
 
 @torch.no_grad()
