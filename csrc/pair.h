@@ -107,7 +107,7 @@ struct Mixture {
     const Floats ratio = exp_floored(larger(splat(EXP_FLOOR), down - up));  // of the smaller of p and q to the larger
     Floats log_m;                                                           // relative to the larger
     if (beta == 0.5f) {
-      // m / larger = (1 + ratio) / 2 = (1 - x) / (1 + x): a third of a logarithm's work, and small x keep their digits
+      // m / larger = (1 + ratio) / 2 = (1 - x) / (1 + x): a third of a logarithm's work
       log_m = -twice_atanh((1.0f - ratio) / (3.0f + ratio));
     } else {
       const Floats weight = d < 0.0f ? splat(beta) : splat(1.0f - beta);  // of the smaller
