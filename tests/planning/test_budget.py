@@ -178,9 +178,9 @@ def test_budgets_are_kept_on_the_grid(dtype: str, backend: str) -> None:
     if dtype == "float16":
         check(measure(dtype, backend, [HALF_SHAPE], [16], masks=[True]))
         return
-    if backend == "torch":  # one budget a shape: plain torch takes several times as long for the same plans
-        for shape, budget in zip(SHAPES, (64, 256, 256), strict=True):
-            check(measure(dtype, backend, [shape], [budget], masks=[True]))
+    if backend == "torch":  # plain torch takes several times as long for the same plans: half the tokens, one budget
+        for (tokens, hidden, vocab), budget in zip(SHAPES, (32, 128, 128), strict=True):
+            check(measure(dtype, backend, [(tokens // 2, hidden, vocab)], [budget], masks=[True]))
         return
     check(measure(dtype, backend, SHAPES, [16], masks=[True], divergences=5))
     check(measure(dtype, backend, SHAPES[:1], [64]))
