@@ -219,8 +219,8 @@ def objective_loss(
     if isinstance(objective, Objective):
         value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
         a, parameters, log_ratio = batch.advantages, objective.gate.parameters(), ratio.log.detach()
-        weight = weight_of(ratio.log, ratio.active, a, *parameters)
-        side = _sides(objective, batch, logp, old, side_of(log_ratio, a, *parameters))
+        weight = weight_of(ratio.log, logp, ratio.active, a, *parameters)
+        side = _sides(objective, batch, logp, old, side_of(log_ratio, logp.detach(), a, *parameters))
         policy = torch.where(kept == 0, 0.0, kept * value_of(log_ratio, logp.detach(), a, *parameters))
         source = logp if objective.gate.formula in DETACHED_GATES else ratio.source
         policy = with_derivative(policy, torch.where(kept == 0, 0.0, -kept * a * weight), source)

@@ -5,9 +5,11 @@ this file: the same functions run in torch, inside the Triton kernels and, trans
 
 Every gate is three functions of the same arguments; `p0..p3` are the gate's parameters:
 
-    value(log_ratio, logp, advantage, p0, p1, p2, p3)     the per-token loss f
-    weight(log_ratio, active, advantage, p0, p1, p2, p3)  g >= 0 with d f / d logp = -advantage * g
-    side(log_ratio, advantage, p0, p1, p2, p3)            +1 clipped above, -1 clipped below, 0 not clipped
+    value(log_ratio, logp, advantage, p0, p1, p2, p3)           the per-token loss f
+    weight(log_ratio, logp, active, advantage, p0, p1, p2, p3)  g >= 0 with d f / d logp = -advantage * g
+    side(log_ratio, logp, advantage, p0, p1, p2, p3)            +1 clipped above, -1 clipped below, 0 not clipped
+
+What a gate does not read costs nothing: Triton and CUDA compile an objective's formulas into one function.
 
 `log_ratio` is already clamped; `active` is 1 where the clamp did not change it and 0 elsewhere, and a gate whose
 gradient passes through the ratio multiplies by it. Every KL estimator is two functions of `d = ref - logp` and
@@ -34,11 +36,11 @@ def surrogate_value(log_ratio, logp, advantage, p0, p1, p2, p3):
     return -exp(log_ratio) * advantage
 
 
-def surrogate_weight(log_ratio, active, advantage, p0, p1, p2, p3):
+def surrogate_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3):
     return exp(log_ratio) * active
 
 
-def never_clipped(log_ratio, advantage, p0, p1, p2, p3):
+def never_clipped(log_ratio, logp, advantage, p0, p1, p2, p3):
     return 0.0 * log_ratio
 
 
@@ -46,7 +48,7 @@ def reinforce_value(log_ratio, logp, advantage, p0, p1, p2, p3):
     return -advantage * logp
 
 
-def reinforce_weight(log_ratio, active, advantage, p0, p1, p2, p3):
+def reinforce_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3):
     return 0.0 * log_ratio + 1.0
 
 
@@ -61,7 +63,7 @@ def clip_value(log_ratio, logp, advantage, low, high, dual, delta):
     return where(advantage < 0.0, minimum(loss, -dual * advantage), loss)
 
 
-def clip_side(log_ratio, advantage, low, high, dual, delta):
+def clip_side(log_ratio, logp, advantage, low, high, dual, delta):
     ratio = exp(log_ratio)
     # For A < 0 the loss is |A| max(min(r, delta), clip(r)), so a delta inside the clip range never binds.
     good_above = (advantage > 0.0) & ((ratio > 1.0 + high) | (ratio > delta))
@@ -70,8 +72,8 @@ def clip_side(log_ratio, advantage, low, high, dual, delta):
     return where(good_above | bad_above, 1.0, 0.0) - where(bad_below, 1.0, 0.0)
 
 
-def clip_weight(log_ratio, active, advantage, low, high, dual, delta):
-    side = clip_side(log_ratio, advantage, low, high, dual, delta)
+def clip_weight(log_ratio, logp, active, advantage, low, high, dual, delta):
+    side = clip_side(log_ratio, logp, advantage, low, high, dual, delta)
     return where(side == 0.0, exp(log_ratio) * active, 0.0)
 
 
@@ -83,7 +85,7 @@ def soft_value(log_ratio, logp, advantage, tau_pos, tau_neg, p2, p3):
     return -(4.0 / tau) * sigmoid(tau * (exp(log_ratio) - 1.0)) * advantage
 
 
-def soft_weight(log_ratio, active, advantage, tau_pos, tau_neg, p2, p3):
+def soft_weight(log_ratio, logp, active, advantage, tau_pos, tau_neg, p2, p3):
     tau = where(advantage > 0.0, tau_pos + 0.0 * advantage, tau_neg)  # the sum gives tau the advantage's dtype
     # r sech^2(z / 2) = 4 r e^-|z| / (1 + e^-|z|)^2 with z = tau (r - 1): neither tail cancels or overflows
     tail = exp_of_exp(log_ratio, where(log_ratio < 0.0, -tau, tau), 0.0)
@@ -93,15 +95,15 @@ def soft_weight(log_ratio, active, advantage, tau_pos, tau_neg, p2, p3):
 # --- gate: stop-gradient clip (CISPO) ---------------------------------------------------------------------------------
 
 
-def stop_gradient_clip_weight(log_ratio, active, advantage, cap, low, p2, p3):
+def stop_gradient_clip_weight(log_ratio, logp, active, advantage, cap, low, p2, p3):
     return detach(maximum(minimum(exp(log_ratio), cap), low))
 
 
 def stop_gradient_clip_value(log_ratio, logp, advantage, cap, low, p2, p3):
-    return -stop_gradient_clip_weight(log_ratio, 1.0, advantage, cap, low, p2, p3) * advantage * logp
+    return -stop_gradient_clip_weight(log_ratio, logp, 1.0, advantage, cap, low, p2, p3) * advantage * logp
 
 
-def stop_gradient_clip_side(log_ratio, advantage, cap, low, p2, p3):
+def stop_gradient_clip_side(log_ratio, logp, advantage, cap, low, p2, p3):
     ratio = exp(log_ratio)
     return where(ratio > cap, 1.0, 0.0) - where(ratio < low, 1.0, 0.0)
 
@@ -109,7 +111,7 @@ def stop_gradient_clip_side(log_ratio, advantage, cap, low, p2, p3):
 # --- gate: gamma weight (VESPO); log_ratio is the response's log W ----------------------------------------------------
 
 
-def gamma_weight(log_ratio, active, advantage, k_pos, lam_pos, k_neg, lam_neg):
+def gamma_weight(log_ratio, logp, active, advantage, k_pos, lam_pos, k_neg, lam_neg):
     k = where(advantage >= 0.0, k_pos + 0.0 * advantage, k_neg)
     lam = where(advantage >= 0.0, lam_pos + 0.0 * advantage, lam_neg)
     log_w = minimum(maximum(log_ratio, -18.420680743952367), 20.0)  # [ln 1e-8, 20]
@@ -117,7 +119,7 @@ def gamma_weight(log_ratio, active, advantage, k_pos, lam_pos, k_neg, lam_neg):
 
 
 def gamma_value(log_ratio, logp, advantage, k_pos, lam_pos, k_neg, lam_neg):
-    return -gamma_weight(log_ratio, 1.0, advantage, k_pos, lam_pos, k_neg, lam_neg) * advantage * logp
+    return -gamma_weight(log_ratio, logp, 1.0, advantage, k_pos, lam_pos, k_neg, lam_neg) * advantage * logp
 
 
 # --- KL estimators: value, d value / d logp ---------------------------------------------------------------------------
@@ -261,7 +263,7 @@ def token_terms(
     rho = rollout_weight(log_rho, rollout_low, rollout_high)
     kept = where(entropy >= entropy_threshold, rho, 0.0) * policy_weight
 
-    weight = gate_weight(log_ratio, active, advantage, p0, p1, p2, p3)
+    weight = gate_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3)
     value = gate_value(log_ratio, logp, advantage, p0, p1, p2, p3)
     kl = kl_value(d, log_ratio)
     policy = where(kept == 0.0, 0.0, kept * value)
@@ -269,7 +271,7 @@ def token_terms(
     c = where(kept == 0.0, 0.0, -kept * advantage * weight) + kl_weight * kl_gradient(d, log_ratio, active_d, active)
     h = -entropy_weight
 
-    side = gate_side(log_ratio, advantage, p0, p1, p2, p3)
+    side = gate_side(log_ratio, logp, advantage, p0, p1, p2, p3)
     approx_kl = expm1_minus(log_ratio)
     clamped = 1.0 - free * free_d * within(raw_rho, log_rho)
     return loss, policy, kl, exp(log_ratio), weight, side, approx_kl, clamped, c, h
