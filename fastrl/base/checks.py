@@ -170,21 +170,21 @@ def targets(value: object, leading: Sequence[int], why: str, like: Tensor, like_
     return value
 
 
-def mask(value: object, like: Tensor, like_name: str = "targets") -> Tensor | None:
+def mask(value: object, like: Tensor, like_name: str = "targets", name: str = "mask") -> Tensor | None:
     """A bool or 0/1 mask with the shape of `like`, as bool; or None. Errors call that tensor `like_name`."""
     if value is None:
         return None
-    value = in_memory("mask", value)
-    shape("mask", value, like.shape, f"the shape of {like_name}")
-    same_device("mask", value, like, like_name)
+    value = in_memory(name, value)
+    shape(name, value, like.shape, f"the shape of {like_name}")
+    same_device(name, value, like, like_name)
     if value.dtype == torch.bool:
         return value
     if value.is_complex():
-        raise TypeError(f"mask must be bool or 0/1, got {value.dtype}")
+        raise TypeError(f"{name} must be bool or 0/1, got {value.dtype}")
     if values_are_checked(value):
         bad = (value != 0) & (value != 1)
         if bool(bad.any()):
-            raise ValueError(f"mask must hold only 0 and 1, got {value[bad][0].item()!r}")
+            raise ValueError(f"{name} must hold only 0 and 1, got {value[bad][0].item()!r}")
     return value != 0
 
 

@@ -1,4 +1,4 @@
-"""Preference losses: DPO from log-probabilities or hidden states, and the Bradley-Terry loss of reward models."""
+"""Preference losses of pairs, from log-probabilities or hidden states; the Bradley-Terry loss of reward models."""
 
 from __future__ import annotations
 
@@ -8,23 +8,161 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
-from fastrl.losses.logprobs import linear_token_logprobs
+from fastrl.base.responses import INTEGER_DTYPES
+from fastrl.losses.response_sums import CheckedResponses, divisor, wide
 from fastrl.losses.spread import TensorParallel
+from fastrl.objectives.preferences import DPO, Preference
 from fastrl.sampling_mask.mask import SamplingMask
 
 
 class PreferenceLoss(NamedTuple):
-    """A DPO loss over B pairs and its metrics, all float32."""
+    """A loss over B pairs and its metrics, float64 if the log-probabilities are, else float32.
+
+    A response's score is what the objective reads: its log-probability, less the reference's if the objective has one,
+    as a sum over its tokens or their mean.
+    """
 
     loss: Tensor
-    """0-dim, the mean over pairs; call backward() on it."""
+    """0-dim, the mean over pairs, plus the likelihood term; call backward() on it."""
     chosen_rewards: Tensor
-    """(B,) `beta (logp - ref)` of the chosen responses, detached."""
+    """(B,) beta times the score of the chosen responses, detached; for DPO `beta (logp - ref)`."""
     rejected_rewards: Tensor
     """(B,) the same for the rejected responses, detached."""
     margins: Tensor
     """(B,) chosen minus rejected rewards, detached."""
+    losses: Tensor
+    """(B,) each pair's loss, without the likelihood term, detached."""
+    chosen_logprobs: Tensor
+    """(B,) the policy's log-probabilities of the chosen responses, summed over their tokens, detached."""
+    rejected_logprobs: Tensor
+    """(B,) the same for the rejected responses, detached."""
+    nll: Tensor | None = None
+    """0-dim, the negative log-likelihood per token, detached; None if the objective has no such term."""
+
+
+def preference_loss(
+    chosen: Tensor,  # (B,)
+    rejected: Tensor,  # (B,)
+    ref_chosen: Tensor | None = None,  # (B,)
+    ref_rejected: Tensor | None = None,  # (B,)
+    *,
+    objective: Preference,
+    chosen_lengths: Tensor | None = None,  # (B,)
+    rejected_lengths: Tensor | None = None,  # (B,)
+    denominator: float | Tensor | None = None,
+    nll_denominator: float | Tensor | None = None,
+) -> PreferenceLoss:
+    """Computes a preference loss over pairs of responses from their log-probabilities.
+
+    It is the mean over pairs of the objective's formula, plus its `nll_coef` times the negative log-likelihood of the
+    chosen responses, a mean over all of their tokens. Slopes keep their digits at any margin.
+
+    Args:
+        chosen, rejected: (B,) floating point, the policy's log-probabilities, summed over each response's tokens.
+            Differentiable.
+        ref_chosen, ref_rejected: (B,), the same under the reference policy, without a gradient; required if
+            `objective.reference`.
+        objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
+        chosen_lengths, rejected_lengths: (B,), the number of tokens of each response; required if `objective.average`,
+            those of the chosen ones if it has an `nll_coef`. The score of a response without tokens is 0.
+        denominator: replaces B; for micro-batches, the number of pairs of all of them.
+        nll_denominator: replaces the number of tokens of the chosen responses in the likelihood term.
+
+    Returns:
+        PreferenceLoss. The loss of no pairs is 0.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value, or a missing one.
+    """
+    chosen = checks.tensor("chosen", chosen)
+    return _from_named(
+        _checked(objective),
+        {"chosen": chosen, "rejected": rejected},
+        {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected},
+        {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths},
+        denominator,
+        nll_denominator,
+    )
+
+
+def _from_named(
+    objective: Preference,
+    sums: dict[str, Any],
+    ref: dict[str, Any],
+    lengths: dict[str, Any],
+    denominator: object = None,
+    nll_denominator: object = None,
+) -> PreferenceLoss:
+    """The loss of chosen and rejected responses' arguments, each by the name that errors call it."""
+    first_name, first = next(iter(sums.items()))
+    if first.ndim != 1:
+        raise ValueError(f"{first_name} must have shape (pairs,), got {tuple(first.shape)}")
+
+    def checked(name: str, value: object, kinds: Any = None) -> Tensor:
+        value = checks.tensor(name, value, kinds)
+        checks.shape(name, value, first.shape, f"the shape of {first_name}")
+        checks.same_device(name, value, first, first_name)
+        return value
+
+    def all_or_none(given: dict[str, Any], needed: list[bool], why: str, kinds: Any = None) -> list[Tensor] | None:
+        for (name, value), is_needed in zip(given.items(), needed, strict=True):
+            if value is None and is_needed:
+                raise TypeError(f"{name} is needed by {why}, got None")
+        tensors = [None if value is None else checked(name, value, kinds) for name, value in given.items()]
+        found = [first.new_zeros(first.shape) if x is None else x for x in tensors]
+        return found if any(needed) else None
+
+    both = [checked(name, value) for name, value in sums.items()]
+    with_ref = all_or_none(ref, [objective.reference] * 2, "an objective with a reference")
+    counts = (*INTEGER_DTYPES, torch.float32, torch.float64)
+    needed = [objective.needs_lengths, objective.average]
+    of_length = all_or_none(lengths, needed, "an objective with means over tokens", counts)
+    nll = None
+    if objective.nll_coef:
+        assert of_length is not None
+        nll = -wide(both[0]).sum() / divisor("nll_denominator", nll_denominator, wide(of_length[0]).sum())
+    elif nll_denominator is not None:
+        divisor("nll_denominator", nll_denominator, 1)
+    pairs = divisor("denominator", denominator, first.shape[0])
+    return _of_pairs(objective, both, with_ref, of_length if objective.average else None, nll, pairs)
+
+
+def _checked(objective: object) -> Preference:
+    if not isinstance(objective, Preference):
+        raise TypeError(f"objective must be a Preference such as fastrl.DPO(), got {objective!r}")
+    return objective
+
+
+def _of_pairs(
+    objective: Preference,
+    sums: list[Tensor],
+    ref: list[Tensor] | None,
+    lengths: list[Tensor] | None,
+    nll: Tensor | None,
+    denominator: float | Tensor,
+) -> PreferenceLoss:
+    """The loss of checked [chosen, rejected] sums, those of the reference, and lengths, (B,) each."""
+    dtype = torch.float64 if sums[0].dtype == torch.float64 else torch.float32
+    scores = [wide(x) for x in sums]
+    if ref is not None:
+        scores = [x - wide(y.detach()) for x, y in zip(scores, ref, strict=True)]
+    if lengths is not None:
+        scores = [x / wide(n).clamp_min(1) for x, n in zip(scores, lengths, strict=True)]
+    losses = objective.losses(*scores)
+    loss = losses.sum() / denominator
+    if nll is not None:
+        loss = loss + objective.nll_coef * nll
+    rewards = [objective.beta * x.detach() for x in scores]
+    return PreferenceLoss(
+        loss=loss.to(dtype),
+        chosen_rewards=rewards[0].to(dtype),
+        rejected_rewards=rewards[1].to(dtype),
+        margins=(rewards[0] - rewards[1]).to(dtype),
+        losses=losses.detach().to(dtype),
+        chosen_logprobs=sums[0].detach().to(dtype),
+        rejected_logprobs=sums[1].detach().to(dtype),
+        nll=None if nll is None else nll.detach().to(dtype),
+    )
 
 
 def dpo_loss(
@@ -33,7 +171,7 @@ def dpo_loss(
     """Computes the direct preference optimisation (DPO) loss: the mean over pairs of `-log sigmoid(beta Delta)`.
 
     `Delta` is `logp - ref` of the chosen response minus that of the rejected one (Rafailov et al., 2023,
-    arXiv:2305.18290).
+    arXiv:2305.18290). It is `preference_loss` with the objective `DPO(beta)`.
 
     Args:
         chosen_logprobs, rejected_logprobs: (B,) floating point, the policy's log-probabilities, summed over each
@@ -48,31 +186,29 @@ def dpo_loss(
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
     """
     first = checks.tensor("chosen_logprobs", chosen_logprobs)
-    if first.ndim != 1:
-        raise ValueError(f"chosen_logprobs must have shape (pairs,), got {tuple(first.shape)}")
-    others = {"rejected_logprobs": rejected_logprobs, "ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
-    for name, value in others.items():
-        checks.tensor(name, value)
-        checks.shape(name, value, first.shape, "the shape of chosen_logprobs")
-        checks.same_device(name, value, first, "chosen_logprobs")
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    chosen, rejected = first.to(dtype) - ref_chosen.detach(), rejected_logprobs.to(dtype) - ref_rejected.detach()
-    return _mean_over_pairs(checks.number("beta", beta, positive=True) * (chosen - rejected))
+    ref = {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+    for name, value in ref.items():
+        checks.in_memory(name, value)
+    return _from_named(
+        DPO(checks.number("beta", beta, positive=True)),
+        {"chosen_logprobs": first, "rejected_logprobs": rejected_logprobs},
+        ref,
+        {"chosen_lengths": None, "rejected_lengths": None},
+    ).loss
 
 
-def _mean_over_pairs(margins: Tensor) -> Tensor:
-    return -torch.nn.functional.logsigmoid(margins).sum() / max(margins.shape[0], 1)
-
-
-def linear_dpo_loss(
+def linear_preference_loss(
     hidden: Tensor,  # (2B, T, H), or (N, H) packed
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (2B, T), or (N,)
     mask: Tensor,  # like targets
-    ref_logprobs: Tensor,  # (2B,)
+    ref_logprobs: Tensor | None = None,  # (2B,)
     *,
-    beta: float = 0.1,
+    objective: Preference,
     cu_seqlens: Tensor | None = None,
+    nll_mask: Tensor | None = None,  # like targets
+    denominator: float | Tensor | None = None,
+    nll_denominator: float | Tensor | None = None,
     bias: Tensor | None = None,  # (V,)
     temperature: float | Tensor = 1.0,
     sampling_mask: SamplingMask | None = None,
@@ -85,46 +221,53 @@ def linear_dpo_loss(
     vocab_size: int | None = None,
     reduce_hidden_grad: bool = True,
 ) -> PreferenceLoss:
-    """Computes `dpo_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
+    """Computes `preference_loss` from hidden states and the head in chunks of rows, without an (N, V) tensor.
 
     Args:
         hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,
             tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for 2B responses: the
             chosen ones first, then the rejected ones in the same order.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
-        ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens.
-        beta: as in `dpo_loss`.
+        ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
+            if `objective.reference`.
+        objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N.
+        nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an
+            `nll_coef`; the default is those of the chosen responses.
+        denominator: replaces B; for micro-batches, the number of pairs of all of them.
+        nll_denominator: replaces the number of tokens of the likelihood term.
 
     Returns:
         PreferenceLoss, differentiable in hidden, weight and bias.
 
     Raises:
-        TypeError, ValueError, IndexError: as `dpo_loss` and `linear_token_logprobs`.
+        TypeError, ValueError, IndexError: as `preference_loss` and `linear_token_logprobs`.
     """
     with TensorParallel.of(tp_group).reporting():
-        targets = checks.tensor("targets", targets, (torch.int64,))
-        if cu_seqlens is None and targets.ndim != 2:
+        objective = _checked(objective)
+        tokens = CheckedResponses.of(targets, mask, cu_seqlens)
+        if tokens.responses.count % 2:
             raise ValueError(
-                f"targets must have shape (responses, time) without cu_seqlens, got {tuple(targets.shape)}"
+                f"targets must hold chosen and rejected responses, an even number, got {tokens.responses.count}"
             )
-        checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets)
-        responses = Responses(targets.shape, checked, targets.device)
-        if responses.count % 2:
-            raise ValueError(f"targets must hold chosen and rejected responses, an even number, got {responses.count}")
-        if mask is None:
-            raise TypeError("mask must be a bool or 0/1 tensor, got NoneType")
-        ref = checks.tensor("ref_logprobs", ref_logprobs)
-        checks.shape("ref_logprobs", ref, (responses.count,), "one per response, summed")
-        checks.same_device("ref_logprobs", ref, targets, "targets")
-        beta = checks.number("beta", beta, positive=True)
+        if ref_logprobs is None and objective.reference:
+            raise TypeError("ref_logprobs is needed by an objective with a reference, got None")
+        ref = None if ref_logprobs is None else tokens.per_response("ref_logprobs", ref_logprobs)
+        likely = checks.mask(nll_mask, tokens.targets, name="nll_mask")
+        pairs = divisor("denominator", denominator, tokens.responses.count // 2)
+        lengths = _halves(tokens.lengths()) if objective.needs_lengths else None
+        nll_tokens: float | Tensor = 1
+        if lengths is not None:
+            nll_tokens = wide(lengths[0]).sum() if likely is None else likely.sum()
+        nll_tokens = divisor("nll_denominator", nll_denominator, nll_tokens)
+        if not objective.nll_coef:
+            likely = None
 
-        stats = linear_token_logprobs(
+        logprobs = tokens.logprobs(
             hidden,
             weight,
-            targets,
+            also=likely,
             bias=bias,
-            mask=mask,
             temperature=temperature,
             sampling_mask=sampling_mask,
             logit_scale=logit_scale,
@@ -136,10 +279,76 @@ def linear_dpo_loss(
             vocab_size=vocab_size,
             reduce_hidden_grad=reduce_hidden_grad,
         )
-        rewards = beta * (responses.sum(stats.logprobs.reshape(-1)) - ref.detach().float())
-        chosen, rejected = rewards.chunk(2) if responses.count else (rewards, rewards)
-        margins = chosen - rejected
-        return PreferenceLoss(_mean_over_pairs(margins), chosen.detach(), rejected.detach(), margins.detach())
+        sums = _halves(tokens.sums(logprobs, likely))
+        nll = None
+        if objective.nll_coef:
+            counted = sums[0] if likely is None else tokens.responses.sum(logprobs.where(likely.reshape(-1), 0.0))
+            nll = -wide(counted).sum() / nll_tokens
+        with_ref = None if ref is None or not objective.reference else _halves(ref)
+        return _of_pairs(objective, sums, with_ref, lengths if objective.average else None, nll, pairs)
+
+
+def _halves(x: Tensor) -> list[Tensor]:
+    """(2B,) -> chosen and rejected, (B,) each."""
+    return [x[: x.shape[0] // 2], x[x.shape[0] // 2 :]]
+
+
+def linear_dpo_loss(
+    hidden: Tensor,  # (2B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (2B, T), or (N,)
+    mask: Tensor,  # like targets
+    ref_logprobs: Tensor,  # (2B,)
+    *,
+    beta: float = 0.1,
+    cu_seqlens: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: SamplingMask | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    memory_budget: int | str | None = None,
+    tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
+) -> PreferenceLoss:
+    """Computes `linear_preference_loss` with the objective `DPO(beta)`: `dpo_loss` without an (N, V) tensor.
+
+    Args:
+        beta: as in `dpo_loss`.
+        The others: as in `linear_preference_loss`.
+
+    Returns:
+        PreferenceLoss, differentiable in hidden, weight and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_preference_loss`.
+    """
+    with TensorParallel.of(tp_group).reporting():
+        return linear_preference_loss(
+            hidden,
+            weight,
+            targets,
+            mask,
+            ref_logprobs,
+            objective=DPO(checks.number("beta", beta, positive=True)),
+            cu_seqlens=cu_seqlens,
+            denominator=denominator,
+            bias=bias,
+            temperature=temperature,
+            sampling_mask=sampling_mask,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            logits_dtype=logits_dtype,
+            memory_budget=memory_budget,
+            tp_group=tp_group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            reduce_hidden_grad=reduce_hidden_grad,
+        )
 
 
 def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tensor:

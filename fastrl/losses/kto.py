@@ -1,0 +1,204 @@
+"""Kahneman-Tversky optimisation: a loss of single responses that are desirable or not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.base import checks
+from fastrl.losses.response_sums import CheckedResponses, divisor, wide
+from fastrl.losses.spread import TensorParallel
+from fastrl.objectives.preference_formulas import shortfall
+from fastrl.sampling_mask.mask import SamplingMask
+
+
+class KTOLoss(NamedTuple):
+    """A KTO loss over B responses and its metrics, float64 if the log-probabilities are, else float32."""
+
+    loss: Tensor
+    """0-dim, the mean over responses; call backward() on it."""
+    rewards: Tensor
+    """(B,) `beta (logp - ref)`, detached."""
+    losses: Tensor
+    """(B,) each response's loss, detached."""
+    kl: Tensor
+    """0-dim, the z that the loss read, in nats, detached."""
+    logprobs: Tensor
+    """(B,) the policy's log-probabilities, summed over each response's tokens, detached."""
+
+
+def kto_loss(
+    logprobs: Tensor,  # (B,)
+    ref_logprobs: Tensor,  # (B,)
+    desirable: Tensor,  # (B,)
+    *,
+    kl: float | Tensor | None = None,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    denominator: float | Tensor | None = None,
+) -> KTOLoss:
+    """Computes the KTO loss (Ethayarajh et al., 2024, arXiv:2402.01306, eq. 8) of unpaired responses.
+
+    The mean over responses of `weight (1 - sigmoid(beta (logp - ref - z)))` for a desirable one and
+    `weight (1 - sigmoid(beta (z - logp + ref)))` for another; z estimates the KL divergence from the reference to the
+    policy, and gets no gradient. With `kl=None` z is 0, which is the unpaired APO-zero of TRL.
+
+    Args:
+        logprobs: (B,) floating point, the policy's log-probabilities, summed over each response's tokens.
+            Differentiable.
+        ref_logprobs: (B,), the same under the reference; they get no gradient.
+        desirable: (B,), bool or 0/1.
+        kl: None for z = 0; z itself, in nats, as a number or a 0-dim tensor, which is taken as it is; or (M,), the
+            log-ratios `logp - ref` of responses put to prompts that they do not answer (each response to the next
+            prompt of the batch, in the paper): z is then their mean, or 0 if that is negative or M is 0.
+        beta: > 0.
+        desirable_weight, undesirable_weight: > 0; the paper keeps their ratio times that of the numbers of responses
+            between 1 and 4/3.
+        denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of
+            them only if it is given).
+
+    Returns:
+        KTOLoss. The loss of no responses is 0.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, device or value.
+    """
+    logprobs = checks.tensor("logprobs", logprobs)
+    if logprobs.ndim != 1:
+        raise ValueError(f"logprobs must have shape (responses,), got {tuple(logprobs.shape)}")
+    ref = checks.tensor("ref_logprobs", ref_logprobs)
+    checks.shape("ref_logprobs", ref, logprobs.shape, "the shape of logprobs")
+    checks.same_device("ref_logprobs", ref, logprobs, "logprobs")
+    numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, logprobs, "logprobs")
+    return _of_responses(numbers, logprobs, ref, divisor("denominator", denominator, logprobs.shape[0]))
+
+
+def linear_kto_loss(
+    hidden: Tensor,  # (B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T), or (N,)
+    mask: Tensor,  # like targets
+    ref_logprobs: Tensor,  # (B,)
+    desirable: Tensor,  # (B,)
+    *,
+    kl: float | Tensor | None = None,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    temperature: float | Tensor = 1.0,
+    sampling_mask: SamplingMask | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    memory_budget: int | str | None = None,
+    tp_group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_hidden_grad: bool = True,
+) -> KTOLoss:
+    """Computes `kto_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
+
+    The mismatched responses' log-ratios, for `kl`, come from `linear_token_logprobs` under `torch.no_grad()`.
+
+    Args:
+        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,
+            tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for B responses.
+        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
+        ref_logprobs: (B,), log-probabilities under the reference, summed over each response's valid tokens.
+        desirable, kl, beta, desirable_weight, undesirable_weight, denominator: as in `kto_loss`.
+        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N.
+
+    Returns:
+        KTOLoss, differentiable in hidden, weight and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `kto_loss` and `linear_token_logprobs`.
+    """
+    with TensorParallel.of(tp_group).reporting():
+        tokens = CheckedResponses.of(targets, mask, cu_seqlens)
+        ref = tokens.per_response("ref_logprobs", ref_logprobs)
+        numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, ref, "ref_logprobs")
+        count = divisor("denominator", denominator, tokens.responses.count)
+        logprobs = tokens.logprobs(
+            hidden,
+            weight,
+            bias=bias,
+            temperature=temperature,
+            sampling_mask=sampling_mask,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            logits_dtype=logits_dtype,
+            memory_budget=memory_budget,
+            tp_group=tp_group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            reduce_hidden_grad=reduce_hidden_grad,
+        )
+        return _of_responses(numbers, tokens.sums(logprobs), ref, count)
+
+
+class _Numbers(NamedTuple):
+    """The checked arguments that say how a response's log-ratio is judged."""
+
+    desirable: Tensor
+    kl: Tensor
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+
+    @classmethod
+    def of(
+        cls,
+        desirable: object,
+        kl: object,
+        beta: object,
+        desirable_weight: object,
+        undesirable_weight: object,
+        like: Tensor,
+        like_name: str,
+    ) -> _Numbers:
+        labels = checks.mask(desirable, like, like_name, name="desirable")
+        if labels is None:
+            raise TypeError("desirable must be a bool or 0/1 tensor, got NoneType")
+        return cls(
+            labels,
+            _estimate(kl, like, like_name),
+            checks.number("beta", beta, positive=True),
+            checks.number("desirable_weight", desirable_weight, positive=True),
+            checks.number("undesirable_weight", undesirable_weight, positive=True),
+        )
+
+
+def _estimate(kl: object, like: Tensor, like_name: str) -> Tensor:
+    """z, 0-dim and detached."""
+    if not isinstance(kl, Tensor):
+        return wide(like).new_full((), 0.0 if kl is None else checks.number("kl", kl))
+    kl = checks.tensor("kl", kl)
+    checks.same_device("kl", kl, like, like_name)
+    if kl.ndim > 1:
+        raise ValueError(f"kl must be 0-dim, or have shape (mismatched responses,), got {tuple(kl.shape)}")
+    found = wide(kl.detach())
+    return found if kl.ndim == 0 else (found.sum() / max(len(found), 1)).clamp_min(0)
+
+
+def _of_responses(numbers: _Numbers, logprobs: Tensor, ref: Tensor, denominator: float | Tensor) -> KTOLoss:
+    """The loss of checked sums (B,)."""
+    desirable, kl, beta, desirable_weight, undesirable_weight = numbers
+    dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    log_ratios = wide(logprobs) - wide(ref.detach())
+    shifted = beta * (log_ratios - kl)
+    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    losses = weights * shortfall(torch.where(desirable, shifted, -shifted))
+    return KTOLoss(
+        (losses.sum() / denominator).to(dtype),
+        (beta * log_ratios.detach()).to(dtype),
+        losses.detach().to(dtype),
+        kl.to(dtype),
+        logprobs.detach().to(dtype),
+    )

@@ -1,0 +1,230 @@
+"""Preference objectives as data: a formula of a pair's scores, what a score is, and a likelihood term.
+
+The formulas are in `preference_formulas.py`; this file holds their parameters, and the published algorithms as presets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastrl.base import checks
+from fastrl.objectives.preference_formulas import PREFERENCE_FORMULAS
+
+#: formula -> the fields of Preference that it reads beside beta
+_READS = {
+    name: {p.name for p in inspect.signature(formula).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for name, formula in PREFERENCE_FORMULAS.items()
+}
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A preference objective: a loss per pair of responses, `formula(chosen score, rejected score, beta)`.
+
+    formula: a key of `fastrl.objectives.preference_formulas.PREFERENCE_FORMULAS`, where each is written out; beta: > 0;
+    label_smoothing: the share of pairs assumed to be labelled the wrong way round, at least 0 and below 0.5; gamma: the
+    margin that beta times the difference of scores should exceed; tau: > 0, the width of DiscoPOP's blend; nll_coef:
+    what the negative log-likelihood of the chosen responses, a mean over the batch's tokens in nats, is multiplied by
+    before it is added; average: whether a score is a mean over the response's tokens, not a sum; reference: whether the
+    reference's log-probability is subtracted. A field that the formula does not read keeps its default.
+    """
+
+    formula: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = 0.0
+    tau: float = 0.05
+    nll_coef: float = 0.0
+    average: bool = False
+    reference: bool = True
+
+    def __post_init__(self) -> None:
+        if self.formula not in PREFERENCE_FORMULAS:
+            raise ValueError(
+                f"Preference.formula must be one of {', '.join(PREFERENCE_FORMULAS)}, got {self.formula!r}"
+            )
+        for name in ("beta", "tau"):
+            checks.number(f"Preference.{name}", getattr(self, name), positive=True)
+        for name in ("label_smoothing", "gamma", "nll_coef"):
+            checks.number(f"Preference.{name}", getattr(self, name))
+        if self.nll_coef < 0:
+            raise ValueError(f"Preference.nll_coef must be >= 0, got {self.nll_coef!r}")
+        if not 0 <= self.label_smoothing < 0.5 or (self.formula == "exo-pair" and self.label_smoothing == 0):
+            least = "> 0" if self.formula == "exo-pair" else ">= 0"
+            raise ValueError(
+                f"Preference.label_smoothing must be {least} and < 0.5 for formula={self.formula!r}, got"
+                f" {self.label_smoothing!r}"
+            )
+        for name in ("average", "reference"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Preference.{name} must be a bool, got {getattr(self, name)!r}")
+        if self.formula == "odds-ratio" and self.reference:
+            raise ValueError(
+                "Preference.reference must be False for formula='odds-ratio', which reads p itself, got True"
+            )
+        for field in dataclasses.fields(self):
+            optional = field.name in ("label_smoothing", "gamma", "tau") and field.name not in _READS[self.formula]
+            if optional and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"Preference.{field.name} is not read by formula={self.formula!r} and must be {field.default!r},"
+                    f" got {getattr(self, field.name)!r}"
+                )
+
+    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """The loss of each pair (pairs,) from the scores of its responses, float64 (pairs,) each."""
+        options = {name: getattr(self, name) for name in _READS[self.formula]}
+        return PREFERENCE_FORMULAS[self.formula](chosen, rejected, self.beta, **options)
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the responses' numbers of tokens enter the loss."""
+        return self.average or self.nll_coef != 0
+
+    def replace(self, **changes: Any) -> Preference:
+        """Returns a copy with the given fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _preference(overrides: dict[str, Any], **defaults: Any) -> Preference:
+    return Preference(**(defaults | overrides))
+
+
+def DPO(beta: float = 0.1, label_smoothing: float = 0.0, **fields: Any) -> Preference:
+    """DPO: `-log sigmoid(b)`, b = beta times the difference of the log-ratios (arXiv:2305.18290).
+
+    With `label_smoothing` e it is cDPO, `-(1 - e) log sigmoid(b) - e log sigmoid(-b)` (Mitchell, 2023). TRL's
+    `sigmoid_norm` has `average=True`.
+    """
+    return _preference(fields, formula="sigmoid", beta=beta, label_smoothing=label_smoothing)
+
+
+def IPO(beta: float = 0.1, **fields: Any) -> Preference:
+    """IPO: `(difference of the log-ratios - 1 / (2 beta))^2`, beta being the paper's tau (arXiv:2310.12036, eq. 17).
+
+    The log-ratios are means over each response's tokens, as in TRL, whose authors report that the paper's did so too;
+    the paper's text does not say it. `average=False` takes sums.
+    """
+    return _preference({"average": True} | fields, formula="ipo", beta=beta)
+
+
+def Hinge(beta: float = 0.1, **fields: Any) -> Preference:
+    """`max(0, 1 - b)`, with b as in DPO: the hinge of RSO (arXiv:2309.06657), as in TRL and Liger.
+
+    SLiC-HF (arXiv:2305.10425) has it without the reference: `reference=False`, and `nll_coef` for its second term.
+    """
+    return _preference(fields, formula="hinge", beta=beta)
+
+
+def RobustDPO(beta: float = 0.1, label_smoothing: float = 0.1, **fields: Any) -> Preference:
+    """Robust DPO: DPO's loss without the bias of labels flipped with probability e (arXiv:2403.00409).
+
+    `(-(1 - e) log sigmoid(b) + e log sigmoid(-b)) / (1 - 2 e)`, which may be negative.
+    """
+    return _preference(fields, formula="robust", beta=beta, label_smoothing=label_smoothing)
+
+
+def APOZero(beta: float = 0.1, **fields: Any) -> Preference:
+    """APO-zero: raises the chosen and lowers the rejected response, `1 - sigmoid(b_w) + sigmoid(b_l)`.
+
+    b_w and b_l are beta times each response's log-ratio (arXiv:2408.06266, eq. 7, plus 1, as in TRL).
+    """
+    return _preference(fields, formula="apo-zero", beta=beta)
+
+
+def APODown(beta: float = 0.1, **fields: Any) -> Preference:
+    """APO-down: lowers both responses, the rejected one more, `sigmoid(b_w) + 1 - sigmoid(b_w - b_l)`.
+
+    b_w and b_l are beta times each response's log-ratio (arXiv:2408.06266, eq. 8, plus 1, as in TRL).
+    """
+    return _preference(fields, formula="apo-down", beta=beta)
+
+
+def SPPO(beta: float = 0.1, **fields: Any) -> Preference:
+    """SPPO: `(log-ratio_w - 1 / (2 beta))^2 + (log-ratio_l + 1 / (2 beta))^2` (arXiv:2405.00675, eq. 4.7).
+
+    beta is the paper's 1 / eta, and a chosen response is preferred with probability 1, a rejected one with 0: TRL's and
+    Liger's `sppo_hard`. The paper estimates these probabilities by a preference model.
+    """
+    return _preference(fields, formula="sppo", beta=beta)
+
+
+def SimPO(beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, **fields: Any) -> Preference:
+    """SimPO: `-log sigmoid(beta (mean logp_w - mean logp_l) - gamma)`, without a reference (arXiv:2405.14734, eq. 6).
+
+    gamma is the paper's; its authors' code takes gamma / beta. TRL's and Liger's `gamma` is the paper's too.
+    """
+    own = {"average": True, "reference": False}
+    return _preference(own | fields, formula="sigmoid", beta=beta, gamma=gamma, label_smoothing=label_smoothing)
+
+
+def CPO(beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0, **fields: Any) -> Preference:
+    """CPO: `-log sigmoid(beta (logp_w - logp_l))` without a reference, plus the chosen responses' NLL.
+
+    The NLL is a mean over the batch's tokens, as in the authors' code, TRL and Liger (arXiv:2401.08417, eq. 3).
+    """
+    own = {"reference": False}
+    return _preference(own | fields, formula="sigmoid", beta=beta, label_smoothing=label_smoothing, nll_coef=nll_coef)
+
+
+def ORPO(beta: float = 0.1, nll_coef: float = 1.0, **fields: Any) -> Preference:
+    """ORPO: the chosen responses' NLL plus `-beta log sigmoid(log odds_w - log odds_l)` (arXiv:2403.07691, eq. 6).
+
+    odds = p / (1 - p) with p = exp(mean logp); beta is the paper's lambda. The NLL is that of the response; the
+    authors' code, and TRL, count the prompt's tokens in it: `nll_mask` of `linear_preference_loss`.
+    """
+    own = {"average": True, "reference": False}
+    return _preference(own | fields, formula="odds-ratio", beta=beta, nll_coef=nll_coef)
+
+
+def EXOPair(beta: float = 0.1, label_smoothing: float = 1e-3, **fields: Any) -> Preference:
+    """EXO for pairs: the reverse KL from the policy's choice to labels smoothed by e > 0 (arXiv:2402.00856, eq. 16)."""
+    return _preference(fields, formula="exo-pair", beta=beta, label_smoothing=label_smoothing)
+
+
+def NCAPair(beta: float = 0.1, **fields: Any) -> Preference:
+    """NCA for pairs: `-log sigmoid(b_w) - (log sigmoid(-b_w) + log sigmoid(-b_l)) / 2` (arXiv:2402.05369).
+
+    b_w and b_l are beta times each response's log-ratio.
+    """
+    return _preference(fields, formula="nca-pair", beta=beta)
+
+
+def BCOPair(beta: float = 0.1, **fields: Any) -> Preference:
+    """BCO for pairs: `-log sigmoid(b_w) - log sigmoid(-b_l)`, b as in NCAPair (arXiv:2404.04656).
+
+    As TRL's and Liger's `bco_pair`: without the paper's shift of the rewards by a running mean.
+    """
+    return _preference(fields, formula="bco-pair", beta=beta)
+
+
+def DiscoPOP(beta: float = 0.1, tau: float = 0.05, **fields: Any) -> Preference:
+    """DiscoPOP: `-(1 - s) log sigmoid(b) + s exp(-b)` with s = sigmoid(b / tau) (arXiv:2406.08414, eq. 5)."""
+    return _preference(fields, formula="discopop", beta=beta, tau=tau)
+
+
+#: Every preset by name; the command line and the tests read this table.
+PREFERENCES: dict[str, Callable[..., Preference]] = {
+    preset.__name__: preset
+    for preset in (
+        DPO,
+        IPO,
+        Hinge,
+        RobustDPO,
+        APOZero,
+        APODown,
+        SPPO,
+        SimPO,
+        CPO,
+        ORPO,
+        EXOPair,
+        NCAPair,
+        BCOPair,
+        DiscoPOP,
+    )
+}
