@@ -193,7 +193,7 @@ def _of_responses(numbers: _Numbers, logprobs: Tensor, ref: Tensor, denominator:
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     log_ratios = wide(logprobs) - wide(ref.detach())
     shifted = beta * (log_ratios - kl)
-    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    weights = torch.full_like(shifted, undesirable_weight).masked_fill(desirable, desirable_weight)
     losses = weights * shortfall(torch.where(desirable, shifted, -shifted))
     return KTOLoss(
         (losses.sum() / denominator).to(dtype),

@@ -91,8 +91,8 @@ class Preference:
         return dataclasses.replace(self, **changes)
 
 
-def _preference(overrides: dict[str, Any], **defaults: Any) -> Preference:
-    return Preference(**(defaults | overrides))
+def _preference(overrides: dict[str, Any], formula: str, **defaults: Any) -> Preference:
+    return Preference(formula=formula, **(defaults | overrides))
 
 
 def DPO(beta: float = 0.1, label_smoothing: float = 0.0, **fields: Any) -> Preference:
@@ -101,7 +101,7 @@ def DPO(beta: float = 0.1, label_smoothing: float = 0.0, **fields: Any) -> Prefe
     With `label_smoothing` e it is cDPO, `-(1 - e) log sigmoid(b) - e log sigmoid(-b)` (Mitchell, 2023). TRL's
     `sigmoid_norm` has `average=True`.
     """
-    return _preference(fields, formula="sigmoid", beta=beta, label_smoothing=label_smoothing)
+    return _preference(fields, "sigmoid", beta=beta, label_smoothing=label_smoothing)
 
 
 def IPO(beta: float = 0.1, **fields: Any) -> Preference:
@@ -110,7 +110,7 @@ def IPO(beta: float = 0.1, **fields: Any) -> Preference:
     The log-ratios are means over each response's tokens, as in TRL, whose authors report that the paper's did so too;
     the paper's text does not say it. `average=False` takes sums.
     """
-    return _preference({"average": True} | fields, formula="ipo", beta=beta)
+    return _preference(fields, "ipo", beta=beta, average=True)
 
 
 def Hinge(beta: float = 0.1, **fields: Any) -> Preference:
@@ -118,7 +118,7 @@ def Hinge(beta: float = 0.1, **fields: Any) -> Preference:
 
     SLiC-HF (arXiv:2305.10425) has it without the reference: `reference=False`, and `nll_coef` for its second term.
     """
-    return _preference(fields, formula="hinge", beta=beta)
+    return _preference(fields, "hinge", beta=beta)
 
 
 def RobustDPO(beta: float = 0.1, label_smoothing: float = 0.1, **fields: Any) -> Preference:
@@ -126,7 +126,7 @@ def RobustDPO(beta: float = 0.1, label_smoothing: float = 0.1, **fields: Any) ->
 
     `(-(1 - e) log sigmoid(b) + e log sigmoid(-b)) / (1 - 2 e)`, which may be negative.
     """
-    return _preference(fields, formula="robust", beta=beta, label_smoothing=label_smoothing)
+    return _preference(fields, "robust", beta=beta, label_smoothing=label_smoothing)
 
 
 def APOZero(beta: float = 0.1, **fields: Any) -> Preference:
@@ -134,7 +134,7 @@ def APOZero(beta: float = 0.1, **fields: Any) -> Preference:
 
     b_w and b_l are beta times each response's log-ratio (arXiv:2408.06266, eq. 7, plus 1, as in TRL).
     """
-    return _preference(fields, formula="apo-zero", beta=beta)
+    return _preference(fields, "apo-zero", beta=beta)
 
 
 def APODown(beta: float = 0.1, **fields: Any) -> Preference:
@@ -142,7 +142,7 @@ def APODown(beta: float = 0.1, **fields: Any) -> Preference:
 
     b_w and b_l are beta times each response's log-ratio (arXiv:2408.06266, eq. 8, plus 1, as in TRL).
     """
-    return _preference(fields, formula="apo-down", beta=beta)
+    return _preference(fields, "apo-down", beta=beta)
 
 
 def SPPO(beta: float = 0.1, **fields: Any) -> Preference:
@@ -151,7 +151,7 @@ def SPPO(beta: float = 0.1, **fields: Any) -> Preference:
     beta is the paper's 1 / eta, and a chosen response is preferred with probability 1, a rejected one with 0: TRL's and
     Liger's `sppo_hard`. The paper estimates these probabilities by a preference model.
     """
-    return _preference(fields, formula="sppo", beta=beta)
+    return _preference(fields, "sppo", beta=beta)
 
 
 def SimPO(beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, **fields: Any) -> Preference:
@@ -159,8 +159,8 @@ def SimPO(beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, *
 
     gamma is the paper's; its authors' code takes gamma / beta. TRL's and Liger's `gamma` is the paper's too.
     """
-    own = {"average": True, "reference": False}
-    return _preference(own | fields, formula="sigmoid", beta=beta, gamma=gamma, label_smoothing=label_smoothing)
+    own = {"beta": beta, "gamma": gamma, "label_smoothing": label_smoothing}
+    return _preference(fields, "sigmoid", average=True, reference=False, **own)
 
 
 def CPO(beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0, **fields: Any) -> Preference:
@@ -168,8 +168,8 @@ def CPO(beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0, 
 
     The NLL is a mean over the batch's tokens, as in the authors' code, TRL and Liger (arXiv:2401.08417, eq. 3).
     """
-    own = {"reference": False}
-    return _preference(own | fields, formula="sigmoid", beta=beta, label_smoothing=label_smoothing, nll_coef=nll_coef)
+    own = {"beta": beta, "label_smoothing": label_smoothing, "nll_coef": nll_coef}
+    return _preference(fields, "sigmoid", reference=False, **own)
 
 
 def ORPO(beta: float = 0.1, nll_coef: float = 1.0, **fields: Any) -> Preference:
@@ -178,13 +178,12 @@ def ORPO(beta: float = 0.1, nll_coef: float = 1.0, **fields: Any) -> Preference:
     odds = p / (1 - p) with p = exp(mean logp); beta is the paper's lambda. The NLL is that of the response; the
     authors' code, and TRL, count the prompt's tokens in it: `nll_mask` of `linear_preference_loss`.
     """
-    own = {"average": True, "reference": False}
-    return _preference(own | fields, formula="odds-ratio", beta=beta, nll_coef=nll_coef)
+    return _preference(fields, "odds-ratio", beta=beta, nll_coef=nll_coef, average=True, reference=False)
 
 
 def EXOPair(beta: float = 0.1, label_smoothing: float = 1e-3, **fields: Any) -> Preference:
     """EXO for pairs: the reverse KL from the policy's choice to labels smoothed by e > 0 (arXiv:2402.00856, eq. 16)."""
-    return _preference(fields, formula="exo-pair", beta=beta, label_smoothing=label_smoothing)
+    return _preference(fields, "exo-pair", beta=beta, label_smoothing=label_smoothing)
 
 
 def NCAPair(beta: float = 0.1, **fields: Any) -> Preference:
@@ -192,7 +191,7 @@ def NCAPair(beta: float = 0.1, **fields: Any) -> Preference:
 
     b_w and b_l are beta times each response's log-ratio.
     """
-    return _preference(fields, formula="nca-pair", beta=beta)
+    return _preference(fields, "nca-pair", beta=beta)
 
 
 def BCOPair(beta: float = 0.1, **fields: Any) -> Preference:
@@ -200,12 +199,12 @@ def BCOPair(beta: float = 0.1, **fields: Any) -> Preference:
 
     As TRL's and Liger's `bco_pair`: without the paper's shift of the rewards by a running mean.
     """
-    return _preference(fields, formula="bco-pair", beta=beta)
+    return _preference(fields, "bco-pair", beta=beta)
 
 
 def DiscoPOP(beta: float = 0.1, tau: float = 0.05, **fields: Any) -> Preference:
     """DiscoPOP: `-(1 - s) log sigmoid(b) + s exp(-b)` with s = sigmoid(b / tau) (arXiv:2406.08414, eq. 5)."""
-    return _preference(fields, formula="discopop", beta=beta, tau=tau)
+    return _preference(fields, "discopop", beta=beta, tau=tau)
 
 
 #: Every preset by name; the command line and the tests read this table.

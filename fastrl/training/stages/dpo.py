@@ -1,37 +1,61 @@
-"""`fastrl dpo`: direct preference optimisation on {"prompt", "chosen": string, "rejected": string} rows.
+"""`fastrl dpo`: preference optimisation on {"prompt", "chosen": string, "rejected": string} rows, by any preference.
+
+    [loss]
+    name = "simpo"                 # any key of fastrl.PREFERENCES, in any case; the default is "dpo"
+    gamma = 0.5                    # an option of that preset
 
 The reference is the policy that the run starts from. Its log-probabilities of the data are computed once, before the
-first update, so no second model is kept; checkpoints hold them.
+first update, so no second model is kept; checkpoints hold them. A preference without a reference needs none of that.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import create_model, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
-from fastrl import linear_dpo_loss
+from fastrl import PREFERENCES, Preference, linear_preference_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy, reference_of
+from fastrl.training.common.preset_config import PresetConfig, Presets
 from fastrl.training.common.rollout import hidden_states, rollout_logprobs
-from fastrl.training.common.settings import Section
 from fastrl.training.stages.config import TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, command, train_policy
 from fastrl.training.stages.rows import Reader, Tokens, as_rollout
 
 
-class LossConfig(Section):
-    """The loss."""
+class _LossBase(PresetConfig):
+    """The loss: a preference."""
 
-    beta: float = Field(0.1, gt=0)
-    """How strongly the policy is held to the reference."""
+    known = Presets.of(PREFERENCES, Preference, without=("formula",))
+
+    name: str = "dpo"
+    """The preset."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_beta(cls, table: Any) -> Any:
+        # Every preset has a beta; the checkpoints of runs from before there was more than one hold theirs.
+        preset = cls.known.functions.get(str(table.get("name", "dpo")).lower()) if isinstance(table, dict) else None
+        if preset is None or table.get("beta") is not None:
+            return table
+        return table | {"beta": inspect.signature(preset).parameters["beta"].default}
+
+    def build(self) -> Preference:
+        """The preference: the preset called with its options."""
+        preference: Preference = super().build()
+        return preference
+
+
+LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields())
 
 
 class Config(TokenStageConfig):
-    """Everything that direct preference optimisation depends on."""
+    """Everything that preference optimisation depends on."""
 
     loss: LossConfig = LossConfig()
 
@@ -45,44 +69,64 @@ class Pair:
     reference: tuple[float, float] = (0.0, 0.0)
 
 
-class DPO(PolicyStage[Pair]):
-    """-log sigmoid of beta times how much more the policy prefers the chosen completion than the reference does."""
+class Total(NamedTuple):
+    """What the means of an update run over."""
+
+    pairs: int
+    likely: int
+    """Tokens of the chosen completions, over which a likelihood term is averaged."""
+
+
+class PreferenceStage(PolicyStage[Pair]):
+    """A preference of the policy, or of how it has changed since the run began, for the chosen completion."""
 
     shown = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "lr", "grad_norm")
 
-    def __init__(self, policy: Policy, training: TokenTrainingConfig, beta: float) -> None:
+    def __init__(self, policy: Policy, training: TokenTrainingConfig, objective: Preference) -> None:
         super().__init__(policy, training)
-        self.beta = beta
+        self.objective = objective
 
-    def part(self, rows: Sequence[Pair], total: int) -> tuple[Tensor, dict[str, float]]:
+    def total(self, rows: Sequence[Pair]) -> Total:
+        """The number of pairs, and of the chosen completions' tokens."""
+        return Total(len(rows), sum(len(row.chosen.completion) for row in rows))
+
+    def part(self, rows: Sequence[Pair], total: Total) -> tuple[Tensor, dict[str, float]]:
         """The loss summed over the pairs, divided by the number of the update's pairs."""
         policy, batch = self.policy, as_rollout(self.policy, both(rows))
         layout = batch.loss_arguments(self.packing)
         targets = layout["targets"]
-        reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
+        reference = None
+        if self.objective.reference:
+            reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
         with policy.computing():
-            result = linear_dpo_loss(
+            result = linear_preference_loss(
                 hidden_states(policy, batch, self.packing),
                 policy.weight,
                 targets,
                 torch.ones_like(targets, dtype=torch.bool) if self.packing else layout["mask"],
-                torch.tensor(reference, device=policy.device),
-                beta=self.beta,
+                None if reference is None else torch.tensor(reference, device=policy.device),
+                objective=self.objective,
+                denominator=total.pairs,
+                nll_denominator=total.likely,
                 cu_seqlens=layout.get("cu_seqlens"),
                 memory_budget=self.memory_budget,
                 **policy.head,
             )
         numbers = {
-            "accuracy": float((result.margins > 0).sum()) / total,
-            "margin": float(result.margins.sum()) / total,
-            "chosen_reward": float(result.chosen_rewards.sum()) / total,
-            "rejected_reward": float(result.rejected_rewards.sum()) / total,
+            "accuracy": float((result.margins > 0).sum()) / total.pairs,
+            "margin": float(result.margins.sum()) / total.pairs,
+            "chosen_reward": float(result.chosen_rewards.sum()) / total.pairs,
+            "rejected_reward": float(result.rejected_rewards.sum()) / total.pairs,
             "tokens": float(batch.mask.sum()),
         }
-        return result.loss * (len(rows) / total), numbers
+        if result.nll is not None:
+            numbers["nll"] = float(result.nll)
+        return result.loss, numbers
 
-    def before(self, rows: Sequence[Pair], size: int) -> Tensor:
+    def before(self, rows: Sequence[Pair], size: int) -> Tensor | None:
         """The current policy's log-probabilities of chosen and rejected, without its adapters: (pairs, 2)."""
+        if not self.objective.reference:
+            return None
         reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
         logprobs = [torch.empty(0, 2)]
         for first in tqdm(range(0, len(rows), size), desc="reference", unit="batch", disable=None if rows else True):
@@ -119,8 +163,10 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     Raises UserError before the first update for input that cannot be used.
     """
 
-    def make(policy: Policy) -> DPO:
-        return DPO(policy, config.training, config.loss.beta)
+    objective = config.loss.build()
+
+    def make(policy: Policy) -> PreferenceStage:
+        return PreferenceStage(policy, config.training, objective)
 
     return train_policy(make, parse, both, config, "dpo", resume, per_row=2)
 

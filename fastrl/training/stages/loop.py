@@ -44,9 +44,13 @@ class Stage(ABC, Generic[Row]):
         """The row's weight in the loss's mean: how many of the averaged items it holds."""
         return 1
 
+    def total(self, rows: Sequence[Row]) -> Any:
+        """What an update's rows are averaged over: the sum of their weights, or more for a loss of several means."""
+        return sum(self.weight(row) for row in rows)
+
     @abstractmethod
-    def part(self, rows: Sequence[Row], total: int) -> tuple[Tensor, Mapping[str, float | Tensor]]:
-        """The rows' part of the loss over all rows of an update, whose weights sum to `total`, and of its metrics.
+    def part(self, rows: Sequence[Row], total: Any) -> tuple[Tensor, Mapping[str, float | Tensor]]:
+        """The rows' part of the loss over all rows of an update, of which `total` is given, and of its metrics.
 
         Parts add up to the loss and the metrics of the whole update, however its rows are split. A metric is a number,
         or a detached scalar, for which the host does not wait.
@@ -222,7 +226,7 @@ def command(
 
 def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
     """The loss over the rows and its metrics, `size` rows at a time; with `backward` its gradient is accumulated."""
-    total = sum(stage.weight(row) for row in rows)
+    total = stage.total(rows)
     sums: dict[str, float | Tensor] = defaultdict(float)
     for first in range(0, len(rows), size):
         with torch.set_grad_enabled(backward), checkpointing(stage.model):

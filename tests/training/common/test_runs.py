@@ -154,7 +154,7 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
     check_every_file(command, folder / "checkpoints" / "step-000006", capfd)
     check_the_record(command, folder / "metrics.jsonl", capfd)
     # It is in the checkpoint: the model may have moved since.
-    monkeypatch.delattr("fastrl.training.stages.dpo.DPO.before")
+    monkeypatch.delattr("fastrl.training.stages.dpo.PreferenceStage.before")
     assert main([*command, "--resume"]) == 0
     assert repeatable(folder) == repeatable(whole)
     assert results(folder) == results(whole) and all(results(whole))

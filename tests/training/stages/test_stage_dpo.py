@@ -8,10 +8,11 @@ import torch
 from digit_models import add_noise, assert_gradient, gradient_of
 from run_files import records
 
+import fastrl
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.stages.config import TokenTrainingConfig
-from fastrl.training.stages.dpo import DPO, Config, Pair, train
+from fastrl.training.stages.dpo import Config, Pair, PreferenceStage, train
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens
 
@@ -25,8 +26,8 @@ PAIRS = [
 BETA = 0.7
 
 
-def stage(policy, packing=False):
-    return DPO(policy, TokenTrainingConfig(packing=packing), BETA)
+def stage(policy, packing=False, objective=None):
+    return PreferenceStage(policy, TokenTrainingConfig(packing=packing), objective or fastrl.DPO(BETA))
 
 
 def logprob(model, tokens):
