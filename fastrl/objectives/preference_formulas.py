@@ -24,6 +24,11 @@ def _logistic(x: Tensor) -> Tensor:
     return with_derivative(-torch.nn.functional.logsigmoid(x), -torch.sigmoid(-x), x)
 
 
+def _either(b: Tensor, right: float, wrong: float) -> Tensor:
+    """-right log sigmoid(b) - wrong log sigmoid(-b); a term without weight is not there, infinite or not."""
+    return right * _logistic(b) if wrong == 0 else right * _logistic(b) + wrong * _logistic(-b)
+
+
 def shortfall(x: Tensor) -> Tensor:
     """1 - sigmoid(x)."""
     return with_derivative(torch.sigmoid(-x), -torch.sigmoid(x) * torch.sigmoid(-x), x)
@@ -46,16 +51,12 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, *, label_smoothing: float, gamma: float) -> Tensor:
     """-(1 - e) log sigmoid(b) - e log sigmoid(-b), b = beta (chosen - rejected) - gamma."""
-    b = beta * (chosen - rejected) - gamma
-    if label_smoothing == 0:
-        return _logistic(b)  # which may be 0 where that of -b is infinite
-    return (1 - label_smoothing) * _logistic(b) + label_smoothing * _logistic(-b)
+    return _either(beta * (chosen - rejected) - gamma, 1 - label_smoothing, label_smoothing)
 
 
 def robust(chosen: Tensor, rejected: Tensor, beta: float, *, label_smoothing: float) -> Tensor:
     """(-(1 - e) log sigmoid(b) + e log sigmoid(-b)) / (1 - 2 e)."""
-    b = beta * (chosen - rejected)
-    return ((1 - label_smoothing) * _logistic(b) - label_smoothing * _logistic(-b)) / (1 - 2 * label_smoothing)
+    return _either(beta * (chosen - rejected), 1 - label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing)
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float, *, gamma: float) -> Tensor:
