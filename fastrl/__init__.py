@@ -4,9 +4,16 @@ It computes token log-probabilities, entropies and whole policy losses, with the
 states and the output head, without an (N, V) float32 tensor.
 """
 
-from fastrl.advantages.outcome import gae, group_advantages, rloo_advantages, value_loss
+from fastrl.advantages.outcome import gae, group_advantages, length_adaptive_lambda, rloo_advantages, value_loss
 from fastrl.advantages.process import process_advantages
+from fastrl.advantages.relative import (
+    decoupled_group_advantages,
+    maxrl_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+)
 from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
+from fastrl.advantages.token_baseline import optimal_token_baseline_advantages
 from fastrl.backend.choice import backends, use_backend
 from fastrl.base.checks import check_inputs
 from fastrl.losses.cross_entropy import linear_cross_entropy
@@ -133,12 +140,14 @@ __all__ = [
     "TokenStats",
     "backends",
     "check_inputs",
+    "decoupled_group_advantages",
     "dpo_loss",
     "gae",
     "gathered_logprobs",
     "group_advantages",
     "kl_penalized_rewards",
     "kto_loss",
+    "length_adaptive_lambda",
     "linear_cross_entropy",
     "linear_divergence",
     "linear_dpo_loss",
@@ -148,7 +157,11 @@ __all__ = [
     "linear_preference_loss",
     "linear_token_logprobs",
     "logits_policy_loss",
+    "maxrl_advantages",
+    "opo_advantages",
+    "optimal_token_baseline_advantages",
     "overlong_penalty",
+    "pass_at_k_advantages",
     "plan_memory",
     "policy_loss",
     "preference_loss",

@@ -1,14 +1,14 @@
-"""Advantages from rewards, which `policy_loss` multiplies log-probabilities by, and the value loss."""
+"""Advantages from rewards, which `policy_loss` multiplies log-probabilities by; GAE and the value loss."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fastrl.advantages.groups import centred, check_normalisation, normalised, number_between, rewards_and_groups
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
 
@@ -42,24 +42,9 @@ def group_advantages(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
-    if isinstance(ddof, bool) or ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 or 1, got {ddof!r}")
-    _number_between("eps", eps, 0.0)
-    present, groups = _rewards_and_groups(rewards, group_ids)
-    centred, counts = _centred(rewards.detach(), present, groups)
-    if scale == "none":
-        return centred.float()
-    deviation = centred
-    if scale == "batch":
-        # One group for the whole batch: the spread between prompts counts too.
-        groups = torch.zeros_like(groups)
-        deviation, counts = _centred(rewards.detach(), present, groups)
-    variance = _group_sum(deviation.square(), groups) / (counts - ddof).clamp(min=1)
-    divisor = variance.sqrt() + eps
-    # With eps=0 a zero divisor means that all of its numerators are zero as well.
-    return (centred / torch.where(divisor > 0, divisor, 1.0)).float()
+    check_normalisation(scale, ddof, eps)
+    present, groups = rewards_and_groups(rewards, group_ids)
+    return normalised(rewards.detach(), present, groups, scale, ddof, eps).float()
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
@@ -79,9 +64,9 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device.
     """
-    present, groups = _rewards_and_groups(rewards, group_ids)
-    centred, counts = _centred(rewards.detach(), present, groups)
-    return (centred * counts / (counts - 1).clamp(min=1)).float()
+    present, groups = rewards_and_groups(rewards, group_ids)
+    centre, counts = centred(rewards.detach(), present, groups)
+    return (centre * counts / (counts - 1).clamp(min=1)).float()
 
 
 def gae(
@@ -90,7 +75,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Tensor = 0.95,
     bootstrap: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +89,9 @@ def gae(
         values: the critic's value before each token, shaped like `rewards`.
         mask: bool or 0/1, shaped like `rewards`, 1 = valid.
         gamma: the discount per token, in [0, 1].
-        lam: the decay of the estimator, in [0, 1].
+        lam: the decay of the estimator, in [0, 1]: a number, or a floating-point tensor `(B,)` with one for each
+            response, as from `length_adaptive_lambda`. A tensor's values are checked where they may be read: on the
+            CPU, and inside `check_inputs()`.
         bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
             0 for all of them by default.
         cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last.
@@ -119,9 +106,12 @@ def gae(
     checks.tensor("rewards", rewards)
     same_layout("values", values, "rewards", rewards)
     valid = token_mask(mask, "rewards", rewards)
-    _number_between("gamma", gamma, 0.0, 1.0)
-    _number_between("lam", lam, 0.0, 1.0)
+    number_between("gamma", gamma, 0.0, 1.0)
     numbers, responses = response_numbers("rewards", rewards, cu_seqlens)
+    if isinstance(lam, Tensor):
+        _check_lambdas(lam, responses, rewards)
+    else:
+        number_between("lam", lam, 0.0, 1.0)
     if bootstrap is None:
         final_values = rewards.new_zeros(responses, dtype=torch.float64)
     else:
@@ -139,7 +129,8 @@ def gae(
     same = key[1:] == key[:-1]
     next_value[:-1] = torch.where(same, value[1:], next_value[:-1])
     delta = reward + gamma * next_value - value
-    advantage = _discounted_sum(delta, key, gamma * lam)
+    decay = gamma * (lam.detach().double()[numbers] if isinstance(lam, Tensor) else lam)
+    advantage = _discounted_sum(delta, key, decay)
 
     skipped = key % 2 == 1
     advantages = torch.empty_like(advantage)
@@ -147,6 +138,30 @@ def gae(
     advantages[order] = advantage.masked_fill(skipped, 0.0)
     returns[order] = (advantage + value).masked_fill(skipped, 0.0)
     return advantages.float().reshape(rewards.shape), returns.float().reshape(rewards.shape)
+
+
+def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
+    """A lambda for each response, `1 - 1 / (alpha length)`: longer responses look further ahead.
+
+    Length-adaptive GAE (VAPO, Yue et al., 2025, arXiv:2504.05118), where alpha is 0.05: the weights
+    `lambda^l` of GAE then sum to about `alpha length`. The paper's lambda is negative below `1 / alpha` tokens; here it
+    is 0 there. Its critic learns from returns with lambda 1: those of a second call of `gae`.
+
+    Args:
+        lengths: `(B,)` integers, the number of tokens of each response.
+        alpha: the horizon as a share of the length, > 0.
+
+    Returns:
+        `(B,)` float32 in [0, 1), the `lam` of `gae`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or value.
+    """
+    checks.tensor("lengths", lengths, INTEGER_DTYPES)
+    if lengths.ndim != 1:
+        raise ValueError(f"lengths must have shape (responses,), got {tuple(lengths.shape)}")
+    checks.number("alpha", alpha, positive=True)
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=0.0).float()
 
 
 def value_loss(
@@ -204,10 +219,13 @@ def value_loss(
     return 0.5 * squared.sum() / total
 
 
-def _number_between(name: str, value: object, low: float, high: float = math.inf) -> None:
-    """Raise unless `value` is a finite number in [low, high]."""
-    if not low <= checks.number(name, value) <= high:
-        raise ValueError(f"{name} must be >= {low:g}{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}")
+def _check_lambdas(lam: Tensor, responses: int, like: Tensor) -> None:
+    """Check a lambda for each response: its shape, its device, and where they may be read, its values."""
+    checks.tensor("lam", lam)
+    checks.shape("lam", lam, (responses,), "one per response")
+    checks.same_device("lam", lam, like, "rewards")
+    if checks.values_are_checked(lam) and not bool(((lam >= 0) & (lam <= 1)).all()):
+        raise ValueError(f"lam must be >= 0 and <= 1, got {lam.tolist()[:16]}")
 
 
 def _denominator(denominator: float | Tensor | None, valid: Tensor) -> Tensor | float:
@@ -221,69 +239,16 @@ def _denominator(denominator: float | Tensor | None, valid: Tensor) -> Tensor | 
     return torch.where(denominator > 0, denominator, 1).detach()
 
 
-def _rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Tensor]:
-    """Checks both; returns which rewards are present, `(B,)` bool, and their groups in [0, B), `(B,)` int64."""
-    rewards = checks.in_memory("rewards", rewards)
-    if rewards.is_complex():
-        raise TypeError(f"rewards must be real, got {rewards.dtype}")
-    if rewards.ndim != 1:
-        raise ValueError(f"rewards must have shape (responses,), got {tuple(rewards.shape)}")
-    return ~torch.isnan(rewards), group_numbers(group_ids, rewards.numel(), rewards.device)
+def _discounted_sum(x: Tensor, key: Tensor, decay: float | Tensor) -> Tensor:
+    """`y_t = x_t + decay_t y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps instead of N.
 
-
-def group_numbers(group_ids: object, count: int, device: torch.device) -> Tensor:
-    """Checks the ids; returns each response's group as a number in [0, count), `(count,)` int64 on `device`."""
-    if not isinstance(group_ids, Tensor):
-        return _number_hashables(group_ids, count).to(device)
-    checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
-    checks.shape("group_ids", group_ids, (count,), "one per response")
-    if group_ids.device != device:
-        raise ValueError(f"group_ids must be on {device} like rewards, got {group_ids.device}")
-    # The same numbers as from torch.unique, but without sending the number of groups to the host.
-    ids, order = torch.sort(group_ids, stable=True)
-    is_new = torch.zeros_like(order)
-    is_new[1:] = ids[1:] != ids[:-1]
-    groups = torch.empty_like(order)
-    groups[order] = is_new.cumsum(0)
-    return groups
-
-
-def _number_hashables(group_ids: object, count: int) -> Tensor:
-    """Numbers the ids of a list in order of appearance."""
-    if not isinstance(group_ids, Sequence) or isinstance(group_ids, str | bytes):
-        raise TypeError(f"group_ids must be an integer tensor or a list, got {type(group_ids).__name__}")
-    if len(group_ids) != count:
-        raise ValueError(f"group_ids must hold {count} ids, one a reward, got {len(group_ids)}")
-    seen: dict[Hashable, int] = {}
-    for position, group in enumerate(group_ids):
-        if not isinstance(group, Hashable):
-            raise TypeError(f"group_ids[{position}] must be hashable, got {type(group).__name__}")
-        seen.setdefault(group, len(seen))
-    return torch.tensor([seen[group] for group in group_ids], dtype=torch.int64)
-
-
-def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
-    """The sum over each element's group, per element."""
-    return torch.zeros_like(x).index_add_(0, groups, x)[groups]
-
-
-def _centred(rewards: Tensor, present: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards minus their group's mean, float64, 0 if absent; and the number of present rewards of each one's group."""
-    exact = rewards.double()
-    lowest = torch.full_like(exact, math.inf).scatter_reduce(0, groups, exact.where(present, math.inf), "amin")[groups]
-    # Subtracting a member first makes equal rewards exactly 0; subtracting only their rounded mean would not.
-    shifted = (exact - lowest).where(present, 0.0)
-    counts = _group_sum(present.double(), groups)
-    return (shifted - _group_sum(shifted, groups) / counts.clamp(min=1)).where(present, 0.0), counts
-
-
-def _discounted_sum(x: Tensor, key: Tensor, decay: float) -> Tensor:
-    """`y_t = x_t + decay * y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps instead of N."""
-    total = x
-    step = 1
-    # After k rounds total_t holds the first 2^k terms. A decay of 0 ends the loop: 0 * NaN would reach other tokens.
-    while step < x.numel() and decay > 0.0:
-        same = key[step:] == key[:-step]
-        total = torch.cat([total[:-step] + torch.where(same, decay * total[step:], 0.0), total[-step:]])
-        decay, step = decay * decay, 2 * step
+    decay: a number, or `(N,)` with one number in each run.
+    """
+    total, step = x, 1
+    rate = decay if isinstance(decay, Tensor) else x.new_full(x.shape, decay)
+    # After k rounds total_t holds the first 2^k terms. Where the rate is 0, 0 * NaN would reach other tokens.
+    while step < x.numel():
+        reaches = (key[step:] == key[:-step]) & (rate[:-step] > 0)
+        total = torch.cat([total[:-step] + torch.where(reaches, rate[:-step] * total[step:], 0.0), total[-step:]])
+        rate, step = rate * rate, 2 * step
     return total

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.advantages.outcome import group_advantages, group_numbers
+from fastrl.advantages.groups import group_numbers
+from fastrl.advantages.outcome import group_advantages
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES, check_cu_seqlens
 

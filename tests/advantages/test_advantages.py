@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from random_calls import exact_advantages as exact
 from refused import refused
 
-from fastrl.advantages.outcome import gae, group_advantages, rloo_advantages, value_loss
+from fastrl.advantages.outcome import gae, group_advantages, length_adaptive_lambda, rloo_advantages, value_loss
+from fastrl.advantages.relative import (
+    decoupled_group_advantages,
+    maxrl_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+)
 from fastrl.advantages.rewards import kl_penalized_rewards
+from fastrl.advantages.token_baseline import optimal_token_baseline_advantages
 
 NAN = math.nan
 reward = st.floats(-100, 100, width=32)
@@ -146,6 +153,14 @@ def test_a_gpu_gives_the_same_numbers_without_waiting_for_the_host():
         yield sums, rloo_advantages(rewards[:, 0], ids)
         yield sums, gae(rewards, values, mask, gamma=0.9)
         yield sums, gae(*flat, cu_seqlens=cu_seqlens)
+        yield sums, gae(rewards, values, mask, lam=length_adaptive_lambda(mask.sum(1), alpha=0.4))
+        yield sums, maxrl_advantages(rewards[:, 0].abs(), ids)
+        yield sums, opo_advantages(rewards[:, 0], ids, mask.sum(1))
+        yield sums, pass_at_k_advantages(rewards[:, 0], ids)
+        yield sums, pass_at_k_advantages(rewards[:, 0], ids, k=3)
+        yield sums, decoupled_group_advantages(rewards, ids, weights=[0.5] * 9)
+        norms = logprobs.view(40, 9)  # any number <= 0 will do
+        yield sums, optimal_token_baseline_advantages(rewards, norms, norms, mask, ids)
         yield sums, value_loss(values, returns, mask, old_values=returns, clip=0.2)
         for kind in ("k1", "k2", "k3"):
             penalty = {"beta": 0.1, "kind": kind, "cu_seqlens": cu_seqlens}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_calls import exact_advantages as exact
 from refused import refused
 
-from fastrl.advantages.outcome import gae, value_loss
+from fastrl.advantages.outcome import gae, length_adaptive_lambda, value_loss
 
 NAN = math.nan
 
@@ -37,6 +37,51 @@ def test_gae_is_the_recursion_of_each_response_padded_or_packed(rows, gamma, lam
     for which in (0, 1):
         assert_rounded(flat[which], [x for response in oracle for x in response[which]])
         assert_rounded_rows(whole[which], [response[which] for response in oracle])
+
+
+@few
+@given(responses, discount, st.data())
+def test_a_lambda_for_each_response_is_that_responses_own(rows, gamma, data):
+    lams = data.draw(st.lists(discount, min_size=len(rows), max_size=len(rows)))
+    # A lambda of 0 reads one token on only: a NaN behind it, in its own response or the next, stays where it is.
+    rows = [[(r, v, m) if m else (NAN, NAN, m) for r, v, m in row] for row in rows]
+    lam = torch.tensor(lams, dtype=torch.float64)
+    whole = gae(padded(rows, 0, NAN), padded(rows, 1, NAN), padded(rows, 2, False).bool(), gamma=gamma, lam=lam)
+    columns = [packed(rows, 0), packed(rows, 1), packed(rows, 2, torch.bool)]
+    flat = gae(*columns, cu_seqlens=starts(rows), gamma=gamma, lam=lam)
+    oracle = [
+        exact.gae(*map(list, zip(*row, strict=True)), gamma, own, 0.0) if row else ([], [])
+        for row, own in zip(rows, lams, strict=True)
+    ]
+    for which in (0, 1):
+        assert_rounded(flat[which], [x for response in oracle for x in response[which]])
+        assert_rounded_rows(whole[which], [response[which] for response in oracle])
+
+
+def test_a_nan_stays_behind_a_lambda_of_zero():
+    rewards = torch.zeros(2, 3)
+    rewards[:, 2] = NAN
+    advantages, _ = gae(rewards, torch.zeros(2, 3), torch.ones(2, 3), lam=torch.tensor([0.0, 1.0]))
+    assert advantages.isnan().tolist() == [[False, False, True], [True] * 3]
+
+
+def test_length_adaptive_lambda_by_hand():
+    # 1 - 1 / (0.05 * 100), 1 - 1 / (0.05 * 8000), and 0 at 20 tokens and below, where the formula gives -1 and less
+    lengths = torch.tensor([100, 8000, 20, 10, 0], dtype=torch.int32)
+    assert_rounded(length_adaptive_lambda(lengths), [0.8, 0.9975, 0.0, 0.0, 0.0])
+    assert_rounded(length_adaptive_lambda(torch.tensor([4]), alpha=2), [1 - 1 / 8])
+    assert length_adaptive_lambda(torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@refused(
+    ({"lengths": [3]}, TypeError, "lengths must be a tensor.*list"),
+    ({"lengths": torch.ones(2)}, TypeError, "lengths must be one of.*float32"),
+    ({"lengths": torch.ones(2, 2).long()}, ValueError, r"lengths must have shape \(responses,\).*\(2, 2\)"),
+    ({"alpha": 0.0}, ValueError, "alpha must be finite and > 0"),
+    ({"alpha": None}, TypeError, "alpha must be a number.*NoneType"),
+)
+def test_bad_length_adaptive_lambda(changes):
+    length_adaptive_lambda(**({"lengths": torch.ones(2).long(), "alpha": 0.5} | changes))
 
 
 def test_gae_by_hand():
@@ -110,6 +155,10 @@ ONES = torch.ones(2, 3)
     ({"gamma": 1.5}, ValueError, "gamma must be >= 0 and <= 1.*1.5"),
     ({"lam": -0.1}, ValueError, "lam must be >= 0 and <= 1.*-0.1"),
     ({"lam": None}, TypeError, "lam must be a number.*NoneType"),
+    ({"lam": torch.ones(3)}, ValueError, r"lam must have shape \(2,\).*\(3,\)"),
+    ({"lam": torch.tensor([0.5, 1.5])}, ValueError, "lam must be >= 0 and <= 1, got .*1.5"),
+    ({"lam": torch.tensor([0.5, NAN])}, ValueError, "lam must be >= 0 and <= 1, got .*nan"),
+    ({"lam": torch.ones(2).long()}, TypeError, "lam must be floating point.*int64"),
     ({"bootstrap": torch.ones(3)}, ValueError, r"bootstrap must have shape \(2,\).*\(3,\)"),
     ({"bootstrap": torch.ones(2).long()}, TypeError, "bootstrap must be floating point"),
     ({"bootstrap": 1.0}, TypeError, "bootstrap must be a tensor.*float"),

@@ -72,6 +72,68 @@ def group_call(draw: Draw, compare: Comparison) -> None:
     )
 
 
+def relative_call(draw: Draw, compare: Comparison) -> None:
+    """`maxrl_advantages`, `opo_advantages` and `pass_at_k_advantages`."""
+    n = draw.randint(0, 16)
+    rewards, (ids, argument) = _rewards(draw, n), _groups(draw, n)
+    given = lay(draw, rewards.float())
+    largest = rewards.nan_to_num(0).abs().amax() if n else 0.0
+    kind = draw.choice(("maxrl", "opo", "pass@k"))
+    draw.tell(kind=kind)
+    if kind == "maxrl":
+        value, size = exact.maximum_likelihood(rewards.abs().tolist(), ids)
+        compare.close(kind, fastrl.maxrl_advantages(given.abs(), argument), _tensor(value), SLACK * _tensor(size))
+    elif kind == "opo":
+        lengths = draw.integers(draw.choice((1, 2, 50)), n)
+        value = exact.length_weighted(rewards.tolist(), ids, lengths.tolist())
+        compare.close(kind, fastrl.opo_advantages(given, argument, lengths), _tensor(value), SLACK * largest)
+    else:
+        k = draw.choice((None, 2, 3, 5))
+        draw.tell(k=k)
+        value = exact.best_of(rewards.tolist(), ids, k)
+        found = fastrl.pass_at_k_advantages(given, argument, k=k)
+        compare.close(kind, found, _tensor(value), SLACK * largest)
+
+
+def decoupled_call(draw: Draw, compare: Comparison) -> None:
+    n, columns = draw.randint(0, 16), draw.randint(1, 4)
+    rewards = [_rewards(draw, n) for _ in range(columns)]
+    ids, argument = _groups(draw, n)
+    options = _normalisation(draw)
+    weights = [float(torch.tensor(draw.uniform(-1.0, 3.0))) for _ in range(columns)] if draw.often(0.7) else None
+    draw.tell(weights=weights)
+    value, size = exact.decoupled([r.tolist() for r in rewards], ids, weights or [1.0] * columns, **options)
+    passed = torch.tensor(weights) if weights is not None and draw.often(0.5) else weights
+    found = fastrl.decoupled_group_advantages(
+        lay(draw, torch.stack(rewards, 1).float()), argument, weights=passed, **options
+    )
+    compare.close("decoupled_group_advantages", found, _tensor(value), SLACK * _tensor(size))
+
+
+def token_baseline_call(draw: Draw, compare: Comparison) -> None:
+    layout = draw_layout(draw, 40)
+    mask, _ = draw_mask(draw, layout.shape)
+    rewards = draw.normal(layout.tokens)
+    if draw.often(0.2):
+        rewards[draw.floats(layout.tokens) < 0.1] = math.nan
+    logp = (-draw.normal(layout.tokens).exp() * draw.choice((1e-3, 1.0, 10.0))).float().double()
+    p = logp.exp()
+    squares = (p.square() + draw.floats(layout.tokens) * (1 - p).square()).log().float().double()
+    ids, argument = _groups(draw, len(layout.responses))
+    tail = draw.often(0.3)
+    draw.tell(zero_tail=tail, shape=layout.shape)
+    columns = [[t[response].tolist() for response in layout.responses] for t in (rewards, logp, squares, mask)]
+    value = torch.zeros(layout.tokens, dtype=torch.float64)
+    for response, row in zip(layout.responses, exact.token_baseline(*columns, ids, tail), strict=True):
+        value[response] = _tensor(row)
+    given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (rewards, logp, squares)]
+    found = fastrl.optimal_token_baseline_advantages(
+        *given, mask.view(layout.shape), argument, zero_tail=tail, **layout.options
+    )
+    size = rewards.nan_to_num(0).abs().sum()
+    compare.close("optimal_token_baseline_advantages", found, value.view(layout.shape), SLACK * size)
+
+
 def process_call(draw: Draw, compare: Comparison) -> None:
     n, steps = draw.randint(1, 6), draw.randint(1, 4)
     lengths = [draw.randint(1, 7) for _ in range(n)]
@@ -99,20 +161,24 @@ def gae_call(draw: Draw, compare: Comparison) -> None:
     rewards, values = draw.normal(layout.tokens), draw.normal(layout.tokens) * draw.choice((0.1, 10.0))
     gamma, lam = draw.choice((1.0, 0.99, 0.0)), draw.choice((1.0, 0.95, 0.0))
     bootstrap = draw.normal(len(layout.responses)) if draw.often(0.4) else None
-    draw.tell(gamma=gamma, lam=lam, bootstrap=bootstrap, shape=layout.shape)
+    lams = [lam] * len(layout.responses)
+    adaptive = draw.often(0.4)
+    if adaptive:
+        lams = [draw.choice((lam, 1.0, 0.5, 0.0)) for _ in lams]
+    draw.tell(gamma=gamma, lam=lams if adaptive else lam, bootstrap=bootstrap, shape=layout.shape)
     expected = torch.zeros(2, layout.tokens, dtype=torch.float64)
     size = torch.zeros(layout.tokens, dtype=torch.float64)
     for i, response in enumerate(layout.responses):
         end = 0.0 if bootstrap is None else float(bootstrap[i])
         numbers = [t[response].tolist() for t in (rewards, values, mask)]
-        expected[:, response] = _tensor(exact.gae(*numbers, gamma, lam, end))
+        expected[:, response] = _tensor(exact.gae(*numbers, gamma, lams[i], end))
         size[response] = rewards[response].abs().sum() + 2 * values[response].abs().sum() + abs(end)
     given = [garbage(draw, t.view(layout.shape).float(), mask) for t in (rewards, values)]
     advantages, returns = fastrl.gae(
         *given,
         mask.view(layout.shape),
         gamma=gamma,
-        lam=lam,
+        lam=_tensor(lams) if adaptive else lam,
         bootstrap=None if bootstrap is None else bootstrap.float(),
         **layout.options,
     )

@@ -6,12 +6,15 @@ from functools import partial
 from typing import Any
 
 from advantage_calls import (
+    decoupled_call,
     gae_call,
     group_call,
     penalty_call,
     preference_call,
     process_call,
+    relative_call,
     sampling_mask_call,
+    token_baseline_call,
     value_call,
 )
 from comparing import Comparison, NearBorder, Tally
@@ -35,6 +38,9 @@ CALLS: dict[str, tuple[Any, int]] = {
     "linear_divergence": (divergence_call, 8),
     "topk_divergence": (topk_divergence_call, 2),
     "group and rloo_advantages": (group_call, 3),
+    "maxrl, opo and pass_at_k_advantages": (relative_call, 3),
+    "decoupled_group_advantages": (decoupled_call, 2),
+    "optimal_token_baseline_advantages": (token_baseline_call, 2),
     "process_advantages": (process_call, 2),
     "gae": (gae_call, 2),
     "value_loss": (value_call, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Hashable, Sequence
@@ -37,6 +38,96 @@ def leave_one_out(values: Numbers, groups: Sequence[Hashable]) -> list[float]:
         others = [v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if j != i and g == group and v == v]
         alone = math.isnan(value) or not others or all(v == value for v in others)
         found.append(0.0 if alone else value - statistics.fmean(others))
+    return found
+
+
+def maximum_likelihood(values: Numbers, groups: Sequence[Hashable]) -> tuple[list[float], list[float]]:
+    """MaxRL's `(R - mean) / mean`, 0 where the mean is 0; and what an error is relative to."""
+    found, sizes = [], []
+    for value, group in zip(values, groups, strict=True):
+        members = [v for v, g in zip(values, groups, strict=True) if g == group and not math.isnan(v)]
+        mean = math.fsum(members) / max(len(members), 1)
+        absent = math.isnan(value) or mean == 0
+        found.append(0.0 if absent or min(members) == max(members) else (value - mean) / mean)
+        sizes.append(0.0 if absent else (max(map(abs, members)) / abs(mean)) ** 2)
+    return found, sizes
+
+
+def length_weighted(values: Numbers, groups: Sequence[Hashable], lengths: Numbers) -> list[float]:
+    """OPO's `R - sum(length R) / sum(length)`."""
+    found = []
+    for value, group in zip(values, groups, strict=True):
+        members = [(v, n) for v, g, n in zip(values, groups, lengths, strict=True) if g == group and not math.isnan(v)]
+        if math.isnan(value) or len({v for v, _ in members}) == 1:
+            found.append(0.0)
+            continue
+        if not any(n for _, n in members):
+            members = [(v, 1.0) for v, _ in members]
+        found.append(value - math.fsum(v * n for v, n in members) / math.fsum(n for _, n in members))
+    return found
+
+
+def best_of(values: Numbers, groups: Sequence[Hashable], k: int | None) -> list[float]:
+    """The mean of (best - best of the others) over all k-subsets of the group that hold the response."""
+    found = []
+    for i, (value, group) in enumerate(zip(values, groups, strict=True)):
+        others = [v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if j != i and g == group and v == v]
+        size = len(others) + 1 if k is None else min(k, len(others) + 1)
+        if math.isnan(value) or size == 1:
+            found.append(0.0)
+            continue
+        subsets = list(itertools.combinations(others, size - 1))
+        found.append(math.fsum(max(value - max(subset), 0.0) for subset in subsets) / len(subsets))
+    return found
+
+
+def decoupled(
+    columns: Sequence[Numbers], groups: Sequence[Hashable], weights: Numbers, scale: str, ddof: int, eps: float
+) -> tuple[list[float], list[float]]:
+    """GDPO: each reward normalised by itself, their weighted sum over its standard deviation in the batch."""
+    total, size = [0.0] * len(groups), [0.0] * len(groups)
+    for weight, column in zip(weights, columns, strict=True):
+        for i, (one, scaled) in enumerate(zip(*normalised(column, groups, scale, ddof, eps), strict=True)):
+            total[i] += weight * one
+            size[i] += abs(weight) * scaled
+    counted = [t for t, row in zip(total, zip(*columns, strict=True), strict=True) if any(v == v for v in row)]
+    deviation = math.sqrt(math.fsum(t * t for t in counted) / max(len(counted) - ddof, 1)) + eps
+    if deviation == 0:
+        return total, size
+    return [t / deviation for t in total], [s / deviation for s in size]
+
+
+def token_baseline(
+    rewards: Sequence[Numbers],
+    logp: Sequence[Numbers],
+    log_squares: Sequence[Numbers],
+    masks: Sequence[Sequence[bool]],
+    groups: Sequence[Hashable],
+    zero_tail: bool,
+) -> list[list[float]]:
+    """The optimal token baseline, a response and a token at a time; responses are lists of tokens."""
+    to_go, energy, places = [], [], []
+    for reward, lp, square, mask in zip(rewards, logp, log_squares, masks, strict=True):
+        kept = [t for t in range(len(mask)) if mask[t]]
+        norms = [(1 - math.exp(lp[t])) ** 2 + max(math.exp(square[t]) - math.exp(2 * lp[t]), 0.0) for t in kept]
+        to_go.append([sum(reward[t] for t in kept[i:]) for i in range(len(kept))])
+        energy.append([math.fsum(norms[: i + 1]) for i in range(len(kept))])
+        places.append(kept)
+    found = [[0.0] * len(mask) for mask in masks]
+    for i, group in enumerate(groups):
+        for step, place in enumerate(places[i]):
+            rivals = [
+                (to_go[j][step], energy[j][step])
+                for j, other in enumerate(groups)
+                if other == group and step < len(places[j]) and not math.isnan(to_go[j][step])
+            ]
+            own = to_go[i][step]
+            if math.isnan(own) or len(rivals) == 1 or len({g for g, _ in rivals}) == 1:
+                found[i][place] = own if zero_tail and len(rivals) == 1 and not math.isnan(own) else 0.0
+                continue
+            if not any(w for _, w in rivals):
+                rivals = [(g, 1.0) for g, _ in rivals]
+            found[i][place] = own - math.fsum(g * w for g, w in rivals) / math.fsum(w for _, w in rivals)
     return found
 
 

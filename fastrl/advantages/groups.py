@@ -1,0 +1,112 @@
+"""Rewards in groups, one for each prompt: the checks, and the sums over a group, that all its advantages share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastrl.base import checks
+from fastrl.base.responses import INTEGER_DTYPES
+
+
+def rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Tensor]:
+    """Checks both; returns which rewards are present, `(B,)` bool, and their groups in [0, B), `(B,)` int64."""
+    rewards = checks.in_memory("rewards", rewards)
+    if rewards.is_complex():
+        raise TypeError(f"rewards must be real, got {rewards.dtype}")
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards must have shape (responses,), got {tuple(rewards.shape)}")
+    return ~torch.isnan(rewards), group_numbers(group_ids, rewards.numel(), rewards.device)
+
+
+def group_numbers(group_ids: object, count: int, device: torch.device) -> Tensor:
+    """Checks the ids; returns each response's group as a number in [0, count), `(count,)` int64 on `device`."""
+    if not isinstance(group_ids, Tensor):
+        return _number_hashables(group_ids, count).to(device)
+    checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
+    checks.shape("group_ids", group_ids, (count,), "one per response")
+    if group_ids.device != device:
+        raise ValueError(f"group_ids must be on {device} like rewards, got {group_ids.device}")
+    # The same numbers as from torch.unique, but without sending the number of groups to the host.
+    ids, order = torch.sort(group_ids, stable=True)
+    is_new = torch.zeros_like(order)
+    is_new[1:] = ids[1:] != ids[:-1]
+    groups = torch.empty_like(order)
+    groups[order] = is_new.cumsum(0)
+    return groups
+
+
+def _number_hashables(group_ids: object, count: int) -> Tensor:
+    """Numbers the ids of a list in order of appearance."""
+    if not isinstance(group_ids, Sequence) or isinstance(group_ids, str | bytes):
+        raise TypeError(f"group_ids must be an integer tensor or a list, got {type(group_ids).__name__}")
+    if len(group_ids) != count:
+        raise ValueError(f"group_ids must hold {count} ids, one a reward, got {len(group_ids)}")
+    seen: dict[Hashable, int] = {}
+    for position, group in enumerate(group_ids):
+        if not isinstance(group, Hashable):
+            raise TypeError(f"group_ids[{position}] must be hashable, got {type(group).__name__}")
+        seen.setdefault(group, len(seen))
+    return torch.tensor([seen[group] for group in group_ids], dtype=torch.int64)
+
+
+def group_sum(x: Tensor, groups: Tensor) -> Tensor:
+    """The sum over each element's group, per element."""
+    return torch.zeros_like(x).index_add_(0, groups, x)[groups]
+
+
+def centred(rewards: Tensor, present: Tensor, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rewards minus their group's mean, float64, 0 if absent; and the number of present rewards of each one's group.
+
+    weights: `(B,)` float64, finite and >= 0, of each reward in the mean; equal where a group's are all 0.
+    """
+    exact = rewards.double()
+    lowest = torch.full_like(exact, math.inf).scatter_reduce(0, groups, exact.where(present, math.inf), "amin")[groups]
+    # Subtracting a member first makes equal rewards exactly 0; subtracting only their rounded mean would not.
+    shifted = (exact - lowest).where(present, 0.0)
+    counts = group_sum(present.double(), groups)
+    if weights is None:
+        mean = group_sum(shifted, groups) / counts.clamp(min=1)
+    else:
+        counted = weights.where(present, 0.0)
+        counted = counted.where(group_sum(counted, groups) > 0, present.double())
+        total = group_sum(counted, groups)
+        mean = group_sum(counted * shifted, groups) / torch.where(total > 0, total, 1.0)
+    return (shifted - mean).where(present, 0.0), counts
+
+
+def normalised(rewards: Tensor, present: Tensor, groups: Tensor, scale: str, ddof: int, eps: float) -> Tensor:
+    """`(R - mean) / (std + eps)` as `group_advantages` says it, `(B,)` float64."""
+    centre, counts = centred(rewards, present, groups)
+    if scale == "none":
+        return centre
+    deviation = centre
+    if scale == "batch":
+        # One group for the whole batch: the spread between prompts counts too.
+        groups = torch.zeros_like(groups)
+        deviation, counts = centred(rewards, present, groups)
+    return divided(centre, group_sum(deviation.square(), groups), counts, ddof, eps)
+
+
+def divided(x: Tensor, squares: Tensor, counts: Tensor, ddof: int, eps: float) -> Tensor:
+    """x over `sqrt(squares / (counts - ddof)) + eps`; x is 0 where that is 0."""
+    divisor = (squares / (counts - ddof).clamp(min=1)).sqrt() + eps
+    return x / torch.where(divisor > 0, divisor, 1.0)
+
+
+def check_normalisation(scale: object, ddof: object, eps: object) -> None:
+    """Raise for a value that `normalised` does not take."""
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+    if isinstance(ddof, bool) or ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 or 1, got {ddof!r}")
+    number_between("eps", eps, 0.0)
+
+
+def number_between(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """Raise unless `value` is a finite number in [low, high]."""
+    if not low <= checks.number(name, value) <= high:
+        raise ValueError(f"{name} must be >= {low:g}{'' if high == math.inf else f' and <= {high:g}'}, got {value!r}")
