@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.advantages.groups import centred, check_normalisation, normalised, number_between, rewards_and_groups
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
+from fastrl.base.responses import INTEGER_DTYPES, discounted_sum, response_numbers, same_layout, token_mask
 
 
 def group_advantages(
@@ -130,7 +130,7 @@ def gae(
     next_value[:-1] = torch.where(same, value[1:], next_value[:-1])
     delta = reward + gamma * next_value - value
     decay = gamma * (lam.detach().double()[numbers] if isinstance(lam, Tensor) else lam)
-    advantage = _discounted_sum(delta, key, decay)
+    advantage = discounted_sum(delta, key, decay)
 
     skipped = key % 2 == 1
     advantages = torch.empty_like(advantage)
@@ -237,18 +237,3 @@ def _denominator(denominator: float | Tensor | None, valid: Tensor) -> Tensor | 
         return denominator
     # Reading the value would wait for the device. A count of 0 means that there are no tokens to divide.
     return torch.where(denominator > 0, denominator, 1).detach()
-
-
-def _discounted_sum(x: Tensor, key: Tensor, decay: float | Tensor) -> Tensor:
-    """`y_t = x_t + decay_t y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps instead of N.
-
-    decay: a number, or `(N,)` with one number in each run.
-    """
-    total, step = x, 1
-    rate = decay if isinstance(decay, Tensor) else x.new_full(x.shape, decay)
-    # After k rounds total_t holds the first 2^k terms. Where the rate is 0, 0 * NaN would reach other tokens.
-    while step < x.numel():
-        reaches = (key[step:] == key[:-step]) & (rate[:-step] > 0)
-        total = torch.cat([total[:-step] + torch.where(reaches, rate[:-step] * total[step:], 0.0), total[-step:]])
-        rate, step = rate * rate, 2 * step
-    return total

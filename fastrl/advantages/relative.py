@@ -17,9 +17,8 @@ from fastrl.advantages.groups import (
     normalised,
     rewards_and_groups,
 )
-from fastrl.advantages.outcome import _discounted_sum
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES
+from fastrl.base.responses import INTEGER_DTYPES, discounted_sum
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
@@ -119,7 +118,7 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]
     subsets = subsets + ((size - chosen + 1).lgamma() - (below - chosen + 2).clamp(min=1).lgamma())
     share = torch.where(below >= chosen - 1, subsets.exp(), 0.0)
     advantages = torch.empty_like(value)
-    advantages[order] = _discounted_sum((step * share).flip(0), key.flip(0), 1.0).flip(0)
+    advantages[order] = discounted_sum((step * share).flip(0), key.flip(0), 1.0).flip(0)
     return advantages.where(present, 0.0).float()
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fastrl.advantages.groups import centred, group_numbers
-from fastrl.advantages.outcome import _discounted_sum
 from fastrl.base import checks
-from fastrl.base.responses import response_numbers, same_layout, token_mask
+from fastrl.base.responses import discounted_sum, response_numbers, same_layout, token_mask
 
 
 def optimal_token_baseline_advantages(
@@ -65,10 +64,10 @@ def optimal_token_baseline_advantages(
     reward, logp, squares = (
         x.detach().reshape(-1).double().masked_fill(~valid, 0.0) for x in (rewards, logprobs, log_sum_sq_probs)
     )
-    to_go = _discounted_sum(reward, numbers, 1.0)
+    to_go = discounted_sum(reward, numbers, 1.0)
     # (1 - p)^2 + sum of the others' p^2: near p = 1 the difference 1 - 2 p + sum p^2 would be rounding alone.
     norm = torch.expm1(logp).square() + (torch.expm1(squares) - torch.expm1(2 * logp)).clamp(min=0.0)
-    weight = _discounted_sum(norm.flip(0), numbers.flip(0), 1.0).flip(0)
+    weight = discounted_sum(norm.flip(0), numbers.flip(0), 1.0).flip(0)
 
     counts = torch.zeros(responses, dtype=torch.int64, device=valid.device).index_add_(0, numbers, valid.long())
     earlier = counts.cumsum(0) - counts

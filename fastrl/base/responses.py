@@ -84,7 +84,15 @@ class Responses:
         return x
 
     def all_tokens(self, x: Tensor, filler: float) -> Tensor:
-        """(N,) -> the values, without a gradient, of all tokens of the responses, and of `filler` any number."""
+        """(..., N) -> (..., M): all tokens' values, without a gradient; of `filler` any number, between them."""
+        return x
+
+    def number_of_all(self, own: int) -> int:
+        """M of `all_tokens`, for `own` tokens of this batch."""
+        return own
+
+    def own_of_all(self, x: Tensor, own: int) -> Tensor:
+        """(M,) -> (N,): of values in the order of `all_tokens` those of this batch's `own` tokens."""
         return x
 
     def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,3 +144,18 @@ def response_numbers(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> tu
     checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, name, tokens)
     responses = Responses(tokens.shape, checked, tokens.device)
     return responses.owners(tokens.device), responses.count
+
+
+def discounted_sum(x: Tensor, key: Tensor, decay: float | Tensor) -> Tensor:
+    """`y_t = x_t + decay_t y_{t+1}` within each run of equal keys, `(N,)`, by doubling: log2(N) steps instead of N.
+
+    decay: a number, or `(N,)` with one number in each run.
+    """
+    total, step = x, 1
+    rate = decay if isinstance(decay, Tensor) else x.new_full(x.shape, decay)
+    # After k rounds total_t holds the first 2^k terms. Where the rate is 0, 0 * NaN would reach other tokens.
+    while step < x.numel():
+        reaches = (key[step:] == key[:-step]) & (rate[:-step] > 0)
+        total = torch.cat([total[:-step] + torch.where(reaches, rate[:-step] * total[step:], 0.0), total[-step:]])
+        rate, step = rate * rate, 2 * step
+    return total

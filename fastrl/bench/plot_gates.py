@@ -76,10 +76,17 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
     """The weight on grad log pi at each ratio, `(dL/dlogp) / -A`, float64; 1 at ratio 1 for every preset.
 
     Each ratio is a response of one token, so that it is the ratio at the objective's own level, token or sequence. Only
-    the policy's term counts: no KL, no entropy bonus, nothing that reads the rollout engine's log-probabilities.
+    the gate counts: no KL, no entropy bonus, nothing that reads the rollout engine's log-probabilities, no weight that
+    other tokens give.
     """
     alone = objective.replace(
-        kl=None, entropy_coef=0.0, off_policy_delta=None, rollout_correction=None, top_entropy_fraction=None
+        kl=None,
+        entropy_coef=0.0,
+        off_policy_delta=None,
+        rollout_correction=None,
+        top_entropy_fraction=None,
+        future_kl=None,
+        covariance=None,
     )
     logprobs = torch.zeros(len(ratios), 1, dtype=torch.float64, requires_grad=True)
     result = policy_loss(

@@ -31,9 +31,18 @@ class SpreadResponses(Responses):
         return group_sum(x, self._group)
 
     def all_tokens(self, x: Tensor, filler: float) -> Tensor:
-        """(N,) -> (ranks * the largest N,): the values of all tokens, each rank's filled up with `filler`."""
-        missing = max(self._sizes) - x.shape[0]
-        return gather(pad(x.detach(), (0, missing), value=filler), self._group).view(-1)
+        """(..., N) -> (..., ranks * the largest N): the values of all tokens, each rank's filled up with `filler`."""
+        missing = max(self._sizes) - x.shape[-1]
+        return gather(pad(x.detach(), (0, missing), value=filler), self._group).movedim(0, -2).flatten(-2)
+
+    def number_of_all(self, own: int) -> int:
+        """The largest N of a rank, times the number of ranks."""
+        return len(self._sizes) * max(self._sizes)
+
+    def own_of_all(self, x: Tensor, own: int) -> Tensor:
+        """(ranks * the largest N,) -> (N,): this rank's."""
+        first = self._group.rank() * max(self._sizes)
+        return x[first : first + own]
 
     def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The whole loss 0-dim, sums (k,) and maximum 0-dim, from those of each rank's tokens; one collective."""

@@ -25,7 +25,7 @@ from fastrl.losses.call import LinearCall, PlannedCall, planned
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN, Given, scope, slopes
-from fastrl.objectives.evaluate import objective_loss, row_objective
+from fastrl.objectives.evaluate import marks_of, objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
 
@@ -118,7 +118,7 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
         return problem.batch.rows(where), problem.weights[where], None, slice(None)
 
-    return _forward_gradient_in_torch(problem, call, used, chunks, part, None)
+    return _forward_gradient_in_torch(problem, call, used, chunks, part, {})
 
 
 def _sparse(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
@@ -151,7 +151,7 @@ def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) 
             chunks.append(Chunk(start, stop, sum(host.active[first:last])))
             start = stop
         used, ends = _order_of_responses(problem, call.args, host, spans), host.ends
-    dropped = torch.zeros(total, device=targets.device) if _drops(problem) else None
+    marks = {name: torch.zeros(total, device=targets.device) for name in marks_of(problem.objective)}
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
         first, last = spans[number]
@@ -160,11 +160,7 @@ def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) 
         chunk_batch, offsets = batch.part(first, last, rows, problem.cu_seqlens)
         return chunk_batch, problem.weights[rows], offsets, places
 
-    return _forward_gradient_in_torch(problem, call, used, chunks, part, dropped)
-
-
-def _drops(problem: Problem) -> bool:
-    return isinstance(problem.objective, Objective) and problem.objective.off_policy_delta is not None
+    return _forward_gradient_in_torch(problem, call, used, chunks, part, marks)
 
 
 def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
@@ -193,13 +189,13 @@ def _order_of_responses(
 
 
 def _forward_gradient_in_torch(
-    problem: Problem, call: LinearCall, used: Order, chunks: list[Chunk], part: _Part, dropped: Tensor | None
+    problem: Problem, call: LinearCall, used: Order, chunks: list[Chunk], part: _Part, marks: dict[str, Tensor]
 ) -> PolicyLoss:
     """Forward-gradient; the objective runs in torch, between a chunk's statistics and its gradient."""
     targets, mask, transform = call.args
     checks.targets_in_range(targets, mask, call.vocab)
     backend, needs = forced(), call.needs
-    chunk_gradient = _gradient_by_torch(problem, backend, part, dropped, call.shard)
+    chunk_gradient = _gradient_by_torch(problem, backend, part, marks, call.shard)
 
     def run(head: Head) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
         return forward_gradient_ops.forward_gradient(
@@ -217,7 +213,7 @@ def _forward_gradient_in_torch(
         )
 
     loss, result = _attached(problem, call, run)
-    return from_terms(problem, result, loss, dropped=dropped)
+    return from_terms(problem, result, loss, marks=marks)
 
 
 def _attached(
@@ -250,7 +246,7 @@ def _attached(
 
 
 def _gradient_by_torch(
-    problem: Problem, backend: str, part: _Part, dropped: Tensor | None, shard: VocabularyShard | None
+    problem: Problem, backend: str, part: _Part, marks: dict[str, Tensor], shard: VocabularyShard | None
 ) -> ChunkGradient:
     """Returns a ChunkGradient that runs the objective in torch."""
 
@@ -280,7 +276,7 @@ def _gradient_by_torch(
         batch, weights, offsets, places = part(where, number)
         with torch.enable_grad():
             logp, entropy = (x.detach().requires_grad_() for x in stats[:2])
-            terms, chunk_dropped = objective_loss(
+            terms, chunk_marks = objective_loss(
                 problem.objective,
                 batch,
                 _placed(logp, places, batch),
@@ -293,8 +289,8 @@ def _gradient_by_torch(
                 if terms.requires_grad
                 else (None, None)
             )
-        if dropped is not None and chunk_dropped is not None:
-            dropped[where] = chunk_dropped[places]
+        for name, x in chunk_marks.items():
+            marks[name][where] = x[places].to(marks[name].dtype)
         return terms.detach()[:, places], torch.zeros_like(stats.logprobs) if c is None else c, h
 
     return begin

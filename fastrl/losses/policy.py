@@ -56,6 +56,7 @@ def policy_loss(
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
     cp_group: Any = None,
+    position_ids: Tensor | None = None,
 ) -> PolicyLoss:
     """Computes a policy loss from log-probabilities: `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
@@ -86,6 +87,8 @@ def policy_loss(
             the whole loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the
             group, or multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the
             backward or none. A callable must have row_local = True.
+        position_ids: shaped like logprobs, integers that rise along each response; masked ones are not read. Required
+            beside a cp_group by objectives that depend on the order of tokens (FIPO), otherwise not read.
 
     Returns:
         PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
@@ -119,6 +122,7 @@ def policy_loss(
             entropy_weights=entropy_weights,
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
         )
         needs_gradient = torch.is_grad_enabled() and logprobs.requires_grad
         problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
@@ -150,6 +154,7 @@ def logits_policy_loss(
     vocab_size: int | None = None,
     reduce_hidden_grad: bool = True,
     cp_group: Any = None,
+    position_ids: Tensor | None = None,
 ) -> PolicyLoss:
     """Computes `policy_loss` from logits (..., V); the only (N, V) tensors are the logits and their gradient.
 
@@ -189,6 +194,7 @@ def logits_policy_loss(
             entropy_weights=entropy_weights,
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
         )
         consume = consumes(logits, inplace)
         shard = None
@@ -277,6 +283,7 @@ def linear_policy_loss(
     reduce_hidden_grad: bool = True,
     num_tokens: int | None = None,
     cp_group: Any = None,
+    position_ids: Tensor | None = None,
 ) -> PolicyLoss:
     """Computes `policy_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
@@ -332,6 +339,7 @@ def linear_policy_loss(
             entropy_weights=entropy_weights,
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
         )
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
             call = over_tp_group(call, tp, targets.shape, **same_problem(problem, denominator))

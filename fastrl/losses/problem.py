@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,8 @@ class PolicyLoss(NamedTuple):
 
     policy_loss (the weighted sum of the gate's losses); kl and entropy (nats), ratio_mean, gate_mean (the effective
     weight on grad log pi, 1 on-policy), approx_kl (k3, old to new), clip_frac, clip_frac_low, clip_frac_high: means
-    over valid tokens; ratio_max; ratio_clamped, masked_off_policy, tokens: numbers of tokens.
+    over valid tokens; ratio_max; ratio_clamped, masked_off_policy, tokens, and for Clip-Cov and KL-Cov
+    chosen_by_covariance: numbers of tokens.
     """
     logprobs: Tensor
     """Detached float32, shaped like targets; 0 where masked."""
@@ -72,26 +75,31 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
     batch = problem.batch
     logp = batch.flat(logprobs)
     flat_entropy = None if entropy is None else batch.flat(entropy)
-    terms, dropped = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
+    terms, marks = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
     loss = terms[0].sum()
     if not isinstance(problem.objective, Objective):  # a callable's result may have no graph
         loss = loss + torch.nan_to_num(0 * logp).sum()
     return PolicyLoss(
-        *loss_and_metrics(loss, terms, batch, flat_entropy, dropped),
+        *loss_and_metrics(loss, terms, batch, flat_entropy, marks),
         logp.detach().float().view(batch.shape),
         None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
     )
 
 
 def from_terms(
-    problem: Problem, result: LossTerms, loss: Tensor, *, clamped: Tensor | None = None, dropped: Tensor | None = None
+    problem: Problem,
+    result: LossTerms,
+    loss: Tensor,
+    *,
+    clamped: Tensor | None = None,
+    marks: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> PolicyLoss:
-    """A PolicyLoss from the terms of `row_forward_gradient`."""
+    """A PolicyLoss from the terms of `row_forward_gradient`, and the marks that `objective_loss` makes."""
     batch, terms = problem.batch, result.terms
     if clamped is not None:
         terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
     return PolicyLoss(
-        *loss_and_metrics(loss, terms, batch, result.entropy, dropped),
+        *loss_and_metrics(loss, terms, batch, result.entropy, marks),
         result.logprobs.view(batch.shape),
         result.entropy.view(batch.shape),
     )

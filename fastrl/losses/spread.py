@@ -32,8 +32,8 @@ from fastrl.distributed.shards import VocabularyShard, checked_options, shard_of
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.problem import Problem
 from fastrl.losses.supports import checked_mask
-from fastrl.objectives.evaluate import settings_of
-from fastrl.objectives.objective import Objective
+from fastrl.objectives.evaluate import settings_of, with_draws
+from fastrl.objectives.objective import CovarianceClip, Objective
 from fastrl.operators import consumed
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -97,7 +97,7 @@ def over_cp_group(
     advantages: Tensor,
     denominator: float | Tensor | None,
 ) -> Problem:
-    """The problem as one rank's part of one whose tokens lie over the group; the same without a group.
+    """The problem as one rank's part of one whose tokens lie over the group; with its draws, with or without a group.
 
     Args:
         problem: of this rank's tokens.
@@ -107,10 +107,10 @@ def over_cp_group(
         denominator: as the caller passed it.
 
     Raises:
-        RuntimeError, ValueError: as `groups.agree`; a callable without row_local.
+        RuntimeError, ValueError: as `groups.agree`; a callable without row_local; no position_ids where they are read.
     """
     if group is None:
-        return problem
+        return problem._replace(batch=with_draws(problem.objective, problem.batch))
     objective, batch = problem.objective, problem.batch
     if not isinstance(objective, Objective) and not getattr(objective, "row_local", False):
         raise ValueError(
@@ -118,9 +118,12 @@ def over_cp_group(
             f" {described(objective)}: a callable sees this rank's tokens only"
         )
     settings = settings_of(objective)
+    if settings.future_kl is not None and batch.old is not None and batch.positions is None:
+        raise ValueError("position_ids is needed by the objective's FutureKL beside cp_group, got None")
     names = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs"}
     optional = (*names, "token_weights", "entropy_weights", "entropy_threshold")
     same = {
+        **_draws_from(problem),
         "objective": f"{described(objective)}{'' if settings is objective else described(settings)}",
         "denominator": described(denominator),
         "dtype": problem.weights.dtype,
@@ -130,7 +133,7 @@ def over_cp_group(
     }
     batch = batch.over(group, same, advantages)
     weights = batch.aggregation_weights(settings, denominator).to(problem.weights.dtype)
-    return problem._replace(batch=batch, weights=weights)
+    return problem._replace(batch=with_draws(objective, batch), weights=weights)
 
 
 def agreed_facts(
@@ -213,12 +216,24 @@ def same_problem(problem: Problem, denominator: float | Tensor | None) -> dict[s
         "entropy_threshold": batch.entropy_threshold,
     }
     return {
+        **_draws_from(problem),
         "objective": described(problem.objective),
         "number of responses": batch.responses.count,
         "advantages per response": batch.per_response,
         **{name: None if x is None else f"given{checksum(x)}" for name, x in given.items()},
         "denominator": f"{described(denominator)}{checksum(problem.weights)}",
     }
+
+
+def _draws_from(problem: Problem) -> dict[str, object]:
+    """The default generator, which no field of the objective names, where the call draws from it."""
+    objective, device = problem.objective, problem.batch.mask.device
+    rule = objective.covariance if isinstance(objective, Objective) else None
+    if not isinstance(rule, CovarianceClip) or rule.generator is not None:
+        return {}
+    on_cpu = device.type == "cpu"
+    default = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index]
+    return {"CovarianceClip's draws": described(default)}
 
 
 def checksum(*tensors: Tensor) -> str:
@@ -237,6 +252,8 @@ def described(value: Any) -> str:
         return value
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, torch.Generator):
+        return f"a generator in the state {zlib.crc32(value.get_state().numpy().data):08x}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f"{x.name}={described(getattr(value, x.name))}" for x in dataclasses.fields(value))
         return f"{type(value).__name__}({', '.join(fields)})"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.base import checks
-from fastrl.base.responses import Responses, check_cu_seqlens
+from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
 from fastrl.distributed.groups import agree
 from fastrl.distributed.responses import SpreadResponses
 from fastrl.objectives.objective import Objective
@@ -39,6 +39,8 @@ class Batch:
     counts: Tensor  # (G,) the number of valid tokens per response, on all ranks that hold some
     tokens: Tensor  # 0-dim, the number of valid tokens, on all ranks that hold some
     own_tokens: Tensor  # 0-dim, the number of valid tokens of this batch
+    positions: Tensor | None = None  # (N,) int64, the order of each response's tokens where they lie over ranks
+    draws: Tensor | None = None  # (M,) float64, a CovarianceClip's number of each token, in the order of all_tokens
 
     def flat(self, x: Tensor) -> Tensor:
         """Flattens a tensor shaped like the targets to (N,), 0 where masked; differentiable."""
@@ -139,6 +141,7 @@ def make_batch(
     entropy_weights: object,
     entropy_threshold: object,
     cu_seqlens: object,
+    position_ids: object = None,
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Checks the arguments of a policy loss against the targets (or log-probabilities) and flattens them."""
@@ -173,6 +176,11 @@ def make_batch(
     if checked is not None:  # all at once: for small batches, a GPU waits for the launch of each operation
         stacked = torch.stack([x.view_as(present["advantages"]) for x in present.values()]).flatten(1)
         present = dict(zip(present, stacked.masked_fill_(~counted, 0.0).unbind(), strict=True))
+    if position_ids is not None:
+        position_ids = checks.tensor("position_ids", position_ids, INTEGER_DTYPES)
+        checks.shape("position_ids", position_ids, targets.shape, f"the shape of {targets_name}")
+        checks.same_device("position_ids", position_ids, targets, targets_name)
+        position_ids = position_ids.long().reshape(-1)
     threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
     counts = responses.number(counted, dtype)
     return Batch(
@@ -191,4 +199,5 @@ def make_batch(
         counts=counts,
         tokens=(tokens := counts.sum()),
         own_tokens=tokens,
+        positions=position_ids,
     )

@@ -41,8 +41,9 @@ def scope(objective: Objective | Callable[..., Any], given: Given) -> str:
         return TOKEN
     if given.over_ranks:
         return SPREAD
-    whole = not isinstance(objective, Objective) or _needs_quantile(objective, given)
-    return BATCH if whole else RESPONSE
+    if not isinstance(objective, Objective) or objective.covariance is not None or _needs_quantile(objective, given):
+        return BATCH
+    return RESPONSE
 
 
 def slopes(objective: Objective | Callable[..., Any]) -> int:
@@ -59,6 +60,10 @@ def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -
     if not isinstance(objective, Objective):
         return None if getattr(objective, "row_local", False) else "a callable that does not promise row_local"
     correction = objective.rollout_correction
+    if objective.covariance is not None:
+        return f"a {type(objective.covariance).__name__} reads the whole batch"
+    if objective.future_kl is not None and given.old:
+        return "a FutureKL reads the rest of a response"
     if objective.off_policy_delta is not None:
         return "off_policy_delta reads a whole response"
     if _needs_quantile(objective, given):

@@ -8,7 +8,8 @@ autograd carries them from the ratio's level to the log-probabilities.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,18 @@ from torch import Tensor
 from fastrl.base.derivative import with_derivative
 from fastrl.objectives import formulas as f
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.objective import DETACHED_GATES, GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS, Objective
+from fastrl.objectives.objective import (
+    DETACHED_GATES,
+    GATE_FORMULAS,
+    KL_FORMULAS,
+    ROLLOUT_FORMULAS,
+    CovarianceClip,
+    CovarianceKL,
+    Objective,
+)
+from fastrl.objectives.other_tokens import chosen_by_covariance, drawn, future_weights
 from fastrl.objectives.presets import PRESETS
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import MARKS, TERMS, RowInputs, RowObjective
 
 
 class LossContext(NamedTuple):
@@ -73,6 +83,12 @@ def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) ->
     wants = objective.has_entropy_term or objective.top_entropy_fraction is not None
     if not has_entropy and (wants or batch.entropy_threshold is not None):
         raise ValueError("entropy is needed by the objective's entropy terms, got None")
+
+
+def with_draws(objective: Objective | CustomObjective, batch: Batch) -> Batch:
+    """The batch with what its call draws at random, once, however often the objective is then evaluated."""
+    rule = objective.covariance if isinstance(objective, Objective) else None
+    return replace(batch, draws=drawn(rule, batch)) if isinstance(rule, CovarianceClip) else batch
 
 
 def _token_ratio(logp: Tensor, baseline: Tensor, bound: float) -> _Ratio:
@@ -155,14 +171,19 @@ def _quantile(values: Tensor, batch: Batch, q: float) -> Tensor:
 
 
 def _token_weights(
-    objective: Objective, batch: Batch, logp: Tensor, old: Tensor, entropy: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """omega (N,) or None for ones, the off-policy mask, and 1 where a rollout exponent was clamped."""
+    objective: Objective, batch: Batch, token: _Ratio, old: Tensor, entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+    """omega (N,) or None for ones, the off-policy mask, and of each exponent 1 where it was clamped."""
     rho, rho_clamped = rollout_weights(objective, batch, old)
+    future, future_clamped = None, None
+    if objective.future_kl is not None and batch.old is not None:  # on-policy it is 1
+        future, future_clamped = future_weights(objective.future_kl, batch, token.log, objective.max_log_ratio)
+    logp = token.source
     dropped = _off_policy_mask(objective, batch, logp, old)
     high_entropy = None if entropy is None else _entropy_weights(objective, batch, entropy)
     kept = None if dropped is None else 1 - dropped
-    return _product(batch.token_weights, rho, kept, high_entropy), dropped, rho_clamped
+    clamped = [x for x in (rho_clamped, future_clamped) if x is not None]
+    return _product(batch.token_weights, rho, kept, high_entropy, future), dropped, clamped
 
 
 def _product(*factors: Tensor | None) -> Tensor | None:
@@ -204,8 +225,8 @@ def objective_loss(
     entropy: Tensor | None,
     weights: Tensor,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns per-token terms (len(TERMS), N), whose first row sums to the loss, and the off-policy mask (N,) or None.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns per-token terms (len(TERMS), N), whose first row sums to the loss, and by the names of MARKS (N,) each.
 
     logp and entropy (N,) are differentiable; weights (N,) are the aggregation's, detached.
     """
@@ -214,16 +235,23 @@ def objective_loss(
     ratio = _ratio(settings, batch, logp, old)
     token = ratio if settings.ratio == "token" else _token_ratio(logp, old, settings.max_log_ratio)
     clamped = ratio.clamped
-    omega, dropped, rho_clamped = _token_weights(settings, batch, logp, old, entropy)
+    omega, dropped, omega_clamped = _token_weights(settings, batch, token, old, entropy)
+    chosen = None
     kept = weights if omega is None else weights * omega
     if isinstance(objective, Objective):
         value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
         a, parameters, log_ratio = batch.advantages, objective.gate.parameters(), ratio.log.detach()
         weight = weight_of(ratio.log, logp, ratio.active, a, *parameters)
         side = _sides(objective, batch, logp, old, side_of(log_ratio, logp.detach(), a, *parameters))
+        if objective.covariance is not None:
+            chosen = chosen_by_covariance(objective.covariance, batch, logp, side)
+            if isinstance(objective.covariance, CovarianceClip):
+                kept, weight = kept.where(~chosen, 0.0), weight.where(~chosen, 0.0)
         policy = torch.where(kept == 0, 0.0, kept * value_of(log_ratio, logp.detach(), a, *parameters))
         source = logp if objective.gate.formula in DETACHED_GATES else ratio.source
         policy = with_derivative(policy, torch.where(kept == 0, 0.0, -kept * a * weight), source)
+        if isinstance(objective.covariance, CovarianceKL) and chosen is not None:
+            policy = policy + _distance(objective.covariance, token, kept.where(chosen, 0.0))
         if objective.gate.token_clip is not None:  # a clipped token has no gradient through the response's mean
             weight = weight.where(side == 0, 0.0)
     else:
@@ -238,13 +266,28 @@ def objective_loss(
     if settings.has_entropy_term and entropy is not None:
         on_entropy = weights if batch.entropy_weights is None else batch.entropy_weights
         loss = loss - on_entropy * f.detach(settings.entropy_coef) * entropy
-    if rho_clamped is not None:
-        clamped = torch.maximum(clamped, rho_clamped)
+    for more in omega_clamped:
+        clamped = torch.maximum(clamped, more)
     with torch.no_grad():
         approx_kl = f.kl_old_new_value(token.log, token.log)
         rest = torch.stack([policy, kl, ratio.log.exp(), weight, side, approx_kl, clamped])
         rest = rest.where(batch.mask, 0.0)
-    return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), dropped
+    marks = {name: x for name, x in zip(MARKS, (dropped, chosen), strict=True) if x is not None}
+    return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), marks
+
+
+def marks_of(objective: Objective | CustomObjective) -> list[str]:
+    """The names of the marks that `objective_loss` makes for an objective."""
+    settings = settings_of(objective)
+    return [
+        name for name, x in zip(MARKS, (settings.off_policy_delta, settings.covariance), strict=True) if x is not None
+    ]
+
+
+def _distance(rule: CovarianceKL, token: _Ratio, kept: Tensor) -> Tensor:
+    """KL-Cov's term of each token, with its derivative; kept (N,) is 0 where the rule does not choose."""
+    log, weight = token.log.detach(), kept * f.detach(rule.coef)
+    return with_derivative(weight * log.abs(), weight * log.sign() * token.active, token.source)
 
 
 def _sides(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, side: Tensor) -> Tensor:
@@ -287,11 +330,11 @@ def _custom_value(
 
 
 def loss_and_metrics(
-    loss: Tensor, terms: Tensor, batch: Batch, entropy: Tensor | None, dropped: Tensor | None
+    loss: Tensor, terms: Tensor, batch: Batch, entropy: Tensor | None, marks: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss over all ranks' tokens, and detached float32 scalars: means over valid tokens, and counts. No host sync.
 
-    loss (0-dim) is that of this batch; terms (len(TERMS), N) and entropy (N,) are 0 where masked.
+    loss (0-dim) is that of this batch; terms (len(TERMS), N), entropy (N,) and marks (N,) are 0 where masked.
     """
     terms = terms.detach().float()
     ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
@@ -300,8 +343,7 @@ def loss_and_metrics(
     more = {"clipped": torch.linalg.vector_norm(side, 1)}  # side is +1, -1 or 0, so its sum separates the two
     if entropy is not None:
         more["entropy"] = entropy.detach().float().sum()
-    if dropped is not None:
-        more["dropped"] = dropped.float().sum()
+    more |= {name: x.float().sum() for name, x in marks.items()}
     sums = torch.cat([terms.sum(-1), *(x[None] for x in more.values())])
     loss, sums, ratio_max = batch.responses.totals(loss, sums, ratio.amax() if terms.shape[1] else zero)
     tokens = batch.tokens.float()
@@ -321,9 +363,17 @@ def loss_and_metrics(
         "gate_mean": mean["weight"],
         "approx_kl": mean["approx_kl"],
         "ratio_clamped": total["clamped"],
-        "masked_off_policy": zero if dropped is None else total["dropped"],
+        "masked_off_policy": zero,
+        **{name: total[name] for name in marks},
         "tokens": tokens,
     }
+
+
+def _weights_beside_policy(objective: Objective, weights: Tensor) -> Tensor | None:
+    """w (N,) of what moves a token whatever its advantage is: the KL term, and KL-Cov's where torch evaluates it."""
+    if objective.kl is not None:
+        return (weights * f.detach(objective.kl.coef)).contiguous()
+    return weights if isinstance(objective.covariance, CovarianceKL) else None
 
 
 def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:
@@ -359,7 +409,7 @@ def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[
         old=batch.old,
         ref=batch.ref if kl is not None and kl.needs_reference else None,
         rollout=batch.rollout if in_kernel else None,
-        kl_weights=None if kl is None else (weights * f.detach(kl.coef)).contiguous(),
+        kl_weights=_weights_beside_policy(objective, weights),
         entropy_weights=entropy_weights,
         entropy_threshold=batch.entropy_threshold,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fastrl.base import checks
@@ -244,13 +245,94 @@ class RolloutCorrection:
 
 
 @dataclass(frozen=True)
+class FutureKL:
+    """FIPO's detached weight of a token, `clip(exp(sum_{k >= t} gamma^(k - t) M_k log r_k), low, high)`.
+
+    arXiv:2603.19835. The sum runs over the response's tokens from t on, gamma is `0.5 ** (1 / half_life)`, r_k the
+    token's own ratio whatever the objective's level, and M_k is 0 where `r_k > max_ratio` (None: always 1). A token
+    with A < 0 and `r_t > safe_ratio` then gets its weight clipped to [0.8, 1], as the authors' code does; None leaves
+    that out. half_life is in tokens: masked tokens are skipped and add nothing to the distance k - t, whereas the
+    authors' code counts them. low <= 1 <= high, so that the weight is 1 on-policy.
+    """
+
+    half_life: float = 32.0
+    low: float = 1.0
+    high: float = 1.2
+    max_ratio: float | None = None
+    safe_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        _check("FutureKL.half_life", self.half_life, 0.0, strict=True)
+        _check("FutureKL.low", self.low, 0.0, high=1.0)
+        _check("FutureKL.high", self.high, 1.0)
+        for name in ("max_ratio", "safe_ratio"):
+            if getattr(self, name) is not None:
+                _check(f"FutureKL.{name}", getattr(self, name), 1.0, strict=True)
+
+    @property
+    def decay(self) -> float:
+        """gamma."""
+        return float(0.5 ** (1 / self.half_life))
+
+
+def _check_fraction(name: str, fraction: object) -> None:
+    _check(name, fraction, 0.0, strict=True, high=1.0)
+
+
+@dataclass(frozen=True)
+class CovarianceClip:
+    """Clip-Cov: a few tokens whose covariance lies between low and high, drawn at random, lose their policy term.
+
+    arXiv:2505.22617. A token's covariance is `(A_t - mean A) (logp_t - mean logp)` with means over the valid tokens of
+    the call (over a cp_group, of all ranks); `max(1, floor(fraction * tokens))` are drawn, all if fewer are between the
+    bounds, which are excluded. As in the authors' code, tokens that the gate clips are not drawn.
+
+    generator: a torch.Generator on any device; None: the default one of the inputs' device. Every call draws once from
+    it, float64 numbers in [0, 1), one for each token, masked or not, with a gradient or without: the smallest numbers
+    win, and every evaluation of the objective within the call uses the same. Over a group, generators must be in the
+    same state on all ranks. Activation checkpointing repeats a call: only draws of a default generator, which it
+    restores, are then the same.
+    """
+
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        _check_fraction("CovarianceClip.fraction", self.fraction)
+        _check("CovarianceClip.low", self.low, -math.inf)
+        _check("CovarianceClip.high", self.high, self.low, strict=True)
+        if not isinstance(self.generator, torch.Generator | None):
+            raise TypeError(
+                f"CovarianceClip.generator must be a torch.Generator or None, got {type(self.generator).__name__}"
+            )
+
+
+@dataclass(frozen=True)
+class CovarianceKL:
+    """KL-Cov: the tokens with the largest covariance get `+ coef |log r_t|` in their policy term (arXiv:2505.22617).
+
+    The covariance is `CovarianceClip`'s; `max(1, floor(fraction * tokens))` tokens are chosen, of equal ones the first.
+    The paper writes KL(old || new); |log r_t| is the authors' code. coef: a float or a 0-dim tensor.
+    """
+
+    fraction: float = 2e-4
+    coef: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        _check_fraction("CovarianceKL.fraction", self.fraction)
+        checks.scalar("CovarianceKL.coef", self.coef)
+
+
+@dataclass(frozen=True)
 class Objective:
     """A policy objective, `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
     gate: f; ratio: the level of the ratio that the gate reads; kl: the term beta kl, or None; entropy_coef: alpha, a
     float or a 0-dim tensor; aggregate: w; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio:
-    every exponent is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats) and
-    top_entropy_fraction (0 to 1) are factors of omega.
+    every exponent is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats),
+    top_entropy_fraction (0 to 1), future_kl and a CovarianceClip are factors of omega; a CovarianceKL adds to f.
     """
 
     gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default
@@ -263,6 +345,8 @@ class Objective:
     rollout_correction: RolloutCorrection | None = None
     off_policy_delta: float | None = None
     top_entropy_fraction: float | None = None
+    future_kl: FutureKL | None = None
+    covariance: CovarianceClip | CovarianceKL | None = None
 
     def __post_init__(self) -> None:
         if not issubclass(type(self.gate), Gate):
@@ -277,9 +361,13 @@ class Objective:
                 f"Objective.ratio must be {level!r} (or left out) for a {type(self.gate).__name__}, got {self.ratio!r}"
             )
         object.__setattr__(self, "ratio", level)
-        for name, kind in (("kl", KL), ("rollout_correction", RolloutCorrection)):
+        for name, kind in (("kl", KL), ("rollout_correction", RolloutCorrection), ("future_kl", FutureKL)):
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"Objective.{name} must be a {kind.__name__} or None, got {getattr(self, name)!r}")
+        if not isinstance(self.covariance, CovarianceClip | CovarianceKL | None):
+            raise TypeError(
+                f"Objective.covariance must be a CovarianceClip, a CovarianceKL or None, got {self.covariance!r}"
+            )
         checks.scalar("Objective.entropy_coef", self.entropy_coef)
         _check("Objective.max_log_ratio", self.max_log_ratio, 0.0, strict=True, high=80.0)
         if self.aggregate == "seq-mean-token-sum-norm" and self.max_length is None:

@@ -6,11 +6,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastrl.objectives.objective import (
     KL,
     Clip,
+    CovarianceClip,
+    CovarianceKL,
+    FutureKL,
     GammaWeight,
     GeometricMean,
     NoGate,
@@ -123,6 +127,53 @@ def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta:
     )
 
 
+def FIPO(
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = 10.0,
+    half_life: float = 32.0,
+    low: float = 1.0,
+    high: float = 1.2,
+    safe_ratio: float | None = 10.0,
+    **fields: Any,
+) -> Objective:
+    """FIPO: DAPO's clip, each token weighted by where its response's later ratios went, token-mean (arXiv:2603.19835).
+
+    The weight is `FutureKL`'s, in which ratios above dual_clip do not count. Numbers are those of the authors' 32B run.
+    Their code also drops a response with more than one token that the dual clip stops; this has no such rule.
+    """
+    return _objective(
+        fields,
+        gate=Clip(clip_low, clip_high, dual=dual_clip),
+        future_kl=FutureKL(half_life, low, high, dual_clip, safe_ratio),
+    )
+
+
+def ClipCov(
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    fraction: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    generator: torch.Generator | None = None,
+    **fields: Any,
+) -> Objective:
+    """Clip-Cov: PPO's clip, without a random few of the tokens that lower the entropy most (arXiv:2505.22617).
+
+    Token-mean; the tokens and the generator are `CovarianceClip`'s.
+    """
+    gate = Clip(clip, clip if clip_high is None else clip_high)
+    return _objective(fields, gate=gate, covariance=CovarianceClip(fraction, cov_low, cov_high, generator))
+
+
+def KLCov(fraction: float = 2e-4, coef: float | Tensor = 1.0, **fields: Any) -> Objective:
+    """KL-Cov: `-r A`, `+ coef |log r|` for the tokens that lower the entropy most, token-mean (arXiv:2505.22617).
+
+    No token is clipped, as in the paper and the authors' code; `gate=Clip()` adds PPO's clip. See `CovarianceKL`.
+    """
+    return _objective(fields, gate=NoGate(ratio=True), covariance=CovarianceKL(fraction, coef))
+
+
 #: Every preset by name; the command line, the tests and the plots read this table.
 PRESETS: dict[str, Callable[..., Objective]] = {
     preset.__name__: preset
@@ -144,6 +195,9 @@ PRESETS: dict[str, Callable[..., Objective]] = {
         LUSPO,
         VESPO,
         DeepSeekV32,
+        FIPO,
+        ClipCov,
+        KLCov,
     )
 }
 

@@ -10,6 +10,9 @@ from torch import Tensor
 #: them.
 TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clamped")
 
+#: The tokens that `evaluate.objective_loss` marks, each under the name of the metric that counts them.
+MARKS = ("masked_off_policy", "chosen_by_covariance")
+
 
 class RowObjective(NamedTuple):
     """A row-local objective as kernels take it: the names of its formulas and their parameters."""

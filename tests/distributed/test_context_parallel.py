@@ -54,6 +54,7 @@ def of_ranks(
     group = group_of(*range(size))
     if group is None:
         return None
+    torch.manual_seed(0)  # Clip-Cov draws: ranks that were left out of an earlier call did not
     owners = CUTS[cut]((B, T), size)
     problem, places = part(posed(**options), owners, group.rank(), packed, shuffled=cut == "anywhere")
     return {name: (by(entry, problem, EVERY[name], cp_group=group, **more), places) for name in names}
@@ -229,11 +230,25 @@ def counted() -> Iterator[list[torch.Tensor]]:
         groups._all_gather = gathered
 
 
+#: In the forward and in the backward.
+COLLECTIVES = {
+    "GRPO": (3, 0),
+    "GSPO": (4, 1),
+    "VESPO": (4, 0),
+    "top entropies": (4, 0),
+    "off-policy mask": (4, 0),
+    "sequence TIS": (4, 0),
+    "FIPO": (4, 0),
+    "KLCov": (4, 0),
+    "everything": (3 + 5, 2),
+}
+
+
 def collectives() -> dict[tuple[str, str], tuple[int, int]]:
     world, numbers = group_of(0, 1, 2, 3), {}
     problem, _ = part(posed(), CUTS["anywhere"]((B, T), 4), dist.get_rank(), True)
     for entry in ENTRIES:
-        for name in ("GRPO", "GSPO", "VESPO", "top entropies", "off-policy mask", "sequence TIS", "everything"):
+        for name in COLLECTIVES:
             with counted() as gathered:
                 loss = forward(entry, problem, EVERY[name], world)
                 before = len(gathered)
@@ -257,17 +272,8 @@ def forward(entry: str, problem: Problem, objective: Any, group: Any) -> torch.T
 
 def test_collectives_of_a_call(ranks: Ranks) -> None:
     """The exchange, the counts, the loss with its metrics; and one for each sum over responses and its gradient."""
-    expected = {
-        "GRPO": (3, 0),
-        "GSPO": (4, 1),
-        "VESPO": (4, 0),
-        "top entropies": (4, 0),
-        "off-policy mask": (4, 0),
-        "sequence TIS": (4, 0),
-        "everything": (3 + 5, 2),
-    }
     for numbers in ranks.run(collectives):
-        assert numbers == {(entry, name): count for entry in ENTRIES for name, count in expected.items()}
+        assert numbers == {(entry, name): count for entry in ENTRIES for name, count in COLLECTIVES.items()}
 
 
 def bytes_sent(name: str) -> list[int]:
@@ -321,6 +327,44 @@ def test_tokens_and_vocabulary_over_ranks(ranks: Ranks) -> None:
         gradients |= {name: torch.cat([gradients[name], others[name]]) for name in ("weight", "bias")}
         assert_same((left, gradients), by("hidden", posed(), EVERY[key[1]]), str(key))
         assert_same_bits([left, right, *(results[rank][key][0][0] for rank in (2, 3))])
+
+
+def draws(differing: bool) -> list[tuple[fastrl.PolicyLoss, torch.Tensor]] | list[str]:
+    """Clip-Cov by generators in the same state on every rank, twice: each token's weight is 0 where it is drawn."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(differing * rank)
+    objective = fastrl.ClipCov(clip=9.0, fraction=0.2, cov_low=-9.0, cov_high=9.0, generator=generator)
+    problem, _ = part(posed(), CUTS["anywhere"]((B, T), 4), rank, True)
+    if differing:
+        return [raised(entry, problem, {"cp_group": group_of(0, 1, 2, 3), "objective": objective}) for entry in ENTRIES]
+    found = [by("hidden", problem, objective, cp_group=group_of(0, 1, 2, 3)) for _ in range(2)]
+    return [(out, gradients["hidden"].abs().sum(-1) > 0) for out, gradients in found]
+
+
+def test_every_rank_draws_the_same_tokens(ranks: Ranks) -> None:
+    tokens = int(MASK.sum())
+    results = ranks.run(draws, False)
+    trained = []
+    for found in zip(*results, strict=True):
+        assert_same_bits([out for out, _ in found])
+        assert found[0][0].metrics["chosen_by_covariance"] == tokens // 5
+        trained.append(torch.cat([each for _, each in found]))
+        assert trained[-1].sum() == tokens - tokens // 5
+    assert not torch.equal(*trained), "a call draws anew"
+    for text in ranks.run(draws, True)[2]:
+        assert text.startswith("ValueError: objective must be the same on every rank of cp_group")
+        assert "generator=a generator in the state" in text
+
+
+def without_an_order() -> list[str]:
+    problem, _ = part(posed(), CUTS["zigzag"]((B, T), 4), dist.get_rank(), True)
+    changes = {"cp_group": group_of(0, 1, 2, 3), "objective": fastrl.FIPO(), "position_ids": None}
+    return [raised(entry, problem, changes) for entry in ENTRIES]
+
+
+def test_fipo_needs_the_order_of_tokens(ranks: Ranks) -> None:
+    for text in ranks.run(without_an_order)[1]:
+        assert "ValueError: position_ids is needed by the objective's FutureKL beside cp_group, got None" in text
 
 
 def not_row_local(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:

@@ -186,6 +186,8 @@ def test_plans_follow_the_objective() -> None:
     assert reason(OBJECTIVES["objective's own ratio in the KL"], True) is not None
     assert reason(fastrl.PPO(top_entropy_fraction=0.2), True) is not None
     assert reason(fastrl.PPO(top_entropy_fraction=0.2), True, entropy_threshold=1.0) is None
+    assert reason(fastrl.FIPO(), False) is not None and reason(fastrl.FIPO(), True) is None
+    assert reason(fastrl.ClipCov(), True) is not None and reason(fastrl.KLCov(), True) is not None
     assert reason(OBJECTIVES["sequence TIS"], True) is not None and reason(OBJECTIVES["sequence TIS"], False) is None
     assert reason(lambda r, a, c: r, True) is not None
 

@@ -240,6 +240,8 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
         (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), None), "inductor"),
         (hidden_loss, (*head, fastrl.SAPO(entropy_coef=0.1), "16MiB"), "aot_eager"),
         (hidden_loss, (*head, fastrl.DeepSeekV32(kl_coef=0.0, off_policy_delta=0.1), None), "aot_eager"),
+        (hidden_loss, (*head, fastrl.FIPO(), None), "aot_eager"),
+        (hidden_loss, (*head, fastrl.KLCov(fraction=0.3), None), "aot_eager"),
         (masked_losses, (leaves["logits"], *head), "aot_eager"),
         (divergence_of, (*head, None), "aot_eager"),
         (divergence_of, (*head, "16MiB"), "aot_eager"),

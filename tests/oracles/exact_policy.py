@@ -32,6 +32,7 @@ class Batch:
     entropy_weights: Tensor | None = None
     threshold: float | None = None
     denominator: float | None = None
+    draws: Tensor | None = None  # Clip-Cov's: the smallest win
 
     @classmethod
     def padded(cls, mask: Tensor, *, denominator: float | None = None, **fields: Tensor) -> Batch:
@@ -95,9 +96,11 @@ class _Evaluation:
         self.parts: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in terms}
         self.magnitude = {name: torch.zeros((), dtype=torch.float64) for name in terms}
         self.weights, self.c_magnitude = torch.zeros_like(logp), torch.zeros_like(logp)
-        names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy")
+        names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy", "chosen")
         self.token: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in names}
         self.top = self._top_entropy()
+        self.weight_of_future = self._future()
+        self.chosen = self._chosen()
         self.losses = self._custom_losses() if self.custom is not None else None
         for response in batch.responses:
             rows = [t for t in response if batch.mask[t]]
@@ -128,6 +131,69 @@ class _Evaluation:
         else:
             self.borders.append(border(entropy - threshold, self.batch.mask))
         return (entropy >= threshold).double()
+
+    def _future(self) -> Tensor:
+        """FIPO's weight of each token: a double loop over each response."""
+        rule, weights = self.objective.future_kl, torch.ones_like(self.logp.detach())
+        if rule is None:
+            return weights
+        gamma = 2 ** (-1 / rule.half_life)
+        for response in self.batch.responses:
+            rows = [t for t in response if self.batch.mask[t]]
+            raw = (self.logp[rows] - self.old[rows]).detach()
+            limit = self.objective.max_log_ratio
+            log = raw.clamp(-limit, limit)
+            heard = log.clone()
+            if rule.max_ratio is not None:
+                self.borders.append(log - math.log(rule.max_ratio))
+                heard = torch.where(log > math.log(rule.max_ratio), 0.0, log)
+            for i, t in enumerate(rows):
+                future = sum((gamma ** (k - i) * heard[k] for k in range(i, len(rows))), torch.zeros_like(heard[0]))
+                weight = self._clamp(future, [t]).exp()
+                weight = weight.clamp(rule.low, rule.high)
+                if rule.safe_ratio is not None and self.batch.advantages[t] < 0:
+                    self.borders.append(log[i] - math.log(rule.safe_ratio))
+                    weight = weight.clamp(0.8, 1.0) if log[i] > math.log(rule.safe_ratio) else weight
+                weights[t] = weight
+        return weights
+
+    def _chosen(self) -> Tensor:
+        """The tokens of Clip-Cov or KL-Cov by the largest products, among those that the gate does not clip."""
+        rule, chosen = self.objective.covariance, torch.zeros_like(self.batch.mask)
+        rows = self.batch.mask.nonzero()[:, 0]
+        if rule is None or not len(rows):
+            return chosen
+        a, b = self.batch.advantages[rows], self.logp.detach()[rows]
+        product = (a - a.mean()) * (b - b.mean())
+        number = max(int(rule.fraction * len(rows)), 1)
+        if isinstance(rule, fastrl.CovarianceKL):
+            ordered = product.sort(descending=True).values
+            if number < len(rows):
+                self.borders.append(ordered[number - 1] - ordered[number])
+            chosen[rows[product.argsort(descending=True, stable=True)[:number]]] = True
+            return chosen
+        self.borders += [product - rule.low, product - rule.high]
+        between = (product > rule.low) & (product < rule.high)
+        clips = [self._clips(int(t)) for t in rows]
+        candidates = [int(t) for t, inside, out in zip(rows, between, clips, strict=True) if inside and not out]
+        if len(candidates) > number:
+            assert self.batch.draws is not None, "which of them are drawn?"
+            candidates = sorted(candidates, key=lambda t: float(self.batch.draws[t]))[:number]
+        chosen[candidates] = True
+        return chosen
+
+    def _clips(self, t: int) -> bool:
+        """Whether the gate clips this token."""
+        response = next(r for r in self.batch.responses if t in r)
+        rows = [u for u in response if self.batch.mask[u]]
+        advantage = self.batch.advantages[rows]
+        side, clamped, borders = self.token["side"].clone(), self.token["clamped"].clone(), []
+        log, _ = self._level(rows, advantage)
+        args = (log.detach(), self.logp[rows].detach(), advantage, self.token["side"][rows])
+        gated = gated_terms(self.objective.gate, *args, torch.zeros_like(advantage).bool(), borders)
+        self.token["side"], self.token["clamped"] = side, clamped
+        self.borders += borders
+        return bool(gated.side[rows.index(t)])
 
     def _custom_losses(self) -> Tensor:
         rows = self.batch.mask.nonzero()[:, 0]
@@ -184,7 +250,7 @@ class _Evaluation:
     def _token_weights(self, rows: list[int], advantage: Tensor) -> Tensor:
         """omega, detached."""
         objective, batch = self.objective, self.batch
-        omega = self.top[rows].clone()
+        omega = self.top[rows] * self.weight_of_future[rows]
         if batch.token_weights is not None:
             omega = omega * batch.token_weights[rows]
         old = self.old[rows]
@@ -221,6 +287,7 @@ class _Evaluation:
                 objective.gate, log, self.logp[rows], advantage, self.token["side"][rows], held, self.borders
             )
             self.token["side"][rows] = gated.side
+            gated = self._by_covariance(rows, gated)
         self.weights[rows] = w
         self._add_policy(rows, self._token_weights(rows, advantage) * w, gated, advantage, share)
         token_log = self.logp[rows] - self.old[rows]
@@ -235,6 +302,19 @@ class _Evaluation:
         self.token["ratio"][rows] = log.detach().exp()
         self.token["gate"][rows] = gated.weight.detach()
         self.token["approx_kl"][rows] = torch.expm1(token_log) - token_log
+
+    def _by_covariance(self, rows: list[int], gated: Gated) -> Gated:
+        """The gate's loss as Clip-Cov or KL-Cov changes it."""
+        rule, chosen = self.objective.covariance, self.chosen[rows]
+        self.token["chosen"][rows] = chosen.double()
+        if isinstance(rule, fastrl.CovarianceClip):
+            return Gated(torch.where(chosen, 0.0, gated.value), torch.where(chosen, 0.0, gated.weight), gated.side)
+        if rule is None:
+            return gated
+        raw, limit = self.logp[rows] - self.old[rows], self.objective.max_log_ratio
+        self.borders.append(border(raw, chosen))  # the slope jumps there
+        distance = float(rule.coef) * raw.clamp(-limit, limit).abs()
+        return Gated(gated.value + torch.where(chosen, distance, 0.0), gated.weight, gated.side)
 
     def _add_policy(
         self, rows: list[int], omega: Tensor, gated: Gated, advantage: Tensor, share: float | Tensor
@@ -305,6 +385,7 @@ class _Evaluation:
             "ratio_max": token["ratio"].max() if self.batch.tokens else torch.zeros((), dtype=torch.float64),
             "ratio_clamped": token["clamped"].sum(),
             "masked_off_policy": token["off_policy"].sum(),
+            **({"chosen_by_covariance": token["chosen"].sum()} if self.objective.covariance is not None else {}),
             "tokens": torch.tensor(float(self.batch.tokens), dtype=torch.float64),
         }
         scales = {name: metrics[name].abs() for name in metrics}

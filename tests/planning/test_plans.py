@@ -41,8 +41,14 @@ RESPONSE = {
     "GMPO, KL": fastrl.GMPO(kl=fastrl.KL("k3", 0.1)),
     "DeepSeekV32": fastrl.DeepSeekV32(kl_coef=0.1, off_policy_delta=0.05),
     "GSPO, entropy": fastrl.GSPO(entropy_coef=0.01),
+    "FIPO": fastrl.FIPO(half_life=2.0, dual_clip=1.5),
 }
-BATCH = {"callable": from_callable, "top entropy": fastrl.DAPO(top_entropy_fraction=0.4)}
+BATCH = {
+    "callable": from_callable,
+    "top entropy": fastrl.DAPO(top_entropy_fraction=0.4),
+    "KL-Cov": fastrl.KLCov(fraction=0.2),
+    "Clip-Cov": fastrl.ClipCov(fraction=1.0, cov_low=0.1),
+}
 PLANS = [
     *((name, o, plan) for name, o in TOKEN.items() for plan in ("forward-gradient", "recompute", "two-pass")),
     *(

@@ -70,6 +70,7 @@ def part(problem: Problem, owners: Tensor, rank: int, packed: bool, shuffled: bo
     result.head = problem.head | {"hidden": own(problem.head["hidden"])}
     result.arguments = {name: own(x) for name, x in problem.arguments.items()}
     result.arguments["mask"] = result.arguments["mask"].bool() & real
+    result.arguments["position_ids"] = index % owners.shape[1]
     result.targets = result.arguments["targets"]
     result.support = None
     if packed:

@@ -11,6 +11,10 @@ PRESET_ARGUMENTS: dict[str, dict[str, Any]] = {
     "PPOKL": {"coef": 0.3},
     "DrGRPO": {"max_length": 7},
     "DeepSeekV32": {"kl_coef": 0.3, "off_policy_delta": 0.05},
+    "FIPO": {"half_life": 2.0, "dual_clip": 1.5, "safe_ratio": 1.2},
+    # Every candidate, so that which of them are drawn does not matter.
+    "ClipCov": {"fraction": 1.0, "cov_low": 0.05, "cov_high": 2.0},
+    "KLCov": {"fraction": 0.3, "coef": 0.7},
 }
 
 
@@ -29,7 +33,13 @@ OBJECTIVES = {
     "IcePop": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(mode="mask", low=0.9, high=1.2)),
     "sequence TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection("sequence", high=1.1)),
     "off-policy mask": fastrl.GRPO(off_policy_delta=0.0),
+    "FIPO, both sides": fastrl.FIPO(half_life=0.7, low=0.9, high=1.1, dual_clip=None, safe_ratio=None),
+    "FIPO of a response's ratio": fastrl.GSPO(future_kl=fastrl.FutureKL(4.0, 0.5, 3.0, max_ratio=1.3)),
+    "Clip-Cov of a response's ratio": fastrl.GSPO(covariance=fastrl.CovarianceClip(1.0, 0.0, 3.0)),
+    "KL-Cov beside PPO's clip": fastrl.KLCov(0.5, -0.4, gate=fastrl.Clip(), kl=fastrl.KL("k3", 0.1)),
     "tight clamp": Objective(gate=fastrl.NoGate(), kl=fastrl.KL("forward", 0.5), max_log_ratio=0.2),
     "tight clamp, CISPO": fastrl.CISPO(max_log_ratio=0.2),
+    "tight clamp, FIPO": fastrl.FIPO(half_life=3.0, low=0.1, high=9.0, max_log_ratio=0.2),
+    "tight clamp, KL-Cov": fastrl.KLCov(0.6, 0.5, max_log_ratio=0.2),
     "tight clamp, sequence": fastrl.GSPO(clip_low=0.5, clip_high=0.5, max_log_ratio=0.05),
 }

@@ -56,6 +56,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("gate_mean",),
         ("ratio_clamped",),
         ("masked_off_policy",),
+        ("chosen_by_covariance",),
     ),
     "Lengths": (("length",), ("truncated",), ("tokens",)),
     "Optimisation": (("grad_norm",), ("critic_grad_norm",), ("lr",), ("skipped_updates",), ("memory/",)),

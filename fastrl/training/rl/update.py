@@ -21,7 +21,7 @@ from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.run import Run
 
 # How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
-COUNTS = ("tokens", "ratio_clamped", "masked_off_policy")
+COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance")
 # Parts of a minibatch's loss, so they are summed over its micro-batches.
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
 MAXIMA = ("ratio_max",)
