@@ -19,31 +19,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import dpo_loss, linear_policy_loss, linear_token_logprobs, policy_loss, token_logprobs
+from fastrl import linear_policy_loss, policy_loss, token_logprobs
 from fastrl.base import checks
 from fastrl.integrations.grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
+from fastrl.integrations.liger_head import head, scored
 from fastrl.integrations.liger_jsd import LigerFusedLinearJSDLoss
+from fastrl.integrations.liger_preferences import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
 from fastrl.integrations.losses_from_logits import token_losses
 from fastrl.objectives.objective import Clip, Objective, StopGradientClip
 from fastrl.planning.budget import parse_budget
 
-__all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSDLoss", "triton_grpo_loss"]
-
-#: Liger's loss types. fastrl has "sigmoid"; "ipo" is named by Liger but not implemented there either.
-_DPO_LOSS_TYPES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-)
-
+__all__ = [
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "triton_grpo_loss",
+]
 
 #: The arguments of `grpo_objective`. Both GRPO losses have them by the same names, except for eps_low and eps_high.
 _OPTIONS = [name for name in inspect.signature(grpo_objective).parameters if name != "fields"]
@@ -146,7 +147,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         metrics: the mean KL if beta is not 0, then the fraction of clipped tokens.
         """
         targets = selected_token_ids.long()
-        head = _head(_input, lin_weight, bias)
+        output = head(_input, lin_weight, bias)
         options: dict[str, Any] = {"temperature": self.temperature, "memory_budget": self.memory_budget}
         old, ref = old_per_token_logps, None
         if self.use_ref_model:
@@ -154,16 +155,16 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             if ref is None:
                 if ref_input is None or ref_weight is None:
                     raise ValueError("use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
-                ref = _scored(ref_input, ref_weight, ref_bias, targets, attention_mask, options)
+                ref = scored(ref_input, ref_weight, ref_bias, targets, attention_mask, options)
         if old is None and vllm_is_ratio is not None and self.choice.objective.ratio == "sequence-product":
-            old = _scored(_input, lin_weight, bias, targets, attention_mask, options)
+            old = scored(_input, lin_weight, bias, targets, attention_mask, options)
         batch = _Batch(attention_mask, advantages, old, ref).with_engine(self.choice, vllm_is_ratio)
         result = linear_policy_loss(
             _input,
-            head["weight"],
+            output["weight"],
             targets,
             objective=self.choice.objective,
-            bias=head["bias"],
+            bias=output["bias"],
             denominator=_denominator(self.choice, attention_mask, num_items_in_batch),
             **options,
             **batch._asdict(),
@@ -239,77 +240,6 @@ def triton_grpo_loss(
     return result.loss, [fraction] if beta == 0.0 else [result.metrics["kl"], fraction]
 
 
-class LigerFusedLinearDPOLoss(torch.nn.Module):
-    """DPO from hidden states (2B, T, H): first the chosen responses, then the rejected ones.
-
-    Only `loss_type` "sigmoid" is supported; Liger's other types raise NotImplementedError, unknown ones ValueError.
-    label_smoothing and discopop_tau belong to the other types; "sigmoid" does not read them, in Liger either.
-    chunk_size and compiled have no effect; `memory_budget` as in `fastrl.linear_token_logprobs`.
-    """
-
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        *,
-        memory_budget: int | str | None = None,
-    ) -> None:
-        super().__init__()
-        if loss_type not in _DPO_LOSS_TYPES:
-            raise ValueError(f"loss_type must be one of {', '.join(_DPO_LOSS_TYPES)}, got {loss_type!r}")
-        if loss_type != "sigmoid":
-            raise NotImplementedError(f"loss_type must be 'sigmoid', which fastrl has, got {loss_type!r}")
-        self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
-        self.compute_nll_loss, self.use_ref_model = compute_nll_loss, use_ref_model
-        self.average_log_prob, self.memory_budget = average_log_prob, parse_budget(memory_budget)
-
-    def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """lin_weight (V, H), _input (2B, T, H), target (2B, T) with ignore_index where a token does not count.
-
-        Returns the loss and detached (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
-        chosen_rewards, rejected_rewards); log-probabilities and rewards are (B,), the others 0-dim.
-        """
-        if target.shape[0] % 2:
-            raise ValueError(f"target must hold as many chosen as rejected responses, got {target.shape[0]} in all")
-        pairs, mask = target.shape[0] // 2, target != self.ignore_index
-        options: dict[str, Any] = {"memory_budget": self.memory_budget}
-        stats = linear_token_logprobs(_input, targets=target, mask=mask, **_head(_input, lin_weight, bias), **options)
-        counts = mask.sum(-1).clamp(min=1) if self.average_log_prob else 1
-        logps = stats.logprobs.sum(-1) / counts
-        ref = torch.zeros_like(logps)
-        if self.use_ref_model:
-            if ref_input is None or ref_weight is None:
-                raise ValueError("use_ref_model=True needs ref_input and ref_weight")
-            ref = _scored(ref_input, ref_weight, ref_bias, target, mask, options).sum(-1) / counts
-        loss = dpo_loss(logps[:pairs], logps[pairs:], ref[:pairs], ref[pairs:], beta=self.beta)
-        nll = torch.zeros_like(loss)
-        if self.compute_nll_loss:
-            nll = -stats.logprobs[:pairs].sum() / mask[:pairs].sum().clamp(min=1)
-            loss = loss + self.alpha * nll
-        rewards = self.beta * (logps - ref).detach()
-        means = (_mean_logits(_input[part], lin_weight, bias) for part in (slice(pairs), slice(pairs, None)))
-        logged = logps.detach()
-        return loss, (logged[:pairs], logged[pairs:], *means, nll.detach(), rewards[:pairs], rewards[pairs:])
-
-
 def _choice(arguments: dict[str, Any]) -> GRPOChoice:
     """Check the options of both GRPO losses, which are among their arguments, and return their objective."""
     options = {name: arguments[name] for name in _OPTIONS}
@@ -346,23 +276,3 @@ def _clipped(objective: Objective, logprobs: Tensor, batch: _Batch) -> Tensor:
         advantages = batch.advantages[:, None] if batch.advantages.dim() == 1 else batch.advantages
         side = side * (advantages > 0)
     return side.abs()
-
-
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    """weight and bias in the hidden states' dtype, as in Liger."""
-    return {"weight": weight.to(hidden.dtype), "bias": None if bias is None else bias.to(hidden.dtype)}
-
-
-@torch.no_grad()
-def _scored(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor, options: dict[str, Any]
-) -> Tensor:
-    """Log-probabilities (B, T) without a graph."""
-    return linear_token_logprobs(hidden, targets=targets, mask=mask, **_head(hidden, weight, bias), **options).logprobs
-
-
-@torch.no_grad()
-def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The mean of all logits of hidden (B, T, H), 0-dim float32, as the product of the means."""
-    mean = hidden.mean((0, 1), dtype=torch.float32) @ weight.mean(0, dtype=torch.float32)
-    return mean if bias is None else mean + bias.float().mean()

@@ -39,7 +39,7 @@ def _hinge(x: Tensor) -> Tensor:
     return torch.relu(1 - x)
 
 
-def _log_odds(logp: Tensor) -> Tensor:
+def log_odds(logp: Tensor) -> Tensor:
     """log(p / (1 - p)) of p = e^logp; where logp is 0 its largest finite value, with derivative 0."""
     # A response that is certain, or has no tokens, would have infinite odds, and an infinite derivative.
     logp = logp.clamp(max=-torch.finfo(torch.float32).tiny)
@@ -86,7 +86,7 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 def odds_ratio(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """-beta log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p) of p = e^score."""
-    return beta * _logistic(_log_odds(chosen) - _log_odds(rejected))
+    return beta * _logistic(log_odds(chosen) - log_odds(rejected))
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, beta: float, *, label_smoothing: float) -> Tensor:
