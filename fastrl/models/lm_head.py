@@ -30,6 +30,7 @@ from torch import Tensor
 from fastrl import linear_cross_entropy, linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
+from fastrl.models.balancing import asks_for_routers, balancing_loss, balancing_weight
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.tiling import float32_logits
@@ -129,8 +130,12 @@ def in_head(head: torch.nn.Module, hidden: Tensor, compute: Callable[[Tensor], A
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that computes the head's hidden states. Raises TypeError for a model without one."""
-    decoder = getattr(model, "get_decoder", lambda: None)()
+    """The module that computes the head's hidden states. Raises TypeError for a model without one.
+
+    That of a model which reads images too takes them, and puts their embeddings among those of the text.
+    """
+    has_more_than_text = model.config.get_text_config() is not model.config
+    decoder = model.base_model if has_more_than_text else getattr(model, "get_decoder", lambda: None)()
     if decoder is None or decoder is model:
         raise TypeError(f"model must be a transformers causal LM with a decoder, got {type(model).__name__}")
     return decoder
@@ -241,19 +246,20 @@ def _token_stats(
     if labels is None and shifted_labels is None and not defer:
         raise ValueError("return_token_stats=True needs labels, got None")
     arguments["use_cache"] = False
-    config = model.config.get_text_config()
-    routers = arguments.get("output_router_logits")
-    if routers is None and getattr(config, "output_router_logits", False):
-        arguments["output_router_logits"] = routers = True
+    balances = asks_for_routers(model, arguments.get("output_router_logits"))
+    if balances:
+        arguments["output_router_logits"] = True
     outputs = decoder_of(model)(**arguments)
-    states = outputs.last_hidden_state
+    states, aux_loss = outputs.last_hidden_state, None
+    if balances:
+        aux_loss = balancing_loss(model, outputs.router_logits, arguments.get("attention_mask"))
     module = model.get_output_embeddings()
     if defer:
         # The head is returned too, because DistributedDataParallel finds the used parameters in the outputs. FSDP2
         # needs no such help, and frees it.
         used = [] if getattr(module, "_is_fsdp_managed_module", False) else [module.weight, module.bias]
-        return CausalLMOutputWithPast(
-            logits=None, hidden_states=(states, *(x.view_as(x) for x in used if x is not None))
+        return TokenStatsOutput(
+            logits=None, hidden_states=(states, *(x.view_as(x) for x in used if x is not None)), aux_loss=aux_loss
         )
     hidden, targets = (states[:, :-1], labels[:, 1:]) if shifted_labels is None else (states, shifted_labels)
     mask, aligned = targets != IGNORED, (1, 0) if shifted_labels is None else (0, 0)
@@ -267,14 +273,8 @@ def _token_stats(
         return _mean_loss(stats.logprobs, mask, count), *values
 
     loss, logprobs, entropy = in_head(module, hidden, compute)
-    aux_loss: Any = None
-    if routers:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # shared by all mixtures
-
-        aux_loss = load_balancing_loss_func(
-            outputs.router_logits, model.num_experts, model.num_experts_per_tok, arguments.get("attention_mask")
-        )
-        loss = loss + config.router_aux_loss_coef * aux_loss
+    if aux_loss is not None:
+        loss = loss + balancing_weight(model) * aux_loss
     return TokenStatsOutput(loss=loss, logprobs=logprobs, entropy=entropy, aux_loss=aux_loss)
 
 
@@ -289,17 +289,23 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
     Call `fused_lm_head` on the model first. After this call the model, in training mode and without labels (as Trainer
     calls it if it has such a function), returns its last hidden states and the head instead of logits; in evaluation
     mode and without gradients it returns logits as before. `remove_fused_lm_head` undoes this.
+
+    A mixture whose config has output_router_logits adds its load balancing loss once for each micro-batch, whatever
+    num_items_in_batch is, as its own forward does.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_fastrl_unfused"):
         raise ValueError("model has no fused head: call fused_lm_head(model) first")
     if base._fastrl_options["temperature"] != 1.0:
         raise ValueError(f"Trainer's loss has temperature 1, but the fused head {base._fastrl_options['temperature']}")
-    if getattr(base.config.get_text_config(), "output_router_logits", False):
-        raise ValueError("a mixture's load balancing loss (output_router_logits) is not part of this loss; turn it off")
     base._fastrl_defer = True
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        found = cross_entropy(outputs, labels, num_items_in_batch)
+        aux_loss = getattr(outputs, "aux_loss", None)
+        return found if aux_loss is None else found + balancing_weight(base) * aux_loss
+
+    def cross_entropy(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         targets = labels[:, 1:]
         if outputs.logits is not None:  # evaluation
             mask = targets != IGNORED
@@ -319,6 +325,7 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
             )
 
         # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
-        return _root_of(model)(**{_IN_HEAD: (hidden, compute)})
+        found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})
+        return found
 
     return loss

@@ -43,9 +43,10 @@ def save_model(path: Path) -> str:
 def make_trainer(base: str, path: str, rows: list[dict[str, Any]], kind: type | None = None, **options: Any) -> Any:
     """TRL's trainer of this name, or a `kind` of it, with the model at `path` and these rows for its data.
 
-    What is no option of the trainer's configuration goes to the trainer.
+    What is no option of the trainer's configuration goes to the trainer. `model` replaces the one at `path`.
     """
     names = ("peft_config", "memory_budget", "eval_dataset", "teacher_model")
+    model = options.pop("model", None)
     more = {name: options.pop(name) for name in names if name in options}
     settings: dict[str, Any] = {
         "output_dir": f"{path}/out",
@@ -65,7 +66,7 @@ def make_trainer(base: str, path: str, rows: list[dict[str, Any]], kind: type | 
         settings |= {"num_generations": 4, "steps_per_generation": 4, "max_completion_length": 6}
         more["reward_funcs"] = reward
     return (kind or getattr(trl, f"{base}Trainer"))(
-        model=transformers.AutoModelForCausalLM.from_pretrained(path),
+        model=transformers.AutoModelForCausalLM.from_pretrained(path) if model is None else model,
         args=getattr(trl, f"{base}Config")(**(settings | options)),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(),

@@ -13,12 +13,13 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import utils
+from trl.trainer.utils import FusedCausalLMOutput
 
 from fastrl import linear_policy_loss, linear_token_logprobs
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
-from fastrl.integrations.trl.metrics import Scores, log_entropy_bonus, log_policy
+from fastrl.integrations.trl.metrics import Scores, log_auxiliary, log_entropy_bonus, log_policy
 from fastrl.integrations.trl.objective import (
     KNOWN_READS,
     MULTIMODAL,
@@ -40,9 +41,9 @@ class FastGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer with `fastrl.linear_policy_loss` as its loss; same arguments, losses and metrics.
 
     fastrl also computes the log-probabilities of the policy, the old and the reference policy. A configuration that
-    fastrl cannot express, or was not tested with (multimodal inputs, an auxiliary loss, Liger's layers, FSDP1,
-    DeepSpeed, torch.compile, prompt learning, an adapter on the head, a newer TRL's loss), uses TRL's own code, and one
-    line in the log says why. Exponents are clamped to +-20; TRL's are not.
+    fastrl cannot express, or was not tested with (Liger's layers, FSDP1, DeepSpeed, torch.compile, prompt learning, an
+    adapter on the head, a newer TRL's loss), uses TRL's own code, and one line in the log says why. Exponents are
+    clamped to +-20; TRL's are not.
 
     Args:
         memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
@@ -75,9 +76,6 @@ class FastGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(scored, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        multimodal = [name for name in MULTIMODAL if inputs.get(name) is not None]
-        if self._why_not is None and multimodal:
-            self._why_not = f"the inputs are multimodal ({', '.join(multimodal)})"
         if self._why_not is None:
             try:
                 return self._fused_loss(model, inputs)
@@ -91,12 +89,20 @@ class FastGRPOTrainer(GRPOTrainer):
         batch = Batch.of(inputs, self)
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, : -batch.targets.shape[1]] = -100
         step = _Step(self, inputs, batch, input_ids.shape[1])
-        with self.accelerator.autocast():
-            out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **{_STEP: step})
-        loss, exact = out["loss"], step.results
+        out: list[dict[str, Tensor]] = []
+
+        def scored(fused_lm_head: bool, **arguments: Any) -> FusedCausalLMOutput:
+            out.append(model(**arguments, **{_STEP: step}))
+            nothing = torch.zeros_like(arguments["labels"][:, 1:])
+            return FusedCausalLMOutput(log_probs=nothing, entropy=nothing, aux_loss=out[0].get("aux_loss"))
+
+        # TRL makes the model's arguments, images among them, and gets nothing that it would not overwrite.
+        images = {name: inputs.get(name) for name in MULTIMODAL}
+        *_, aux_loss = super()._get_per_token_logps_and_entropies(
+            scored, input_ids, attention_mask, batch.targets.shape[1], compute_aux_loss=self.aux_loss_enabled, **images
+        )
+        loss, exact = out[0]["loss"], step.results
         if loss.dtype != exact["loss"].dtype:  # FSDP2's policy rounds outputs: its value, and the gradient through it
             loss = exact["loss"].detach() + (loss - loss.detach())
         results = Scores(exact["logprobs"].detach(), exact["entropy"].detach(), step.high_entropy)
@@ -107,6 +113,9 @@ class FastGRPOTrainer(GRPOTrainer):
                 scale = 1.0 if LOSS_TYPES[self.loss_type][1] == "items" else step.accumulation
                 policy_loss = (loss.detach() + step.entropy_coef * mean / step.accumulation) * scale
             log_entropy_bonus(self, policy_loss, results.entropy, tokens)
+        if aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * aux_loss / step.accumulation
+            log_auxiliary(self, aux_loss)
         log_policy(self, batch, results, inputs)
         return loss
 
@@ -277,8 +286,8 @@ def _add_step_forward(model: Any) -> None:
             return fused_forward(*args, **kwargs)
         step.head = self.get_output_embeddings()
         with replaced_head(step):
-            fused_forward(*args, fused_lm_head=True, **kwargs)
-        return step.outputs
+            aux_loss = fused_forward(*args, fused_lm_head=True, **kwargs).aux_loss
+        return step.outputs if aux_loss is None else {**step.outputs, "aux_loss": aux_loss}
 
     model.forward = MethodType(forward, model)
 
@@ -320,7 +329,6 @@ def _why_not_here(trainer: Any) -> str | None:
     reasons = {
         f"this TRL's loss reads {', '.join(unknown)}, which is not known": unknown,
         f"{', '.join(replaced)} is not GRPOTrainer's own": replaced,
-        "it has an auxiliary loss (router_aux_loss_coef)": trainer.aux_loss_enabled,
         "use_liger_kernel is set": trainer.args.use_liger_kernel,
         "torch_compile is set": trainer.args.torch_compile,
         "FSDP1 is used (FSDP2 is supported)": trainer.is_fsdp_enabled

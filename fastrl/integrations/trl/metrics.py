@@ -84,6 +84,12 @@ def _log_clipping(trainer: Any, metrics: Any, means: _Means, ratio: Tensor, adva
     metrics["clip_ratio/high_max"].append(nanmax(means.gathered(high)).item())
 
 
+def log_auxiliary(trainer: Any, aux_loss: Tensor) -> None:
+    """Append a mixture's load balancing loss (), unweighted, as the mean over all processes."""
+    mode = "train" if trainer.model.training else "eval"
+    trainer._metrics[mode]["aux_loss"].append(trainer.accelerator.gather_for_metrics(aux_loss).mean().item())
+
+
 def log_entropy_bonus(trainer: Any, policy_loss: Tensor, entropy: Tensor, on: Tensor) -> None:
     """Log policy_loss and entropy_coef, and take the adaptive controller's step; entropy (B, T), on the tokens `on`.
 

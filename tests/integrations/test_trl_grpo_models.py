@@ -1,0 +1,100 @@
+"""FastGRPOTrainer against TRL's on models whose forward is more than text in, logits out: mixtures, and images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import tiny_model
+from tiny_vision_model import END, IMAGE, START, VIDEO, image_tokens, pixels, tiny_vision_model
+from trl import GRPOTrainer
+from trl_cases import PROMPTS, assert_same_history, make_trainer
+
+from fastrl.integrations.trl import grpo as trl_grpo
+from fastrl.integrations.trl.grpo import FastGRPOTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def compare(
+    model: Any, tmp_path: Any, calls: list[Any], wrap: Callable[[type], type] = lambda x: x, **options: Any
+) -> Any:
+    """Both trainers log the same from this model; the fast one computes each micro-batch's loss in one call."""
+    histories = []
+    model.save_pretrained(tmp_path)  # a reference is loaded from there too
+    for kind in (GRPOTrainer, FastGRPOTrainer):
+        torch.manual_seed(5)
+        settings = {"max_steps": 10, "beta": 0.0} | options
+        trainer = make_trainer(
+            "GRPO", str(tmp_path), PROMPTS, wrap(kind), model=type(model).from_pretrained(tmp_path), **settings
+        )
+        trainer.train()
+        histories.append(trainer.state.log_history)
+        if kind is GRPOTrainer:
+            assert not calls
+    assert trainer._why_not is None and len(calls) >= 2 * settings["max_steps"]
+    assert_same_history(histories[1], histories[0])
+    assert histories[0][0]["grad_norm"] > 1e-3
+    return histories[1]
+
+
+@pytest.fixture
+def calls(watch: Callable[..., list[Any]]) -> list[Any]:
+    """One entry per fused loss."""
+    return watch(trl_grpo, "linear_policy_loss")
+
+
+MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_moe": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
+        {"loss_type": "grpo", "beta": 0.1, "router_aux_loss_coef": 0.1},
+    ),
+    "mixtral": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05},
+        {"loss_type": "dapo", "entropy_coef": 0.01, "eval_strategy": "steps", "eval_steps": 5, "max_steps": 5},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixtures_balancing_is_kept(tmp_path: Any, calls: list[Any], kind: str) -> None:
+    values, options = MIXTURES[kind]
+    if "eval_steps" in options:
+        options = options | {"eval_dataset": Dataset.from_list(PROMPTS), "per_device_eval_batch_size": 4}
+    torch.manual_seed(0)
+    model = tiny_model(kind, vocab_size=64, initializer_range=0.3, **values | {"eos_token_id": 1, "pad_token_id": 0})
+    history = compare(model, tmp_path, calls, **options)
+    assert all(line["aux_loss"] > 0.1 for line in history if "loss" in line)
+    assert ("eval_steps" in options) == any("eval_aux_loss" in line for line in history)
+
+
+def with_images(base: type) -> type:
+    """The trainer on batches whose prompts begin with an image each, as TRL's own rollout would have made them."""
+    grid = (1, 4, 4)
+
+    class Seeing(base):  # type: ignore[valid-type, misc]
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            ids = inputs["prompt_ids"]
+            image = torch.tensor(image_tokens(grid)).expand(ids.shape[0], -1)
+            inputs = inputs | pixels([grid] * ids.shape[0], seed=self.state.global_step)
+            inputs["num_images"] = [1] * ids.shape[0]
+            # Padding is on the left: the image goes behind the prompt.
+            inputs["prompt_ids"] = torch.cat([ids, image], 1)
+            inputs["prompt_mask"] = torch.cat([inputs["prompt_mask"], torch.ones_like(image)], 1)
+            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).long()
+            return super()._compute_loss(model, inputs)
+
+    return Seeing
+
+
+def test_images_reach_the_decoder(tmp_path: Any, calls: list[Any]) -> None:
+    """The models' own places of an image's tokens, and the gradients of its patches, are in the gradients' norm."""
+    text_only = {"suppress_tokens": [START, END, IMAGE, VIDEO]}
+    compare(
+        tiny_vision_model(), tmp_path, calls, with_images, loss_type="grpo", generation_kwargs=text_only, max_steps=2
+    )

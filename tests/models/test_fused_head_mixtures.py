@@ -1,0 +1,135 @@
+"""A mixture's load balancing loss beside the fused cross-entropy: every family's own, in Trainer too."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import tiny_model
+from transformers import Trainer, TrainingArguments
+
+from fastrl.integrations.transformers import compute_loss_func, fused_lm_head
+from fastrl.models.balancing import asks_for_routers
+
+VOCAB = 50
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Where a family keeps the numbers of experts, and the factor.
+FAMILIES = {
+    "mixtral": LOCAL,
+    "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 8},
+    "qwen3_moe": ROUTED,
+    "olmoe": ROUTED,
+    "granitemoe": LOCAL,
+    "gpt_oss": LOCAL | {"head_dim": 8},
+    "phimoe": LOCAL,
+    "jetmoe": LOCAL | {"kv_channels": 8},
+    "flex_olmo": ROUTED,
+}
+
+
+def make(kind, **values):
+    torch.manual_seed(0)
+    coefficient = {"aux_loss_coef" if kind == "jetmoe" else "router_aux_loss_coef": 0.3}  # so that it shows
+    values = {"output_router_logits": True} | coefficient | FAMILIES.get(kind, {}) | values
+    return tiny_model(kind, vocab_size=VOCAB, **values)
+
+
+def make_batch():
+    """Two sequences, one left-padded: padding is not routed."""
+    torch.manual_seed(1)
+    input_ids = torch.randint(VOCAB, (2, 9))
+    mask = torch.ones_like(input_ids)
+    mask[1, :3] = 0
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agree(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()) + 1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("mixtral", "jetmoe") else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+)
+def test_the_loss_is_the_familys_own(kind):
+    model, batch = make(kind), make_batch()
+    own = model(**batch, num_items_in_batch=7)
+    expected = gradients(model, own.loss)
+    fused_lm_head(model)
+    out = model(**batch, num_items_in_batch=7, return_token_stats=True)
+    assert float(own.aux_loss) > 0.1
+    torch.testing.assert_close(out.aux_loss, own.aux_loss)
+    torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
+    agree(gradients(model, out.loss), expected)
+
+    without = model(**batch, output_router_logits=False, return_token_stats=True)
+    assert without.aux_loss is None and float(out.loss - without.loss * without_items(batch, 7)) > 0.03
+
+    loss_of = compute_loss_func(model.train())
+    labels = batch.pop("labels")
+    loss = loss_of(model(**batch), labels, 7)
+    torch.testing.assert_close(loss, own.loss, rtol=1e-5, atol=0)
+    agree(gradients(model, loss), expected)
+
+
+def without_items(batch, count):
+    """The factor from a mean over the tokens to a sum over `count`."""
+    return int((batch["labels"][:, 1:] != -100).sum()) / count
+
+
+def test_a_mixture_balanced_by_a_bias_has_none():
+    widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8}
+    routing = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    values = {"first_k_dense_replace": 0, "moe_intermediate_size": 8, "num_key_value_heads": 2}
+    model = make("deepseek_v3", **widths, **routing, **values)
+    batch = make_batch()
+    assert not asks_for_routers(model, True)
+    own = model(**batch).loss
+    out = fused_lm_head(model)(**batch, return_token_stats=True)
+    assert out.aux_loss is None
+    torch.testing.assert_close(out.loss, own, rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trainer_takes_the_same_steps(tmp_path, accumulation):
+    torch.manual_seed(2)
+    rows = [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in torch.randint(VOCAB, (12, 8)).tolist()]
+
+    def run(model, **options):
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            eval_strategy="steps",
+            eval_steps=4,
+            disable_tqdm=True,
+            max_grad_norm=1e9,
+        )
+        trainer = Trainer(
+            model, arguments, train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:5]), **options
+        )
+        trainer.train()
+        names = ("loss", "grad_norm", "eval_loss")
+        return [log[name] for log in trainer.state.log_history for name in names if name in log]
+
+    model = make("qwen3_moe")
+    other = fused_lm_head(copy.deepcopy(model))
+    expected = run(model)
+    found = run(other, compute_loss_func=compute_loss_func(other))
+    assert len(found) == 9
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
