@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,10 @@ def make_trainer(base: str, path: str, rows: list[dict[str, Any]], kind: type | 
     if base in ("GRPO", "RLOO"):
         settings |= {"num_generations": 4, "steps_per_generation": 4, "max_completion_length": 6}
         more["reward_funcs"] = reward
-    return (kind or getattr(trl, f"{base}Trainer"))(
+    home = importlib.import_module(f"trl.experimental.{base.lower()}") if base in ("CPO", "ORPO") else trl
+    return (kind or getattr(home, f"{base}Trainer"))(
         model=transformers.AutoModelForCausalLM.from_pretrained(path) if model is None else model,
-        args=getattr(trl, f"{base}Config")(**(settings | options)),
+        args=getattr(home, f"{base}Config")(**(settings | options)),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(),
         **more,

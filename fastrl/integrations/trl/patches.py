@@ -14,7 +14,7 @@ from fastrl import linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
-from fastrl.integrations.trl.distillation import replacements
+from fastrl.integrations.trl import distillation, preferences
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
@@ -155,6 +155,7 @@ _FACTORIES = {
 }
 _head: FusedHead | None = None  # while enabled
 _replaced: dict[str, tuple[Any, Any]] = {}  # function -> TRL's own and fastrl's
+_methods: list[tuple[type, str, Any]] = []  # class, name, TRL's own
 
 
 def check_layout() -> None:
@@ -202,7 +203,8 @@ def enable(*, memory_budget: int | str | None = None) -> None:
     trainers); `token_logprobs` replaces `selective_log_softmax`, `selective_log_softmax_and_entropy` and
     `entropy_from_logits` in all of TRL's modules; `linear_divergence` replaces DistillationTrainer's chunked
     divergence; `linear_gathered_logprobs` and `topk_divergence` replace AsyncDistillationTrainer's, if its module is
-    imported already. A second call only changes the budget, and adds that module.
+    imported already. CPO and ORPO trainers, if their modules are imported already, score their pairs with
+    `linear_token_logprobs` instead of forming logits. A second call only changes the budget, and adds such modules.
 
     Args:
         memory_budget: as in `fastrl.linear_token_logprobs`, for each call of the head, and for each divergence.
@@ -217,10 +219,13 @@ def enable(*, memory_budget: int | str | None = None) -> None:
     for name, factory in _FACTORIES.items():
         original = getattr(utils, name)
         _replaced[name] = original, factory(original)
-    for name, original, fused in replacements(budget):
+    for name, original, fused in distillation.replacements(budget):
         _replaced[name] = original, fused
     for name, pair in _replaced.items():
         exchange("trl", name, *pair)
+    for owner, name, original, fused in preferences.replacements(budget):
+        _methods.append((owner, name, original))
+        setattr(owner, name, fused)
     _head = FusedHead(getattr(utils, _HEAD), budget)
     setattr(utils, _HEAD, _head)
 
@@ -232,9 +237,12 @@ def disable() -> None:
         return
     for name, (old, new) in _replaced.items():
         exchange("trl", name, new, old)
+    for owner, name, original in _methods:
+        setattr(owner, name, original)
     setattr(utils, _HEAD, _head.original)
     _head = None
     _replaced.clear()
+    _methods.clear()
 
 
 @contextmanager
