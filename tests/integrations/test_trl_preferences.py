@@ -56,7 +56,7 @@ CASES |= {
     "DPO, js_divergence": ("DPO", {"f_divergence_type": "js_divergence", "loss_type": ["hinge"]}),
     "DPO, alpha_divergence": ("DPO", {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3}),
     "DPO, ld_alpha": ("DPO", {"ld_alpha": 0.3}),
-    "DPO, use_weighting": ("DPO", {"use_weighting": True, "loss_type": ["sigmoid", "hinge"]}),
+    "DPO, use_weighting": ("DPO", {"use_weighting": True, "loss_type": ["sigmoid", "ipo"]}),
     "DPO, precomputed reference": ("DPO", {"precompute_ref_log_probs": True}),
     "DPO, synchronized reference": ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 3}),
     "DPO, evaluated": ("DPO", {"eval_dataset": PAIRS, **EVALUATED}),
@@ -168,6 +168,25 @@ def test_adapters_are_the_same(path: str, calls: dict[str, list[Any]], base: str
 @pytest.mark.parametrize("base", ["CPO", "ORPO"])
 def test_other_heads_are_the_same(path: str, calls: dict[str, list[Any]], base: str, kind: str) -> None:
     compare(calls, base, path, kind=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["DPO", "KTO", "CPO", "ORPO"])
+def test_autocast_is_as_exact(path: str, calls: dict[str, list[Any]], base: str) -> None:
+    """In bfloat16, fastrl is no further from the steps in float32 than TRL, up to a factor of two."""
+    exact, theirs = (train(base, path, False, bf16=bf16) for bf16 in (False, True))
+    ours = train(base, path, True, bf16=True)
+    assert calls[base]
+
+    def error(run: Any, name: str) -> float:
+        return max(abs(a[name] - b[name]) for a, b in zip(run[0][:-1], exact[0][:-1], strict=True))
+
+    def furthest(run: Any) -> float:
+        return max(float((x - exact[1][name]).abs().max()) for name, x in run[1].items())
+
+    for name in ("loss", "logps/chosen", "logps/rejected", "rewards/chosen", "logits/chosen", "grad_norm"):
+        assert error(ours, name) <= 2 * error(theirs, name), name
+    assert furthest(ours) <= 2 * furthest(theirs)
 
 
 @pytest.mark.slow
