@@ -70,7 +70,7 @@ def train(base: str, way: str, path: str, options: dict[str, Any]) -> tuple[list
     from trl_cases import PROMPTS, make_trainer
 
     import fastrl.integrations.trl as fast_trl
-    from fastrl.integrations.trl import distillation, grpo, patches
+    from fastrl.integrations.trl import distillation, grpo, patches, preferences
 
     start_accelerate()
     torch.manual_seed(5)
@@ -80,6 +80,8 @@ def train(base: str, way: str, path: str, options: dict[str, Any]) -> tuple[list
         options["teacher_model"] = tiny_model("qwen2", vocab_size=64, hidden_size=24, initializer_range=0.3)
         options["max_completion_length"] = 6
         rows = PROMPTS * 4
+    if base == "CPO":
+        rows = [prompt | {"chosen": " w7 w3", "rejected": f" w{i} w30 w33"} for i, prompt in enumerate(PROMPTS * 4)]
     settings: dict[str, Any] = {
         "max_steps": 2,
         "fsdp": True,
@@ -91,8 +93,12 @@ def train(base: str, way: str, path: str, options: dict[str, Any]) -> tuple[list
         return lambda *args, **kwargs: (calls.append(None), original(*args, **kwargs))[1]
 
     fast_trl.disable()
-    kind = getattr(trl, f"{base}Trainer")
+    kind = None if base == "CPO" else getattr(trl, f"{base}Trainer")
     owner, name = (grpo, "linear_policy_loss") if way == "FastGRPOTrainer" else (patches, "linear_token_logprobs")
+    if base == "CPO":
+        import trl.experimental.cpo  # enable() replaces what is imported already
+
+        owner = preferences
     if base == "Distillation":
         owner, name = distillation, "linear_divergence"
     original = getattr(owner, name)
@@ -144,6 +150,16 @@ def test_distillation_takes_the_same_steps(pair: Ranks, path: str) -> None:
 
     found = run(pair, "Distillation", "enable", path, beta=0.5)
     assert_same_history(found, run(pair, "Distillation", "own", path, beta=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [["Qwen2DecoderLayer"], ["Qwen2DecoderLayer", "Linear"]], ids=["", "head alone"])
+def test_cpo_takes_the_same_steps(pair: Ranks, path: str, wrapped: list[str]) -> None:
+    """The head is gathered for the scores, with others or as a unit of its own."""
+    from trl_cases import assert_same_history
+
+    expected = run(pair, "CPO", "own", path, wrapped=wrapped)
+    assert_same_history(run(pair, "CPO", "enable", path, wrapped=wrapped), expected)
 
 
 @pytest.mark.slow
