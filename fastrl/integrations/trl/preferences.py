@@ -20,13 +20,13 @@ import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.nn import functional as F
-from trl.trainer import utils
 
 from fastrl import linear_token_logprobs
 from fastrl.integrations.patching import say_once
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.integrations.trl.objective import reads
-from fastrl.models.lm_head import LMHead, in_head
+from fastrl.models.balancing import asks_for_routers, balancing_loss
+from fastrl.models.lm_head import LMHead, decoder_of, in_head
 from fastrl.models.patching import replaced
 
 IGNORED = -100
@@ -102,79 +102,66 @@ def _next(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-class _Scoring:
-    """Scores one batch in the place of TRL's fused head, inside the model's forward."""
-
-    def __init__(self, model: Any, pairs: _Pairs, memory_budget: int | None) -> None:
-        self.model, self.pairs, self.memory_budget = model, pairs, memory_budget
-
-    def apply(self, hidden: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        """hidden (B * S, H) -> zeros for TRL to sum; `outputs` are what the head's module returned, for the model."""
-        shape = self.pairs.targets.shape
-        self.outputs = in_head(self.model.get_output_embeddings(), hidden.view(*shape, -1), self._compute)
-        return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
-
-    def _compute(self, hidden: Tensor) -> dict[str, Tensor]:
-        """hidden (B, S, H) -> log-probabilities (B, S), and the mean logits of chosen and rejected rows (2,)."""
-        pairs, head = self.pairs, LMHead.of(self.model)
-        weight, softcap, end = head.weight.to(hidden.dtype), head.arguments["softcap"], None if pairs.ends else -1
-        options = {**head.arguments, "memory_budget": self.memory_budget}
-        if options["bias"] is not None:
-            options["bias"] = options["bias"].to(hidden.dtype)
-        targets = pairs.targets.clamp(min=0)
-        # The mean of the logits is over prompts and padding, as TRL's. Without a softcap it is that of two mean rows.
-        mask, extras = (pairs.scored, ()) if softcap is None else (None, ("mean_logits",))
-        stats = linear_token_logprobs(hidden, weight, targets, mask=mask, extras=extras, **options)
-        if softcap is None:
-            with torch.no_grad():
-                rows = torch.stack([part.mean((0, 1)) for part in self._halves(hidden[:, :end])])
-                first = targets.new_zeros(2)
-                means = linear_token_logprobs(rows, weight, first, extras=("mean_logits",), **options).mean_logits
-        else:
-            assert stats.mean_logits is not None
-            means = torch.stack([part.mean() for part in self._halves(stats.mean_logits[:, :end])])
-        assert means is not None
-        self.results = {"logprobs": stats.logprobs, "mean_logits": means}
-        return self.results
-
-    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[: self.pairs.chosen], x[self.pairs.chosen :]
+def _scores(model: Any, pairs: _Pairs, hidden: Tensor, memory_budget: int | None) -> dict[str, Tensor]:
+    """hidden (B, S, H) -> log-probabilities (B, S), and the mean logits of chosen and of rejected responses (2,)."""
+    head, halves = LMHead.of(model), [pairs.chosen, hidden.shape[0] - pairs.chosen]
+    weight, softcap, end = head.weight.to(hidden.dtype), head.arguments["softcap"], None if pairs.ends else -1
+    options = {**head.arguments, "memory_budget": memory_budget}
+    if options["bias"] is not None:
+        options["bias"] = options["bias"].to(hidden.dtype)
+    targets = pairs.targets.clamp(min=0)
+    # The mean of the logits is over prompts and padding, as TRL's. Without a softcap it is that of two mean rows.
+    mask, extras = (pairs.scored, ()) if softcap is None else (None, ("mean_logits",))
+    stats = linear_token_logprobs(hidden, weight, targets, mask=mask, extras=extras, **options)
+    if softcap is None:
+        with torch.no_grad():
+            rows = torch.stack([part.mean((0, 1)) for part in hidden[:, :end].split(halves)])
+            first = targets.new_zeros(2)
+            means = linear_token_logprobs(rows, weight, first, extras=("mean_logits",), **options).mean_logits
+    else:
+        assert stats.mean_logits is not None
+        means = torch.stack([part.mean() for part in stats.mean_logits[:, :end].split(halves)])
+    assert means is not None
+    return {"logprobs": stats.logprobs, "mean_logits": means}
 
 
 @contextmanager
-def _scoring_forward(model: Any, scoring: _Scoring) -> Iterator[None]:
-    """Inside the block the model's forward is TRL's fused one with `scoring` for a head, and returns its outputs.
+def _scoring_forward(model: Any, pairs: _Pairs, memory_budget: int | None) -> Iterator[list[dict[str, Tensor]]]:
+    """Inside the block the model's forward returns `_scores`, and a mixture's load balancing loss if it is asked to.
 
-    The scores are the forward's outputs, because wrappers (DDP, FSDP2) act on these.
+    The scores are the forward's outputs, because wrappers (DDP, FSDP2) act on these; the list gets them as they were.
     """
-    with replaced(model, "forward", model.forward):
-        utils.add_fused_lm_head(model)
-        fused_forward = model.forward
+    exact: list[dict[str, Tensor]] = []
 
-        @functools.wraps(type(model).forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with replaced(utils, "_ChunkedLogProbFunction", scoring):
-                out = fused_forward(*args, fused_lm_head=True, **kwargs)
-            return {**scoring.outputs, "aux_loss": out.aux_loss}
+    def compute(hidden: Tensor) -> dict[str, Tensor]:
+        exact.append(_scores(model, pairs, hidden, memory_budget))
+        return exact[-1]
 
-        model.forward = MethodType(forward, model)
-        yield
+    def forward(self: Any, **arguments: Any) -> dict[str, Tensor]:
+        arguments = {name: x for name, x in arguments.items() if x is not None}  # PEFT's wrapper adds some
+        outputs = decoder_of(self)(**arguments, use_cache=False)
+        scores = in_head(self.get_output_embeddings(), outputs.last_hidden_state, compute)
+        if not arguments.get("output_router_logits"):
+            return scores
+        return {**scores, "aux_loss": balancing_loss(self, outputs.router_logits, arguments["attention_mask"])}
+
+    with replaced(model, "forward", MethodType(forward, model)):
+        yield exact
 
 
 def _fused(trainer: Any, model: Any, pairs: _Pairs, memory_budget: int | None) -> tuple[Tensor, ...]:
     """What TRL's forward returns, with means of logits in the place of logits: of these, only the means are logged."""
     base = _base_of(trainer.accelerator.unwrap_model(model))
-    scoring = _Scoring(base, pairs, memory_budget)
     routers = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
     # accelerate's own autocast is around the forward that is replaced
-    with _scoring_forward(base, scoring), trainer.accelerator.autocast():
-        out = model(**pairs.inputs, shift_labels=pairs.targets.clamp(min=0), **routers)
-    logprobs, exact = out["logprobs"], scoring.results["logprobs"]
-    if logprobs.dtype != exact.dtype:  # FSDP2's policy rounds outputs: its value, and the gradient through it
-        logprobs = exact.detach() + (logprobs - logprobs.detach())
+    with _scoring_forward(base, pairs, memory_budget) as exact, trainer.accelerator.autocast():
+        out = model(**pairs.inputs, **routers)
+    logprobs, unrounded = out["logprobs"], exact[0]["logprobs"]
+    if logprobs.dtype != unrounded.dtype:  # FSDP2's policy rounds outputs: its value, and the gradient through it
+        logprobs = unrounded.detach() + (logprobs - logprobs.detach())
     chosen, rejected, nll = pairs.results(logprobs)
     more = (out["aux_loss"],) if trainer.aux_loss_enabled else ()
-    return chosen, rejected, *scoring.results["mean_logits"], nll, *more
+    return chosen, rejected, *exact[0]["mean_logits"], nll, *more
 
 
 def _base_of(model: Any) -> Any:
@@ -187,7 +174,7 @@ def _why_not(trainer: Any, model: Any, owner: type) -> str | None:
     methods = (_FORWARD, "get_batch_loss_metrics", "get_batch_logps")
     others = [name for name in methods if getattr(type(trainer), name) is not getattr(owner, name)]
     root = trainer.accelerator.unwrap_model(model)
-    peft = root.peft_config.values() if is_peft_model(root) else ()
+    peft, base = root.peft_config.values() if is_peft_model(root) else (), _base_of(root)
     reasons = {
         f"{', '.join(others)} is not {owner.__name__}'s own": others,
         "the model is an encoder-decoder": trainer.is_encoder_decoder,
@@ -198,6 +185,8 @@ def _why_not(trainer: Any, model: Any, owner: type) -> str | None:
         and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1,
         "DeepSpeed is used": trainer.is_deepspeed_enabled,
         "a PEFT method that lengthens the prompt is used": any(c.is_prompt_learning for c in peft),
+        "the model is split across devices": len(set(getattr(base, "hf_device_map", {}).values())) > 1,
+        "its load balancing loss is not known": trainer.aux_loss_enabled and not asks_for_routers(base, True),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     return reason or _why_not_head(trainer, root)
