@@ -97,8 +97,20 @@ OF_FUNCTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "extras": (fastrl.linear_token_logprobs, {}, {"extras": ("top",)}, "ValueError: extras must be some of"),
     "reduction": (fastrl.linear_cross_entropy, {}, {"reduction": "max"}, "ValueError: reduction must be one of"),
     "denominator": (fastrl.linear_cross_entropy, {}, {"denominator": -1.0}, "ValueError: denominator must be"),
-    "beta": (fastrl.linear_dpo_loss, {"mask": True, "ref": True}, {"beta": 0.0}, "ValueError: beta must be"),
-    "mask": (fastrl.linear_dpo_loss, {"mask": True, "ref": True}, {"mask": None}, "TypeError: mask must be"),
+    "beta": (fastrl.linear_dpo_loss, {"mask": True}, {"beta": 0.0}, "ValueError: beta must be"),
+    "preference": (
+        fastrl.linear_preference_loss,
+        {"mask": True, "objective": fastrl.IPO()},
+        {"objective": "IPO"},
+        "TypeError: objective must be a Preference",
+    ),
+    "desirable": (
+        fastrl.linear_kto_loss,
+        {"mask": True, "desirable": torch.ones(2)},
+        {"desirable": torch.ones(3)},
+        "ValueError: desirable must have shape (2,)",
+    ),
+    "mask": (fastrl.linear_dpo_loss, {"mask": True}, {"mask": None}, "TypeError: mask must be"),
 }
 
 
@@ -108,7 +120,7 @@ def one_is_wrong_in_functions() -> list[str]:
         head, _ = posed()
         given = {"hidden": head["hidden"].detach()[:2], "weight": head["weight"], "tp_group": dist.group.WORLD}
         given |= {"targets": torch.zeros(2, 4, dtype=torch.int64)}
-        given |= {"mask": torch.ones(2, 4), "ref_logprobs": torch.zeros(2)} if needed else {}
+        given |= needed | {"mask": torch.ones(2, 4), "ref_logprobs": torch.zeros(2)} if needed else {}
         found.append(described(function, given | (wrong if dist.get_rank() == WRONG else {})))
     return found
 

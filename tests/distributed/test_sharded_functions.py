@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from exact_preferences import exact_preference, kto_term
 from problem import CLOSE, Problem
 from ranks import Ranks, group_of
 from shards import EVEN, LAYOUTS, MARGINS, Shards, slow, told, whole
@@ -26,6 +27,7 @@ PER_TOKEN = {"temperature": 0.5 + torch.arange(12).view(4, 3) / 8}
 EXTRAS = {"entropy": True, "extras": ("mean_logits", "is_top1", "log_sum_sq_probs")}
 REF = torch.tensor([-3.0, -2.0, -9.0, 0.0])
 OFFSETS = torch.tensor([0, 3, 4, 9, 12], dtype=torch.int32)
+DESIRABLE = torch.tensor([True, False, False, True])
 
 #: By name, the function, its arguments, and whether the batch is packed.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -40,6 +42,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "index": (fastrl.linear_cross_entropy, {"ignore_index": 3}),
     "pairs": (fastrl.linear_dpo_loss, {"ref_logprobs": REF, "beta": 0.3, **TRANSFORM}),
     "packed pairs": (fastrl.linear_dpo_loss, {"ref_logprobs": REF, "cu_seqlens": OFFSETS}),
+    "likelihood": (fastrl.linear_preference_loss, {"objective": fastrl.CPO(0.4, nll_coef=0.5), **TRANSFORM}),
+    "packed means": (
+        fastrl.linear_preference_loss,
+        {"objective": fastrl.IPO(0.8), "ref_logprobs": REF, "cu_seqlens": OFFSETS},
+    ),
+    "unpaired": (
+        fastrl.linear_kto_loss,
+        {"ref_logprobs": REF, "desirable": DESIRABLE, "kl": torch.tensor(0.3), "beta": 0.2, **TRANSFORM},
+    ),
 }
 
 
@@ -47,7 +58,7 @@ def posed(name: str, dtype: torch.dtype) -> Problem:
     problem = Problem("cpu", size=(4, 3, 8, 37), mask=MASK, dtype=dtype)
     if name == "index":
         problem.targets = problem.targets.where(MASK.bool(), 3)
-    if name == "packed pairs":
+    if name.startswith("packed"):
         problem.head["hidden"], problem.targets = problem.head["hidden"].view(12, 8), problem.targets.view(12)
     return problem
 
@@ -63,8 +74,8 @@ def by_fastrl(name: str, problem: Problem, leaves: dict[str, Tensor], **group: A
 
 
 def with_gradients(results: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Any]:
-    differentiable = (results.get("loss"), results.get("logprobs"), results.get("entropy"))
-    parts = [x for x in differentiable if x is not None]
+    of_tokens = (results.get("logprobs"), results.get("entropy"))
+    parts = [results["loss"]] if "loss" in results else [x for x in of_tokens if x is not None]
     loss = sum(
         (u[0, 0] * x if x.dim() == 0 else (u.view(x.shape) * x).sum()) for u, x in zip(UPSTREAM, parts, strict=False)
     )
@@ -96,12 +107,20 @@ def by_torch(name: str, problem: Problem, dtype: torch.dtype, needs: tuple[str, 
     if function is fastrl.linear_cross_entropy:
         scale = {"sum": 1, "denominator": 5, "none": 1}.get(name, valid.sum())
         return with_gradients({"loss": -logp if name == "none" else -logp.sum() / scale}, leaves)
-    lengths = torch.full((4,), 3) if name == "pairs" else OFFSETS.diff()
-    sums = torch.stack([x.sum() for x in logp.view(-1).split(lengths.tolist())])
-    chosen, rejected = (arguments.get("beta", 0.1) * (sums - REF)).chunk(2)
-    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-    rewards = {"chosen_rewards": chosen, "rejected_rewards": rejected, "margins": chosen - rejected}
-    return with_gradients({"loss": loss, **rewards}, leaves)
+    lengths = OFFSETS.diff() if name.startswith("packed") else torch.full((4,), 3)
+    sums = torch.stack([x.sum() for x in logp.view(-1).split(lengths.tolist())]).double()
+    if function is fastrl.linear_kto_loss:
+        ratios, beta, z = sums - REF, arguments["beta"], float(arguments["kl"])
+        losses = torch.stack([kto_term(x, d, z, beta, (1, 1)) for x, d in zip(ratios, DESIRABLE.tolist(), strict=True)])
+        results = {"loss": losses.mean(), "rewards": beta * ratios, "losses": losses, "logprobs": sums}
+        return with_gradients({**results, "kl": torch.tensor(z)}, leaves)
+    objective = arguments.get("objective", fastrl.DPO(arguments.get("beta", 0.1)))
+    counts = torch.stack([x.sum() for x in valid.view(-1).split(lengths.tolist())]).view(2, 2)
+    loss, losses, (chosen, rejected) = exact_preference(objective, *sums.chunk(2), *REF.double().chunk(2), counts)
+    rewards = {"chosen_rewards": chosen, "rejected_rewards": rejected, "margins": chosen - rejected, "losses": losses}
+    likely = {"nll": -sums[:2].sum() / counts[0].sum()} if objective.nll_coef else {}
+    of_sums = {"chosen_logprobs": sums[:2], "rejected_logprobs": sums[2:], **likely}
+    return with_gradients({"loss": loss, **rewards, **of_sums}, leaves)
 
 
 Variant = tuple[str, torch.dtype, str | None, Shards, tuple[str, ...]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from preferences import PREFERENCES
 from smallest_budget import smallest_budget
 from torch import Tensor
 
@@ -82,6 +83,7 @@ class Case:
         self.tokens = {"targets": self.targets, "mask": self.mask, "sampling_mask": self._sets(one, g)}
         self.head["logits_dtype"] = one(None, torch.float32)
         kinds = ("logprobs", "logprobs", "policy", "policy", "cross_entropy", "dpo", "divergence", "gathered")
+        kinds += ("preference", "kto")
         self.loss = getattr(self, one(*kinds))(one)
 
     def _sets(self, one: Any, g: torch.Generator) -> fastrl.SamplingMask | None:
@@ -124,6 +126,19 @@ class Case:
         mask = torch.ones_like(self.targets) if self.mask is None else self.mask
         given = {**self.head, **self.tokens, "mask": mask, "ref_logprobs": torch.zeros(2)}
         return lambda budget: fastrl.linear_dpo_loss(**given, memory_budget=budget).loss
+
+    def preference(self, one: Any) -> Callable[[int | str], Tensor]:
+        mask = torch.ones_like(self.targets) if self.mask is None else self.mask
+        given = {**self.head, **self.tokens, "mask": mask, "ref_logprobs": torch.zeros(2)}
+        given["objective"] = PREFERENCES[one(*PREFERENCES)]
+        given["nll_mask"] = one(None, torch.ones_like(self.targets), torch.zeros_like(self.targets))
+        return lambda budget: fastrl.linear_preference_loss(**given, memory_budget=budget).loss
+
+    def kto(self, one: Any) -> Callable[[int | str], Tensor]:
+        mask = torch.ones_like(self.targets) if self.mask is None else self.mask
+        given = {**self.head, **self.tokens, "mask": mask, "ref_logprobs": torch.zeros(2)}
+        given["desirable"] = torch.tensor([True, one(True, False)])
+        return lambda budget: fastrl.linear_kto_loss(**given, memory_budget=budget).loss
 
     def divergence(self, one: Any) -> Callable[[int | str], Tensor]:
         width = one(1, 7, 80)

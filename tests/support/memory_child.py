@@ -135,10 +135,23 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "linear_policy_loss": (fastrl.linear_policy_loss, {**head, **tokens, **row_local}),
         "linear_policy_loss sequence": (fastrl.linear_policy_loss, {**head, **tokens, **whole}),
         "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": normal(B)}),
+        "linear_preference_loss": (
+            partial(fastrl.linear_preference_loss, objective=fastrl.CPO(reference=True)),
+            {**head, **vocabulary, "ref_logprobs": normal(B), "nll_mask": mask, "denominator": denominator},
+        ),
+        "linear_kto_loss": (
+            fastrl.linear_kto_loss,
+            {**head, **vocabulary, "ref_logprobs": normal(B), "desirable": torch.tensor([True, False])},
+        ),
         "KL": (partial(fastrl.KL, "k3"), {"coef": torch.tensor(0.1)}),
         "Objective": (fastrl.PPO, {"entropy_coef": torch.tensor(0.1)}),
     }
     pairs = {k: normal(B) for k in ("chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")}
+    whole_pairs = {k: normal(B) for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")}
+    whole_pairs |= {"chosen_lengths": torch.tensor([2, 3]), "rejected_lengths": torch.tensor([1, 2])}
+    whole_pairs |= {"denominator": denominator, "nll_denominator": denominator}
+    unpaired = {"logprobs": normal(B), "ref_logprobs": normal(B), "desirable": torch.tensor([True, False])}
+    unpaired |= {"kl": normal(3), "denominator": denominator}
     groups = torch.tensor([0, 0])
     steps = {"step_rewards": normal(B, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": groups}
     critic = {**{k: normal(B, T) for k in ("values", "returns", "old_values")}, "denominator": denominator}
@@ -146,6 +159,8 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     ranked = {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": groups}
     found |= {
         "dpo_loss": (fastrl.dpo_loss, pairs),
+        "preference_loss": (partial(fastrl.preference_loss, objective=fastrl.IPO(nll_coef=0.5)), whole_pairs),
+        "kto_loss": (fastrl.kto_loss, unpaired),
         "reward_model_loss": (fastrl.reward_model_loss, ranked),
         "group_advantages": (fastrl.group_advantages, {"rewards": normal(B), "group_ids": groups}),
         "rloo_advantages": (fastrl.rloo_advantages, {"rewards": normal(B), "group_ids": groups}),
