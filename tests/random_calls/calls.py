@@ -23,6 +23,7 @@ from drawing import Draw
 from gathered_calls import gathered_call
 from logprob_calls import cross_entropy_call, dpo_call, statistics_call
 from policy_calls import policy_call, vocabulary_policy_call
+from preference_calls import kto_call, linear_preference_call, preference_loss_call
 
 #: name -> (the call, how often it is drawn)
 CALLS: dict[str, tuple[Any, int]] = {
@@ -35,6 +36,9 @@ CALLS: dict[str, tuple[Any, int]] = {
     "linear_gathered_logprobs": (partial(gathered_call, linear=True), 7),
     "linear_cross_entropy": (cross_entropy_call, 5),
     "linear_dpo_loss": (dpo_call, 4),
+    "linear_preference_loss": (linear_preference_call, 6),
+    "kto_loss and linear_kto_loss": (kto_call, 4),
+    "preference_loss": (preference_loss_call, 2),
     "linear_divergence": (divergence_call, 8),
     "topk_divergence": (topk_divergence_call, 2),
     "group and rloo_advantages": (group_call, 3),

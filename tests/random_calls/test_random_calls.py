@@ -89,6 +89,8 @@ RESULTS = [
     ("token_logprobs", "logprobs", steeper),
     ("linear_token_logprobs", "logprobs", larger),
     ("linear_dpo_loss", "loss", steeper),
+    ("linear_preference_loss", "loss", steeper),
+    ("linear_preference_loss", "losses", larger),
 ]
 
 
