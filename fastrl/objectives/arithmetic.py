@@ -40,6 +40,11 @@ def exp_of_exp(x: Tensor, a: Tensor, b: Value) -> Tensor:
     return torch.exp(exponent).to(x.dtype)
 
 
+def log1p(x: Tensor) -> Tensor:
+    """log(1 + x) for x >= 0."""
+    return torch.log1p(x)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e**-x)."""
     return torch.sigmoid(x)

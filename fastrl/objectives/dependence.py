@@ -59,7 +59,7 @@ def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -
     """Returns why a token's coefficients depend on other tokens, or None if they do not."""
     if not isinstance(objective, Objective):
         return None if getattr(objective, "row_local", False) else "a callable that does not promise row_local"
-    correction = objective.rollout_correction
+    correction, kl = objective.rollout_correction, objective.kl
     if objective.covariance is not None:
         return f"a {type(objective.covariance).__name__} reads the whole batch"
     if objective.future_kl is not None and given.old:
@@ -70,20 +70,23 @@ def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -
         return "a top-entropy fraction without a threshold reads the whole batch"
     if correction is not None and correction.level == "sequence" and not given.old:
         return "a sequence-level rollout correction reads a whole response"
+    if kl is not None and kl.weighted and (given.threshold or (correction is not None and not given.old)):
+        return "the KL term is multiplied by weights that kernels find themselves"
     if objective.ratio == "token":
         return None
     if given.old:
         return f"the {objective.ratio} ratio reads a whole response"
     if given.over_ranks:  # kernels leave out the sum over the ranks that torch makes, and plans may differ by rank
         return f"the {objective.ratio} ratio is a sum over ranks"
+    by_response = kl is not None and kl.kind == "k3-unbiased" and kl.ratio == "objective"
+    if by_response and objective.ratio != "sequence-token":
+        return "the KL term is multiplied by the response's ratio"
     if objective.gate.reads_rollout:
-        return None if not given.rollout else "the gamma weight reads a whole response's rollout ratios"
+        return None if not given.rollout else "the ratio to the rollout policy reads a whole response"
     if objective.ratio == "sequence-token":
         return None
     if objective.ratio == "sequence-product":
         return "a sequence product's gradient grows with its length"
-    if objective.kl is not None and objective.kl.kind == "k3-unbiased" and objective.kl.ratio == "objective":
-        return "the KL term is multiplied by the response's ratio"
     if given.uneven or correction is not None or given.threshold:
         return "weights or advantages differ inside a response, whose tokens share one ratio"
     return None

@@ -102,6 +102,12 @@ def _token_ratio(logp: Tensor, baseline: Tensor, bound: float) -> _Ratio:
 def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ratio:
     """The log-ratio that the gate reads, at the objective's level."""
     bound, responses = objective.max_log_ratio, batch.responses
+    rollout = batch.rollout if objective.gate.reads_rollout else None
+    if objective.ratio == "token" and rollout is not None:
+        log, active, source, clamped = _token_ratio(logp, rollout, bound)
+        for other in (_token_ratio(logp, old, bound), _token_ratio(old, rollout, bound)):  # as the kernels count
+            clamped = torch.maximum(clamped, other.clamped)
+        return _Ratio(log, active, source, clamped)
     if objective.ratio == "token":
         return _token_ratio(logp, old, bound)
     raw = f.difference(logp, old)
@@ -110,8 +116,8 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
     if clip is not None:
         raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
     summands = [raw.where(batch.mask, 0.0)]
-    if objective.gate.reads_rollout and batch.rollout is not None:
-        summands.append(f.difference(old, batch.rollout))
+    if rollout is not None:
+        summands.append(f.difference(old, rollout))
     total = responses.sum(*summands)
     if objective.ratio != "sequence-product":
         total = total / batch.counts.clamp_min(1)
@@ -233,13 +239,14 @@ def objective_loss(
     settings = settings_of(objective)
     old = logp.detach() if batch.old is None else batch.old
     ratio = _ratio(settings, batch, logp, old)
-    token = ratio if settings.ratio == "token" else _token_ratio(logp, old, settings.max_log_ratio)
+    own = settings.ratio == "token" and not settings.gate.reads_rollout
+    token = ratio if own else _token_ratio(logp, old, settings.max_log_ratio)
     clamped = ratio.clamped
     omega, dropped, omega_clamped = _token_weights(settings, batch, token, old, entropy)
     chosen = None
-    kept = weights if omega is None else weights * omega
+    kept = weighted = weights if omega is None else weights * omega
     if isinstance(objective, Objective):
-        value_of, weight_of, side_of = GATE_FORMULAS[objective.gate.formula]
+        value_of, weight_of, side_of, _ = GATE_FORMULAS[objective.gate.formula]
         a, parameters, log_ratio = batch.advantages, objective.gate.parameters(), ratio.log.detach()
         weight = weight_of(ratio.log, logp, ratio.active, a, *parameters)
         side = _sides(objective, batch, logp, old, side_of(log_ratio, logp.detach(), a, *parameters))
@@ -261,7 +268,7 @@ def objective_loss(
     loss, kl = policy, torch.zeros_like(logp)
     if settings.kl is not None:
         kl, kl_clamped = _kl(settings, batch, logp, old, token)
-        loss = loss + weights * f.detach(settings.kl.coef) * kl
+        loss = loss + (weighted if settings.kl.weighted else weights) * f.detach(settings.kl.coef) * kl
         clamped = torch.maximum(clamped, kl_clamped)
     if settings.has_entropy_term and entropy is not None:
         on_entropy = weights if batch.entropy_weights is None else batch.entropy_weights
@@ -369,11 +376,12 @@ def loss_and_metrics(
     }
 
 
-def _weights_beside_policy(objective: Objective, weights: Tensor) -> Tensor | None:
-    """w (N,) of what moves a token whatever its advantage is: the KL term, and KL-Cov's where torch evaluates it."""
-    if objective.kl is not None:
-        return (weights * f.detach(objective.kl.coef)).contiguous()
-    return weights if isinstance(objective.covariance, CovarianceKL) else None
+def _weights_beside_policy(objective: Objective, weights: Tensor, policy: Tensor) -> Tensor | None:
+    """The weights (N,) of what moves a token whatever its advantage is: the KL term, or KL-Cov's, which torch forms."""
+    if isinstance(objective.covariance, CovarianceKL):
+        return weights
+    kl = objective.kl
+    return None if kl is None else ((policy if kl.weighted else weights) * f.detach(kl.coef)).contiguous()
 
 
 def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:
@@ -383,13 +391,13 @@ def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[
     token level, so the kernels implement the token level only.
     """
     omega = batch.token_weights
-    correction, clamped = objective.rollout_correction, None
-    in_kernel = correction is not None and correction.level == "token"
+    correction, kl, clamped = objective.rollout_correction, objective.kl, None
+    weighted = kl is not None and kl.weighted
+    in_kernel = correction is not None and correction.level == "token" and not weighted
     if batch.old is not None and not in_kernel:
         rho, clamped = rollout_weights(objective, batch, batch.old)
         omega = _product(omega, rho)
     policy = (weights if omega is None else weights * omega).contiguous()
-    kl = objective.kl
     entropy_weights = None
     if objective.has_entropy_term:
         on_entropy = weights if batch.entropy_weights is None else batch.entropy_weights
@@ -408,8 +416,8 @@ def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[
         policy_weights=policy,
         old=batch.old,
         ref=batch.ref if kl is not None and kl.needs_reference else None,
-        rollout=batch.rollout if in_kernel else None,
-        kl_weights=_weights_beside_policy(objective, weights),
+        rollout=batch.rollout if in_kernel or objective.gate.reads_rollout else None,
+        kl_weights=_weights_beside_policy(objective, weights, policy),
         entropy_weights=entropy_weights,
         entropy_threshold=batch.entropy_threshold,
     )

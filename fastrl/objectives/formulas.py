@@ -3,11 +3,13 @@
 Formulas may contain only straight-line arithmetic on literals, the functions of `arithmetic.py` and other formulas of
 this file: the same functions run in torch, inside the Triton kernels and, translated, inside the C++ kernels.
 
-Every gate is three functions of the same arguments; `p0..p3` are the gate's parameters:
+Every gate is four functions; `p0..p3` are the gate's parameters:
 
     value(log_ratio, logp, advantage, p0, p1, p2, p3)           the per-token loss f
     weight(log_ratio, logp, active, advantage, p0, p1, p2, p3)  g >= 0 with d f / d logp = -advantage * g
     side(log_ratio, logp, advantage, p0, p1, p2, p3)            +1 clipped above, -1 clipped below, 0 not clipped
+
+    baseline(old, rollout)                                      the log-probability that a token's ratio is against
 
 What a gate does not read costs nothing: Triton and CUDA compile an objective's formulas into one function.
 
@@ -27,7 +29,29 @@ that is constant in the first derivative is detached for the second.
 # ruff: noqa: D103  (the module's docstring describes all functions)
 # mypy: disable-error-code="no-untyped-def"
 
-from fastrl.objectives.arithmetic import detach, exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid, where
+from fastrl.objectives.arithmetic import (
+    detach,
+    exp,
+    exp_of_exp,
+    expm1,
+    expm1_minus,
+    log1p,
+    maximum,
+    minimum,
+    sigmoid,
+    where,
+)
+
+# --- gates: the policy that a token's ratio is against ----------------------------------------------------------------
+
+
+def against_old(old, rollout):
+    return old
+
+
+def against_rollout(old, rollout):
+    return rollout
+
 
 # --- gates: the CPI / TRPO surrogate, and REINFORCE -------------------------------------------------------------------
 
@@ -122,6 +146,95 @@ def gamma_value(log_ratio, logp, advantage, k_pos, lam_pos, k_neg, lam_neg):
     return -gamma_weight(log_ratio, logp, 1.0, advantage, k_pos, lam_pos, k_neg, lam_neg) * advantage * logp
 
 
+# --- gate: ratio mask (IcePop on the current ratio) -------------------------------------------------------------------
+
+
+def ratio_mask_weight(log_ratio, logp, active, advantage, low, high, p2, p3):
+    ratio = exp(log_ratio)
+    return detach(where((ratio >= low) & (ratio <= high), ratio, 0.0))
+
+
+def ratio_mask_value(log_ratio, logp, advantage, low, high, p2, p3):
+    return -ratio_mask_weight(log_ratio, logp, 1.0, advantage, low, high, p2, p3) * advantage * logp
+
+
+def ratio_mask_side(log_ratio, logp, advantage, low, high, p2, p3):
+    ratio = exp(log_ratio)
+    return where(ratio > high, 1.0, 0.0) - where(ratio < low, 1.0, 0.0)
+
+
+# --- gate: tapered (TOPR) ---------------------------------------------------------------------------------------------
+
+
+def tapered_weight(log_ratio, logp, active, advantage, low, high, p2, p3):
+    return detach(where(advantage > 0.0, 1.0, maximum(minimum(exp(log_ratio), high), low)))
+
+
+def tapered_value(log_ratio, logp, advantage, low, high, p2, p3):
+    return -tapered_weight(log_ratio, logp, 1.0, advantage, low, high, p2, p3) * advantage * logp
+
+
+def tapered_side(log_ratio, logp, advantage, low, high, p2, p3):
+    ratio = exp(log_ratio)
+    above = (advantage <= 0.0) & (ratio > high)
+    below = (advantage <= 0.0) & (ratio < low)
+    return where(above, 1.0, 0.0) - where(below, 1.0, 0.0)
+
+
+# --- gate: divergence mask (DPPO); q = p / r is the baseline's probability, with the clamped ratio --------------------
+
+
+def probability_change(log_ratio, logp):
+    return -exp(logp) * expm1(-log_ratio)  # p - q
+
+
+def rest_of(logp):
+    # 1 - p, with 1e-8 more as in the authors' code: in float32 a confident token's p is 1
+    return 1e-8 - minimum(expm1(logp), 0.0)
+
+
+def binary_kl(log_ratio, logp):
+    # KL of q and p, each against its complement, as q (e^x - 1 - x) + (1 - q) (e^y - 1 - y) with x = log(p / q) and
+    # y = log((1 - p) / (1 - q)): neither summand is negative, so that nothing cancels where p is near q.
+    old = logp - log_ratio
+    change = probability_change(log_ratio, logp)
+    size = log1p(maximum(change, -change) / rest_of(maximum(logp, old)))
+    y = where(change > 0.0, -size, size)
+    return exp(logp) * (exp(-log_ratio) * expm1_minus(log_ratio)) + rest_of(old) * expm1_minus(y)
+
+
+def divergence_tv_side(log_ratio, logp, advantage, low, high, cap, p3):
+    change = probability_change(log_ratio, logp)
+    above = (advantage > 0.0) & (change > high)
+    below = (advantage <= 0.0) & (change < -low)
+    return where(above, 1.0, 0.0) - where(below, 1.0, 0.0)
+
+
+def divergence_tv_weight(log_ratio, logp, active, advantage, low, high, cap, p3):
+    side = divergence_tv_side(log_ratio, logp, advantage, low, high, cap, p3)
+    return detach(where(side == 0.0, minimum(exp(log_ratio), cap), 0.0))
+
+
+def divergence_tv_value(log_ratio, logp, advantage, low, high, cap, p3):
+    return -divergence_tv_weight(log_ratio, logp, 1.0, advantage, low, high, cap, p3) * advantage * logp
+
+
+def divergence_kl_side(log_ratio, logp, advantage, low, high, cap, p3):
+    kl = binary_kl(log_ratio, logp)
+    above = (advantage > 0.0) & (log_ratio > 0.0) & (kl > high)
+    below = (advantage <= 0.0) & (log_ratio < 0.0) & (kl > low)
+    return where(above, 1.0, 0.0) - where(below, 1.0, 0.0)
+
+
+def divergence_kl_weight(log_ratio, logp, active, advantage, low, high, cap, p3):
+    side = divergence_kl_side(log_ratio, logp, advantage, low, high, cap, p3)
+    return detach(where(side == 0.0, minimum(exp(log_ratio), cap), 0.0))
+
+
+def divergence_kl_value(log_ratio, logp, advantage, low, high, cap, p3):
+    return -divergence_kl_weight(log_ratio, logp, 1.0, advantage, low, high, cap, p3) * advantage * logp
+
+
 # --- KL estimators: value, d value / d logp ---------------------------------------------------------------------------
 
 
@@ -184,6 +297,14 @@ def kl_old_new_gradient(d, log_ratio, active_d, active):
     return expm1(log_ratio) * active
 
 
+def kl_old_new_k2_value(d, log_ratio):
+    return 0.5 * log_ratio * log_ratio
+
+
+def kl_old_new_k2_gradient(d, log_ratio, active_d, active):
+    return log_ratio * active
+
+
 # --- rollout correction: the weight of a token (or a response) from log rho = log old - log rollout -------------------
 
 
@@ -228,6 +349,7 @@ def token_terms(
     gate_value,
     gate_weight,
     gate_side,
+    gate_baseline,
     kl_value,
     kl_gradient,
     rollout_weight,
@@ -250,13 +372,17 @@ def token_terms(
     max_log_ratio,
 ):
     # Absent inputs arrive as neutral values: old = logp, ref = logp, rollout = old, entropy_threshold = -1e30.
-    raw = difference(logp, old)
+    raw = difference(logp, gate_baseline(old, rollout))
     log_ratio = clamp(raw, max_log_ratio)
     free = within(raw, log_ratio)
+    raw_old = difference(logp, old)
+    log_old = clamp(raw_old, max_log_ratio)
+    free_old = within(raw_old, log_old)
     raw_d = difference(ref, logp)
     d = clamp(raw_d, max_log_ratio)
     free_d = within(raw_d, d)
     active = free * possible(logp)
+    active_old = free_old * possible(logp)
     active_d = free_d * possible(logp)
     raw_rho = difference(old, rollout)
     log_rho = clamp(raw_rho, max_log_ratio)
@@ -265,13 +391,13 @@ def token_terms(
 
     weight = gate_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3)
     value = gate_value(log_ratio, logp, advantage, p0, p1, p2, p3)
-    kl = kl_value(d, log_ratio)
+    kl = kl_value(d, log_old)
     policy = where(kept == 0.0, 0.0, kept * value)
     loss = policy + kl_weight * kl - entropy_weight * entropy
-    c = where(kept == 0.0, 0.0, -kept * advantage * weight) + kl_weight * kl_gradient(d, log_ratio, active_d, active)
+    c = where(kept == 0.0, 0.0, -kept * advantage * weight) + kl_weight * kl_gradient(d, log_old, active_d, active_old)
     h = -entropy_weight
 
     side = gate_side(log_ratio, logp, advantage, p0, p1, p2, p3)
-    approx_kl = expm1_minus(log_ratio)
-    clamped = 1.0 - free * free_d * within(raw_rho, log_rho)
+    approx_kl = expm1_minus(log_old)
+    clamped = 1.0 - minimum(free, free_old) * free_d * within(raw_rho, log_rho)
     return loss, policy, kl, exp(log_ratio), weight, side, approx_kl, clamped, c, h

@@ -22,19 +22,29 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 RATIO_LEVELS = ("token", "sequence", "sequence-token", "sequence-product")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
-#: gate -> (value, weight, side), see `formulas`
-GATE_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "surrogate": (f.surrogate_value, f.surrogate_weight, f.never_clipped),
-    "reinforce": (f.reinforce_value, f.reinforce_weight, f.never_clipped),
-    "clip": (f.clip_value, f.clip_weight, f.clip_side),
-    "soft": (f.soft_value, f.soft_weight, f.never_clipped),
-    "stop-gradient-clip": (f.stop_gradient_clip_value, f.stop_gradient_clip_weight, f.stop_gradient_clip_side),
-    "gamma": (f.gamma_value, f.gamma_weight, f.never_clipped),
+_Formula = Callable[..., Any]
+#: gate -> (value, weight, side, baseline), see `formulas`
+GATE_FORMULAS: dict[str, tuple[_Formula, _Formula, _Formula, _Formula]] = {
+    "surrogate": (f.surrogate_value, f.surrogate_weight, f.never_clipped, f.against_old),
+    "reinforce": (f.reinforce_value, f.reinforce_weight, f.never_clipped, f.against_old),
+    "clip": (f.clip_value, f.clip_weight, f.clip_side, f.against_old),
+    "soft": (f.soft_value, f.soft_weight, f.never_clipped, f.against_old),
+    "stop-gradient-clip": (
+        f.stop_gradient_clip_value,
+        f.stop_gradient_clip_weight,
+        f.stop_gradient_clip_side,
+        f.against_old,
+    ),
+    "gamma": (f.gamma_value, f.gamma_weight, f.never_clipped, f.against_old),  # a token's own ratio is not read
+    "ratio-mask": (f.ratio_mask_value, f.ratio_mask_weight, f.ratio_mask_side, f.against_rollout),
+    "tapered": (f.tapered_value, f.tapered_weight, f.tapered_side, f.against_rollout),
+    "divergence-tv": (f.divergence_tv_value, f.divergence_tv_weight, f.divergence_tv_side, f.against_rollout),
+    "divergence-kl": (f.divergence_kl_value, f.divergence_kl_weight, f.divergence_kl_side, f.against_rollout),
 }
 #: gates whose ratio, if any, is a constant factor: their gradient passes through log pi itself
-DETACHED_GATES = ("reinforce", "stop-gradient-clip", "gamma")
+DETACHED_GATES = ("reinforce", "stop-gradient-clip", "gamma", "ratio-mask", "tapered", "divergence-tv", "divergence-kl")
 #: KL kind -> (value, its derivative in logp), see `formulas`; k1+ and k3+ have k2's derivative (straight-through)
-KL_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+KL_FORMULAS: dict[str, tuple[_Formula, _Formula]] = {
     "none": (f.kl_none_value, f.kl_none_gradient),
     "k1": (f.kl_k1_value, f.kl_k1_gradient),
     "k2": (f.kl_k2_value, f.kl_k2_gradient),
@@ -44,13 +54,10 @@ KL_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "k3+": (f.kl_k3_value, f.kl_k2_gradient),
     "forward": (f.kl_forward_value, f.kl_forward_gradient),
     "old-new": (f.kl_old_new_value, f.kl_old_new_gradient),
+    "old-new-k2": (f.kl_old_new_k2_value, f.kl_old_new_k2_gradient),
 }
 #: rollout correction mode -> weight
-ROLLOUT_FORMULAS: dict[str, Callable[..., Any]] = {
-    "none": f.rollout_none,
-    "truncate": f.rollout_truncate,
-    "mask": f.rollout_mask,
-}
+ROLLOUT_FORMULAS: dict[str, _Formula] = {"none": f.rollout_none, "truncate": f.rollout_truncate, "mask": f.rollout_mask}
 
 _ABSENT = 1e30  # a bound that never binds; finite, so that a product with it is never NaN
 
@@ -73,8 +80,10 @@ class Gate:
     formula: ClassVar[str]
     #: The only ratio level that the gate is defined for; None means any.
     level: ClassVar[RatioLevel | None] = None
-    #: Whether its ratio includes the difference between the old and the rollout log-probabilities.
+    #: Whether its ratio is against the rollout policy, where its log-probabilities are given.
     reads_rollout: ClassVar[bool] = False
+    #: Whether it reads the log-probability itself, not only the ratio.
+    reads_logprob: ClassVar[bool] = False
 
     @property
     def token_clip(self) -> float | None:
@@ -197,17 +206,93 @@ class GammaWeight(Gate):
 
 
 @dataclass(frozen=True)
+class RatioMask(Gate):
+    """IcePop on the current ratio: `-sg[r] A logp` where `low <= r <= high`, else 0 (INTELLECT-3, arXiv:2512.16144).
+
+    r is against the rollout policy, where its log-probabilities are given, else against the old policy. Ring-1T's own
+    IcePop (arXiv:2510.18855) masks by the old policy's ratio to the rollout's, beside a clip: that is a
+    `RolloutCorrection(mode="mask")`. Both papers' bounds are 0.5 and 5.
+    """
+
+    low: float = 0.5
+    high: float = 2.0
+    formula: ClassVar[str] = "ratio-mask"
+    reads_rollout: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("RatioMask.low", self.low, 0.0)
+        _check("RatioMask.high", self.high, self.low, strict=True)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (self.low, self.high, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Tapered(Gate):
+    """TOPR: `-A logp` for A > 0, else `-sg[clip(r, low, high)] A logp` (arXiv:2503.14286).
+
+    r is against the rollout policy, the paper's mu, where its log-probabilities are given, else against the old one.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    formula: ClassVar[str] = "tapered"
+    reads_rollout: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("Tapered.low", self.low, 0.0)
+        _check("Tapered.high", self.high, self.low, strict=True)
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (self.low, self.high, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class DivergenceMask(Gate):
+    """DPPO: `-sg[min(r, cap)] A logp`, 0 for tokens whose probability left a trust region (arXiv:2602.04879).
+
+    A token with A > 0 is dropped where its probability has risen and its divergence exceeds `high`, one with A <= 0
+    where it has fallen and its divergence exceeds `low`. The divergence is the paper's binary one, of the token against
+    all others: kind "tv" is |p - p_old|, "kl" is KL(p_old || p), in nats. p_old is that of the rollout policy, where
+    its log-probabilities are given (the paper's anchor), else of the old policy; it is p / r, with the clamped r.
+    """
+
+    kind: Literal["tv", "kl"] = "tv"
+    low: float = 0.15
+    high: float = 0.15
+    cap: float = 20.0
+    level: ClassVar[RatioLevel] = "token"
+    reads_rollout: ClassVar[bool] = True
+    reads_logprob: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("tv", "kl"):
+            raise ValueError(f"DivergenceMask.kind must be 'tv' or 'kl', got {self.kind!r}")
+        _check("DivergenceMask.low", self.low, 0.0)
+        _check("DivergenceMask.high", self.high, 0.0)
+        _check("DivergenceMask.cap", self.cap, 0.0, strict=True)
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return f"divergence-{self.kind}"
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        return (self.low, self.high, self.cap, 0.0)
+
+
+@dataclass(frozen=True)
 class KL:
     """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
 
-    kind: k1, k2, k3, k3-unbiased, k1+, k3+, forward or old-new; coef: a float or a 0-dim tensor, which is not copied
-    to the host; ratio: the ratio that multiplies "k3-unbiased", each token's or the objective's (at sequence levels,
-    the response's).
+    kind: k1, k2, k3, k3-unbiased, k1+, k3+, forward, old-new or old-new-k2; coef: a float or a 0-dim tensor, which is
+    not copied to the host; ratio: the ratio that multiplies "k3-unbiased", each token's or the objective's (at sequence
+    levels, the response's); weighted: whether omega multiplies the term too, as it does the gate's.
     """
 
     kind: str = "k3"
     coef: float | Tensor = 0.04
     ratio: Literal["token", "objective"] = "token"
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         kinds = [k for k in KL_FORMULAS if k != "none"]
@@ -220,7 +305,7 @@ class KL:
     @property
     def needs_reference(self) -> bool:
         """Whether the estimator reads the reference policy's log-probabilities."""
-        return self.kind != "old-new"
+        return not self.kind.startswith("old-new")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +14,16 @@ from fastrl.objectives.objective import (
     Clip,
     CovarianceClip,
     CovarianceKL,
+    DivergenceMask,
     FutureKL,
     GammaWeight,
     GeometricMean,
     NoGate,
     Objective,
+    RatioMask,
     SoftGate,
     StopGradientClip,
+    Tapered,
 )
 
 
@@ -28,9 +31,9 @@ def _objective(overrides: dict[str, Any], **defaults: Any) -> Objective:
     return Objective(**(defaults | overrides))
 
 
-def _kl(kind: str, coef: float | Tensor) -> KL | None:
+def _kl(kind: str, coef: float | Tensor, weighted: bool = False) -> KL | None:
     """A KL term, or None if the coefficient is the float 0."""
-    return KL(kind=kind, coef=coef) if isinstance(coef, Tensor) or coef != 0 else None
+    return KL(kind, coef, weighted=weighted) if isinstance(coef, Tensor) or coef != 0 else None
 
 
 def REINFORCE(**fields: Any) -> Objective:
@@ -174,6 +177,49 @@ def KLCov(fraction: float = 2e-4, coef: float | Tensor = 1.0, **fields: Any) -> 
     return _objective(fields, gate=NoGate(ratio=True), covariance=CovarianceKL(fraction, coef))
 
 
+def DPPO(
+    kind: Literal["tv", "kl"] = "tv",
+    low: float | None = None,
+    high: float | None = None,
+    cap: float = 20.0,
+    **fields: Any,
+) -> Objective:
+    """DPPO: REINFORCE weighted by the capped ratio, without the tokens that left a trust region (arXiv:2602.04879).
+
+    The trust region is one of binary divergence, see `DivergenceMask`; token-mean. low and high are by default the
+    authors' thresholds, 0.15 for kind "tv" and 0.05 for "kl"; they train with DrGRPO's aggregation.
+    """
+    threshold = {"tv": 0.15, "kl": 0.05}.get(kind, 0.0)
+    gate = DivergenceMask(kind, threshold if low is None else low, threshold if high is None else high, cap)
+    return _objective(fields, gate=gate)
+
+
+def IcePop(low: float = 0.5, high: float = 2.0, **fields: Any) -> Objective:
+    """IcePop on the current ratio: REINFORCE weighted by the ratio to the rollout policy, 0 outside [low, high].
+
+    Token-mean, INTELLECT-3's form (arXiv:2512.16144); for Ring-1T's see `RatioMask`.
+    """
+    return _objective(fields, gate=RatioMask(low, high))
+
+
+def TOPR(low: float = 0.0, high: float = 1.0, **fields: Any) -> Objective:
+    """TOPR: REINFORCE, its negative part weighted by the clipped ratio to the rollout policy (arXiv:2503.14286).
+
+    The paper's form: the ratio is the product over a response, and responses are summed over their tokens. Others'
+    code has each token's own, which is `TOPR(ratio="token")`.
+    """
+    return _objective(fields, gate=Tapered(low, high), ratio="sequence-product", aggregate="seq-mean-token-sum")
+
+
+def DRO(beta: float | Tensor, **fields: Any) -> Objective:
+    """DRO: `-A logp + beta / 2 (log r)^2`, token-mean (arXiv:2405.19107; Kimi k1.5, arXiv:2501.12599).
+
+    verl's form, in which each token's log-ratio is squared; the papers square a response's. The square is the
+    objective's KL term, of kind "old-new-k2", which token weights multiply too: a `kl` given beside beta replaces it.
+    """
+    return _objective(fields, gate=NoGate(ratio=False), kl=_kl("old-new-k2", beta, weighted=True))
+
+
 #: Every preset by name; the command line, the tests and the plots read this table.
 PRESETS: dict[str, Callable[..., Objective]] = {
     preset.__name__: preset
@@ -198,6 +244,10 @@ PRESETS: dict[str, Callable[..., Objective]] = {
         FIPO,
         ClipCov,
         KLCov,
+        DPPO,
+        IcePop,
+        TOPR,
+        DRO,
     )
 }
 

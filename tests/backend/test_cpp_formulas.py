@@ -28,7 +28,15 @@ needs_compiler = pytest.mark.skipif(
 )
 
 #: the header's tables -> how many arguments their functions take
-TABLES = {"GATE_VALUE": 7, "GATE_WEIGHT": 8, "GATE_SIDE": 7, "KL_VALUE": 2, "KL_GRADIENT": 4, "ROLLOUT_WEIGHT": 3}
+TABLES = {
+    "GATE_VALUE": 7,
+    "GATE_WEIGHT": 8,
+    "GATE_SIDE": 7,
+    "GATE_BASELINE": 2,
+    "KL_VALUE": 2,
+    "KL_GRADIENT": 4,
+    "ROLLOUT_WEIGHT": 3,
+}
 
 
 def argument_names(function: object) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from coefficients import ESTIMATORS, GATES, Sweep, assert_coefficients, edges, of_kl, of_policy, sweep
+from coefficients import ESTIMATORS, GATES, Sweep, assert_coefficients, edges, for_gate, of_kl, of_policy, sweep
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -24,6 +24,7 @@ TOKENS = Sweep(*(t[-4 * BLOCK :].float().double() for t in sweep(4 * BLOCK, 2.0*
 
 @triton.jit
 def _terms(
+    logp_ptr,
     old_ptr,
     ref_ptr,
     advantage_ptr,
@@ -44,8 +45,9 @@ def _terms(
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     old, ref, a = tl.load(old_ptr + offsets), tl.load(ref_ptr + offsets), tl.load(advantage_ptr + offsets)
     zero = 0.0 * old
+    logp = tl.load(logp_ptr + offsets)
     _loss, _policy, kl, _ratio, _weight, _side, _approx_kl, _clamped, c, _h = OBJECTIVE(
-        zero,
+        logp,
         zero,
         old,
         ref,
@@ -67,23 +69,24 @@ def _terms(
     tl.store(kl_ptr + offsets, kl)
 
 
-def _run(objective: Objective, device: str, policy_weight: float) -> tuple[Tensor, Tensor]:
-    """c and the KL of TOKENS, with a KL coefficient of 1."""
+def _run(objective: Objective, device: str, policy_weight: float, s: Sweep = TOKENS) -> tuple[Tensor, Tensor]:
+    """c and the KL, with a KL coefficient of 1."""
     kind = "none" if objective.kl is None else objective.kl.kind
     row = RowObjective(
         objective.gate.formula, objective.gate.parameters(), kind, "none", 0.0, 0.0, objective.max_log_ratio
     )
     terms, numbers = device_objective(row)
-    old, ref, a = (t.float().to(device) for t in (-TOKENS.x, TOKENS.d, TOKENS.a))
+    logp, old, ref, a = (t.float().to(device) for t in (s.logp, s.logp - s.x, s.logp + s.d, s.a))
     c, kl = torch.empty_like(old), torch.empty_like(old)
-    _terms[(len(old) // BLOCK,)](old, ref, a, policy_weight, 1.0, *numbers, c, kl, OBJECTIVE=terms, BLOCK=BLOCK)
+    _terms[(len(old) // BLOCK,)](logp, old, ref, a, policy_weight, 1.0, *numbers, c, kl, OBJECTIVE=terms, BLOCK=BLOCK)
     return c.cpu(), kl.cpu()
 
 
 @pytest.mark.parametrize("name", [name for name in GATES if name != "geometric mean"])  # a surrogate to the kernels
 def test_gates(name: str, device: str) -> None:
-    c, _ = _run(GATES[name], device, 1.0)
-    assert_coefficients(c, of_policy(GATES[name], TOKENS), name, edges(GATES[name], TOKENS))
+    s = for_gate(GATES[name], TOKENS)
+    c, _ = _run(GATES[name], device, 1.0, s)
+    assert_coefficients(c, of_policy(GATES[name], s), name, edges(GATES[name], s))
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

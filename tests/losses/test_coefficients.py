@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from coefficients import ESTIMATORS, GATES, Sweep, assert_coefficients, edges, of_kl, of_policy, sweep
+from coefficients import (
+    ESTIMATORS,
+    GATES,
+    Sweep,
+    assert_coefficients,
+    edges,
+    for_gate,
+    of_kl,
+    of_logprobs,
+    of_policy,
+    sweep,
+)
 from torch import Tensor
 
 import fastrl
@@ -25,25 +36,32 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-product")
 
 def from_logprobs(objective: Objective, s: Sweep, length: int = 1) -> Tensor:
     """Of `policy_loss`, with weight 1 for every token of responses of this length."""
-    logp = torch.zeros(len(s.x) // length, length, requires_grad=True)
-    tokens = {"advantages": s.a, "old_logprobs": -s.x, "ref_logprobs": s.d}
+    logp = s.logp.float().view(-1, length).requires_grad_()
+    tokens = {"advantages": s.a, "old_logprobs": s.logp - s.x, "ref_logprobs": s.logp + s.d}
     tokens = {k: x.float().view_as(logp) for k, x in tokens.items()}
     loss = fastrl.policy_loss(logp, objective=objective, denominator=1, **tokens).loss
     return torch.autograd.grad(loss, logp)[0].flatten()
 
 
-def from_logits(objective: Objective, s: Sweep, device: str) -> Tensor:
-    """Of `logits_policy_loss`: dL/dx at a target of probability e^-20 is c (1 - e^-20)."""
+def from_logits(objective: Objective, s: Sweep, device: str) -> tuple[Tensor, Sweep]:
+    """Of `logits_policy_loss`: dL/dx at a target of probability p is c (1 - p); and the tokens that it had."""
     count = len(s.x)
-    logits = torch.tensor([-20.0, 0.0], device=device).repeat(count, 1).requires_grad_()
-    tokens = {"advantages": s.a, "old_logprobs": -20 - s.x, "ref_logprobs": -20 + s.d}
+    logits = torch.tensor([-20.0, 0.0], device=device).repeat(count, 1)
+    if objective.gate.reads_logprob:
+        s = s._replace(logp=s.logp.clamp(max=-(2.0**-30)))
+        logits[:, 0] = s.logp - (-torch.expm1(s.logp)).log()
+    else:
+        s = s._replace(logp=torch.full_like(s.x, -20.0))
+    logits.requires_grad_()
+    tokens = {"advantages": s.a, "old_logprobs": s.logp - s.x, "ref_logprobs": s.logp + s.d}
     tokens = {k: x.float().to(device) for k, x in tokens.items()}
     tokens["targets"] = torch.zeros(count, dtype=torch.int64, device=device)
     tokens["cu_seqlens"] = torch.arange(count + 1, dtype=torch.int32, device=device)  # a response of one token each
     loss = fastrl.logits_policy_loss(logits, objective=objective, denominator=1, **tokens)
-    assert (loss.logprobs == -20).all()
+    logp = loss.logprobs.double().cpu()
+    assert objective.gate.reads_logprob or (logp == -20).all()
     (gradient,) = torch.autograd.grad(loss.loss, logits)
-    return gradient[:, 0].double().cpu() / -torch.expm1(torch.tensor(-20.0, dtype=torch.float64))
+    return gradient[:, 0].double().cpu() / -torch.expm1(logp), of_logprobs(s, logp, tokens["old_logprobs"].double())
 
 
 def of_each_level(objective: Objective) -> list[Objective]:
@@ -66,8 +84,8 @@ def kl_only(kind: str, of: Any = "token", **fields: Any) -> Objective:
 @pytest.mark.parametrize("name", GATES)
 def test_gates_from_logprobs(name: str) -> None:
     for objective in of_each_level(GATES[name]):
-        what = f"{name} at the level {objective.ratio}"
-        assert_coefficients(from_logprobs(objective, FINE), of_policy(objective, FINE), what, edges(objective, FINE))
+        what, s = f"{name} at the level {objective.ratio}", for_gate(objective, FINE)
+        assert_coefficients(from_logprobs(objective, s), of_policy(objective, s), what, edges(objective, s))
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -89,7 +107,8 @@ def test_the_unbiased_estimator_with_the_objective_s_ratio(level: str) -> None:
     # Four tokens per response, their log ratios and their sum exact; d equal in half of the responses.
     x, d = (t.view(-1, 4).clamp(-19, 19) for t in (COARSE.x, COARSE.d))
     d[::2] = d[::2, :1]
-    s = Sweep(x.flatten(), d.flatten(), torch.zeros(x.numel(), dtype=torch.float64))
+    zeros = torch.zeros(x.numel(), dtype=torch.float64)
+    s = Sweep(x.flatten(), d.flatten(), zeros, zeros)
     ratio, k3 = x.mean(1, keepdim=True).exp(), torch.expm1(d) - d
     expected = ratio * (k3.mean(1, keepdim=True) - torch.expm1(d))
     expected[::2] = (-ratio * d)[::2]
@@ -99,8 +118,8 @@ def test_the_unbiased_estimator_with_the_objective_s_ratio(level: str) -> None:
 def test_gates_at_the_level_of_longer_responses() -> None:
     """Four tokens, whose gradient is a quarter of what the response's is as one token."""
     x = COARSE.x.view(-1, 4)
-    one = Sweep(x.mean(1), x[:, 0], COARSE.a[::4])
-    s = Sweep(x.flatten(), x.flatten(), one.a.repeat_interleave(4))
+    one = Sweep(x.mean(1), x[:, 0], COARSE.a[::4], COARSE.logp[::4])
+    s = Sweep(x.flatten(), x.flatten(), one.a.repeat_interleave(4), COARSE.logp)
     for name in ("surrogate", "clip", "soft 1 and 1.05", "soft 10.0"):
         objective = GATES[name].replace(ratio="sequence")
         expected = of_policy(objective, one).repeat_interleave(4)
@@ -122,15 +141,15 @@ def test_rows(backend: str, backend_device: str) -> None:
     interpreted = backend == "triton" and backend_device == "cpu"
     s = Sweep(*(t[-4:] if interpreted else t[-4000:] for t in COARSE))
     for name in ("soft 1 and 1.05",) if interpreted else GATES:
-        c = from_logits(GATES[name], s, backend_device)
-        assert_coefficients(c, of_policy(GATES[name], s), name, edges(GATES[name], s))
+        c, had = from_logits(GATES[name], for_gate(GATES[name], s), backend_device)
+        assert_coefficients(c, of_policy(GATES[name], had), name, edges(GATES[name], had))
     nothing = s._replace(a=torch.zeros_like(s.a))
     for kind in ("k3-unbiased",) if interpreted else ESTIMATORS:
         objective = kl_only(kind)
-        assert_coefficients(from_logits(objective, nothing, backend_device), of_kl(objective, s), kind)
+        assert_coefficients(from_logits(objective, nothing, backend_device)[0], of_kl(objective, s), kind)
     # DeepSeek-V3.2 reads whole responses, so that its KL always runs in torch.
     objective = fastrl.DeepSeekV32(kl_coef=1.0, off_policy_delta=100.0, aggregate="token-mean")
-    assert_coefficients(from_logits(objective, nothing, backend_device), of_kl(objective, s), "DeepSeekV32")
+    assert_coefficients(from_logits(objective, nothing, backend_device)[0], of_kl(objective, s), "DeepSeekV32")
 
 
 def test_a_clip_passes_its_whole_gradient_on_its_bound() -> None:

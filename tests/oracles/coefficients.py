@@ -14,7 +14,19 @@ import torch
 from exact_gates import gated_terms, kl_term
 from torch import Tensor
 
-from fastrl import KL, Clip, GammaWeight, GeometricMean, NoGate, Objective, SoftGate, StopGradientClip
+from fastrl import (
+    KL,
+    Clip,
+    DivergenceMask,
+    GammaWeight,
+    GeometricMean,
+    NoGate,
+    Objective,
+    RatioMask,
+    SoftGate,
+    StopGradientClip,
+    Tapered,
+)
 
 #: every gate with ordinary and extreme numbers, at each level that its ratio may have
 GATES: dict[str, Objective] = {
@@ -30,17 +42,29 @@ GATES: dict[str, Objective] = {
     "gamma": Objective(gate=GammaWeight()),
     "gamma, steep": Objective(gate=GammaWeight(5.0, 30.0, 0.5, 0.1)),
     "geometric mean": Objective(gate=GeometricMean(0.4)),
+    "ratio mask": Objective(gate=RatioMask()),
+    "ratio mask, wide": Objective(gate=RatioMask(1e-6, 1e6)),
+    "tapered": Objective(gate=Tapered()),
+    "tapered, wide": Objective(gate=Tapered(1e-3, 50.0)),
+    "divergence tv": Objective(gate=DivergenceMask()),
+    "divergence tv, tight": Objective(gate=DivergenceMask("tv", 1e-6, 1e-5, 3.0)),
+    "divergence tv, loose": Objective(gate=DivergenceMask("tv", 0.9, 0.99, 1e9)),
+    "divergence kl": Objective(gate=DivergenceMask("kl", 0.05, 0.05)),
+    "divergence kl, tight": Objective(gate=DivergenceMask("kl", 1e-7, 1e-6, 3.0)),
+    "divergence kl, loose": Objective(gate=DivergenceMask("kl", 2.0, 5.0, 1e9)),
+    "divergence kl, tight clamp": Objective(gate=DivergenceMask("kl", 0.05, 0.05), max_log_ratio=0.75),
     "tight clamp": Objective(gate=SoftGate(3.0, 3.0), max_log_ratio=0.75),
 }
-ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new")
+ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2")
 
 
 class Sweep(NamedTuple):
-    """Tokens (N,) float64 whose numbers are float32's, as are their differences: log ratios, d = ref - logp, A."""
+    """Tokens (N,) float64, float32 numbers whose differences are too: log ratios, d = ref - logp, A, logp."""
 
     x: Tensor
     d: Tensor
     a: Tensor
+    logp: Tensor
 
 
 def sweep(size: int, unit: float, seed: int = 0) -> Sweep:
@@ -60,7 +84,30 @@ def sweep(size: int, unit: float, seed: int = 0) -> Sweep:
     x, d, a = numbers(), numbers(), sizes[torch.randint(len(sizes), (size,), generator=g)]
     ends = torch.tensor([-20.0, -16.0, 0.0, 0.5, 16.0, 18.0, 19.875, 20.0], dtype=torch.float64)
     corners = torch.cartesian_prod(ends, ends, sizes[:2]).T
-    return Sweep(*(torch.cat(pair) for pair in zip((x, d, a), corners, strict=True)))
+    x, d, a = (torch.cat(pair) for pair in zip((x, d, a), corners, strict=True))
+    return Sweep(x, d, a, torch.zeros_like(x))
+
+
+def for_gate(objective: Objective, s: Sweep, seed: int = 0) -> Sweep:
+    """The sweep itself, or for a gate that reads logp with logp of any size: confident tokens, likely and rare ones.
+
+    old = logp - x is a float32 number and at most 0 there, so that x is another one.
+    """
+    if not objective.gate.reads_logprob:
+        return s
+    g = torch.Generator().manual_seed(seed)
+    size = len(s.x)
+    confident = -(2.0 ** torch.empty(size, dtype=torch.float64).uniform_(-30, 0, generator=g))
+    likely = torch.empty(size, dtype=torch.float64).uniform_(-4, 0, generator=g)
+    rare = torch.empty(size, dtype=torch.float64).uniform_(-90, -4, generator=g)
+    kind = torch.randint(8, (size,), generator=g)
+    logp = torch.where(kind < 3, confident, torch.where(kind < 6, likely, torch.where(kind < 7, rare, 0.0)))
+    return of_logprobs(s, logp.float().double(), (logp - s.x).clamp(max=0).float().double())
+
+
+def of_logprobs(s: Sweep, logp: Tensor, old: Tensor) -> Sweep:
+    """The sweep with other log-probabilities, and the ratios of these."""
+    return s._replace(x=logp - old, logp=logp)
 
 
 def of_policy(objective: Objective, s: Sweep) -> Tensor:
@@ -72,7 +119,7 @@ def of_policy(objective: Objective, s: Sweep) -> Tensor:
         past = (((s.a > 0) & (s.x > gate.clip)) | ((s.a < 0) & (s.x < -gate.clip))).double()
     # A response's own ratio, of GSPO-token, is a constant, clamped or not.
     held = (s.x.abs() > bound) & (objective.ratio != "sequence-token")
-    return -s.a * gated_terms(gate, s.x.clamp(-bound, bound), torch.zeros_like(s.x), s.a, past, held, []).weight
+    return -s.a * gated_terms(gate, s.x.clamp(-bound, bound), s.logp, s.a, past, held, []).weight
 
 
 def of_kl(objective: Objective, s: Sweep) -> Tensor:
@@ -109,4 +156,10 @@ def edges(objective: Objective, s: Sweep) -> Tensor:
         bounds = [1 - gate.low, 1 + gate.high, *(b for b in (gate.dual, gate.delta) if b is not None)]
     if isinstance(gate, GeometricMean):
         bounds = [math.exp(gate.clip), math.exp(-gate.clip)]
+    if isinstance(gate, RatioMask):
+        bounds = [gate.low, gate.high]
+    if isinstance(gate, DivergenceMask):
+        off = 4e-6 * s.x.abs()
+        one, two = (of_policy(objective, s._replace(x=x)) for x in (s.x - off, s.x + off))
+        return (one == 0) != (two == 0)
     return sum(((r / b - 1).abs() < 1e-6 for b in bounds), torch.zeros_like(r, dtype=torch.bool))

@@ -53,9 +53,9 @@ def with_slope(value: Tensor, slope: Tensor, x: Tensor) -> Tensor:
 def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The estimator's value with its graph, its slope's size, and what its rounding errors are relative to.
 
-    d is not read for old-new.
+    d is not read for old-new and old-new-k2.
     """
-    x = log_ratio if kind == "old-new" else d
+    x = log_ratio if kind.startswith("old-new") else d
     linear, squared, rest = x.abs(), x * x / 2, torch.expm1(x) - x
     parts = torch.expm1(x).abs() + linear
     if kind == "k3-unbiased":
@@ -68,6 +68,7 @@ def kl_term(kind: str, d: Tensor, log_ratio: Tensor, ratio: Tensor) -> tuple[Ten
         "k3+": (rest, x, parts),
         "forward": (x.exp() * x - torch.expm1(x), x.exp() * x, x.exp() * linear + torch.expm1(x).abs()),
         "old-new": (rest, torch.expm1(x), parts),
+        "old-new-k2": (squared, x, squared),
     }[kind]
     return with_slope(value, slope, x), slope.detach().abs(), size
 
@@ -80,6 +81,33 @@ def either(choice: Tensor, first: float, second: float) -> Tensor:
 def border(distance: Tensor, where: Tensor) -> Tensor:
     """The distance where it matters, infinite elsewhere."""
     return torch.where(where, distance.detach(), INFINITY)
+
+
+def rest_of(logp: Tensor) -> Tensor:
+    """The probability of all other tokens, and the 1e-8 of DPPO's authors."""
+    return (-torch.expm1(logp)).clamp(min=0) + 1e-8
+
+
+def detached_weight(
+    gate: Any, log: Tensor, logp: Tensor, advantage: Tensor, borders: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """IcePop's, TOPR's and DPPO's weight on grad log pi, and the side."""
+    ratio, plus = log.exp(), advantage > 0
+    if isinstance(gate, fastrl.DivergenceMask):
+        old = logp - log
+        divergence = (logp.exp() - old.exp()).abs()
+        if gate.kind == "kl":
+            divergence = -old.exp() * log + rest_of(old) * (rest_of(old) / rest_of(logp)).log()
+        high, low = plus & (log > 0) & (divergence > gate.high), ~plus & (log < 0) & (divergence > gate.low)
+        borders += [border(divergence - gate.high, plus & (log > 0)), border(divergence - gate.low, ~plus & (log < 0))]
+        return torch.where(high | low, 0.0, ratio.clamp(max=gate.cap)), high.double() - low.double()
+    high, low = ratio > gate.high, ratio < gate.low
+    weight = torch.where(high | low, 0.0, ratio)
+    counted = torch.ones_like(plus)
+    if isinstance(gate, fastrl.Tapered):
+        weight, counted = torch.where(plus, 1.0, ratio.clamp(gate.low, gate.high)), ~plus
+    borders += [border(log - math.log(bound), counted) for bound in (gate.low, gate.high) if bound]
+    return weight, (high & counted).double() - (low & counted).double()
 
 
 def gated_terms(
@@ -96,6 +124,9 @@ def gated_terms(
         ratio, low = ratio.detach(), gate.low or 0.0
         borders += [log.detach() - math.log(bound) for bound in (gate.cap, low) if bound]
         weight, side = ratio.clamp(low, gate.cap), (ratio > gate.cap).double() - (ratio < low).double()
+        return Gated(-weight * advantage * logp, weight, side)
+    if isinstance(gate, fastrl.RatioMask | fastrl.Tapered | fastrl.DivergenceMask):
+        weight, side = detached_weight(gate, log.detach(), logp.detach(), advantage, borders)
         return Gated(-weight * advantage * logp, weight, side)
     if isinstance(gate, fastrl.GammaWeight):
         log = log.detach().clamp(math.log(1e-8), 20.0)

@@ -224,10 +224,12 @@ class _Evaluation:
         """The logarithm of the ratio that the gate reads, one per token, and its slope in each token's logp."""
         objective, n = self.objective, len(rows)
         log_ratio = self.logp[rows] - self.old[rows]
+        if objective.gate.reads_rollout and self.batch.rollout is not None:
+            log_ratio = self.logp[rows] - self.batch.rollout[rows]
+            if objective.ratio == "token":  # then all three differences count as exponents
+                self._clamp(self.old[rows] - self.batch.rollout[rows], rows)
         if isinstance(objective.gate, fastrl.GammaWeight):
             log = log_ratio.sum()
-            if self.batch.rollout is not None:
-                log = log + (self.old[rows] - self.batch.rollout[rows]).sum()
             self.borders += [log.detach() - math.log(1e-8), log.detach() - 20.0]  # the gate's own
             return self._clamp(log, rows).expand(n), 0.0
         if isinstance(objective.gate, fastrl.GeometricMean):
@@ -289,9 +291,11 @@ class _Evaluation:
             self.token["side"][rows] = gated.side
             gated = self._by_covariance(rows, gated)
         self.weights[rows] = w
-        self._add_policy(rows, self._token_weights(rows, advantage) * w, gated, advantage, share)
+        omega = self._token_weights(rows, advantage) * w
+        self._add_policy(rows, omega, gated, advantage, share)
         token_log = self.logp[rows] - self.old[rows]
-        self._add_kl(rows, w, log, token_log)
+        weighted = objective.kl is not None and objective.kl.weighted
+        self._add_kl(rows, omega if weighted else w, log, token_log)
         if self.entropy is not None:
             weights = w if batch.entropy_weights is None else batch.entropy_weights[rows]
             term = float(objective.entropy_coef) * weights * self.entropy[rows]
@@ -326,7 +330,7 @@ class _Evaluation:
         shared = self.objective.ratio in ("sequence", "sequence-product")
         self.c_magnitude[rows] += (slope.sum() if shared else slope) * share + slope
 
-    def _add_kl(self, rows: list[int], w: float, log: Tensor, token_log: Tensor) -> None:
+    def _add_kl(self, rows: list[int], w: float | Tensor, log: Tensor, token_log: Tensor) -> None:
         kl = self.objective.kl
         if kl is None:
             return
@@ -335,7 +339,7 @@ class _Evaluation:
         d = torch.zeros_like(token_log)
         if kl.needs_reference:
             d = self._clamp(self.batch.ref[rows] - self.logp[rows], rows)
-        if kl.kind == "k3-unbiased" and kl.ratio == "objective":
+        if kl.kind == "k3-unbiased" and kl.ratio == "objective" and self.objective.ratio != "token":
             ratio = log.exp()
         else:
             ratio = token_log.exp()

@@ -13,7 +13,7 @@ import fastrl
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 RATIOS = ("token", "sequence", "sequence-token", "sequence-product")
-KINDS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new")
+KINDS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2")
 
 
 def draw_objective(draw: Draw) -> Any:
@@ -40,7 +40,7 @@ def _clips(draw: Draw) -> tuple[float, float]:
 
 def draw_kl(draw: Draw) -> fastrl.KL:
     coef = _coefficient(draw, draw.choice((0.04, 0.001, 0.5, 1.0, -0.3)))
-    return fastrl.KL(draw.choice(KINDS), coef, draw.choice(("token", "token", "objective")))
+    return fastrl.KL(draw.choice(KINDS), coef, draw.choice(("token", "token", "objective")), draw.often(0.3))
 
 
 def _fields(draw: Draw, chance: float) -> dict[str, Any]:
@@ -89,8 +89,16 @@ def _preset(draw: Draw) -> fastrl.Objective:
             "kl_coef": _coefficient(draw, 0.1),
             "off_policy_delta": draw.choice((0.0, 0.1, 0.5)),
         },
+        "DPPO": lambda: {
+            "kind": draw.choice(("tv", "kl")),
+            "low": draw.choice((None, 0.01)),
+            "cap": draw.choice((1.2, 9.0)),
+        },
+        "IcePop": lambda: {"low": draw.choice((0.0, 0.8)), "high": draw.choice((1.2, 2.0))},
+        "TOPR": lambda: {"low": draw.choice((0.0, 0.8)), "high": draw.choice((1.0, 1.2))},
+        "DRO": lambda: {"beta": _coefficient(draw, draw.choice((0.1, 1.0)))},
     }
-    arguments = own.get(name, dict)() if draw.often(0.7) or name in ("PPOKL", "DrGRPO", "DeepSeekV32") else {}
+    arguments = own.get(name, dict)() if draw.often(0.7) or name in ("PPOKL", "DrGRPO", "DeepSeekV32", "DRO") else {}
     return fastrl.PRESETS[name](**arguments, **{k: v for k, v in _fields(draw, 0.2).items() if k not in arguments})
 
 
@@ -105,10 +113,12 @@ def _combination(draw: Draw) -> fastrl.Objective:
             fastrl.StopGradientClip(draw.choice((0.9, 1.5, 5.0)), _maybe(draw, 0.3, 0.7)),
             fastrl.GeometricMean(draw.choice((0.05, 0.4, 2.0))),
             fastrl.GammaWeight(draw.choice((0.5, 2.0)), draw.choice((0.5, 3.0)), draw.choice((1.0, 3.0)), 2.0),
+            fastrl.RatioMask(draw.choice((0.0, 0.7)), draw.choice((1.1, 3.0))),
+            fastrl.Tapered(draw.choice((0.0, 0.7)), draw.choice((1.0, 3.0))),
+            fastrl.DivergenceMask(draw.choice(("tv", "kl")), draw.choice((1e-3, 0.1)), 0.02, draw.choice((1.5, 20.0))),
         )
     )
-    own_level = isinstance(gate, fastrl.GeometricMean | fastrl.GammaWeight)
-    ratio = "token" if own_level else draw.choice(RATIOS)
+    ratio = "token" if gate.level is not None else draw.choice(RATIOS)
     return fastrl.Objective(gate=gate, ratio=ratio, **_fields(draw, 0.5))
 
 

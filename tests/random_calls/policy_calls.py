@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -219,8 +220,9 @@ def draw_batch(
         shift = draw.normal(n) * size
         if draw.often(0.2):
             shift = shift + draw.choice((-1.0, 1.0)) * size
-        return center + shift
+        return (center + shift).clamp(max=highest)
 
+    highest = 0.0 if policy.gate.reads_logprob else math.inf  # such a gate reads old probabilities, at most 1
     token_level = policy.ratio == "token" and isinstance(objective, fastrl.Objective)
     wide = (15.0,) if token_level and dtype != torch.float16 and draw.often(0.1) else ()
     batch = Batch(layout.responses, mask, draw_advantages(draw, layout, objective, options, kept))
@@ -230,7 +232,7 @@ def draw_batch(
     if (policy.kl is not None and policy.kl.needs_reference) or draw.often(0.1):
         far = (15.0,) if dtype != torch.float16 and draw.often(0.1) else ()
         batch.ref = per_token("ref_logprobs", near(logp, far or (1e-3, 0.1, 1.0, 3.0)))
-    if policy.rollout_correction is not None or draw.often(0.15):
+    if policy.rollout_correction is not None or draw.often(0.5 if policy.gate.reads_rollout else 0.15):
         batch.rollout = per_token("rollout_logprobs", near(old, (1e-3, 0.05, 0.3)))
     if draw.often(0.15):
         batch.token_weights = per_token("token_weights", 2 * draw.floats(n))

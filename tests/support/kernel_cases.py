@@ -259,6 +259,10 @@ PARAMETERS = {
     "soft": (1.0, 1.05, 0.0, 0.0),
     "stop-gradient-clip": (1.2, 0.8, 0.0, 0.0),
     "gamma": (2.0, 3.0, 3.0, 2.0),
+    "ratio-mask": (0.6, 1.5, 0.0, 0.0),
+    "tapered": (0.3, 1.2, 0.0, 0.0),
+    "divergence-tv": (0.01, 0.02, 3.0, 0.0),
+    "divergence-kl": (0.01, 0.02, 3.0, 0.0),
 }
 OPTIONAL = RowInputs._fields[2:]
 # Logs of ratios: inside every clip, outside on both sides, beyond dual and delta, and beyond the clamp at 20.

@@ -15,6 +15,9 @@ PRESET_ARGUMENTS: dict[str, dict[str, Any]] = {
     # Every candidate, so that which of them are drawn does not matter.
     "ClipCov": {"fraction": 1.0, "cov_low": 0.05, "cov_high": 2.0},
     "KLCov": {"fraction": 0.3, "coef": 0.7},
+    "DPPO": {"low": 0.04, "high": 0.06, "cap": 1.3},
+    "IcePop": {"low": 0.7, "high": 1.4},
+    "DRO": {"beta": 0.5},
 }
 
 
@@ -37,6 +40,13 @@ OBJECTIVES = {
     "FIPO of a response's ratio": fastrl.GSPO(future_kl=fastrl.FutureKL(4.0, 0.5, 3.0, max_ratio=1.3)),
     "Clip-Cov of a response's ratio": fastrl.GSPO(covariance=fastrl.CovarianceClip(1.0, 0.0, 3.0)),
     "KL-Cov beside PPO's clip": fastrl.KLCov(0.5, -0.4, gate=fastrl.Clip(), kl=fastrl.KL("k3", 0.1)),
+    "DPPO by its KL": fastrl.DPPO("kl", low=0.01, high=0.02, kl=fastrl.KL("k3-unbiased", 0.3)),
+    "IcePop of responses": fastrl.IcePop(low=0.7, high=1.4, ratio="sequence"),
+    "IcePop and TIS": fastrl.IcePop(low=0.7, high=1.4, rollout_correction=fastrl.RolloutCorrection(high=1.1)),
+    "TOPR of tokens": fastrl.TOPR(low=0.8, ratio="token"),
+    "DRO and TIS": fastrl.DRO(0.5, rollout_correction=fastrl.RolloutCorrection(high=1.1)),
+    "weighted KL": fastrl.GRPO(kl=fastrl.KL("k3", 0.5, weighted=True)),
+    "tight clamp, IcePop": fastrl.IcePop(low=0.9, high=1.2, max_log_ratio=0.2),
     "tight clamp": Objective(gate=fastrl.NoGate(), kl=fastrl.KL("forward", 0.5), max_log_ratio=0.2),
     "tight clamp, CISPO": fastrl.CISPO(max_log_ratio=0.2),
     "tight clamp, FIPO": fastrl.FIPO(half_life=3.0, low=0.1, high=9.0, max_log_ratio=0.2),

@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "expm1": "inline double expm1(double x) { return ::expm1(x); }",
     "expm1_minus": "inline double expm1_minus(double x) { return ::expm1(x) - x; }",
     "exp_of_exp": "inline double exp_of_exp(double x, double a, double b) { return ::exp(b - a * ::expm1(x)); }",
+    "log1p": "inline double log1p(double x) { return ::log1p(x); }",
     "sigmoid": "inline double sigmoid(double x) { return 1 / (1 + ::exp(-x)); }",
     "minimum": "inline double minimum(double a, double b) { return a < b || a != a ? a : b; }",
     "maximum": "inline double maximum(double a, double b) { return a > b || a != a ? a : b; }",
@@ -144,7 +145,7 @@ def definitions() -> str:
 
 def header() -> str:
     """The header `fastrl_formulas.h`: the formulas, and tables of them in the order of the dictionaries' keys."""
-    parts = ("VALUE", "WEIGHT", "SIDE"), ("VALUE", "GRADIENT")
+    parts = ("VALUE", "WEIGHT", "SIDE", "BASELINE"), ("VALUE", "GRADIENT")
     tables = [
         _table(f"{kind}_{part}", [functions[i].__name__ for functions in formulas_of.values()])
         for kind, names, formulas_of in (("GATE", parts[0], GATE_FORMULAS), ("KL", parts[1], KL_FORMULAS))

@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, maximum, minimum, sigmoid
+from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, log1p, maximum, minimum, sigmoid
 from fastrl.objectives import formulas
 from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import RowObjective
@@ -33,7 +33,7 @@ def detach(x):  # type: ignore[no-untyped-def]
     return x
 
 
-_ARITHMETIC = (exp, expm1, expm1_minus, exp_of_exp, sigmoid, minimum, maximum, where, detach)
+_ARITHMETIC = (exp, expm1, expm1_minus, exp_of_exp, log1p, sigmoid, minimum, maximum, where, detach)
 #: The globals of a rebound formula. `tl` is here because the interpreter patches it.
 _GLOBALS: dict[str, Any] = {"__name__": f"{__name__}.rebound", "tl": tl} | {f.__name__: f for f in _ARITHMETIC}
 
@@ -52,7 +52,7 @@ _GLOBALS |= {
 
 #: Placeholders: `row_terms` binds these names to one objective's formulas in the globals of `_terms`.
 token_terms: Any = None
-gate_value = gate_weight = gate_side = kl_value = kl_gradient = rollout_weight = None
+gate_value = gate_weight = gate_side = gate_baseline = kl_value = kl_gradient = rollout_weight = None
 
 
 def _terms(  # type: ignore[no-untyped-def]
@@ -78,6 +78,7 @@ def _terms(  # type: ignore[no-untyped-def]
         gate_value,
         gate_weight,
         gate_side,
+        gate_baseline,
         kl_value,
         kl_gradient,
         rollout_weight,
@@ -104,7 +105,7 @@ def _terms(  # type: ignore[no-untyped-def]
 @functools.cache
 def row_terms(gate: str, kl: str, rollout: str) -> Any:
     """The device function of `row_forward_gradient`: `token_terms` with these formulas filled in; cached."""
-    names = ("gate_value", "gate_weight", "gate_side", "kl_value", "kl_gradient", "rollout_weight")
+    names = ("gate_value", "gate_weight", "gate_side", "gate_baseline", "kl_value", "kl_gradient", "rollout_weight")
     chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl], ROLLOUT_FORMULAS[rollout])
     bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
     return _rebind(_terms, _GLOBALS | bound)

@@ -66,9 +66,9 @@ class KLConfig(Section):
 
     place: Literal["loss", "reward"] = "loss"
     """In the loss (GRPO), or subtracted from each token's reward (PPO)."""
-    kind: Literal["k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new"] = "k3"
+    kind: Literal["k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2"] = "k3"
     """The estimator; in the reward k1, k2 or k3. Against the reference, which is the policy that the run starts from;
-    old-new against the policy before the step."""
+    old-new and old-new-k2 against the policy before the step."""
     coef: float = Field(0.04, ge=0)
     """Its weight beta, or the start value of an adaptive one."""
     ratio: Literal["token", "objective"] = "token"
@@ -281,9 +281,9 @@ class Config(Section):
             raise ValueError(
                 'reward.overlong_cache: with advantages.estimator = "process" only reward.steps is learned from'
             )
-        if self.kl is not None and self.kl.kind == "old-new" and updates == 1:
+        if self.kl is not None and self.kl.kind.startswith("old-new") and updates == 1:
             raise ValueError(
-                'kl.kind: "old-new" is always 0 with one update per rollout; set training.minibatches or'
+                f'kl.kind: "{self.kl.kind}" is always 0 with one update per rollout; set training.minibatches or'
                 " training.epochs"
             )
         if self.training.minibatches > sequences:

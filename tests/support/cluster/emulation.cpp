@@ -205,8 +205,8 @@ struct Objective {
   template <class... T>
   auto operator()(T... numbers) const {
     return formulas::token_terms(formulas::GATE_VALUE[gate], formulas::GATE_WEIGHT[gate], formulas::GATE_SIDE[gate],
-                                 formulas::KL_VALUE[kl], formulas::KL_GRADIENT[kl], formulas::ROLLOUT_WEIGHT[rollout],
-                                 numbers...);
+                                 formulas::GATE_BASELINE[gate], formulas::KL_VALUE[kl], formulas::KL_GRADIENT[kl],
+                                 formulas::ROLLOUT_WEIGHT[rollout], numbers...);
   }
 };
 

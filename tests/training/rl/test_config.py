@@ -161,6 +161,7 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
             r"objective\.top_entropy_fraction.*training\.micro_batch_size",
         ),
         # Coefficients that could never move.
+        ({"kl": {"kind": "old-new-k2"}, "training": {"minibatches": 1}}, "old-new-k2.*one update per rollout"),
         ({"kl": {"kind": "old-new"}, "training": {"minibatches": 1}}, "always 0 with one update per rollout"),
         ({"kl": {"coef": 0.0, "adaptive": "schulman", "target": 1.0}}, "cannot start from 0"),
         ({"entropy": {"target": 1.0}, "objective": {"entropy_coef": -1.0}}, "must be the positive coefficient"),
