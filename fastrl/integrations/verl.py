@@ -12,6 +12,7 @@ VERL_USE_EXTERNAL_MODULES (see docs/integrations/verl.md).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
@@ -25,7 +26,7 @@ from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations import megatron
 from fastrl.integrations.patching import Replaced, exchange, say_once
-from fastrl.objectives.objective import Clip
+from fastrl.objectives.objective import Clip, CovarianceClip, CovarianceKL
 from fastrl.planning.budget import parse_budget
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
@@ -46,6 +47,11 @@ _ARGUMENTS = (
 #: Aggregations fixed by the algorithm: verl's own SAPO and GMPO accept no other either.
 _OWN_AGGREGATE = {"SAPO": "seq-mean-token-mean", "GMPO": "seq-mean-token-mean"}
 _ONLY_AGGREGATE = {"LUSPO": "seq-mean-token-sum", "DrGRPO": "seq-mean-token-sum-norm"}
+#: preset -> its arguments that verl's policy_loss has under another name
+_OF_POLICY_LOSS = {
+    "ClipCov": {"fraction": "clip_cov_ratio", "cov_low": "clip_cov_lb", "cov_high": "clip_cov_ub"},
+    "KLCov": {"fraction": "kl_cov_ratio"},
+}
 _FROM_VERL = ("aggregate", "max_length")  # fields of an objective that `register` does not accept
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _BACKENDS = ("torch", "liger")  # of FusedLinearForPPO
@@ -57,7 +63,8 @@ def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]
     """Register every preset of `fastrl.PRESETS` as verl policy loss `fastrl_<preset>`.
 
     Clip ratios (clip_ratio_low, clip_ratio_high, clip_ratio), clip_ratio_c (PPO's dual clip), tau_pos, tau_neg and
-    policy_loss.ppo_kl_coef come from verl's actor config, the aggregation from loss_agg_mode and the global batch.
+    policy_loss.ppo_kl_coef come from verl's actor config, Clip-Cov's and KL-Cov's numbers from its policy_loss, the
+    aggregation from loss_agg_mode and the global batch.
 
     Args:
         fields: preset -> its arguments or fields of `fastrl.Objective`, which override the config:
@@ -152,6 +159,10 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
         "coef": lambda: config.policy_loss.ppo_kl_coef,
         "kl_coef": lambda: 0.0,
     }
+    for name, option in _OF_POLICY_LOSS.get(preset, {}).items():
+        value = getattr(config.policy_loss, option, None)
+        if value is not None:  # else the preset's default, which is verl's
+            from_config[name] = functools.partial(float, value)
     parameters = inspect.signature(PRESETS[preset]).parameters
     arguments = {name: number() for name, number in from_config.items() if name in parameters}
     if preset == "CISPO":
@@ -217,11 +228,15 @@ def _metrics(
     if gate.token_clip is not None:
         clipped, lower = metrics["clip_frac_high"], metrics["clip_frac_low"]
     elif isinstance(gate, Clip) and gate.dual is not None:  # `lower`: tokens that only the dual clip stopped
-        plain = objective.replace(gate=dataclasses.replace(gate, dual=None))
+        plain = objective.replace(gate=dataclasses.replace(gate, dual=None), future_kl=None, covariance=None)
         clipped = policy_loss(log_prob, objective=plain, **inputs).metrics["clip_frac"]
         lower = metrics["clip_frac"] - clipped
     bound, mask = objective.max_log_ratio, inputs["mask"] != 0
     drift = (inputs["old_logprobs"].float() - log_prob.float()).clamp(-bound, bound).where(mask, 0.0)
+    if isinstance(objective.covariance, CovarianceClip):
+        clipped = metrics["chosen_by_covariance"] / metrics["tokens"].clamp(min=1)
+    elif isinstance(objective.covariance, CovarianceKL):
+        drift = drift.abs()
     kl = drift.sum() / mask.sum().clamp(min=1)
     values = torch.stack([clipped, kl, lower]).tolist()
     return dict(zip(("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"), values, strict=True))

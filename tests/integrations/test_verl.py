@@ -10,7 +10,7 @@ from peer_cases import policy_batch
 from verl_cases import CLOSE, ActorConfig
 
 import fastrl.integrations.verl as adapter
-from fastrl import KL, PRESETS, Clip, GammaWeight, NoGate, Objective
+from fastrl import KL, PRESETS, Clip, FutureKL, GammaWeight, NoGate, Objective
 
 OFF_POLICY_DELTA = 0.02  # nats: drops the fourth response, keeps the second
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -84,6 +84,42 @@ def test_presets_are_verls_own_losses(core, registered, preset):
             assert all(isinstance(value, float) for value in found[2].values())
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_clip_cov_is_verls(core, registered, monkeypatch, weighted):
+    """With equal draws: verl's permutation of the candidates is the order of our random numbers."""
+    batch, weights = make_batch(constant=False)
+    mask, logp, a = batch["response_mask"], batch["log_prob"], batch["advantages"]
+    product = (a - a[mask].mean()) * (logp - logp[mask].mean())
+    numbers = ActorConfig().policy_loss
+    clipped = -a * (logp - batch["old_log_prob"]).exp().clamp(0.9, 1.15) > -a * (logp - batch["old_log_prob"]).exp()
+    free = mask & ~clipped & (product > numbers.clip_cov_lb) & (product < numbers.clip_cov_ub)
+    number = int(numbers.clip_cov_ratio * mask.sum())
+    assert 0 < number < free.sum()
+    for mode, config in aggregations():
+        torch.manual_seed(11)
+        draws = torch.rand(mask.numel(), dtype=torch.float64).view_as(mask.double())
+        monkeypatch.setattr(torch, "randperm", lambda n, draws=draws: draws[free].argsort())
+        expected = run(core.compute_policy_loss_clip_cov, batch, mode, config, weights if weighted else None)
+        torch.manual_seed(11)
+        found = run(registered["fastrl_ClipCov"], batch, mode, config, weights if weighted else None)
+        torch.testing.assert_close(found[:2], expected[:2], **CLOSE)
+        for name, value in expected[2].items():
+            assert found[2][name] == pytest.approx(value, rel=2e-5, abs=5e-6)
+        assert found[2]["actor/pg_clipfrac"] == pytest.approx(number / int(mask.sum()))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kl_cov_is_verls(core, registered, weighted):
+    batch, weights = make_batch(constant=False)
+    for mode, config in aggregations():
+        both = (registered["fastrl_KLCov"], core.compute_policy_loss_kl_cov)
+        found, expected = (run(f, batch, mode, config, weights if weighted else None) for f in both)
+        torch.testing.assert_close(found[:2], expected[:2], **CLOSE)
+        assert found[2]["actor/ppo_kl"] == pytest.approx(expected[2]["actor/ppo_kl"], rel=2e-5)
+    config.policy_loss.ppo_kl_coef = 0.0
+    assert not torch.allclose(found[1], run(registered["fastrl_KLCov"], batch, mode, config)[1]), "the term is there"
+
+
 def test_the_clips_bind(core):
     """Otherwise the test above could not tell one clip from another."""
     batch, _ = make_batch(constant=False)
@@ -120,6 +156,7 @@ OTHERS = {
     "LUSPO": Objective(gate=Clip(0.1, 0.15), ratio="sequence"),
     "DeepSeekV32": Objective(gate=Clip(0.1, 0.15), off_policy_delta=OFF_POLICY_DELTA),
     "DrGRPO": Objective(gate=Clip(0.1, 0.15)),
+    "FIPO": Objective(gate=Clip(0.1, 0.15, dual=1.4), future_kl=FutureKL(32.0, 1.0, 1.2, 1.4, 10.0)),
 }
 
 

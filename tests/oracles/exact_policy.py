@@ -99,7 +99,7 @@ class _Evaluation:
         names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy", "chosen")
         self.token: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in names}
         self.top = self._top_entropy()
-        self.weight_of_future = self._future()
+        self.weight_of_future, self.pull = self._future(), torch.zeros_like(logp)
         self.chosen = self._chosen()
         self.losses = self._custom_losses() if self.custom is not None else None
         for response in batch.responses:
@@ -316,8 +316,10 @@ class _Evaluation:
         if rule is None:
             return gated
         raw, limit = self.logp[rows] - self.old[rows], self.objective.max_log_ratio
-        self.borders.append(border(raw, chosen))  # the slope jumps there
+        if self.batch.old is not None:
+            self.borders.append(border(raw, chosen))  # the slope jumps there
         distance = float(rule.coef) * raw.clamp(-limit, limit).abs()
+        self.pull[rows] = abs(float(rule.coef)) * chosen.double()
         return Gated(gated.value + torch.where(chosen, distance, 0.0), gated.weight, gated.side)
 
     def _add_policy(
@@ -325,8 +327,10 @@ class _Evaluation:
     ) -> None:
         terms = omega * gated.value
         weight = gated.weight if self.losses is None else (self.logp[rows] - self.old[rows]).exp() + 1
-        slope = (omega * weight * advantage).detach().abs()
-        self._part("policy_loss", rows, terms, terms if self.losses is None else terms.abs() + slope)
+        slope = (omega * weight * advantage).detach().abs() + omega.abs() * self.pull[rows]
+        apart = omega * self.pull[rows] * (self.logp[rows] - self.old[rows])  # KL-Cov's term and the gate's may cancel
+        magnitude = terms.abs() + apart.abs() if self.losses is None else terms.abs() + slope
+        self._part("policy_loss", rows, terms, magnitude)
         shared = self.objective.ratio in ("sequence", "sequence-product")
         self.c_magnitude[rows] += (slope.sum() if shared else slope) * share + slope
 

@@ -13,6 +13,13 @@ import fastrl
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 RATIOS = ("token", "sequence", "sequence-token", "sequence-product")
+NEEDY = (
+    "PPOKL",
+    "DrGRPO",
+    "DeepSeekV32",
+    "DRO",
+    "ClipCov",
+)  # of required arguments, or a generator
 KINDS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2")
 
 
@@ -43,6 +50,25 @@ def draw_kl(draw: Draw) -> fastrl.KL:
     return fastrl.KL(draw.choice(KINDS), coef, draw.choice(("token", "token", "objective")), draw.often(0.3))
 
 
+def _future_kl(draw: Draw) -> fastrl.FutureKL:
+    low, high = draw.choice(((1.0, 1.2), (0.8, 1.2), (0.0, 10.0), (0.5, 1.0)))
+    ratios = _maybe(draw, 0.5, draw.choice((1.1, 3.0))), _maybe(draw, 0.5, draw.choice((1.05, 4.0)))
+    return fastrl.FutureKL(draw.choice((0.3, 2.0, 32.0)), low, high, *ratios)
+
+
+def _clip_cov(draw: Draw) -> fastrl.CovarianceClip:
+    low, high = draw.choice(((-5.0, 5.0), (-0.1, 1.0), (0.05, 9.0), (1.0, 5.0)))
+    return fastrl.CovarianceClip(draw.choice((2e-4, 0.1, 0.4, 1.0)), low, high, _generator(draw))
+
+
+def _generator(draw: Draw) -> torch.Generator:
+    return torch.Generator().manual_seed(draw.randint(0, 2**40))
+
+
+def _kl_cov(draw: Draw) -> fastrl.CovarianceKL:
+    return fastrl.CovarianceKL(draw.choice((2e-4, 0.1, 0.4, 1.0)), _coefficient(draw, draw.choice((0.1, 1.0, -0.3))))
+
+
 def _fields(draw: Draw, chance: float) -> dict[str, Any]:
     """Fields that any objective may have, each with this chance."""
     fields: dict[str, Any] = {}
@@ -61,6 +87,10 @@ def _fields(draw: Draw, chance: float) -> dict[str, Any]:
         fields["off_policy_delta"] = draw.choice((-0.1, 0.0, 0.05, 0.2, 1.0))
     if draw.often(chance * 0.4):
         fields["top_entropy_fraction"] = draw.choice((0.13, 0.21, 0.37, 0.61, 0.83, 1.0))
+    if draw.often(chance * 0.3):
+        fields["future_kl"] = _future_kl(draw)
+    if draw.often(chance * 0.3):
+        fields["covariance"] = _clip_cov(draw) if draw.often(0.5) else _kl_cov(draw)
     if draw.often(chance * 0.4):
         fields["max_log_ratio"] = draw.choice((0.3, 2.0, 10.0, 30.0))
     return fields
@@ -97,8 +127,11 @@ def _preset(draw: Draw) -> fastrl.Objective:
         "IcePop": lambda: {"low": draw.choice((0.0, 0.8)), "high": draw.choice((1.2, 2.0))},
         "TOPR": lambda: {"low": draw.choice((0.0, 0.8)), "high": draw.choice((1.0, 1.2))},
         "DRO": lambda: {"beta": _coefficient(draw, draw.choice((0.1, 1.0)))},
+        "FIPO": lambda: {"clip_low": low, "clip_high": high, "future_kl": _future_kl(draw)},
+        "ClipCov": lambda: {"clip": low, "covariance": _clip_cov(draw)},
+        "KLCov": lambda: {"covariance": _kl_cov(draw)},
     }
-    arguments = own.get(name, dict)() if draw.often(0.7) or name in ("PPOKL", "DrGRPO", "DeepSeekV32", "DRO") else {}
+    arguments = own.get(name, dict)() if draw.often(0.7) or name in NEEDY else {}
     return fastrl.PRESETS[name](**arguments, **{k: v for k, v in _fields(draw, 0.2).items() if k not in arguments})
 
 

@@ -241,6 +241,10 @@ def draw_batch(
     if isinstance(objective, fastrl.Objective) and draw.often(0.4 if policy.top_entropy_fraction else 0.05):
         batch.threshold = float(torch.tensor(_between(entropy[mask]), dtype=kept))
         options["entropy_threshold"] = torch.tensor(batch.threshold, dtype=kept) if draw.often(0.3) else batch.threshold
+    if isinstance(policy.covariance, fastrl.CovarianceClip):
+        assert policy.covariance.generator is not None
+        generator = torch.Generator().manual_seed(policy.covariance.generator.initial_seed())
+        batch.draws = torch.rand(n, generator=generator, dtype=torch.float64)
     if draw.often(0.2):
         batch.denominator = float(torch.tensor(draw.uniform(0.5, 50)))
         options["denominator"] = torch.tensor(batch.denominator) if draw.often(0.3) else batch.denominator

@@ -10,6 +10,9 @@ from peer_cases import folder_of, load_file, stand_in
 
 CLOSE = {"rtol": 2e-5, "atol": 5e-6}
 
+#: Numbers that bind for a dozen tokens.
+POLICY_LOSS = {"ppo_kl_coef": 0.3, "clip_cov_ratio": 0.2, "clip_cov_lb": -0.2, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.3}
+
 
 @dataclass
 class ActorConfig:
@@ -22,7 +25,7 @@ class ActorConfig:
     tau_pos: float = 0.9
     tau_neg: float = 1.3
     use_kl_loss: bool = False
-    policy_loss: types.SimpleNamespace = field(default_factory=lambda: types.SimpleNamespace(ppo_kl_coef=0.3))
+    policy_loss: types.SimpleNamespace = field(default_factory=lambda: types.SimpleNamespace(**POLICY_LOSS))
     global_batch_info: dict = field(default_factory=dict)
 
     def get(self, name, default=None):

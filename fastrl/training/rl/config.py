@@ -296,11 +296,16 @@ class Config(Section):
                 f"reward.overlong_cache: expected at most rollout.max_new_tokens = {self.rollout.max_new_tokens}, got "
                 f"{self.reward.overlong_cache}"
             )
-        if objective.top_entropy_fraction is not None and self.training.micro_batch_size is not None:
-            raise ValueError(
-                "objective.top_entropy_fraction ranks the tokens of a whole minibatch, so it does not go with "
-                f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out"
-            )
+        ranks = {
+            "objective.top_entropy_fraction": objective.top_entropy_fraction,
+            f"objective.name = {self.objective.name!r}": objective.covariance,
+        }
+        for name, value in ranks.items():
+            if value is not None and self.training.micro_batch_size is not None:
+                raise ValueError(
+                    f"{name} ranks the tokens of a whole minibatch, so it does not go with "
+                    f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out"
+                )
         check_input("model.path", self.model.path, self.logging)
         check_input("reward.model", self.reward.model, self.logging)
         if self.distillation is not None:

@@ -1,12 +1,12 @@
 """All objects of a run, made from its config: models, objective, rewards, data, what changes by step; checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastrl import KL, REINFORCE, Objective, RolloutCorrection
+from fastrl import KL, REINFORCE, CovarianceClip, Objective, RolloutCorrection
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
@@ -192,6 +192,9 @@ def _distillation_calls(
 def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:
     """The preset with the changes from the config's other tables, and the controllers of its coefficients."""
     objective = config.objective.build()
+    if isinstance(objective.covariance, CovarianceClip):  # on the CPU: a run may be resumed on another device
+        generator = torch.Generator().manual_seed(config.training.seed)
+        objective = objective.replace(covariance=replace(objective.covariance, generator=generator))
     correction, settings = config.rollout_correction, config.kl
     if correction is not None:
         try:
@@ -246,6 +249,9 @@ def _trained(run: Run) -> Trained:
     if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
         models["reference.safetensors"] = run.reference.model
     generators = {"shuffle": run.generator, "prompts": sampler.generator}
+    covariance = run.objective.covariance
+    if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
+        generators["objective"] = covariance.generator
     data = {"data.path": (len(sampler.examples), sampler.digest)}
     return Trained(
         policy.model, policy.tokenizer, policy.has_adapters, run.optimizer, run.scheduler, generators, data, models

@@ -160,6 +160,10 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
             {"objective": {"top_entropy_fraction": 0.2}, "training": {"micro_batch_size": 2}},
             r"objective\.top_entropy_fraction.*training\.micro_batch_size",
         ),
+        (
+            {"objective": {"name": "klcov"}, "training": {"micro_batch_size": 2}},
+            r"objective\.name = 'klcov' ranks .*training\.micro_batch_size",
+        ),
         # Coefficients that could never move.
         ({"kl": {"kind": "old-new-k2"}, "training": {"minibatches": 1}}, "old-new-k2.*one update per rollout"),
         ({"kl": {"kind": "old-new"}, "training": {"minibatches": 1}}, "always 0 with one update per rollout"),

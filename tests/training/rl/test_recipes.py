@@ -21,6 +21,7 @@ from teachers import exact_divergence, save_teacher, with_tail
 from transformers import set_seed
 
 import fastrl.training.rl.train as module
+from fastrl import CovarianceClip
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.settings import load_settings
 from fastrl.training.common.timing import Stopwatch
@@ -96,6 +97,42 @@ def gamma_weight(x):
     w = sequence_sum(x, x.logp - x.sampler).detach().exp()  # prod pi / pi_old * pi_old / pi_sampler
     phi = torch.where(x.A >= 0, math.exp(3) * w**2 * (-3 * w).exp(), math.exp(2) * w**3 * (-2 * w).exp())
     return -phi * x.A * x.logp
+
+
+def future_weighted(x):
+    log = (x.logp - x.old).detach()
+    future, last = torch.zeros_like(log), torch.zeros_like(log[:, 0])
+    for t in reversed(range(log.shape[1])):  # completions are masked at their ends alone
+        last = future[:, t] = x.m[:, t] * log[:, t] * (log[:, t].exp() <= 10) + 0.5 ** (1 / 32) * last
+    weight = future.exp().clamp(1.0, 1.2)
+    weight = torch.where((x.A < 0) & (log.exp() > 10), 1.0, weight)
+    loss = clipped(ratio(x), x, 0.2, 0.28)
+    return weight * torch.where(x.A < 0, torch.minimum(loss, -10 * x.A), loss)
+
+
+def products(x):
+    """Of advantage and log-probability, around their means."""
+    a, b = (v - token_mean(x, v) for v in (x.A, x.logp.detach()))
+    return torch.where(x.m > 0, a * b, -math.inf)
+
+
+def one_in_a_hundred(x):
+    return max(int(0.01 * x.m.sum()), 1)
+
+
+def without_the_drawn(x):
+    loss, product = clip(0.2, 0.2)(x), products(x)
+    stopped = torch.where(x.A > 0, ratio(x) > 1.2, (x.A < 0) & (ratio(x) < 0.8))
+    free = (product > 0.1) & (product < 5) & ~stopped
+    number = min(one_in_a_hundred(x), int(free.sum()))
+    drawn = torch.where(free, x.draws, math.inf).flatten().argsort()[:number]
+    assert number, "no token is between the bounds"
+    return loss.flatten().index_fill(0, drawn, 0.0).view_as(loss)
+
+
+def held_back(x):
+    most = torch.zeros_like(x.m).flatten().index_fill(0, products(x).flatten().topk(one_in_a_hundred(x)).indices, 1.0)
+    return -ratio(x) * x.A + most.view_as(x.m) * (x.logp - x.old).abs()
 
 
 def masked_clip(x):
@@ -199,6 +236,9 @@ FORMULAS = {
     "rloo": Formula(reinforce, mean_of_sums, leave_one_out, beta=0.03),
     "reinforce_pp": Formula(clip(0.2, 0.2), token_mean, rewards_to_go, beta=0.01),
     "dapo": Formula(clip(0.2, 0.28), token_mean, group),
+    "fipo": Formula(future_weighted, token_mean, group),
+    "clip_cov": Formula(without_the_drawn, token_mean, group),
+    "kl_cov": Formula(held_back, token_mean, group),
     "gspo": GSPO,
     "gspo_token": replace(GSPO, policy=token_of_sequence_clip),
     "luspo": replace(GSPO, aggregate=mean_of_sums),
@@ -244,6 +284,8 @@ def recipe(tmp_path):
         }
         if plain.distillation is not None:
             overrides["distillation"] = {"teacher": save_teacher(tmp_path / "teacher")}
+        if name in ("clip_cov", "kl_cov"):  # a choice among all tokens of an update
+            del overrides["training"]["micro_batch_size"]
         if name == "sparse":  # a random policy is never exactly right, unless it is right to say nothing
             (tmp_path / "silence.jsonl").write_text('{"prompt": "12=", "answer": ""}\n{"prompt": "3=", "answer": ""}\n')
             overrides["data"]["path"] = str(tmp_path / "silence.jsonl")
@@ -292,6 +334,9 @@ def check(run: Run, rollout: Rollout, formula: Formula) -> None:
     add_noise(0.05, *perturbed)
     position = 0 if run.text is None else run.text.position
 
+    if isinstance(run.objective.covariance, CovarianceClip):
+        generator = run.objective.covariance.generator.clone_state()
+        x.draws = torch.rand(x.m.numel(), generator=generator, dtype=torch.float64).view_as(x.m)
     parts = accumulate_gradients(run, rollout, torch.arange(len(x.m)), Stopwatch(run.policy.device))
     expected, gradients = expected_loss(run, rollout, formula, x, position)
     assert_close(sum(part["loss"].double() for part in parts), expected)

@@ -43,6 +43,10 @@ EVERYTHING = {
     "training": {"steps": STEPS, "epochs": 2, "minibatches": 3},
     "evaluation": {"every": 2},
 }
+DRAWN = {
+    "objective": {"name": "clipcov", "fraction": 0.2, "cov_low": -9.0, "cov_high": 9.0, "presets": {}},
+    "training": {"steps": STEPS, "minibatches": 2},
+}
 
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
@@ -67,7 +71,7 @@ def ask(tmp_path):
 # --- the same run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tables", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("tables", [PLAIN, EVERYTHING, DRAWN], ids=["plain", "everything", "drawn by the objective"])
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(prepare, ask, tables):
     whole = prepare("unbroken", tables)
     train(whole)
