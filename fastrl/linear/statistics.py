@@ -163,13 +163,13 @@ def statistics(
     rows = Rows(used.of(targets), temperatures, dense_support=support, entries=entries)  # type: ignore[arg-type]
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
-        chunk = _chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
+        chunk = chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
         for total, values in zip(out, chunk, strict=True):
             total[where] = values
     return out
 
 
-def _chunk_statistics(
+def chunk_statistics(
     held: Held, hidden: Tensor, rows: Rows, transform: Transform, step: int, backend: str
 ) -> Statistics:
     """Statistics of a chunk of rows, computed one slice of the vocabulary after another."""

@@ -8,7 +8,8 @@
 
 Supported heads compute `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, tied or not: Llama,
 Mistral, Qwen, Gemma, Granite, Cohere, Phi, Falcon-H1 and their mixtures of experts. `fused_lm_head` compares the
-model's own logits of a few tokens, and refuses a model that computes anything else.
+model's own logits of a few tokens, and refuses a model that computes anything else. PEFT's LoRA adapters on the head
+are a second, narrow product in every tile (`fastrl.losses.low_rank`).
 
 If the head's module has hooks, the loss runs as its forward, inside that of the model: FSDP2 gathers a sharded weight
 for that time. This happens once in each forward, however many tokens count, so that no rank waits for another.
@@ -30,6 +31,9 @@ from torch import Tensor
 from fastrl import linear_cross_entropy, linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
+from fastrl.losses.logprobs import TokenStats
+from fastrl.losses.low_rank import low_rank_token_logprobs
+from fastrl.models.adapters import Adapter, narrow_factors, unwrapped
 from fastrl.models.balancing import asks_for_routers, balancing_loss, balancing_weight
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
@@ -55,11 +59,18 @@ class LMHead:
 
     weight: Tensor
     arguments: dict[str, Any]  # bias (V,) or None, logit_scale, softcap
+    adapters: tuple[Adapter, ...] = ()  # LoRA's, which add to the logits what the weight does not have
 
     @classmethod
-    def of(cls, model: Any) -> LMHead:
-        """Read the head from the model and its config. Raises TypeError if it is not linear."""
-        head = model.get_output_embeddings()
+    def of(cls, model: Any, *, adapters: bool = False) -> LMHead:
+        """Read the head from the model and its config, as PEFT has it now.
+
+        Raises TypeError if it is not linear, or has active adapters without `adapters`, by which the caller says that
+        it computes them too, as the methods do.
+        """
+        head, active = unwrapped(model.get_output_embeddings())
+        if active and not adapters:
+            raise TypeError("the output head has a LoRA adapter, which is not computed here: merge it into the head")
         if not isinstance(head, torch.nn.Linear):
             raise TypeError(f"{type(model).__name__} must have a linear output head, got {type(head).__name__}")
         config = model.config.get_text_config()
@@ -69,11 +80,44 @@ class LMHead:
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # Granite divides
         softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        return cls(head.weight, {"bias": head.bias, "logit_scale": scale, "softcap": softcap})
+        return cls._of(head, active, head.weight.dtype, scale, softcap)
+
+    @classmethod
+    def of_module(cls, module: Any, dtype: torch.dtype, logit_scale: float, softcap: float | None) -> LMHead:
+        """The head of this module as PEFT has it now, adapters included, with weight and bias in this dtype."""
+        return cls._of(*unwrapped(module), dtype, logit_scale, softcap)
+
+    @classmethod
+    def _of(
+        cls, head: Any, adapters: tuple[Adapter, ...], dtype: torch.dtype, logit_scale: float, softcap: float | None
+    ) -> LMHead:
+        biases = [head.bias, *(None if x.bias is None else x.scale * x.bias for x in adapters)]
+        found = [x.to(dtype) for x in biases if x is not None]
+        arguments = {"bias": sum(found[1:], found[0]) if found else None}
+        return cls(head.weight.to(dtype), arguments | {"logit_scale": logit_scale, "softcap": softcap}, adapters)
+
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, **options: Any) -> TokenStats:
+        """`linear_token_logprobs` of hidden states (..., H), with entropies and its options."""
+        if not self.adapters:
+            return linear_token_logprobs(hidden, self.weight, targets, entropy=True, **options, **self.arguments)
+        down, up = narrow_factors(self.adapters, hidden)
+        return low_rank_token_logprobs(hidden, self.weight, targets, down=down, up=up, **options, **self.arguments)
+
+    def cross_entropy(
+        self, hidden: Tensor, targets: Tensor, denominator: Tensor | int | None, **options: Any
+    ) -> Tensor:
+        """`linear_cross_entropy` of hidden states (..., H), with its options."""
+        if self.adapters:
+            mask = targets != IGNORED
+            return _mean_loss(self.token_logprobs(hidden, targets, mask=mask, **options).logprobs, mask, denominator)
+        return linear_cross_entropy(hidden, self.weight, targets, denominator=denominator, **options, **self.arguments)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states (..., H), float32 (..., V), which the losses compute without storing them."""
         values = torch.nn.functional.linear(hidden, self.weight, self.arguments["bias"]).float()
+        if self.adapters:
+            down, up = narrow_factors(self.adapters, hidden)
+            values += down.float() @ up.float().t()
         values *= self.arguments["logit_scale"]
         softcap = self.arguments["softcap"]
         return values if softcap is None else softcap * torch.tanh(values / softcap)
@@ -88,7 +132,8 @@ class LMHead:
         seen = {dtype or self.weight.dtype}
 
         def of_states(module: Any, inputs: Any) -> None:
-            head = LMHead.of(model)  # not self: FSDP2 has gathered the weight by now, and may have cast it
+            # Not self: FSDP2 has gathered the weight by now, and may have cast it.
+            head = LMHead.of(model, adapters=True)
             seen.add(head.weight.dtype)
             ours.append(head.logits(states[0].to(head.weight.dtype)))
 
@@ -190,7 +235,7 @@ def fused_lm_head(
             f"fully_shard was applied to parts of {type(root).__name__} and not to itself: call fused_lm_head before "
             "the first fully_shard, or after the last"
         )
-    LMHead.of(base).check(root)
+    LMHead.of(base, adapters=True).check(root)
     original = base.forward
     base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
     head_options = {"logits_dtype": logits_dtype, "memory_budget": memory_budget}
@@ -257,18 +302,14 @@ def _token_stats(
     if defer:
         # The head is returned too, because DistributedDataParallel finds the used parameters in the outputs. FSDP2
         # needs no such help, and frees it.
-        used = [] if getattr(module, "_is_fsdp_managed_module", False) else [module.weight, module.bias]
-        return TokenStatsOutput(
-            logits=None, hidden_states=(states, *(x.view_as(x) for x in used if x is not None)), aux_loss=aux_loss
-        )
+        managed = getattr(module, "_is_fsdp_managed_module", False)
+        used = () if managed else (x for x in module.parameters() if x.requires_grad)
+        return TokenStatsOutput(logits=None, hidden_states=(states, *(x.view_as(x) for x in used)), aux_loss=aux_loss)
     hidden, targets = (states[:, :-1], labels[:, 1:]) if shifted_labels is None else (states, shifted_labels)
     mask, aligned = targets != IGNORED, (1, 0) if shifted_labels is None else (0, 0)
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
-        head = LMHead.of(model)
-        stats = linear_token_logprobs(
-            hidden, head.weight, targets, mask=mask, entropy=True, **options, **head.arguments
-        )
+        stats = LMHead.of(model, adapters=True).token_logprobs(hidden, targets, mask=mask, **options)
         values = (torch.nn.functional.pad(x, aligned) for x in (stats.logprobs, stats.entropy) if x is not None)
         return _mean_loss(stats.logprobs, mask, count), *values
 
@@ -314,15 +355,9 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
         hidden = outputs.hidden_states[0]
 
         def compute(hidden: Tensor) -> Tensor:
-            head = LMHead.of(base)
-            return linear_cross_entropy(
-                hidden[:, :-1],
-                head.weight,
-                targets,
-                denominator=num_items_in_batch,
-                **{name: base._fastrl_options[name] for name in ("logits_dtype", "memory_budget")},
-                **head.arguments,
-            )
+            options = {name: base._fastrl_options[name] for name in ("logits_dtype", "memory_budget")}
+            head = LMHead.of(base, adapters=True)
+            return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
 
         # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
         found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})

@@ -11,6 +11,7 @@ from datasets import Dataset
 from tiny_models import tiny_model
 from tiny_vision_model import END, IMAGE, START, VIDEO, image_tokens, pixels, tiny_vision_model
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 from trl_cases import PROMPTS, assert_same_history, make_trainer
 
 from fastrl.integrations.trl import grpo as trl_grpo
@@ -98,3 +99,54 @@ def test_images_reach_the_decoder(tmp_path: Any, calls: list[Any]) -> None:
     compare(
         tiny_vision_model(), tmp_path, calls, with_images, loss_type="grpo", generation_kwargs=text_only, max_steps=2
     )
+
+
+class FromLogits(GRPOTrainer):
+    """TRL's trainer with the log-probabilities of the logits of the model's own forward, adapters included."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **unused: Any
+    ) -> Any:
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        logp = (logits / self.temperature).log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        return logp.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropy, None
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_lora_on_the_head_is_trained(path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Which TRL refuses: its trainer is let through for the comparison. The reference is the model without adapters."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"], lora_alpha=8, init_lora_weights=False
+    )
+    histories, heads = [], []
+    for kind in (FromLogits, FastGRPOTrainer):
+        with monkeypatch.context() as patched:
+            if kind is FromLogits:
+                patched.setattr(grpo_trainer, "BaseTunerLayer", ())
+            torch.manual_seed(5)
+            options = {"peft_config": config, "loss_type": "grpo", "beta": 0.1, "epsilon": 0.01, "max_steps": steps}
+            trainer = make_trainer("GRPO", path, PROMPTS, kind, **options, top_entropy_quantile=0.8)
+        before = trainer.model.get_output_embeddings().lora_B["default"].weight.detach().clone()
+        trainer.train()
+        histories.append(trainer.state.log_history)
+        heads.append(trainer.model.get_output_embeddings().lora_B["default"].weight.detach() - before)
+    assert trainer._why_not is None and not calls
+    assert_same_history(histories[1], histories[0])
+    assert histories[0][0]["kl"] > 1e-3  # to the reference, which has no adapters
+    # Adam divides a gradient by its own size: entries that are nearly 0 may differ.
+    close = (heads[1] - heads[0]).abs() < 1e-2 * heads[0].abs().max()
+    assert float(close.float().mean()) > 0.95 and float(heads[0].abs().max()) > 1e-4
+
+
+def test_lora_on_the_head_is_never_left_out(path: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"])
+    unfused = {"loss_type": "vespo", "importance_sampling_level": "sequence", "use_bias_correction_kl": True}
+    for options, words in (
+        (unfused | {"beta": 0.1}, "use_bias_correction_kl"),
+        ({"cast_lm_head_to_fp32": True}, "cast_"),
+    ):
+        with pytest.raises(ValueError, match=f"needs fastrl's own loss, but .*{words}"):
+            make_trainer("GRPO", path, PROMPTS, FastGRPOTrainer, peft_config=config, **options)

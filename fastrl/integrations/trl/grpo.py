@@ -12,10 +12,10 @@ import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.trainer import utils
+from trl.trainer import grpo_trainer, utils
 from trl.trainer.utils import FusedCausalLMOutput
 
-from fastrl import linear_policy_loss, linear_token_logprobs
+from fastrl import linear_policy_loss, policy_loss
 from fastrl.integrations.grpo_options import LOSS_TYPES
 from fastrl.integrations.patching import say_once
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
@@ -30,7 +30,8 @@ from fastrl.integrations.trl.objective import (
     vespo_rollout,
 )
 from fastrl.integrations.trl.patches import FusedHead, check_layout, replaced_head
-from fastrl.models.lm_head import in_head
+from fastrl.models.adapters import unwrapped
+from fastrl.models.lm_head import LMHead, in_head
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
 
@@ -41,9 +42,9 @@ class FastGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer with `fastrl.linear_policy_loss` as its loss; same arguments, losses and metrics.
 
     fastrl also computes the log-probabilities of the policy, the old and the reference policy. A configuration that
-    fastrl cannot express, or was not tested with (Liger's layers, FSDP1, DeepSpeed, torch.compile, prompt learning, an
-    adapter on the head, a newer TRL's loss), uses TRL's own code, and one line in the log says why. Exponents are
-    clamped to +-20; TRL's are not.
+    fastrl cannot express, or was not tested with (Liger's layers, FSDP1, DeepSpeed, torch.compile, prompt learning, a
+    newer TRL's loss), uses TRL's own code, and one line in the log says why. Exponents are clamped to +-20; TRL's are
+    not. LoRA on the output head, which TRL refuses, is trained.
 
     Args:
         memory_budget: as in `fastrl.linear_policy_loss`, for each micro-batch's loss.
@@ -51,6 +52,7 @@ class FastGRPOTrainer(GRPOTrainer):
 
     Raises:
         RuntimeError: if TRL has another layout.
+        ValueError: for an adapter on the output head in a configuration that takes TRL's own code.
     """
 
     _why_not: str | None = None  # the reason why TRL's own loss is used
@@ -58,8 +60,10 @@ class FastGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, memory_budget: int | str | None = None, **kwargs: Any) -> None:
         self.memory_budget = parse_budget(memory_budget)
         check_layout()
-        super().__init__(*args, **kwargs)
+        with replaced(grpo_trainer, "BaseTunerLayer", ()):  # by which TRL finds an adapter on the head, and refuses it
+            super().__init__(*args, **kwargs)
         self._why_not = _why_not_here(self)
+        self._needs_fused(self._why_not)
         if self._why_not is None and trl.__version__ != TESTED:
             caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
             say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
@@ -71,7 +75,7 @@ class FastGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         before = getattr(utils, "_ChunkedLogProbFunction")  # noqa: B009 (a private name)
         original = before.original if isinstance(before, FusedHead) else before
-        with replaced_head(FusedHead(original, self.memory_budget)):
+        with replaced_head(_ScoringHead(original, self.memory_budget, self.accelerator.unwrap_model(model))):
             scored = _unrounded(model) if self.is_fsdp_enabled else model
             return super()._get_per_token_logps_and_entropies(scored, *args, **kwargs)
 
@@ -81,9 +85,23 @@ class FastGRPOTrainer(GRPOTrainer):
                 return self._fused_loss(model, inputs)
             except _NotHere as error:
                 self._why_not = str(error)
+                self._needs_fused(self._why_not)
         say_once(log, f"FastGRPOTrainer computes TRL's own loss: {self._why_not}")
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
+
+    def _needs_fused(self, why_not: str | None) -> None:
+        """Raise ValueError if TRL's own loss would leave an adapter on the head out, without a word."""
+        model: Any = self.model
+        args: Any = self.args
+        if not (is_peft_model(model) and hasattr(model.get_output_embeddings(), "base_layer")):
+            return
+        if args.cast_lm_head_to_fp32:
+            why_not = "cast_lm_head_to_fp32 is set"
+        if self.is_fsdp_enabled:
+            why_not = "FSDP shards it"
+        if why_not is not None:
+            raise ValueError(f"an adapter on the output head needs fastrl's own loss, but {why_not}")
 
     def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         batch = Batch.of(inputs, self)
@@ -118,6 +136,35 @@ class FastGRPOTrainer(GRPOTrainer):
             log_auxiliary(self, aux_loss)
         log_policy(self, batch, results, inputs)
         return loss
+
+
+class _ScoringHead(FusedHead):
+    """TRL's fused head with the adapters that PEFT has on the module, whose weight alone TRL hands over."""
+
+    def __init__(self, original: Any, memory_budget: int | None, model: Any) -> None:
+        super().__init__(original, memory_budget)
+        self.model = model
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy",),
+    ) -> tuple[Tensor | None, ...]:
+        """As `FusedHead.apply`."""
+        head = self.model.get_output_embeddings()
+        if not unwrapped(head)[1]:
+            rest = temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+            return super().apply(hidden, weight, bias, targets, *rest)
+        adapted = LMHead.of_module(head, hidden.dtype, logit_scale, final_logit_softcapping)
+        stats = adapted.token_logprobs(hidden, targets, temperature=temperature, memory_budget=self.memory_budget)
+        return stats.logprobs, stats.entropy, None, None, None
 
 
 class _NotHere(Exception):
@@ -168,9 +215,8 @@ class _Step:
 
     def _compute(self, hidden: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
         rows = _Rows(self.batch, hidden, self.length)
-        weight, bias = self.head.weight.to(hidden.dtype), self.head.bias
+        head = LMHead.of_module(self.head, hidden.dtype, options.pop("logit_scale"), options.pop("softcap"))
         options |= {
-            "bias": None if bias is None else bias.to(hidden.dtype),
             # TRL has made the head float32, and hands over float32 hidden states. FSDP2's policy may cast both to 16
             # bits for the head's forward, where the logits are to stay float32.
             "logits_dtype": torch.float32 if self.trainer.args.cast_lm_head_to_fp32 else None,
@@ -183,19 +229,20 @@ class _Step:
         weights = self.batch.rho if self.trainer.loss_type != "vespo" else None
         if first:
             with torch.no_grad():
-                stats = linear_token_logprobs(rows.hidden.detach(), weight, tokens, entropy=True, **options)
+                stats = head.token_logprobs(rows.hidden.detach(), tokens, **options)
                 weights = self._weights(weights, rows.back(stats.logprobs), rows.back(stats.entropy))
         delta = None if self.batch.sampling is not None else off_policy  # then the weights hold the mask
-        out = linear_policy_loss(
-            rows.hidden,
-            weight,
-            tokens,
-            objective=objective_of(self.trainer, entropy_coef=self.entropy_coef, off_policy_delta=delta).objective,
-            denominator=denominator_of(self.trainer, self.inputs, self.batch, self.accumulation),
-            cu_seqlens=rows.cu_seqlens,
-            **options,
+        problem = {
+            "objective": objective_of(self.trainer, entropy_coef=self.entropy_coef, off_policy_delta=delta).objective,
+            "denominator": denominator_of(self.trainer, self.inputs, self.batch, self.accumulation),
+            "cu_seqlens": rows.cu_seqlens,
             **rows.inputs(self.batch, weights, self._entropy_weights(), self._rollout()),
-        )
+        }
+        if head.adapters:
+            stats = head.token_logprobs(rows.hidden, tokens, **options)
+            out = policy_loss(stats.logprobs, entropy=stats.entropy, mask=options["mask"], **problem)
+        else:
+            out = linear_policy_loss(rows.hidden, head.weight, tokens, **options, **head.arguments, **problem)
         self.results = {"loss": out.loss, "logprobs": rows.back(out.logprobs), "entropy": rows.back(out.entropy)}
         return self.results
 
@@ -325,7 +372,6 @@ def _why_not_here(trainer: Any) -> str | None:
     if getattr(type(trainer), scoring) is not getattr(FastGRPOTrainer, scoring):
         replaced.append(scoring)
     peft = trainer.model.peft_config.values() if is_peft_model(trainer.model) else ()
-    base = trainer.model.get_base_model() if peft else trainer.model
     reasons = {
         f"this TRL's loss reads {', '.join(unknown)}, which is not known": unknown,
         f"{', '.join(replaced)} is not GRPOTrainer's own": replaced,
@@ -335,7 +381,6 @@ def _why_not_here(trainer: Any) -> str | None:
         and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1,
         "DeepSpeed is used": trainer.is_deepspeed_enabled,
         "a PEFT method that lengthens the prompt is used": any(c.is_prompt_learning for c in peft),
-        "the output head has a PEFT adapter": hasattr(base.get_output_embeddings(), "base_layer"),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is None:

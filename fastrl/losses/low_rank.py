@@ -1,0 +1,87 @@
+"""Log-probabilities of a head with LoRA adapters, which are neither merged into it nor left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.choice import forced
+from fastrl.base import checks
+from fastrl.linear.low_rank import LowRank, low_rank_statistics
+from fastrl.losses.call import linear_call, planned
+from fastrl.losses.logprobs import TokenStats
+from fastrl.objectives.dependence import ANY
+from fastrl.planning import plans
+from fastrl.planning.budget import BudgetTooSmall, default_budget, text
+from fastrl.planning.tiling import Needs
+
+
+def low_rank_token_logprobs(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (...)
+    *,
+    down: Tensor,  # (..., r)
+    up: Tensor,  # (V, r)
+    bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    memory_budget: int | str | None = None,
+) -> TokenStats:
+    """`linear_token_logprobs` of `hidden @ weight.T + down @ up.T + bias`, with entropies, in tiles.
+
+    Costs 1U of U = 2 N V H operations without gradients, 3U with those of hidden, down and up, and 4U if the weight
+    needs one too; the narrow products come to r / H of it. A merged head would cost 4U, a copy of the head and a
+    gradient of its size, and round the adapter's part to the head's dtype: it is not offered.
+
+    Args:
+        down: the adapter's first product with its scale, e.g. `scale * dropout(hidden) @ A.T`, any floating dtype.
+        up: the adapter's second matrix.
+        memory_budget: as in `linear_token_logprobs`. It includes float32 sums of the gradients of down and up.
+        others: as in `linear_token_logprobs`.
+
+    Raises:
+        As `linear_token_logprobs`.
+    """
+    call = linear_call(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        temperature=temperature,
+        sampling_mask=None,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        memory_budget=memory_budget,
+        logits_dtype=logits_dtype,
+    )
+    rank = up.shape[-1]
+    checks.shape("up", up, (call.vocab, rank), "(V, r)")
+    checks.shape("down", down, (*targets.shape, rank), "targets' shape and r")
+    inputs, name, held = planned(call._replace(budget=None), ANY, slopes=2).inputs, "forward", 0
+    if any(call.needs) or (torch.is_grad_enabled() and (down.requires_grad or up.requires_grad)):
+        name, held = "recompute", 4 * rank * (call.vocab + inputs.rows)
+        inputs = replace(inputs, needs=Needs(True, *call.needs[1:]))
+    # A tile's factors of the second product in the logits' dtype.
+    held += 4 * rank * (call.vocab + inputs.rows)
+    budget = call.budget
+    if budget is None:
+        budget = default_budget(inputs.device, inputs.index)
+    found = [plan for plan in plans.possible_plans(inputs, budget - held, call.budget is not None) if plan.name == name]
+    if not found:
+        least = plans.least_budget(inputs, name) + held
+        raise BudgetTooSmall(
+            f"memory_budget is too small for a head with adapters of rank {rank}: got {budget} bytes, the smallest"
+            f" possible is {least} ({text(least)})"
+        )
+    args = call.args
+    checks.targets_in_range(args.targets, args.mask, call.vocab)
+    low_rank = LowRank(down.reshape(-1, rank), up)
+    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), found[0].pass_budget)
+    return TokenStats(logprobs.view(targets.shape), entropy.view(targets.shape))
