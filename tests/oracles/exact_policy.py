@@ -283,8 +283,11 @@ class _Evaluation:
             unknown = torch.full_like(log, math.nan)
             gated, share = Gated(self.losses[rows], unknown, torch.zeros_like(log)), 1.0
         else:
+            clamped = self.token["clamped"]
+            others, clamped[rows] = clamped[rows], 0.0  # other exponents: they hold no ratio
             log, share = self._level(rows, advantage)
-            held = (self.token["clamped"][rows] > 0) & (objective.ratio != "sequence-token")
+            held = (clamped[rows] > 0) & (objective.ratio != "sequence-token")
+            clamped[rows] = torch.maximum(clamped[rows], others)
             gated = gated_terms(
                 objective.gate, log, self.logp[rows], advantage, self.token["side"][rows], held, self.borders
             )
