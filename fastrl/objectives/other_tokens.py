@@ -52,12 +52,10 @@ def drawn(rule: CovarianceClip, batch: Batch) -> Tensor:
     count, device = batch.responses.number_of_all(batch.mask.shape[0]), batch.mask.device
     if rule.generator is None:
         return torch.rand(count, dtype=torch.float64, device=device)
-    return _drawn_by(rule.generator, count).to(device)
-
-
-@torch.compiler.disable(reason="the generator of a CovarianceClip cannot be part of a graph; the default one can")
-def _drawn_by(generator: torch.Generator, count: int) -> Tensor:
-    return torch.rand(count, generator=generator, dtype=torch.float64, device=generator.device)
+    if torch.compiler.is_compiling():  # the break itself would not say why; a decorator would import triton
+        torch._dynamo.graph_break("the generator of a CovarianceClip cannot be part of a graph; the default one can")
+    source = rule.generator.device
+    return torch.rand(count, generator=rule.generator, dtype=torch.float64, device=source).to(device)
 
 
 def chosen_by_covariance(rule: CovarianceClip | CovarianceKL, batch: Batch, logp: Tensor, side: Tensor) -> Tensor:
