@@ -15,7 +15,7 @@ from python import python
 import fastrl
 from fastrl import doctor
 from fastrl.base import dependencies
-from fastrl.objectives.objective import KL, Gate, Objective, RolloutCorrection
+from fastrl.objectives.objective import KL, KL_FORMULAS, Gate, Objective, RolloutCorrection
 
 HEAVY = ("transformers", "triton", "trl", "matplotlib", "tensorboard", "pydantic")
 
@@ -46,6 +46,13 @@ def test_every_public_name_is_there_and_documented():
 def test_what_can_be_named_in_a_config_is_exported():
     for made in (*fastrl.PRESETS.values(), *Gate.__subclasses__(), Objective, KL, RolloutCorrection):
         assert made.__name__ in fastrl.__all__ and getattr(fastrl, made.__name__) is made
+
+
+def test_the_page_of_algorithms_has_every_preset_preference_estimator_and_advantage():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    named = [*fastrl.PRESETS, *fastrl.PREFERENCES, *(k for k in KL_FORMULAS if k != "none")]
+    named += [name for name in fastrl.__all__ if name.endswith("_advantages")]
+    assert [name for name in named if f"`{name}`" not in page] == []
 
 
 # --- distribution -----------------------------------------------------------------------------------------------------
