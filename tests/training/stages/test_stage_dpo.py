@@ -1,14 +1,20 @@
-"""DPO: the first loss is log 2, the gradient is a float64 oracle's, and accuracy rises."""
+"""Preferences: DPO's first loss is log 2, every gradient is a float64 oracle's, and accuracy rises."""
 
 import copy
+import json
 import math
+import shutil
 
 import pytest
 import torch
 from digit_models import add_noise, assert_gradient, gradient_of
+from exact_preferences import exact_preference
+from mistakes import error_of
+from preferences import PREFERENCES
 from run_files import records
 
 import fastrl
+from fastrl.training.common.checksums import CHECKSUMS, write_checksums
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.stages.config import TokenTrainingConfig
@@ -24,6 +30,7 @@ PAIRS = [
     )
 ]
 BETA = 0.7
+SLOW = pytest.mark.slow
 
 
 def stage(policy, packing=False, objective=None):
@@ -84,6 +91,35 @@ def test_the_reference_of_adapters_is_the_model_without_them(policy, policy_path
     torch.testing.assert_close(stage(adapted).before(PAIRS, 3), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "name", [n if n in ("IPO", "CPO", "ORPO") else pytest.param(n, marks=SLOW) for n in PREFERENCES]
+)
+def test_any_preference_in_any_micro_batches(policy, name, packing):
+    """Loss and gradient of an update, its likelihood term averaged over all of its tokens, whatever it is cut into."""
+    objective = PREFERENCES[name]
+    trained = stage(policy, packing, objective)
+    before = trained.before(PAIRS, 2)
+    assert (before is None) == (not objective.reference)
+    pairs = PAIRS if before is None else trained.attach(PAIRS, before)
+    lengths = torch.tensor([[len(p.chosen.completion), len(p.rejected.completion)] for p in PAIRS]).T
+    torch.manual_seed(1)
+    add_noise(0.05, policy.model)
+    moved = copy.deepcopy(policy.model).double()
+    sums = torch.stack([torch.stack([logprob(moved, t) for t in (p.chosen, p.rejected)]) for p in PAIRS], 1)
+    ref = torch.zeros(2, 3) if before is None else before.T
+    loss, _, rewards = exact_preference(objective, *sums, *ref.double(), lengths)
+    moved.zero_grad()
+    loss.backward()
+    policy.model.zero_grad()
+    numbers = measure(trained, pairs, 2, backward=True)
+    assert numbers["loss"] == pytest.approx(loss.item(), rel=2e-5)
+    assert numbers["margin"] == pytest.approx((rewards[0] - rewards[1]).mean().item(), rel=1e-4, abs=1e-5)
+    assert ("nll" in numbers) == (objective.nll_coef > 0)
+    # SPPO's slopes are differences of the size of 1 / beta.
+    assert_gradient(gradient_of(policy.model), gradient_of(moved), 5e-5)
+
+
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["weights", "adapters"])
 def test_accuracy_rises(settings, write_rows, tmp_path, policy_path, lora):
     if lora:
@@ -102,3 +138,85 @@ def test_accuracy_rises(settings, write_rows, tmp_path, policy_path, lora):
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["margin"] == pytest.approx(0, abs=1e-5)
     assert summary["accuracy"] > 0.85 and summary["margin"] > 0.1 and summary["loss"] < 0.65
     assert summary["eval/accuracy"] > 0.5 and "eval/loss" in summary
+
+
+#: Tables [loss] of other kinds: with a bound on the margin, of means, without a reference, with a likelihood.
+LEARNING = [
+    {"name": "ipo", "beta": 0.2},
+    {"name": "SimPO", "gamma": 0.5},
+    {"name": "orpo", "beta": 1.0},
+    {"name": "apozero", "beta": 1.0},
+    {"name": "cpo", "nll_coef": 0.3},
+]
+
+
+@pytest.mark.parametrize("loss", [LEARNING[0], *(pytest.param(x, marks=SLOW) for x in LEARNING[1:])], ids=str)
+def test_accuracy_rises_with_other_preferences(settings, write_rows, tmp_path, policy_path, loss):
+    rows = [{"prompt": f"{n:02d}=", "chosen": f"{n:02d}"[::-1], "rejected": f"{(n + 7) % 100:02d}"} for n in range(48)]
+    tables = settings(
+        write_rows(rows),
+        model={"path": policy_path},
+        optimizer={"lr": 3e-3},
+        training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
+        loss=loss,
+    )
+    summary = train(Config.model_validate(tables))
+    first, *_ = records(tmp_path / "run")
+    assert summary["accuracy"] > 0.85 > first["accuracy"] and summary["loss"] < first["loss"]
+    assert ("nll" in summary) == (loss["name"] in ("orpo", "cpo"))
+
+
+def test_a_run_without_a_reference_keeps_none(settings, write_rows, policy_path, tmp_path, monkeypatch):
+    """Nor does it compute one, and it resumes without."""
+    monkeypatch.setattr("fastrl.training.stages.dpo.rollout_logprobs", None)
+    rows = [{"prompt": f"{n}=", "chosen": "21", "rejected": "22"} for n in range(4)]
+    tables = settings(
+        write_rows(rows), model={"path": policy_path}, loss={"name": "simpo"}, training={"epochs": 2, "batch_size": 4}
+    )
+    tables["logging"] |= {"checkpoint_every": 1}
+    assert train(Config.model_validate(tables))["steps"] == 2
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    assert train(Config.model_validate(tables), resume=True)["steps"] == 2
+
+
+def test_the_table_names_a_preset_and_its_options(settings, tmp_path):
+    def built(**loss):
+        return Config.model_validate(settings(tmp_path / "rows.jsonl", loss=loss)).loss.build()
+
+    assert built() == fastrl.DPO() and built(beta=0.5) == fastrl.DPO(beta=0.5)
+    assert built(name="SIMPO", presets={"simpo": {"beta": 3.0}}) == fastrl.SimPO(beta=3.0)
+    assert built(name="ipo", average=False) == fastrl.IPO(average=False)
+    assert all(built(name=name) == make() for name, make in fastrl.PREFERENCES.items())
+    for loss, message in (
+        ({"name": "dppo"}, "name: expected one of dpo, ipo, hinge"),
+        ({"formula": "sppo"}, "formula"),
+        ({"presets": {"ipo": {"alpha": 1}}}, "presets.ipo.alpha: ipo has no such option; it has"),
+        ({"name": "ipo", "label_smoothing": 0.1}, "label_smoothing is not read by formula='ipo'"),
+        ({"beta": -1}, "Preference.beta must be finite and > 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            built(**loss)
+
+
+def test_the_table_of_a_checkpoint_from_before_is_the_same(settings, write_rows, policy_path, tmp_path):
+    """It held a beta alone, given or not; another one is still another run."""
+    path = write_rows([{"prompt": f"{n}=", "chosen": "21", "rejected": "22"} for n in range(4)])
+    tables = settings(path, model={"path": policy_path}, training={"epochs": 2, "batch_size": 4})
+    tables["logging"] |= {"checkpoint_every": 1}
+    train(Config.model_validate(tables))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-000002")
+    state = checkpoints / "step-000001" / "training_state.json"
+    numbers = json.loads(state.read_text())
+    assert numbers["config"]["loss"]["beta"] == 0.1
+    numbers["config"]["loss"] = {"beta": 0.1}
+    state.write_text(json.dumps(numbers))
+    (state.parent / CHECKSUMS).unlink()
+    write_checksums(state.parent)
+    for loss, changed in (
+        ({"beta": 0.2}, "loss.beta was 0.1 and is now 0.2"),
+        ({"name": "ipo"}, "loss.name was 'dpo'"),
+    ):
+        config = Config.model_validate(tables | {"loss": loss})
+        assert changed in error_of(train, config, True)
+    assert train(Config.model_validate(tables), resume=True)["steps"] == 2
