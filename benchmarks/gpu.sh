@@ -5,7 +5,7 @@
 #   smoke     every kernel once against float64, with its time; the products, the tiles; an estimated 85 s, cut at 150
 #   correct   the tests, and compute-sanitizer's memcheck over a short run of each kernel
 #   speed     logits, plans, linear, divergence, masks, sets and overhead at the shapes of the targets
-#   size      131,072 tokens, whole training steps, where a linear loss spends its time; the trainer's tests
+#   size      131,072 tokens, whole training steps, where a linear loss spends its time; the trainer's tests; preferences
 #   tune      the linear loss's tile; block sizes and warps other than the defaults
 #   ncu       what Nsight Compute says of six kernels: DRAM, L2 hits, stalls
 # Leaves in FOLDER one archive a round, ROUND.tar.gz, with machine.txt (clocks, power, versions, commit, command),
@@ -136,6 +136,7 @@ size() {
   else
     echo "== trainer: left out, for its packages (extra train) are not installed"
   fi
+  bench preference preference 120 --seconds 1
 }
 
 tune() {

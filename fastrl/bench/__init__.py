@@ -2,7 +2,7 @@
 
 - command: parses the arguments, runs the suites, writes the files
 - suites: the shapes of each suite, and the limits that its workloads are compared with
-- workloads, step: what each suite computes
+- workloads, divergence, preference, step: what each suite computes
 - candidates: the functions for each kind of workload: fastrl's, plain torch's and the peers'
 - peers: other packages, each in a function that raises Unavailable or ImportError if it cannot run
 - plain: the losses as a trainer writes them in torch

@@ -23,6 +23,11 @@ def _logprobs(log_p: Tensor, targets: Tensor) -> Tensor:
     return log_p.gather(-1, targets[..., None])[..., 0]
 
 
+def logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of targets (...) of logits (..., V)."""
+    return _logprobs(_log_softmax(logits), targets)
+
+
 def _entropy(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 

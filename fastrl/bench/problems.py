@@ -126,7 +126,7 @@ class Problem:
 
     def expected_loss(self) -> Expected:
         """The expected results of the clipped loss."""
-        return self._expected(self.loss)
+        return self.expected(self.loss)
 
     def loss(self, logprobs: Tensor) -> Tensor:
         """The clipped loss of log-probabilities (N,) in float64."""
@@ -136,13 +136,14 @@ class Problem:
     def expected_sequence_loss(self) -> Expected:
         """The expected results of the clipped loss of sequence ratios."""
         old, advantages = self.tokens.old.double(), self.tokens.per_response.double()
-        return self._expected(lambda logp: plain.sequence_clipped_loss(self.tokens.padded(logp - old), advantages))
+        return self.expected(lambda logp: plain.sequence_clipped_loss(self.tokens.padded(logp - old), advantages))
 
     def expected_cross_entropy(self) -> Expected:
         """The expected results of the mean cross-entropy of the targets."""
-        return self._expected(lambda logp: -logp.mean())
+        return self.expected(lambda logp: -logp.mean())
 
-    def _expected(self, loss_of: Callable[[Tensor], Tensor]) -> Expected:
+    def expected(self, loss_of: Callable[[Tensor], Tensor]) -> Expected:
+        """The expected results of a loss of the log-probabilities (N,)."""
         loss, c = self.coefficients(loss_of)
         rows = self.tokens.sampled()
         gradients = {next(iter(self.inputs)): (rows, self.row_gradients(rows, c))}

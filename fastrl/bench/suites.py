@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastrl.bench import ceilings, divergence, step, workloads
+from fastrl.bench import ceilings, divergence, preference, step, workloads
 from fastrl.bench.candidates import BOTH
 from fastrl.bench.clock import time_issue
 from fastrl.bench.contenders import Contender, Workload
@@ -177,6 +177,27 @@ def run_divergence(bench: Bench) -> Section:
     return section
 
 
+def run_preference(bench: Bench) -> Section:
+    """The preference suite at N, H, V and responses of T tokens; its limit is the bare matrix products."""
+    problem = bench.problem(preference.preference_problem)
+    section = bench.section({})
+
+    def bare(workload: Workload, reference: bool) -> Row:
+        products = preference.head_products(problem, reference)
+        return replace(bench.measure_contender(products, workload, False), is_limit=True)
+
+    for loss in preference.LOSSES:
+        workload = preference.workload(problem, loss)
+        limit = bare(workload, loss.reference)
+        bench.add(section, workload, [limit, *bench.measure_workload(workload)], _limit(_PRODUCTS, limit))
+    variants = preference.variants(problem)
+    rows = [bare(variants[0], True)]
+    for workload in variants:
+        rows += bench.measure_workload(workload)
+    bench.add(section, variants[0], rows, _limit(_PRODUCTS, rows[0]))
+    return section
+
+
 def run_step(bench: Bench) -> Section:
     """The step suite at B, T, L, H, V; its limit is the body's step and the head's bare matrix products."""
     problem = bench.problem(step.step_problem, "model, inputs and float64 answers")
@@ -267,6 +288,12 @@ SUITES = {
         {"cpu": ((1024, 256, 32768, 384),), "cuda": ((8192, 2048, 151936, 4096),)},
         run_divergence,
         "the divergence of N tokens' distributions from a teacher's, whose hidden states are W wide",
+    ),
+    "preference": Suite(
+        "NHVT",
+        {"cpu": ((2048, 512, 32768, 128),), "cuda": ((8192, 2048, 151936, 512),)},
+        run_preference,
+        "preference losses of N tokens in pairs of responses of T tokens",
     ),
     "step": Suite(
         "BTLHV",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.bench import candidates, peers, plain, step
+from fastrl.bench import candidates, peers, plain, preference, step
 from fastrl.bench.contenders import Function, Result, Unavailable
 from fastrl.bench.measure import default_device, errors
 from fastrl.bench.problems import Expected, Problem, Tokens, linear_problem, logits_problem
@@ -85,6 +85,39 @@ def test_the_expected_results_over_sets_are_autograds() -> None:
     torch.testing.assert_close(problem.entropy, entropy.detach(), rtol=1e-9, atol=1e-12)
     check_expected(problem.expected_loss(), clipped_loss(logp, tokens), hidden, weight)
     assert 2.0 < tokens.sets.lengths.double().mean() < 4.0
+
+
+def test_the_expected_results_of_preferences_are_autograds() -> None:
+    problem = preference.preference_problem(40, 5, 31, 5, torch.float32, DEVICE)
+    dpo, *_, orpo, kto = preference.LOSSES
+    assert (dpo.name, orpo.name, kto.name) == ("DPO", "ORPO", "KTO")
+    targets = problem.policy.tokens.targets.view(8, 5)
+
+    def logps(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_p = torch.log_softmax(hidden.double() @ weight.double().t(), -1).view(8, 5, 31)
+        return log_p.gather(-1, targets[..., None])[..., 0]
+
+    reference = logps(*problem.reference).sum(-1)
+    for loss in (dpo, orpo, kto):
+        hidden, weight, _ = wide_inputs(problem.policy)
+        each = logps(hidden, weight)
+        losses = []
+        for w, x in zip(range(4), range(4, 8), strict=True):  # the chosen and the rejected response of each pair
+            chosen, rejected = each[w].sum() - reference[w], each[x].sum() - reference[x]
+            odds = [(p := each[i].mean().exp()) / (1 - p) for i in (w, x)]
+            losses.append(
+                {
+                    "DPO": (1 + (-0.1 * (chosen - rejected)).exp()).log(),
+                    "KTO": 1 - (torch.sigmoid(0.1 * (chosen - 0.2)) + torch.sigmoid(0.1 * (0.2 - rejected))) / 2,
+                    "ORPO": 0.1 * (1 + odds[1] / odds[0]).log() - each[w].mean(),
+                }[loss.name]
+            )
+        check_expected(preference.workload(problem, loss).expected, torch.stack(losses).mean(), hidden, weight)
+
+
+def test_tokens_that_make_no_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match="N must be a multiple of 2 T"):
+        preference.preference_problem(35, 5, 31, 5, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("tied", [True, False])
