@@ -1,6 +1,7 @@
-"""One micro-batch of TRL's GRPOTrainer, loss and backward: as it is, with fastrl's `enable()`, and FastGRPOTrainer.
+"""One micro-batch of a TRL trainer, loss and backward: as it is, with fastrl's `enable()`, and FastGRPOTrainer.
 
-    python benchmarks/integrations/trl_loss.py [--responses 8] [--tokens 128] [--hidden 512] [--vocab 32768]
+    python benchmarks/integrations/trl_loss.py [--trainer CPO] [--responses 8] [--tokens 128] [--hidden 512]
+                                               [--vocab 32768]
 
 Each runs in a process of its own, whose high-water mark beyond inputs, results and gradients is its temporary memory.
 The model has one layer, so that what is measured is the head and the loss; the first line is the model alone.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -52,6 +54,14 @@ def trainer_of(way: str, options: argparse.Namespace, folder: str) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+    if options.trainer != "GRPO":
+        home = importlib.import_module(f"trl.experimental.{options.trainer.lower()}")
+        return getattr(home, f"{options.trainer}Trainer")(
+            model=model,
+            args=getattr(home, f"{options.trainer}Config")(folder, use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "a"}]),
+            processing_class=tokenizer,
+        )
     args = trl.GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -92,6 +102,22 @@ def batch(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def pairs(options: argparse.Namespace) -> dict[str, Any]:
+    """Half as many pairs as responses, with prompts of 16 tokens."""
+    import torch
+
+    g = torch.Generator().manual_seed(1)
+    found = {}
+    for name in ("chosen", "rejected"):
+        lengths = torch.randint(options.tokens // 2, options.tokens + 1, (options.responses // 2, 1), generator=g)
+        positions = torch.arange(16 + options.tokens)
+        inside = positions < 16 + lengths
+        ids = torch.randint(3, options.vocab, inside.shape, generator=g).where(inside, 0)
+        found |= {f"{name}_input_ids": ids, f"{name}_attention_mask": inside.long()}
+        found[f"{name}_labels"] = ids.where(inside & (positions >= 16), -100)
+    return found
+
+
 def processor_seconds(run: Any) -> float:
     """Of all threads together, which others that use the machine at the same time do not lengthen much."""
     run.restore()
@@ -106,7 +132,8 @@ def measured(way: str, options: argparse.Namespace) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(way, options, folder)
-        inputs, model = batch(options), trainer.model.train()
+        grpo = options.trainer == "GRPO"
+        inputs, model = batch(options) if grpo else pairs(options), trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
         if way == "enable()":
             fast_trl.enable()
@@ -115,10 +142,11 @@ def measured(way: str, options: argparse.Namespace) -> dict[str, float]:
             if way == "model alone":
                 import torch
 
-                ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+                names = ("prompt_ids", "completion_ids") if grpo else ("chosen_input_ids", "rejected_input_ids")
+                ids = torch.cat([inputs[name] for name in names], 1 if grpo else 0)
                 loss = model.model(input_ids=ids).last_hidden_state.sum()
             else:
-                loss = trainer._compute_loss(model, inputs)
+                loss = (trainer._compute_loss if grpo else trainer.compute_loss)(model, inputs)
             loss.backward()
             return loss
 
@@ -140,6 +168,7 @@ def main() -> None:
     defaults = {"responses": 8, "tokens": 128, "hidden": 512, "vocab": 32768, "repeats": 5}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--trainer", choices=("GRPO", "CPO", "ORPO"), default="GRPO")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
@@ -150,7 +179,7 @@ def main() -> None:
         return
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "MALLOC_ARENA_MAX": "1"}
     print(f"{'':26}{'CPU ms':>10}{'MiB':>10}   loss")
-    for way in WAYS:
+    for way in WAYS if options.trainer == "GRPO" else WAYS[:3]:
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--way", way],
             capture_output=True,

@@ -2,13 +2,14 @@
 
     import fastrl.integrations.trl as fast_trl
 
-    fast_trl.enable()                              # GRPO, RLOO, DPO, KTO and SFT trainers score tokens with fastrl
+    fast_trl.enable()                              # GRPO, RLOO, DPO, KTO, SFT, CPO and ORPO score tokens with fastrl
     with fast_trl.enabled(memory_budget="1GiB"):   # the same inside a block
         trainer.train()
     trainer = fast_trl.FastGRPOTrainer(...)        # GRPOTrainer whose whole loss is one fused call
 
-`enable()` replaces the head with which TRL's trainers score tokens, and TRL's three functions of logits. If fastrl does
-not support a case, TRL's own code runs, and one line in the log says why.
+`enable()` replaces the head with which TRL's trainers score tokens, TRL's three functions of logits, the divergences of
+two distillation trainers, and the forward of the CPO and ORPO trainers. If fastrl does not support a case, TRL's own
+code runs, and one line in the log says why.
 """
 
 from __future__ import annotations
