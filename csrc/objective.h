@@ -19,7 +19,8 @@ struct LossArguments {
   const float *advantages, *policy_weights;
   const float *old, *ref, *rollout, *kl_weights, *entropy_weights;  // or null
   float *logprobs, *entropy, *terms;
-  void* out;  // the gradient, contiguous; or null: in place of the logits
+  void* out;           // the gradient; or null: in place of the logits
+  int64_t out_stride;  // from a row of it to the next, in elements
   int32_t gate, kl, rollout_mode;
   int32_t element;  // of out, unless that is null: 0 float32, 1 bfloat16, 2 float16
 

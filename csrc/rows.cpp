@@ -163,12 +163,12 @@ int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossArguments* 
     using T = decltype(element);
     return dispatch_out<T>(rows, loss->out == nullptr ? rows.element : loss->element, [&](auto out_element) {
       using Out = decltype(out_element);
-      if (loss->out != nullptr) ask_for_huge_pages(loss->out, rows.count() * rows.vocab * int64_t(sizeof(Out)));
+      if (loss->out != nullptr) ask_for_huge_pages(loss->out, rows.count() * loss->out_stride * int64_t(sizeof(Out)));
       return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
         thread_local std::vector<float> kept;
         kept.resize(kept_size(rows.vocab));
         T* x = rows.at<T>(row);
-        Out* out = loss->out == nullptr ? (Out*)x : (Out*)loss->out + row * rows.vocab;
+        Out* out = loss->out == nullptr ? (Out*)x : (Out*)loss->out + row * loss->out_stride;
         RowStatistics found{};
         LossArguments::Terms terms{};
         if (rows.valid(row)) {

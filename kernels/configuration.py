@@ -77,6 +77,14 @@ def row_strides(logits: Tensor) -> tuple[int, int, int]:
     return b, logits.stride(0) if a > 1 else 0, logits.stride(1) if b > 1 else 0
 
 
+def row_distance(rows: Tensor) -> int:
+    """The elements from a row of (A, B, V) to the next, of rows that are equally far apart."""
+    b, stride_a, stride_b = row_strides(rows)
+    if stride_a and stride_b and stride_a != b * stride_b:
+        raise ValueError(f"rows must be equally far apart, got shape {tuple(rows.shape)} with strides {rows.stride()}")
+    return stride_b or stride_a
+
+
 def is_aligned(tensor: Tensor, vector: int) -> bool:
     """Whether all rows of a tensor (A, B, V) consist of whole 16-byte vectors at 16-byte-aligned addresses."""
     _, stride_a, stride_b = row_strides(tensor)

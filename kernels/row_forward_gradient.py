@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Transform
-from fastrl.kernels.configuration import configuration, is_aligned, launch_options, numbers, on_device, row_strides
+from fastrl.kernels.configuration import (
+    configuration,
+    is_aligned,
+    launch_options,
+    numbers,
+    on_device,
+    row_distance,
+    row_strides,
+)
 from fastrl.kernels.device_functions import (
     LOG2E,
     LOWEST,
@@ -41,7 +49,7 @@ from fastrl.objectives.rows import RowInputs
 
 
 @triton.jit(
-    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
+    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "gradient_stride"],
     do_not_specialize_on_alignment=[
         "logits_ptr",
         "gradient_ptr",
@@ -61,7 +69,7 @@ from fastrl.objectives.rows import RowInputs
 )
 def row_forward_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
-    gradient_ptr,  # (A, B, V) contiguous, maybe narrower; or None: the logits become the gradient
+    gradient_ptr,  # (N, V), unit stride on V, maybe narrower; or None: the logits become the gradient
     targets_ptr,  # (N,) int64, N = A * B
     mask_ptr,  # (N,) uint8, or None
     temperatures_ptr,  # (N,) float32, or None
@@ -79,6 +87,7 @@ def row_forward_gradient_kernel(
     vocab: tl.int32,  # V
     stride_a: tl.int64,
     stride_b: tl.int64,
+    gradient_stride: tl.int64,
     temperature: tl.float32,
     logit_scale: tl.float32,
     softcap: tl.float32,
@@ -106,7 +115,7 @@ def row_forward_gradient_kernel(
     row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
     to_ptr = row_ptr
     if gradient_ptr is not None:
-        to_ptr = row_pointer(gradient_ptr, row, 1, vocab, 0, ALIGNED)
+        to_ptr = row_pointer(gradient_ptr, row, 1, gradient_stride, 0, ALIGNED)
 
     if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
         if tl.load(mask_ptr + row) == 0:
@@ -234,7 +243,7 @@ def row_forward_gradient(
     objective: Any,  # device function
     parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
     inputs: RowInputs,
-    gradient: Tensor | None,  # (A, B, V) contiguous, maybe narrower; or None: the logits become the gradient
+    gradient: Tensor | None,  # (A, B, V), rows equally far apart, maybe narrower; or None: over the logits
 ) -> LossTerms:
     """See `fastrl.backend.contract`; the objective is in the form of `fastrl.backend.triton.formulas`."""
     rows, vocab = targets.numel(), logits.shape[-1]
@@ -261,6 +270,7 @@ def row_forward_gradient(
             vocab,
             stride_a,
             stride_b,
+            0 if gradient is None else row_distance(gradient),
             *numbers(transform),
             *map(float, parameters),
             OBJECTIVE=objective,

@@ -6,11 +6,11 @@ A backend is a module with the functions below; `fastrl.backend.torch` is the mo
     row_gradient(logits, targets, mask, transform, statistics, c, h, out) -> None
     row_forward_gradient(logits, targets, mask, transform, objective, inputs, out=None) -> LossTerms
 
-In `row_forward_gradient`, `out` is contiguous; None means the logits. Where logits are float32, the `out` of both
-functions may also be bfloat16 or float16: each entry is computed in float32 and rounded as it is stored. A backend also
-has two helpers: `scale(tensor, factor, out)` writes the tensor times a 0-dim float32 factor on its device to `out`,
-which may be the tensor itself or have another dtype; `advise(tensor)` is called with a large new tensor that is about
-to be filled.
+In `row_forward_gradient`, the rows of `out` are equally far apart; None means the logits. Where logits are float32, the
+`out` of both functions may also be bfloat16 or float16: each entry is computed in float32 and rounded as it is stored.
+A backend also has two helpers: `scale(tensor, factor, out)` writes the tensor times a 0-dim float32 factor on its
+device to `out`, which may be the tensor itself or have another dtype; `advise(tensor)` is called with a large new
+tensor that is about to be filled.
 
 The same functions exist for rows over a support of a few vocabulary entries each (`Support`), whose logits are stored
 one after the other:

@@ -83,7 +83,7 @@ def checked_options(vocab_start: Any, vocab_size: Any, reduce_hidden_grad: Any, 
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-        if tp_group is None:
-            raise ValueError(f"{name} goes with tp_group, got {value} without one")
+    if vocab_start is not None and tp_group is None:
+        raise ValueError(f"vocab_start goes with tp_group, got {vocab_start} without one")
     if not isinstance(reduce_hidden_grad, bool):
         raise TypeError(f"reduce_hidden_grad must be a bool, got {type(reduce_hidden_grad).__name__}")

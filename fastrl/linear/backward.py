@@ -60,7 +60,8 @@ class Passes(ABC):
         undo: Tensor | None = None,
         shard: VocabularyShard | None = None,
     ) -> None:
-        self.head, self.order, self.needs, self.backend, self.budget = head, order, needs, backend, budget
+        self.padded, self.head = head, head.unpadded()
+        self.order, self.needs, self.backend, self.budget = order, needs, backend, budget
         self.undo, self.shard = undo, shard
         self.group = shard.group if shard is not None and shard.reduces else None
         # dL/dhidden is then a part of a sum, which needs a wider dtype than that of the factors.
@@ -78,12 +79,14 @@ class Passes(ABC):
     def _gradient(self, hidden: Tensor, rows: Any, columns: slice, held: Held) -> Tensor:
         """dL/dlogits of a tile (n, v)."""
 
-    def _output(self, like: Tensor, needed: bool, filled: bool) -> Tensor | None:
+    def _output(self, like: Tensor, needed: bool, filled: int) -> Tensor | None:
+        """Memory for a gradient, of which the passes fill so many rows if any row is computed."""
         if not needed:
             return None
-        filled = filled and self.order.count > 0
-        if filled:
-            return products.empty(tuple(like.shape), like.dtype, like, self.backend)
+        if filled and self.order.count:
+            out = products.empty(tuple(like.shape), like.dtype, like, self.backend)
+            out[filled:].zero_()
+            return out
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
     @torch.no_grad()
@@ -119,11 +122,11 @@ class Passes(ABC):
         add_parts(total, self.group)
 
     def _run(self, plan: str) -> tuple[Tensor | None, ...]:
-        head, needs = self.head, self.needs
-        whole = self.order.index is None and head.weight.shape[0] > 0
-        self.hidden = self._output(head.hidden, needs.hidden, filled=whole)
-        self.weight = self._output(head.weight, needs.weight, filled=True)
-        self.bias = self._output(head.weight[:, 0], needs.bias, filled=True)
+        (hidden, weight, _, _), needs, vocab = self.padded, self.needs, self.head.entries
+        whole = self.order.index is None and vocab > 0
+        self.hidden = self._output(hidden, needs.hidden, filled=hidden.shape[0] if whole else 0)
+        self.weight = self._output(weight, needs.weight, filled=vocab)
+        self.bias = self._output(weight[:, 0], needs.bias, filled=vocab)
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
             if self.needs.hidden and (needs_head or self.group) and plan != TWO_PASS:

@@ -101,7 +101,7 @@ def divergence_statistics(
     budget: PassBudget,
 ) -> PairStatistics:
     """The divergence of each row, which is differentiable, and what its gradient needs; 0 for masked rows."""
-    n = head.hidden.shape[0]
+    head, n = head.unpadded(), head.hidden.shape[0]
     out = PairStatistics(
         *(torch.zeros(n, dtype=torch.float32, device=head.hidden.device) for _ in PairStatistics._fields)
     )
@@ -262,7 +262,7 @@ def divergence_forward_gradient(
     """The weighted sum of the rows' divergences, differentiable once. Not for float16, whose sums need a scale."""
     n, device = head.hidden.shape[0], head.hidden.device
     used, active = active_first(mask, c != 0, n, num_tokens)
-    tile = Tile(max(used.count, 1), head.weight.shape[0])
+    tile = Tile(max(used.count, 1), head.entries)
     if not one_chunk and used.count:
         # There may be fewer rows than were planned, but the sums are float32 as planned.
         sizes = teacher_sizes(teacher, teacher_float32)
@@ -270,6 +270,7 @@ def divergence_forward_gradient(
     chunks = row_chunks(used.count, active, tile.rows)
     out = torch.zeros(n, dtype=torch.float32, device=device)
     sums = GradientSums(head, used, needs, one_chunk, active == n, backend, None)
+    head = head.unpadded()
     tile = Tile(min(tile.rows, used.count), tile.columns)
     held = HeldPair(head, teacher, tile, used.index is not None, backend, budget, teacher_float32, True)
     rows = _Rows(transform, teacher_transform, c).part(used.index)

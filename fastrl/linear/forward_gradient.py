@@ -68,8 +68,8 @@ class GradientSums:
         backend: str,
         shard: VocabularyShard | None,
     ) -> None:
-        device, (vocab, _) = head.weight.device, head.weight.shape
-        self.matrix, self.used = head.weight, used
+        device, shape, vocab = head.weight.device, head.weight.shape, head.entries
+        self.matrix, self.used = head.weight[:vocab], used
         self.group = shard.group if shard is not None and shard.reduces and needs.hidden else None
         dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
         self.hidden: Tensor | None = None
@@ -80,11 +80,13 @@ class GradientSums:
             self.parts = make((used.count, head.hidden.shape[1]), dtype=torch.float32, device=device)
         if needs.hidden:
             self.hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=device)
-        self.head = HeadSums(
-            products.empty(tuple(head.weight.shape), dtype, head.weight, backend) if needs.weight else None,
-            torch.zeros(vocab, dtype=torch.float32, device=device) if needs.bias else None,
-            direct=one_chunk,
-        )
+        # With rows for the padding, so that no gradient is copied into a larger one.
+        self.weight = products.empty(tuple(shape), dtype, head.weight, backend) if needs.weight else None
+        self.bias = torch.zeros(shape[0], dtype=torch.float32, device=device) if needs.bias else None
+        if self.weight is not None:
+            self.weight[vocab:].zero_()
+        weight, bias = (None if x is None else x[:vocab] for x in (self.weight, self.bias))
+        self.head = HeadSums(weight, bias, direct=one_chunk)
 
     def add(self, positions: slice, hidden: Tensor, gradient: Tensor, last: bool) -> None:
         """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
@@ -121,7 +123,7 @@ class GradientSums:
             self.wait()
         if self.parts is not None and self.hidden is not None:
             products.store_rows(self.hidden, self.used.rows(slice(0, self.used.count)), self.parts, None)
-        return self.hidden, self.head.weight, self.head.bias
+        return self.hidden, self.weight, self.bias
 
 
 @torch.no_grad()
@@ -144,11 +146,12 @@ def forward_gradient(
     chunk at most, in the weight's dtype. With a shard, a chunk's statistics travel between the devices while the
     product of the next is computed.
     """
-    n, vocab, device = targets.shape[0], head.weight.shape[0], targets.device
+    n, vocab, device = targets.shape[0], head.entries, targets.device
     make = torch.zeros if used.count < n else torch.empty  # masked rows have no chunk that writes them
     out = LossTerms(*(make(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
     all_active = sum(chunk.active for chunk in chunks) == n and vocab > 0
     sums = GradientSums(head, used, needs, one_chunk, all_active, backend, shard)
+    head = head.unpadded()
     longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     tiles = 1 if shard is None else min(max(len(chunks), 1), 2)
     held = [
@@ -296,7 +299,7 @@ def row_local_gradients(
     shard: VocabularyShard | None = None,
 ) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
     """`forward_gradient` of a row-local objective."""
-    checks.targets_in_range(targets, mask, head.weight.shape[0] if shard is None else shard.total)
+    checks.targets_in_range(targets, mask, head.entries if shard is None else shard.total)
     used, active = forward.active_first(mask, active_rows(inputs), targets.shape[0], num_tokens)
     chunks: list[Chunk] = []
     if one_chunk:

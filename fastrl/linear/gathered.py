@@ -86,7 +86,7 @@ def _statistics(
         return stats, best, values.new_empty(0)
     own = entries._replace(token_ids=entries.token_ids - first)
     row_kernels: Any = kernels(backend, head.hidden)
-    support_values: Tensor = row_kernels.support_products(*head, over.support)
+    support_values: Tensor = row_kernels.support_products(*head.tensors, over.support)
     places = support_places(own, over.support.token_ids, over.support.offsets)
     there = places >= 0
     if support_values.shape[0]:
@@ -120,7 +120,8 @@ def linear_gathered(
 
     num_rows: the number of rows that take the dense kernels, or -1.
     """
-    vocab, count = head.weight.shape[0], entries.offsets.shape[0] - 1
+    head = head.unpadded()
+    vocab, count = head.entries, entries.offsets.shape[0] - 1
     check_entries(entries, mask, vocab)
     values = torch.zeros(entries.token_ids.shape, dtype=torch.float32, device=head.hidden.device)
     best, over, slope = no_best(count, values), RowsSupport.of(dense, support, dense_support), values.new_empty(0)
@@ -237,7 +238,7 @@ def _frozen(
     """dL/dhidden: that of the best entry's log-probability, times U, and products with the entries for the rest."""
     given = (upstream, results.logprobs, results.values, entries, mask, transform)
     found = entry_gradients(*given, slopes_best=results.best_ids)
-    hidden, weight = head.hidden, head.weight
+    hidden, weight, *_ = head.unpadded()
     row_kernels = kernels(backend, upstream)
     out: Tensor = row_kernels.blank(tuple(hidden.shape), hidden.dtype, hidden)
     valid = torch.ones_like(results.best_ids, dtype=torch.bool) if mask is None else mask
@@ -318,10 +319,10 @@ class ShardedGather(NamedTuple):
 def sharded_gathered(head: Head, call: ShardedGather) -> Tensor:
     """`linear_gathered` of a vocabulary that lies over a group: two collectives, and in the backward those of its plan.
 
-    head: this rank's shard. Entries and mask are the same on every rank.
+    head: this rank's rows, of which those beyond the shard are padding. Entries and mask are the same on every rank.
     """
     check_entries(call.entries, call.mask, call.shard.total)
-    found: Tensor = _Sharded.apply(call, *head)
+    found: Tensor = _Sharded.apply(call, *head.tensors)
     return found
 
 
@@ -329,7 +330,8 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ShardedGather, *tensors: Any) -> Tensor:
         entries, mask, transform, over, backend, num_rows, _, budget, shard = call
-        head, count = Head(*tensors), entries.offsets.shape[0] - 1
+        padded, count = Head.of(tensors, shard.size), entries.offsets.shape[0] - 1
+        head = padded.unpadded()
         values = torch.zeros(entries.token_ids.shape, dtype=torch.float32, device=head.hidden.device)
         support_values = values.new_empty(0)
 
@@ -354,7 +356,7 @@ class _Sharded(torch.autograd.Function):
         )
         given = call._asdict()
         del given["num_rows"]  # the backward counts the rows with a gradient itself
-        keep(ctx, {"head": head, **given, "results": results})
+        keep(ctx, {"head": padded, **given, "results": results})
         return logprobs
 
     @staticmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +21,45 @@ _MAPPED = 1 << 20
 
 
 class Head(NamedTuple):
-    """Hidden states and the output head: hidden (N, H), weight (V, H), bias (V,) or None, all of one dtype."""
+    """Hidden states and the output head: hidden (N, H), weight (V, H), bias (V,) or None, all of one dtype.
+
+    The first `vocab` rows of the head are the entries of the vocabulary (None: all are). The others are padding: they
+    enter no product, and their gradient, which is formed with that of the entries, in one piece of memory, is 0.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    vocab: int | None = None
+
+    @classmethod
+    def of(cls, tensors: Iterable[Any], vocab: int | None = None) -> Head:
+        """From hidden, weight and bias."""
+        hidden, weight, bias = tensors
+        return cls(hidden, weight, bias, vocab)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden, weight and bias."""
+        return self[:3]
+
+    @property
+    def entries(self) -> int:
+        """The number of entries of the vocabulary."""
+        return self.weight.shape[0] if self.vocab is None else self.vocab
+
+    def unpadded(self) -> Head:
+        """The same without padding, as views."""
+        if self.vocab is None:
+            return self
+        return Head(self.hidden, self.weight[: self.vocab], None if self.bias is None else self.bias[: self.vocab])
 
     def sizes(self, rows: int, weight: bool = True, shard: VocabularyShard | None = None) -> Sizes:
         """The sizes from which tiles are chosen; `rows` are valid, `weight`: whether the weight needs a gradient.
 
         If the weight is a shard, they are those of the largest, so that all ranks choose the same chunks of rows.
         """
-        vocab, width = self.weight.shape
+        vocab, width = self.entries, self.weight.shape[1]
         half = self.weight.dtype == torch.float16
         sizes = Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
         if shard is None:

@@ -52,7 +52,8 @@ def linear_statistics(
     With a frozen head, `slopes` is how many of d logp / d hidden and d entropy / d hidden are formed here, so that the
     backward only scales their rows; then maximum and log_sum are empty unless `all_statistics`.
     """
-    checks.targets_in_range(targets, mask, head.weight.shape[0])
+    head = head.unpadded()
+    checks.targets_in_range(targets, mask, head.entries)
     arguments = (head, targets, mask, transform, backend, num_tokens, budget)
     stats, formed = (
         forward.frozen(*arguments, slopes, all_statistics) if slopes else (forward.statistics(*arguments), [])

@@ -84,13 +84,14 @@ class ShardedCall(NamedTuple):
 def sharded_statistics(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall) -> Statistics:
     """`linear_statistics`, or with supports `support_linear_statistics`, of a vocabulary that lies over a group.
 
-    head: this rank's shard. targets (N,) and mask (N,) are the same on every rank. Log-probabilities and entropies are
-    differentiable. Collectives: one in the forward, one in the backward (two-pass in 16 bits: one per chunk of rows). A
-    frozen head's slopes: one per chunk of rows and one for each slope in the forward, none in the backward.
+    head: this rank's rows; those beyond the shard are padding. targets (N,) and mask (N,) are the same on every
+    rank. Log-probabilities and entropies are differentiable. Collectives: one in the forward, one in the backward
+    (two-pass in 16 bits: one per chunk of rows). A frozen head's slopes: one per chunk of rows and one for each slope
+    in the forward, none in the backward.
     """
     temperatures = call.transform.temperatures
     call = call._replace(transform=call.transform._replace(temperatures=None))
-    return Statistics(*_Statistics.apply(call, *head, targets, mask, temperatures))
+    return Statistics(*_Statistics.apply(call, *head.tensors, targets, mask, temperatures))
 
 
 class _Statistics(torch.autograd.Function):
@@ -98,7 +99,7 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, *tensors: Any) -> tuple[Tensor, ...]:
         *head, targets, mask, temperatures = tensors
         call = call._replace(transform=call.transform._replace(temperatures=temperatures))
-        stats, values, slopes = _forward(Head(*head), targets, mask, call)
+        stats, values, slopes = _forward(Head.of(head, call.shard.size).unpadded(), targets, mask, call)
         ctx.call = call._replace(transform=call.transform._replace(temperatures=None))
         ctx.has_slopes = bool(slopes)
         if slopes:
@@ -124,7 +125,17 @@ class _Statistics(torch.autograd.Function):
         stats = Statistics(logprobs, entropy, maximum, log_sum)
         needs = Needs(*ctx.needs_input_grad[1:4])
         slopes = coefficients(d_logprobs, d_entropy)
-        gradients = _backward(Head(*head), targets, mask, call, stats, values, slopes["c"], slopes["h"], needs)  # type: ignore[arg-type]
+        gradients = _backward(
+            Head.of(head, call.shard.size),
+            targets,
+            mask,
+            call,
+            stats,
+            values,
+            slopes["c"],  # type: ignore[arg-type]
+            slopes["h"],
+            needs,
+        )
         return None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None, None, None
 
 
@@ -149,7 +160,7 @@ def _forward(
             arguments = (call.dense, call.transform, call.backend, call.num_tokens, call.budget, call.dense_support)
             rest = forward.statistics(head, own, *arguments, shard)
         row_kernels = kernels(call.backend, head.hidden)
-        values = row_kernels.support_products(*head, support)
+        values = row_kernels.support_products(*head.tensors, support)
         stats = together(rest, row_kernels.support_statistics(values, own, support, call.transform))
         # A row may have all of its entries on other ranks.
         here = support.offsets.diff() > 0

@@ -42,7 +42,7 @@ def support_products(
     dense: tuple[Tensor | None, ...] | None = None,
 ) -> HeadGradients:
     """dL/d(hidden, weight, bias) from dL/d(support logits) (nnz,), added to those of the dense rows, if any."""
-    (hidden, weight, _), row_kernels = head, kernels(backend, gradient)
+    (hidden, weight, _, _), row_kernels, vocab = head, kernels(backend, gradient), head.entries
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     d_hidden, d_weight, d_bias = dense or (
         row_kernels.blank(tuple(shape), hidden.dtype, hidden) if need else None
@@ -51,8 +51,12 @@ def support_products(
     if d_hidden is not None:
         row_kernels.support_hidden(gradient, weight, support, d_hidden, dense is not None)
     if d_weight is not None or d_bias is not None:
-        by_token = row_kernels.by_token(support, weight.shape[0])
-        row_kernels.support_weight(gradient, hidden, by_token, d_weight, d_bias, dense is not None)
+        by_token = row_kernels.by_token(support, vocab)
+        entries = (None if x is None else x[:vocab] for x in (d_weight, d_bias))
+        row_kernels.support_weight(gradient, hidden, by_token, *entries, dense is not None)
+        for x in (d_weight, d_bias) if dense is None else ():
+            if x is not None:
+                x[vocab:].zero_()
     return HeadGradients.of((d_hidden, d_weight, d_bias), hidden)
 
 
@@ -73,7 +77,8 @@ def support_linear_statistics(
 
     `num_dense`: the number of dense rows, or -1.
     """
-    check_targets(targets, dense, support, dense_support, head.weight.shape[0])
+    head = head.unpadded()
+    check_targets(targets, dense, support, dense_support, head.entries)
     rest = None
     if dense is not None:
         rest = forward.statistics(head, targets, dense, transform, backend, num_dense, budget, dense_support)
@@ -81,7 +86,7 @@ def support_linear_statistics(
             lacking = without_target(targets, dense_support.token_ids, dense_support.offsets)
             rest.logprobs.masked_fill_(lacking & dense, torch.nan)
     row_kernels: Any = kernels(backend, head.hidden)
-    values = row_kernels.support_products(*head, support)
+    values = row_kernels.support_products(*head.tensors, support)
     stats = together(rest, row_kernels.support_statistics(values, targets, support, transform))
     return SupportStatistics(*stats, values)
 
@@ -154,9 +159,10 @@ def support_linear_loss(
     The backward multiplies it by the upstream scalar before the products with the head, so that dH and dW are rounded
     once and float16 takes the caller's loss scale.
     """
-    check_targets(targets, None, support, None, head.weight.shape[0])
+    head = head.unpadded()
+    check_targets(targets, None, support, None, head.entries)
     row_kernels = kernels(backend, head.hidden)
-    values = row_kernels.support_products(*head, support)
+    values = row_kernels.support_products(*head.tensors, support)
     results: LossTerms = row_kernels.support_forward_gradient(
         values, targets, support, transform, objective, inputs, values
     )

@@ -147,7 +147,7 @@ def own_part(name: str, value: object, group: ProcessGroup | None) -> object:
 def _copied_bytes(given: tuple[Tensor | None, ...], head: Head) -> int:
     """Bytes of the copies of hidden, weight and bias that the entry points or autograd make under every plan."""
     total = 0
-    for before, after in zip(given, head, strict=True):
+    for before, after in zip(given, head.tensors, strict=True):
         if before is None or after is None:
             continue
         copies = 0

@@ -36,6 +36,7 @@ class LinearCall(NamedTuple):
     num_tokens: int  # the number of valid tokens, if the caller knows it; else -1
     budget: int | None
     copied: int  # bytes of inputs that were copied so far
+    padding: int  # rows of the head that are padding; over a group, the most of any rank
     shard: VocabularyShard | None = None  # the part of the vocabulary that the head is, if it lies over a group
     share: int | None = None  # bytes that a call without a budget may take; None: half of what is free here
     float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
@@ -43,17 +44,17 @@ class LinearCall(NamedTuple):
     @property
     def vocab(self) -> int:
         """The size of the whole vocabulary."""
-        return self.head.weight.shape[0] if self.shard is None else self.shard.total
+        return self.head.entries if self.shard is None else self.shard.total
 
     @property
     def largest(self) -> int:
         """The most vocabulary entries that the head of any rank has."""
-        return self.head.weight.shape[0] if self.shard is None else self.shard.largest
+        return self.head.entries if self.shard is None else self.shard.largest
 
     @property
     def needs(self) -> Needs:
         """Which gradients are needed."""
-        return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in self.head))
+        return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in self.head.tensors))
 
 
 def linear_call(
@@ -82,15 +83,25 @@ def linear_call(
     """
     tp.check()
     head, targets, copied = checked_head(hidden, weight, bias, targets, tp.group)
+    head = marked(head, "weight", tp)
     budget = parse_budget(memory_budget)
     wide = float32_logits(logits_dtype, head.weight.dtype)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap, like_name)
     count = checked_count(num_tokens, args.mask, args.targets.shape[0])
-    support = checked_mask(sampling_mask, args, None if tp.group else head.weight.shape[0])
+    support = checked_mask(sampling_mask, args, None if tp.group else head.entries)
     if support is not None:  # the kernels for support entries need rows of unit stride
         head, more = unit_strides(head)
         copied += more
-    return LinearCall(head, args, support, count, budget, copied, float32_logits=wide)
+    return LinearCall(
+        head, args, support, count, budget, copied, head.weight.shape[0] - head.entries, float32_logits=wide
+    )
+
+
+def marked(head: Head, name: str, tp: TensorParallel) -> Head:
+    """The head, which knows its padding unless it lies over a group; errors call its weight `name`."""
+    held = head.weight.shape[0]
+    vocab = tp.counted(name, held)
+    return head if vocab == held else head._replace(vocab=vocab)
 
 
 def over_tp_group(call: LinearCall, tp: TensorParallel, shape: torch.Size, **same: object) -> LinearCall:
@@ -118,18 +129,13 @@ def over_tp_group(call: LinearCall, tp: TensorParallel, shape: torch.Size, **sam
     if call.sampling_mask is not None:
         call.sampling_mask.check_vocab(shard.total)
     if head.weight.shape[0] > shard.size:
-        head = head._replace(
-            weight=head.weight[: shard.size], bias=None if head.bias is None else head.bias[: shard.size]
-        )
-    # The gradient of a part is copied into that of the whole.
-    padded = max((size for x, size in zip(by_rank, shard.sizes, strict=True) if x["held"] > size), default=0)
-    held = 2 * padded * head.weight.shape[1] * head.weight.element_size() if call.needs.weight else 0
-    copied = max(x["copied"] for x in by_rank) + held
+        head = head._replace(vocab=shard.size)
     budgets, shares = ([x[key] for x in by_rank if x[key] is not None] for key in ("budget", "share"))
     return call._replace(
         head=head,
         shard=None if tp.group.size() == 1 else shard,
-        copied=copied,
+        copied=max(x["copied"] for x in by_rank),
+        padding=max(x["held"] - size for x, size in zip(by_rank, shard.sizes, strict=True)),
         budget=min(budgets) if budgets else None,
         share=min(shares) if shares else None,
     )
@@ -241,6 +247,7 @@ def planned(
         slopes=slopes,
         all_rows=call.args.targets.shape[0],
         copied=call.copied,
+        padding=call.padding,
         support_entries=entries,
         backend=resolved(forced(), device),
         index=call.head.weight.device.index,

@@ -13,7 +13,8 @@ from fastrl.base import checks
 from fastrl.linear.divergence import divergence_forward_gradient, divergence_statistics, teacher_sizes, weighted_sum
 from fastrl.linear.head import Head
 from fastrl.losses.arguments import checked_transform, head_arguments
-from fastrl.losses.call import checked_count, counted_rows
+from fastrl.losses.call import checked_count, counted_rows, marked
+from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.dependence import TOKEN
 from fastrl.planning import plans
 from fastrl.planning.budget import parse_budget
@@ -68,6 +69,7 @@ def linear_divergence(
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
     num_tokens: int | None = None,
+    vocab_size: int | None = None,
 ) -> DivergenceLoss:
     """Computes the mean divergence between the vocabulary distributions of two heads, of which neither exists whole.
 
@@ -101,6 +103,7 @@ def linear_divergence(
         logits_dtype: as in `linear_token_logprobs`, of both sides' logits.
         memory_budget: as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if the caller knows it, as in `linear_policy_loss`.
+        vocab_size: as in `linear_token_logprobs`, of both heads, which may then have different numbers of rows.
 
     Returns:
         DivergenceLoss. The loss is float32. A token whose p is 0 where its q is not has an infinite forward KL, one
@@ -111,9 +114,12 @@ def linear_divergence(
         TypeError, ValueError: a wrong argument, by its name: different numbers of rows or vocabulary entries, a
             teacher_hidden that requires a gradient, a budget too small for any plan (with the smallest that works).
     """
+    tp = TensorParallel(vocab_size=vocab_size)
+    tp.check()
     divergence = checked_divergence(kind, beta)
     hidden, head, copied = head_arguments(hidden, weight, bias)
-    teacher, teacher_copied = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden, head)
+    head = marked(head, "weight", tp)
+    teacher, teacher_copied = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden, head, tp)
     like = hidden[..., 0]
     checked = checks.mask(mask, like, _ROWS)
     transform = checked_transform(temperature, logit_scale, softcap, like, checked, _ROWS)
@@ -133,18 +139,19 @@ def linear_divergence(
     count = checked_count(num_tokens, flat, like.numel())
     c = _weights(token_weights, denominator, like, flat, count)
 
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head))
+    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head.tensors))
     device = head.weight.device
     call = Call(
         rows=count if count >= 0 else counted_rows(flat, like.numel()),
         hidden=head.weight.shape[1],
-        vocab=head.weight.shape[0],
+        vocab=head.entries,
         dtype=head.weight.dtype,
         device=device.type,
         needs=needs,
         scope=TOKEN,
         all_rows=like.numel(),
         copied=copied + teacher_copied,
+        padding=head.weight.shape[0] - head.entries,
         backend=resolved(forced(), device.type),
         index=device.index,
         teacher=teacher_sizes(teacher, teacher_wide),
@@ -163,7 +170,7 @@ def linear_divergence(
 
 
 def _teacher(
-    teacher_hidden: object, teacher_weight: object, teacher_bias: object, hidden: Tensor, head: Head
+    teacher_hidden: object, teacher_weight: object, teacher_bias: object, hidden: Tensor, head: Head, tp: TensorParallel
 ) -> tuple[Head, int]:
     """The teacher's checked head, without a graph, and the bytes copied."""
     if isinstance(teacher_hidden, Tensor) and teacher_hidden.requires_grad and torch.is_grad_enabled():
@@ -174,12 +181,13 @@ def _teacher(
     states, teacher, copied = head_arguments(teacher_hidden, teacher_weight, teacher_bias, prefix="teacher_")
     checks.same_device("teacher_hidden", states, hidden, "hidden")
     checks.shape("teacher_hidden", states, (*hidden.shape[:-1], states.shape[-1]), "the rows of hidden")
-    if teacher.weight.shape[0] != head.weight.shape[0]:
+    teacher = marked(teacher, "teacher_weight", tp).unpadded()
+    if teacher.entries != head.entries:
         raise ValueError(
-            f"teacher_weight must have weight's vocabulary, {head.weight.shape[0]} entries, got"
-            f" {teacher.weight.shape[0]}"
+            f"teacher_weight must have weight's vocabulary, {head.entries} entries, got {teacher.entries}"
+            " (vocab_size= leaves out the padding of both)"
         )
-    return Head(*(None if x is None else x.detach() for x in teacher)), copied  # type: ignore[arg-type]
+    return Head.of(None if x is None else x.detach() for x in teacher.tensors), copied
 
 
 def _weights(token_weights: object, denominator: object, like: Tensor, mask: Tensor | None, num_tokens: int) -> Tensor:

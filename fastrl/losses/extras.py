@@ -69,7 +69,7 @@ def extras_ahead(extras: tuple[str, ...], by_plan: PlannedCall) -> Ahead:
     if not {"mean_logits", "log_sum_sq_probs"} & set(extras):
         return Ahead(None, None)
     args, shard = by_plan.call.args, by_plan.call.shard
-    head = Head(*(None if x is None else x.detach() for x in by_plan.call.head))  # type: ignore[arg-type]
+    head = Head.of(None if x is None else x.detach() for x in by_plan.call.head.unpadded().tensors)
     plan, spare = _plan(by_plan)
     mean, half = None, None
     if "log_sum_sq_probs" in extras:

@@ -147,8 +147,8 @@ def gathered_logprobs(
         mask: (...) bool or 0/1, 1 = valid; ids of other rows are not read.
         temperature, sampling_mask, logit_scale, softcap: as in `token_logprobs`, shaped like the mask.
         inplace: as in `token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `token_logprobs`; ids are of the whole vocabulary.
-            The forward makes a second collective, of 4 bytes per id.
+        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `token_logprobs`; ids are of the whole vocabulary,
+            without its padding. The forward makes a second collective, of 4 bytes per id.
 
     Returns:
         float32 (..., K), in nats, differentiable; 0 where the mask is 0 or the id -1. For a SamplingMask (nnz,), in the
@@ -174,14 +174,14 @@ def gathered_logprobs(
         rows = as_rows(logits, consume)
         same = {"inplace": inplace, "ids": wanted.described(args.mask, tp)}
         shard = agreed_logits(tp, rows, args, tokens.shape, sampling_mask, same)
+        vocab = tp.counted("logits", logits.shape[-1], shard)
     args = args._replace(mask=wanted.valid(args.mask))
-    vocab = logits.shape[-1] if shard is None else shard.total
     entries = within_set(wanted.entries, sampling_mask, vocab)
     supports = split_support(sampling_mask, args, vocab)
     (_, valid, transform), (dense, support, wide) = args, _parts(supports, shard)
     if shard is None:
         found = gathered_rows(
-            rows, entries, valid, transform, dense, support, wide, backend=forced(), consume=consume
+            rows, entries, valid, transform, dense, support, wide, vocab, backend=forced(), consume=consume
         ).logprobs
     else:
         over = RowsSupport.of(dense, support, wide)

@@ -223,7 +223,7 @@ def _attached(
     forward_terms: list[LossTerms] = []
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        result, gradients = compute(Head(*inputs))  # type: ignore[arg-type]
+        result, gradients = compute(Head.of(inputs, call.head.vocab))
         forward_terms[:] = [result]
         return result.terms[0].sum(), gradients
 
@@ -241,7 +241,7 @@ def _attached(
         batch.entropy_weights,
         batch.entropy_threshold,
     )
-    loss = attach_gradients(run, call.head, forced(), consume=False, reads=reads)
+    loss = attach_gradients(run, call.head.tensors, forced(), consume=False, reads=reads)
     return loss, forward_terms[0]
 
 

@@ -75,8 +75,9 @@ def token_logprobs(
             forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per token and rank,
             the backward none. Differentiable once, and not under torch.compile.
         vocab_start: the id of this rank's first column, checked; None = where the columns of the earlier ranks end.
-        vocab_size: of the whole vocabulary; columns beyond it are padding, which has no probability and gets a gradient
-            of 0. None = all columns of all ranks.
+        vocab_size: of the whole vocabulary, with or without a tp_group; columns beyond it are padding, which is not
+            read, has no probability and gets a gradient of 0. Targets and sampling masks with ids in it are errors.
+            None = all columns of all ranks.
         reduce_hidden_grad: has no effect, as there are no hidden states; it is an argument so that the functions from
             logits and from hidden states take the same ones.
 
@@ -99,8 +100,9 @@ def token_logprobs(
         consume = consumes(logits, inplace)
         rows = as_rows(logits, consume)
         shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, {"inplace": inplace})
-    supports = split_support(sampling_mask, args, logits.shape[-1] if shard is None else shard.total)
-    logprobs, entropies = logits_stats(rows, args, supports, forced(), consume, shard)
+        vocab = tp.counted("logits", logits.shape[-1], shard)
+    supports = split_support(sampling_mask, args, vocab)
+    logprobs, entropies = logits_stats(rows, args, supports, vocab, forced(), consume, shard)
     return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
@@ -108,19 +110,20 @@ def logits_stats(
     rows: Tensor,
     args: VocabularyArguments,
     supports: Supports | None,
+    vocab: int,
     backend: str,
     consume: bool,
     shard: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V), of which a shard is a rank's part.
 
-    `supports` are of the whole vocabulary.
+    `vocab` is the size of the whole vocabulary, of which `supports` are; columns beyond it are padding.
     """
     if shard is not None:
         return sharded_stats(rows, args, supports, backend, consume, shard)
     if supports is not None:
-        return logits_over_support(rows, args, supports, backend, consume)
-    stats = row_statistics(rows, *args, backend, consume)
+        return logits_over_support(rows, args, supports, vocab, backend, consume)
+    stats = row_statistics(rows, *args, vocab, backend, consume)
     return stats.logprobs, stats.entropy
 
 
@@ -178,7 +181,9 @@ def linear_token_logprobs(
             rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
             frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
             torch.compile.
-        vocab_start, vocab_size: as in `token_logprobs`, of rows.
+        vocab_start, vocab_size: as in `token_logprobs`, of rows. Heads are often padded to a multiple (Qwen: 151,936
+            rows for 151,669 tokens), and an inference engine that never samples the padding leaves it out of the
+            softmax. It costs neither a product nor a copy of the head; its gradient is formed in place.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
 
     Returns, raises: as `token_logprobs`. Also ValueError for a budget too small for any plan (the message names the

@@ -202,14 +202,14 @@ def logits_policy_loss(
             rows = row_ops.as_rows(logits, consume)
             same = {"inplace": inplace, **same_problem(problem, denominator)}
             shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, same)
-        vocab = logits.shape[-1] if shard is None else shard.total
+        vocab = tp.counted("logits", logits.shape[-1], shard)
         supports = split_support(sampling_mask, args, vocab)
         if cp_group is not None:  # else the operators check
             checks.targets_in_range(args.targets, args.mask, vocab)
         needs_gradient = torch.is_grad_enabled() and logits.requires_grad
         problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
     if shard is not None:
-        return from_statistics(problem, *logits_stats(rows, args, supports, forced(), consume, shard))
+        return from_statistics(problem, *logits_stats(rows, args, supports, vocab, forced(), consume, shard))
     backend = forced()
     by_forward_gradient = (
         supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
@@ -219,16 +219,16 @@ def logits_policy_loss(
         and isinstance(objective, Objective)
         and why_not_row_local(objective, Given.of(problem.batch)) is None
     ):
-        return _logits_forward_gradient(problem, logits, args, backend, consume)
+        return _logits_forward_gradient(problem, logits, args, vocab, backend, consume)
     rows = row_ops.as_rows(logits, consume)
-    return from_statistics(problem, *logits_stats(rows, args, supports, backend, consume, None))
+    return from_statistics(problem, *logits_stats(rows, args, supports, vocab, backend, consume, None))
 
 
 def _logits_forward_gradient(
-    problem: Problem, logits: Tensor, args: VocabularyArguments, backend: str, consume: bool
+    problem: Problem, logits: Tensor, args: VocabularyArguments, vocab: int, backend: str, consume: bool
 ) -> PolicyLoss:
     """Computes the gradient in the forward, over the logits or in a buffer of its own."""
-    checks.targets_in_range(args.targets, args.mask, logits.shape[-1])
+    checks.targets_in_range(args.targets, args.mask, vocab)
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
     forward_terms: list[LossTerms] = []
@@ -238,9 +238,11 @@ def _logits_forward_gradient(
         consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         with consumed.kept(rows):
+            own = None if out is None else out[..., :vocab]
             result: LossTerms = kernels(backend, rows).row_forward_gradient(
-                rows, args.targets, args.mask, args.transform, spec, inputs, out
+                rows[..., :vocab], args.targets, args.mask, args.transform, spec, inputs, own
             )
+            (rows if out is None else out)[..., vocab:].zero_()
             if consume:  # so that autograd raises if another operation saved the logits for its backward
                 torch.autograd.graph.increment_version(rows)
         if out is None:

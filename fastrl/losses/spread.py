@@ -60,6 +60,19 @@ class TensorParallel(NamedTuple):
         """Raises TypeError or ValueError for an option that is wrong by itself."""
         checked_options(self.vocab_start, self.vocab_size, self.reduce_hidden_grad, self.group)
 
+    def counted(self, name: str, held: int, shard: VocabularyShard | None = None) -> int:
+        """The number of entries in the vocabulary, of which there are `held`, padding included, if it is on one device.
+
+        Raises ValueError, which calls the tensor that has them `name`, for a vocab_size larger than that.
+        """
+        if shard is not None:
+            return shard.total
+        if self.group is not None or self.vocab_size is None:
+            return held
+        if self.vocab_size > held:
+            raise ValueError(f"vocab_size must be from 1 to {held}, the entries of {name}, got {self.vocab_size}")
+        return self.vocab_size
+
 
 ALONE = TensorParallel()
 

@@ -139,12 +139,12 @@ def outside_support(targets: Tensor, supports: Supports) -> Tensor:
 
 
 def logits_over_support(
-    rows: Tensor, args: VocabularyArguments, supports: Supports, backend: str, consume: bool
+    rows: Tensor, args: VocabularyArguments, supports: Supports, vocab: int, backend: str, consume: bool
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V)."""
     targets, _, transform = args
     stats = support_row_statistics(
-        rows, targets, supports.dense, transform, supports.support, supports.dense_support, backend, consume
+        rows, targets, supports.dense, transform, supports.support, supports.dense_support, vocab, backend, consume
     )
     return stats.logprobs, stats.entropy
 
@@ -175,8 +175,8 @@ def sharded_stats(
 def unit_strides(head: Head) -> tuple[Head, int]:
     """The head with rows of unit stride, which the kernels for support entries need, and the bytes of the copies."""
     tensors, total = [], 0
-    for x in head:
+    for x in head.tensors:
         strided = x is not None and x.stride(-1) != 1 and x.shape[-1] > 1
         tensors.append(x.contiguous() if strided and x is not None else x)
         total += 2 * x.numel() * x.element_size() if strided and x is not None else 0  # the copy and its gradient's
-    return Head(*tensors), total  # type: ignore[arg-type]
+    return Head.of(tensors, head.vocab), total

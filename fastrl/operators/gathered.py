@@ -82,21 +82,22 @@ def gathered_rows(
     dense: Tensor | None,
     support: Support | None,
     dense_support: DenseSupport | None,
+    vocab: int,
     backend: str,
     consume: bool,
 ) -> GatheredRows:
     """Log-probabilities of the entries, of which those outside a recorded support are marked `NOT_IN_SET`.
 
-    With `consume` the backward writes the gradient over the logits.
+    `vocab` and `consume` are those of `row_statistics`.
     """
-    vocab = logits.shape[-1]
     check_entries(entries, mask, vocab)
     consumed.refuse(logits)
     if not entries.token_ids.shape[0]:
         return fake_rows(logits, entries, support)
     values = torch.zeros(entries.token_ids.shape, dtype=wide(logits), device=logits.device)
     best, over = no_best(entries.offsets.shape[0] - 1, logits), RowsSupport.of(dense, support, dense_support)
-    stats, support_values = _statistics(logits, entries, mask, transform, over, backend, 0, values, best)
+    columns = logits[..., :vocab]
+    stats, support_values = _statistics(columns, entries, mask, transform, over, backend, 0, values, best)
     logprobs = entry_logprobs(values, entries, mask, best, stats.logprobs, transform, vocab)
     # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
     return GatheredRows(logprobs, values, stats.maximum.clone(), stats.log_sum.clone(), support_values)
@@ -118,17 +119,18 @@ def _write(
     mask: Tensor | None,
     transform: Transform,
     over: RowsSupport | None,
+    vocab: int,
     backend: str,
     first: int,
     results: GatheredRows,
     upstream: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes dL/dlogits to `out` (A, B, V), which may be the logits themselves."""
+    """Writes dL/dlogits, 0 in the padding, to `out` (A, B, V), which may be the logits themselves."""
+    used = vocab if entries.token_ids.shape[0] else 0
+    out[..., used:].zero_()
+    logits, out = logits[..., :used], out[..., :used]
     if not out.numel():
-        return
-    if not entries.token_ids.shape[0]:
-        out.zero_()
         return
     logprobs, values, maximum, log_sum, support_values = results
     found = entry_gradients(upstream, logprobs, values, entries, mask, transform)
@@ -145,6 +147,7 @@ def _write(
             transform,
             support,
             dense_support,
+            vocab,
             support_values,
             stats,
             found.totals,
@@ -164,6 +167,7 @@ def gathered_rows_gradient(
     dense: Tensor | None,
     support: Support | None,
     dense_support: DenseSupport | None,
+    vocab: int,
     backend: str,
     results: GatheredRows,
     upstream: Tensor,
@@ -171,7 +175,7 @@ def gathered_rows_gradient(
     """dL/dlogits (A, B, V), contiguous."""
     out = like_logits(logits)
     over = RowsSupport.of(dense, support, dense_support)
-    _write(logits, entries, mask, transform, over, backend, 0, results, upstream, out)
+    _write(logits, entries, mask, transform, over, vocab, backend, 0, results, upstream, out)
     return out
 
 
@@ -187,13 +191,14 @@ def gathered_rows_gradient_(
     dense: Tensor | None,
     support: Support | None,
     dense_support: DenseSupport | None,
+    vocab: int,
     backend: str,
     results: GatheredRows,
     upstream: Tensor,
 ) -> None:
     """`gathered_rows_gradient`, written over the logits."""
     over = RowsSupport.of(dense, support, dense_support)
-    _write(logits, entries, mask, transform, over, backend, 0, results, upstream, logits)
+    _write(logits, entries, mask, transform, over, vocab, backend, 0, results, upstream, logits)
 
 
 def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -302,7 +307,7 @@ class _Gathered(torch.autograd.Function):
             ctx,
             {
                 **given,
-                "size": shard.size,
+                "vocab": shard.size,
                 "first": shard.start,
                 "backend": backend,
                 "consume": consume,
@@ -318,19 +323,14 @@ class _Gathered(torch.autograd.Function):
         return (_backward(ctx, upstream).get("logits"), *[None] * 7)
 
 
-def _write_part(logits: Tensor, out: Tensor, size: int, **given: Any) -> None:
-    _write(logits[..., :size], out=out[..., :size], **given)
-    out[..., size:].zero_()
-
-
 def _gradient(logits: Tensor, **given: Any) -> Tensor:
     out = like_logits(logits)
-    _write_part(logits, out, **given)
+    _write(logits, out=out, **given)
     return out
 
 
 def _gradient_(logits: Tensor, **given: Any) -> None:
-    _write_part(logits, logits, **given)
+    _write(logits, out=logits, **given)
     torch.autograd.graph.increment_version(logits)  # so that autograd raises if another operation saved the logits
 
 

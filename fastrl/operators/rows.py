@@ -25,18 +25,21 @@ def row_statistics(
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
     transform: Transform,
+    vocab: int,
     backend: str,
     consume: bool,
 ) -> Statistics:
     """The statistics of the rows; log-probabilities and entropies are differentiable.
 
+    The first `vocab` columns are the vocabulary; the others are padding, which has no probability and a gradient of 0.
     With `consume` the backward writes the gradient over the logits.
     """
-    checks.targets_in_range(targets, mask, logits.shape[-1])
+    checks.targets_in_range(targets, mask, vocab)
     consumed.refuse(logits)
     if targets.numel() == 0:
         return empty_statistics(targets)
-    statistics: Statistics = kernels(backend, logits).row_statistics(logits, targets, mask, transform)
+    entries = logits[..., :vocab]
+    statistics: Statistics = kernels(backend, logits).row_statistics(entries, targets, mask, transform)
     # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
     shared = len({s.untyped_storage().data_ptr() for s in statistics}) < len(statistics)
     return Statistics(*(s.clone() for s in statistics)) if shared else statistics
@@ -56,6 +59,7 @@ def row_gradient(
     targets: Tensor,  # (N,) int64
     mask: Tensor | None,  # (N,) bool
     transform: Transform,
+    vocab: int,
     statistics: Statistics,
     c: Tensor,  # (N,) float32
     h: Tensor | None,  # (N,) float32
@@ -63,9 +67,27 @@ def row_gradient(
 ) -> Tensor:
     """dL/dlogits (A, B, V), contiguous, from c = dL/dlogp and h = dL/dH."""
     out = like_logits(logits)
-    if out.numel():
-        kernels(backend, logits).row_gradient(logits, targets, mask, transform, statistics, c, h, out)
+    write_gradient(out, logits, targets, mask, transform, vocab, statistics, c, h, backend)
     return out
+
+
+def write_gradient(
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    vocab: int,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    backend: str,
+) -> None:
+    """Writes dL/dlogits (A, B, V), 0 in the padding, to `out`, which may be the logits themselves."""
+    entries, own = logits[..., :vocab], out[..., :vocab]
+    if own.numel():
+        kernels(backend, logits).row_gradient(entries, targets, mask, transform, statistics, c, h, own)
+    out[..., vocab:].zero_()
 
 
 def like_logits(logits: Tensor, **_: Any) -> Tensor:
@@ -82,14 +104,14 @@ def row_gradient_(
     targets: Tensor,
     mask: Tensor | None,
     transform: Transform,
+    vocab: int,
     statistics: Statistics,
     c: Tensor,
     h: Tensor | None,
     backend: str,
 ) -> None:
     """`row_gradient`, written over the logits."""
-    if logits.numel():
-        kernels(backend, logits).row_gradient(logits, targets, mask, transform, statistics, c, h, logits)
+    write_gradient(logits, logits, targets, mask, transform, vocab, statistics, c, h, backend)
 
 
 def upstream(gradient: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from fastrl.distributed.shards import VocabularyShard
 from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.operator import keep
-from fastrl.operators.rows import like_logits, logits_backward
+from fastrl.operators.rows import like_logits, logits_backward, write_gradient
 from fastrl.operators.support import statistics_over_support, write_row_gradient
 from fastrl.planning.tiling import combined_rows
 
@@ -182,15 +182,13 @@ def _write_gradient(
     backend: str,
 ) -> None:
     """Writes dL/dlogits (A, B, V_r), 0 in the padding, to `out`, which may be the logits themselves."""
-    columns, own = logits[..., :size], out[..., :size]
-    if columns.numel() and support is None:
-        kernels(backend, logits).row_gradient(columns, targets, mask, transform, statistics, c, h, own)
-    elif columns.numel():
-        assert support is not None and values is not None
+    if support is None or not size:
+        write_gradient(out, logits, targets, mask, transform, size, statistics, c, h, backend)
+    else:
+        assert values is not None
         write_row_gradient(
-            columns, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, own
+            logits, targets, dense, transform, support, dense_support, size, values, statistics, c, h, backend, out
         )
-    out[..., size:].zero_()
 
 
 def _gradient(logits: Tensor, **arguments: Any) -> Tensor:

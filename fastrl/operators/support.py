@@ -127,13 +127,15 @@ def support_row_statistics(
     transform: Transform,
     support: Support,  # valid: rows whose entries are gathered
     dense_support: DenseSupport | None,  # of the rows that take the dense kernels
+    vocab: int,
     backend: str,
     consume: bool,
 ) -> SupportStatistics:
     """`row_statistics` over the support's entries, and their logits; the first two results are differentiable."""
-    check_targets(targets, dense, support, dense_support, logits.shape[-1])
+    check_targets(targets, dense, support, dense_support, vocab)
     consumed.refuse(logits)
-    stats = statistics_over_support(logits, targets, dense, transform, support, dense_support, backend)
+    entries = logits[..., :vocab]
+    stats = statistics_over_support(entries, targets, dense, transform, support, dense_support, backend)
     if dense_support is not None:
         lacking = without_target(targets, dense_support.token_ids, dense_support.offsets)
         stats.logprobs.masked_fill_(lacking, torch.nan)
@@ -150,6 +152,7 @@ def write_row_gradient(
     transform: Transform,
     support: Support,
     dense_support: DenseSupport | None,
+    vocab: int,
     values: Tensor,
     statistics: Statistics,
     c: Tensor,
@@ -158,6 +161,8 @@ def write_row_gradient(
     out: Tensor,
 ) -> None:
     """Writes dL/dlogits, 0 outside the support, to `out` (A, B, V), which may be the logits themselves."""
+    out[..., vocab:].zero_()
+    logits, out = logits[..., :vocab], out[..., :vocab]
     row_kernels: Any = kernels(backend, logits)
     inner = out.shape[1]
     if dense_support is not None:  # then `dense` is None: `dense_support.rows` includes the rows without a support
@@ -190,6 +195,7 @@ def support_row_gradient(
     transform: Transform,
     support: Support,
     dense_support: DenseSupport | None,
+    vocab: int,
     values: Tensor,
     statistics: Statistics,
     c: Tensor,
@@ -199,7 +205,7 @@ def support_row_gradient(
     """dL/dlogits (A, B, V), contiguous."""
     out = like_logits(logits)
     write_row_gradient(
-        logits, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, out
+        logits, targets, dense, transform, support, dense_support, vocab, values, statistics, c, h, backend, out
     )
     return out
 
@@ -215,6 +221,7 @@ def support_row_gradient_(
     transform: Transform,
     support: Support,
     dense_support: DenseSupport | None,
+    vocab: int,
     values: Tensor,
     statistics: Statistics,
     c: Tensor,
@@ -223,7 +230,7 @@ def support_row_gradient_(
 ) -> None:
     """`support_row_gradient`, written over the logits."""
     write_row_gradient(
-        logits, targets, dense, transform, support, dense_support, values, statistics, c, h, backend, logits
+        logits, targets, dense, transform, support, dense_support, vocab, values, statistics, c, h, backend, logits
     )
 
 

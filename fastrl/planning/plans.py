@@ -64,6 +64,7 @@ class Call:
     slopes: int = 1  # vectors that frozen-head keeps per row: 2 if the entropy has a gradient
     all_rows: int = 0  # rows of the inputs, masked ones included; 0: all are valid
     copied: int = 0  # bytes of inputs that were copied before the plan starts
+    padding: int = 0  # rows of the head that are not entries of the vocabulary, whose gradient is 0
     support_entries: int = 0  # recorded ids over all tokens; if not 0, `rows` counts the tokens without a support
     backend: str = ""  # "": the fastest on the device
     index: int | None = None  # of the device, if there are several; None: the current one
@@ -98,7 +99,9 @@ class Call:
             per_row += self.slopes * self.hidden * self.dtype.itemsize
             total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
         if self.needs.bias:
-            total += 12 * self.vocab
+            total += 12 * (self.vocab + self.padding)
+        if name in ("forward-gradient", "whole-response") and self.needs.weight and self.dtype.itemsize < 4:
+            total += 4 * self.padding * self.hidden  # its rows in the float32 sums
         if self.shards > 1:  # the statistics of all shards, and the pieces in which they are combined
             total += max(self.all_rows, self.rows) * 16 * (self.shards + 4)
             total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)

@@ -464,6 +464,6 @@ def test_gradcheck_of_the_oracle() -> None:
     for over in (Transform(1.0, torch.rand(4, generator=g) + 0.5, 0.9, 3.0), Transform(0.7)):
 
         def run(x: Tensor, over: Transform = over) -> Tensor:
-            return gathered_rows(x, entries, mask, over, None, None, None, "torch", False).logprobs
+            return gathered_rows(x, entries, mask, over, None, None, None, x.shape[-1], "torch", False).logprobs
 
         assert torch.autograd.gradcheck(run, logits)

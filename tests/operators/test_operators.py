@@ -27,17 +27,18 @@ from fastrl.planning.tiling import Needs, PassBudget
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.
 TRITON = pytest.param("triton", marks=() if torch.cuda.is_available() else SLOW)
-B, T, V, H = 2, 3, 33, 16  # the smallest sizes at which a batch, a shifted view and a mask differ from each other
+# The smallest sizes at which a batch, a shifted view, a mask and a vocabulary with padding differ from each other.
+B, T, V, PADDING, H = 2, 3, 33, 2, 16
 
 
 @pytest.fixture
 def tensors(backend_device: str) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     made = {
-        "logits": torch.randn(B, T + 1, V, generator=g),
+        "logits": torch.randn(B, T + 1, V + PADDING, generator=g),
         "hidden": torch.randn(B, T, H, generator=g),
-        "weight": torch.randn(V, H, generator=g),
-        "bias": torch.randn(V, generator=g),
+        "weight": torch.randn(V + PADDING, H, generator=g),
+        "bias": torch.randn(V + PADDING, generator=g),
         "targets": torch.randint(V, (B, T), generator=g),
         "mask": torch.rand(B, T, generator=g) > 0.3,
     }
@@ -49,19 +50,19 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     logits = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
     transform, budget = Transform(0.9, None, 1.1, 5.0), PassBudget(1 << 20, 1 << 20)
-    stats = rows.row_statistics(logits, y, m, transform, backend, False)
+    stats = rows.row_statistics(logits, y, m, transform, V, backend, False)
     upstream = (stats.logprobs, stats.entropy)
-    head = Head(tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"])
-    leaves = Head(*(x.clone().requires_grad_() for x in head if x is not None))
-    frozen = head._replace(hidden=leaves.hidden)
+    head = Head(tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"], V)
+    leaves = Head.of((x.clone().requires_grad_() for x in head.tensors if x is not None), V)
+    frozen = head.unpadded()._replace(hidden=leaves.hidden)
     a = torch.linspace(-1, 1, y.numel(), device=y.device)
     inputs = RowInputs(a, a.abs(), stats.logprobs - 0.1, entropy_weights=a.abs())
     objective = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 0.0, 20.0)
     row = (y, m, transform)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (rows.row_statistics, (logits.clone().requires_grad_(), *row, backend, False)),
-        (rows.row_gradient, (logits, *row, stats, *upstream, backend)),
-        (rows.row_gradient_, (logits.clone(), *row, stats, *upstream, backend)),
+        (rows.row_statistics, (logits.clone().requires_grad_(), *row, V, backend, False)),
+        (rows.row_gradient, (logits, *row, V, stats, *upstream, backend)),
+        (rows.row_gradient_, (logits.clone(), *row, V, stats, *upstream, backend)),
         (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", budget, 0, False)),
         (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2, False)),
         (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2, True)),
@@ -79,7 +80,8 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         ),
         (linear.combine_slopes, ([head.hidden, 2 * head.hidden], list(upstream))),
     ]
-    teacher = Head(torch.cat([head.hidden, head.hidden], 1), torch.cat([head.weight, head.weight], 1), None)
+    entries_of = head.unpadded().weight
+    teacher = Head(torch.cat([head.hidden, head.hidden], 1), torch.cat([entries_of, entries_of], 1), None)
     pair = (teacher, m, transform, Transform(1.1), Divergence("jsd", 0.3))
     passes = (False, backend, -1, True, "recompute", budget)
     pair_stats = divergence.divergence_statistics(head, *pair, *passes)
@@ -103,13 +105,15 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     entries = Support(narrow.token_ids, narrow.offsets, ~dense)
     all_rows = torch.arange(6, device=y.device)
     from_logits, wide = (DenseSupport(whole.token_ids, whole.offsets, r) for r in (dense.nonzero()[:, 0], all_rows))
-    *sparse, values = support.support_row_statistics(logits, y, None, transform, entries, from_logits, backend, False)
-    gradient = (y, None, transform, entries, from_logits, values, Statistics(*sparse), *upstream, backend)
+    *sparse, values = support.support_row_statistics(
+        logits, y, None, transform, entries, from_logits, V, backend, False
+    )
+    gradient = (y, None, transform, entries, from_logits, V, values, Statistics(*sparse), *upstream, backend)
     calls += [
         *(
             (
                 support.support_row_statistics,
-                (logits.clone().requires_grad_(), y, d, transform, entries, w, backend, False),
+                (logits.clone().requires_grad_(), y, d, transform, entries, w, V, backend, False),
             )
             for d, w in ((None, from_logits), (dense, None))
         ),
@@ -134,10 +138,10 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     for row_supports in ((None, None, None), (None, entries, from_logits)):
         wanted, valid = (free, m) if row_supports[1] is None else (members, None)
         given = (wanted, valid, transform, *row_supports)
-        found = gathered.gathered_rows(logits, *given, backend, False)
-        again = (*given, backend, found, found.logprobs)
+        found = gathered.gathered_rows(logits, *given, V, backend, False)
+        again = (*given, V, backend, found, found.logprobs)
         calls += [
-            (gathered.gathered_rows, (logits.clone().requires_grad_(), *given, backend, False)),
+            (gathered.gathered_rows, (logits.clone().requires_grad_(), *given, V, backend, False)),
             (gathered.gathered_rows_gradient, (logits, *again)),
             (gathered.gathered_rows_gradient_, (logits.clone(), *again)),
         ]
@@ -160,14 +164,18 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
 
 def test_operators_take_tuples_by_order_or_by_name() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (6,))
-    by_order = rows.row_statistics(logits, targets, None, Transform(), "torch", False)
-    by_name = rows.row_statistics(logits, targets, mask=None, transform=Transform(), backend="torch", consume=False)
+    by_order = rows.row_statistics(logits, targets, None, Transform(), 5, "torch", False)
+    by_name = rows.row_statistics(
+        logits, targets, mask=None, transform=Transform(), vocab=5, backend="torch", consume=False
+    )
     assert isinstance(by_name, Statistics) and all(map(torch.equal, by_name, by_order))
-    with pytest.raises(TypeError, match="takes logits, targets, mask, transform, backend, consume; got 3 in order"):
+    with pytest.raises(
+        TypeError, match="takes logits, targets, mask, transform, vocab, backend, consume; got 3 in order"
+    ):
         rows.row_statistics(logits, targets, None)  # type: ignore[call-arg]
     arguments = torch.ops.fastrl.row_statistics.default._schema.arguments
     fields = ["transform_temperature", "transform_temperatures", "transform_logit_scale", "transform_softcap"]
-    assert [x.name for x in arguments] == ["logits", "targets", "mask", *fields, "backend", "consume"]
+    assert [x.name for x in arguments] == ["logits", "targets", "mask", *fields, "vocab", "backend", "consume"]
 
 
 @pytest.mark.parametrize("backend", ["cpp", pytest.param("torch", marks=SLOW), TRITON], indirect=True)
@@ -179,49 +187,62 @@ def test_fullgraph_compile(backend: str, tensors: dict[str, torch.Tensor]) -> No
 
     def from_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
         s = fastrl.token_logprobs(
-            logits[:, :-1], targets, mask=mask, entropy=True, temperature=temperature, softcap=5.0
+            logits[:, :-1], targets, mask=mask, entropy=True, temperature=temperature, softcap=5.0, vocab_size=V
         )
         assert s.entropy is not None
         return (1.3 * s.logprobs).sum() + s.entropy.square().sum()
 
     def from_hidden(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        s = fastrl.linear_token_logprobs(hidden, weight, targets, bias=bias, mask=mask, entropy=True, temperature=0.7)
+        options: dict[str, Any] = {"mask": mask, "entropy": True, "temperature": 0.7, "vocab_size": V}
+        s = fastrl.linear_token_logprobs(hidden, weight, targets, bias=bias, **options)
         assert s.entropy is not None
         return (1.3 * s.logprobs).sum() + s.entropy.square().sum()
 
     def logits_loss(logits: torch.Tensor, inplace: bool) -> torch.Tensor:
         return fastrl.logits_policy_loss(
-            (2 * logits)[:, :-1], targets, objective=fastrl.SAPO(), advantages=signs, mask=mask, inplace=inplace
+            (2 * logits)[:, :-1],
+            targets,
+            objective=fastrl.SAPO(),
+            advantages=signs,
+            mask=mask,
+            inplace=inplace,
+            vocab_size=V,
         ).loss
 
     def hidden_loss(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, objective: Any, budget: str | None
     ) -> torch.Tensor:
-        out = fastrl.linear_policy_loss(
-            hidden, weight, targets, bias=bias, objective=objective, advantages=signs, mask=mask, memory_budget=budget
-        )
+        given: dict[str, Any] = {"objective": objective, "advantages": signs, "mask": mask, "memory_budget": budget}
+        out = fastrl.linear_policy_loss(hidden, weight, targets, bias=bias, vocab_size=V, **given)
         return 3 * out.loss
 
     sets = fastrl.SamplingMask.from_lists([[int(y), 3] if i else [] for i, y in enumerate(targets.flatten())])
     sets = sets.to(targets.device)
 
     def masked_losses(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-        options: dict[str, Any] = {"objective": fastrl.SAPO(), "advantages": signs, "mask": mask, "sampling_mask": sets}
+        options: dict[str, Any] = {"objective": fastrl.SAPO(), "advantages": signs, "mask": mask, "vocab_size": V}
+        options["sampling_mask"] = sets
         one = fastrl.logits_policy_loss(logits[:, :-1], targets, **options)
         return one.loss + 2 * fastrl.linear_policy_loss(hidden, weight, targets, bias=bias, **options).loss
 
     def divergence_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, budget: str | None) -> Any:
         teacher = (2 * hidden.detach(), weight.detach() + 0.1)
-        options: dict[str, Any] = {"kind": "jsd", "mask": mask, "softcap": 5.0, "memory_budget": budget}
+        options: dict[str, Any] = {
+            "kind": "jsd",
+            "mask": mask,
+            "softcap": 5.0,
+            "memory_budget": budget,
+            "vocab_size": V,
+        }
         out = fastrl.linear_divergence(hidden, weight, *teacher, bias=bias, teacher_temperature=1.3, **options)
         return 3 * out.loss + 0 * out.per_token.sum()
 
     ids = torch.stack([targets, targets.roll(1), targets], -1)
 
     def several(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        one = fastrl.gathered_logprobs(logits[:, :-1], ids, mask=mask, softcap=5.0)
+        one = fastrl.gathered_logprobs(logits[:, :-1], ids, mask=mask, softcap=5.0, vocab_size=V)
         within = fastrl.gathered_logprobs(logits[:, :-1], ids[..., :1], sampling_mask=sets)
-        other = fastrl.linear_gathered_logprobs(hidden, weight, ids, bias=bias, temperature=0.7)
+        other = fastrl.linear_gathered_logprobs(hidden, weight, ids, bias=bias, temperature=0.7, vocab_size=V)
         return (
             one.square().sum()
             + within.sum()

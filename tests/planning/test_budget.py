@@ -154,6 +154,17 @@ def test_budgets_are_kept() -> None:
 
 
 @linux
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_budgets_are_kept_with_a_padded_vocabulary(dtype: str) -> None:
+    """With half as many rows of padding as entries, a copy of the head or of its gradient would show."""
+    chosen = [("forward-gradient", "GRPO", "hwb"), ("recompute", "GRPO", "hw"), ("two-pass", "jsd", "hw")]
+    chosen += [("frozen-head", "logprobs", "h"), ("recompute", "gathered", "hw")]
+    cases = [{**a_case(*case, (512, 512, 8192), 38), "padding": 4096} for case in chosen]
+    cases.append({**a_case(None, "logprobs", "hw", (512, 512, 8192), 16), "padding": 4096, "sets": "all"})
+    check(run(dtype, "cpp", cases))
+
+
+@linux
 def test_budgets_are_kept_with_float32_logits() -> None:
     chosen = [("forward-gradient", "GRPO", "hw"), ("two-pass", "jsd", "hw"), ("frozen-head", "logprobs", "h")]
     cases = [{**a_case(*case, (512, 128, 8192), 12), "float32_logits": True} for case in chosen]

@@ -149,10 +149,11 @@ def _teacher(draw: Draw, work: Vocabulary) -> Rows:
             work.options["teacher_softcap"] = softcap or 0
         settings = Settings(temperature, scale, softcap)
     head = Head(hidden, weight, bias, dtype, exact=False)
-    arguments = [give(draw, x, dtype, False).argument for x in (hidden.view(*work.shape, hidden.shape[1]), weight)]
-    work.arguments += arguments
+    more = draw.choice((0, 2)) if work.padding else 0
+    states, entries = hidden.view(*work.shape, hidden.shape[1]), work.padded(weight, 0, more)
+    work.arguments += [give(draw, x, dtype, False).argument for x in (states, entries)]
     if bias is not None:
-        work.options["teacher_bias"] = bias.to(dtype)
+        work.options["teacher_bias"] = work.padded(bias, 0, more).to(dtype)
     draw.tell(teacher_dtype=dtype, teacher_width=hidden.shape[1])
     return statistics(*head.logits(), work.targets, work.mask, settings)
 

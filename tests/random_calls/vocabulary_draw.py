@@ -37,6 +37,10 @@ class Vocabulary:
         self.mask, mask_argument = draw_mask(draw, shape)
         targets = draw.integers(self.vocab, self.tokens)
         self.options: dict[str, Any] = {}
+        self.padding = draw.choice((1, 3, 64)) if draw.often(0.2) else 0
+        if self.padding:
+            self.options["vocab_size"] = self.vocab
+            draw.tell(padding=self.padding)
         if mask_argument is not None and ignored is None:
             self.options["mask"] = mask_argument
         self.targets = targets
@@ -52,6 +56,12 @@ class Vocabulary:
         self.rows = statistics(x, error, targets, self.mask, settings)
         self.times = 2
         draw.tell(dtype=self.dtype, vocab=self.vocab, shape=shape, gradients=[n for n in self.given if self.needs(n)])
+
+    def padded(self, x: Tensor, dim: int, count: int) -> Tensor:
+        """With `count` entries beyond the vocabulary, of numbers that must not be read."""
+        shape = list(x.shape)
+        shape[dim] = count
+        return torch.cat((x, x.new_full(shape, self.draw.choice((0.0, 2.0, math.nan, math.inf)))), dim) if count else x
 
     def needs(self, name: str) -> bool:
         return self.given[name].leaf.requires_grad
@@ -115,10 +125,11 @@ class Vocabulary:
         needed = draw.often(0.85)
         repeated = len(shape) > 2 and shape[0] > 0 and not self.inplace and not torch.isinf(x).any()
         if repeated and draw.often(0.07):
-            value, given = expanded(draw, x.view(shape), self.dtype, needed)
-            x = value.reshape(self.tokens, self.vocab)
+            value, given = expanded(draw, self.padded(x.view(shape), -1, self.padding), self.dtype, needed)
+            x = value[..., : self.vocab].reshape(self.tokens, self.vocab)
         else:
-            given = give(draw, self._filled(x), self.dtype, needed, inplace=self.inplace)
+            filled = self.padded(self._filled(x), -1, self.padding)
+            given = give(draw, filled, self.dtype, needed, inplace=self.inplace)
             if self.inplace and (draw.often(0.5) or given.argument.is_leaf is False):
                 given = Given(given.leaf, given.argument * 1, given.make)
         self.given["logits"] = given
@@ -154,9 +165,9 @@ class Vocabulary:
         draw.tell(width=width, exact=exact, bias=use_bias, logits_dtype=self.options.get("logits_dtype"))
         self.head = Head(hidden, weight, bias if use_bias else None, self.dtype, exact, unrounded)
         self.given["hidden"] = give(draw, self._filled(hidden), self.dtype, draw.often(0.8))
-        self.given["weight"] = give(draw, weight, self.dtype, draw.often(0.7))
+        self.given["weight"] = give(draw, self.padded(weight, 0, self.padding), self.dtype, draw.often(0.7))
         if use_bias:
-            self.given["bias"] = give(draw, bias, self.dtype, draw.often(0.7))
+            self.given["bias"] = give(draw, self.padded(bias, 0, self.padding), self.dtype, draw.often(0.7))
             self.options["bias"] = self.given["bias"].argument
         self.arguments = [self.given["hidden"].argument, self.given["weight"].argument, *self.arguments]
         return self.head.logits()
@@ -198,6 +209,9 @@ class Vocabulary:
             if not leaf.requires_grad:
                 compare.equal(f"{name}.grad is None", leaf.grad is None, True)
                 continue
+            if name != "hidden" and self.padding:  # exactly 0 there
+                last = (0, self.padding) if name in ("logits", "bias") else (0, 0, 0, self.padding)
+                value, allowed = (torch.nn.functional.pad(x, last) for x in (value, allowed))
             value, allowed = self.given[name].pulled(value, allowed)
             if leaf.grad is None:
                 raise AssertionError(f"{name} got no gradient")

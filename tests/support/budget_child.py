@@ -42,6 +42,7 @@ class Case:
     device: str = "cpu"
     warm: bool = True  # whether a first call, unmeasured, loads kernels and the library's own buffers
     float32_logits: bool = False
+    padding: int = 0  # rows of the head beyond the vocabulary, and half as many of the teacher's
     sets: str = ""  # "all": every token has a recorded support; "most": nine in ten; "wide": one in ten has half of V
     leaves: list[torch.Tensor] = field(default_factory=list)
 
@@ -51,9 +52,9 @@ class Case:
         g = torch.Generator().manual_seed(0)
         head = {
             "hidden": torch.randn(n, width, generator=g).to(self.dtype),
-            "weight": torch.randn(vocab, width, generator=g).div_(width**0.5).to(self.dtype),
+            "weight": torch.randn(vocab + self.padding, width, generator=g).div_(width**0.5).to(self.dtype),
         }
-        head |= {"bias": torch.zeros(vocab, dtype=self.dtype)} if "b" in self.needs else {}
+        head |= {"bias": torch.zeros(vocab + self.padding, dtype=self.dtype)} if "b" in self.needs else {}
         head = {k: x.to(self.device).requires_grad_(k[0] in self.needs) for k, x in head.items()}
         self.leaves = list(head.values())
         targets = torch.randint(vocab, (n,), generator=g).to(self.device)
@@ -66,7 +67,7 @@ class Case:
         if self.objective in KINDS:  # a teacher half as wide again, without a gradient
             teacher = {
                 "teacher_hidden": torch.randn(n, 3 * width // 2, generator=g).to(self.dtype).to(self.device),
-                "teacher_weight": torch.randn(vocab, 3 * width // 2, generator=g)
+                "teacher_weight": torch.randn(vocab + self.padding // 2, 3 * width // 2, generator=g)
                 .div_(width**0.5)
                 .to(self.dtype)
                 .to(self.device),
@@ -74,11 +75,16 @@ class Case:
         given = {**head, "targets": targets, "mask": mask, "sampling_mask": self._sampling_mask(targets, g)}
         ids = torch.randint(vocab, (n, ENTRIES), generator=g).to(self.device)
         given |= {"memory_budget": self.budget, "logits_dtype": torch.float32 if self.float32_logits else None}
+        given |= {"vocab_size": vocab} if self.padding else {}
 
         def call() -> Any:
             with memory.use_plan(self.plan) if self.plan else nullcontext():
                 if teacher:
-                    options = {name: given[name] for name in ("mask", "memory_budget", "logits_dtype")}
+                    options = {
+                        name: given[name]
+                        for name in ("mask", "memory_budget", "logits_dtype", "vocab_size")
+                        if name in given
+                    }
                     out: Any = fastrl.linear_divergence(**head, **teacher, kind=self.objective, **options)
                     loss = out.loss
                 elif self.objective == "gathered":

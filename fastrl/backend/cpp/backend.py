@@ -148,6 +148,17 @@ def row_gradient(
     )
 
 
+def _beside(out: Tensor, logits: Tensor) -> tuple[int, int, int]:
+    """The address of the gradient beside the logits, the number of its dtype, and the elements from row to row."""
+    stride_a, stride_b = strides("out", out)
+    a, b, _ = out.shape
+    regular = a < 2 or b < 2 or stride_a == b * stride_b
+    if out.shape != logits.shape or not _holds_gradient(out, logits) or not regular:
+        got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
+        raise ValueError(f"out must be {_allowed(logits)} {tuple(logits.shape)} with rows equally far apart, got {got}")
+    return address("out", out), ELEMENTS[out.dtype], stride_b if b > 1 else stride_a
+
+
 def row_forward_gradient(
     logits: Tensor,
     targets: Tensor,
@@ -159,11 +170,7 @@ def row_forward_gradient(
 ) -> LossTerms:
     """See `fastrl.backend.contract`. The objective runs in float64 on the rows' float32 values."""
     n = targets.numel()
-    if out is not None and (out.shape != logits.shape or not _holds_gradient(out, logits) or not out.is_contiguous()):
-        got = f"{out.dtype} {tuple(out.shape)}, strides {out.stride()}"
-        raise ValueError(f"out must be contiguous {_allowed(logits)} {tuple(logits.shape)}, got {got}")
-    to, element = (None, 0) if out is None else (address("out", out), ELEMENTS[out.dtype])
-    result, arguments = objective_arguments(n, objective, inputs, to, element)
+    result, arguments = objective_arguments(n, objective, inputs, *((None,) if out is None else _beside(out, logits)))
     function("fastrl_row_forward_gradient", POINTER(_Rows), POINTER(LossArguments))(
         byref(_rows(logits, targets, mask, transform)), byref(arguments)
     )

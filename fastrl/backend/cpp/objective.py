@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int32, c_void_p
+from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 
 import torch
 
@@ -37,6 +37,7 @@ class LossArguments(Structure):
                 "out",
             )
         ),
+        ("out_stride", c_int64),
         ("gate", c_int32),
         ("kl", c_int32),
         ("rollout_mode", c_int32),
@@ -45,11 +46,12 @@ class LossArguments(Structure):
 
 
 def objective_arguments(
-    rows: int, objective: RowObjective, inputs: RowInputs, out: int | None, element: int = 0
+    rows: int, objective: RowObjective, inputs: RowInputs, out: int | None, element: int = 0, stride: int = 0
 ) -> tuple[LossTerms, LossArguments]:
     """Memory for the terms of so many rows, and the struct.
 
-    `out`: the address of the gradient, None for in place; `element`: the number of its dtype.
+    `out`: the address of the gradient, None for in place; `element`: the number of its dtype; `stride`: the elements
+    from a row of it to the next.
     """
     shapes = ((rows,), (rows,), (len(TERMS), rows))
     result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
@@ -63,6 +65,7 @@ def objective_arguments(
         *(pointer(name, value, rows) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
         *(tensor.data_ptr() for tensor in result),
         out,
+        stride,
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
         list(ROLLOUT_FORMULAS).index(objective.rollout),
