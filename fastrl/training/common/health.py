@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +19,13 @@ def describe(
     rewards: Sequence[float | None] | None,
     by_scorer: dict[str, list[float | None]],
     groups: Sequence[int],
-    steps: Sequence[Sequence[tuple[int, float]]] | None = None,
+    compared: Sequence[Sequence[Hashable]] | None = None,
 ) -> dict[str, float]:
     """A rollout's metrics: rewards (without the Nones), lengths in tokens, the share that ended without EOS.
 
     `rewards` is None if there is nothing that gives any; then there are no metrics of them.
     `without_variance` is included if prompts were sampled more than once: the share of groups whose rewards do not
-    differ (None does not count). With `steps`, each completion's (end, reward) pairs, it compares their rewards.
+    differ (None does not count), or what `compared` has of each completion in place of its reward.
     """
     shape = {
         "length": rollout.completion_mask.sum(1).double().mean().item(),
@@ -35,10 +35,10 @@ def describe(
         return shape
     present = [value for value in rewards if value is not None]
     parts = {f"reward/{name}": average(values) for name, values in by_scorer.items() if len(by_scorer) > 1}
-    distinct: dict[int, set[float]] = {group: set() for group in groups}
+    distinct: dict[int, set[Hashable]] = {group: set() for group in groups}
     for row, (value, group) in enumerate(zip(rewards, groups, strict=True)):
         if value is not None:
-            distinct[group].update([value] if steps is None else [reward for _, reward in steps[row]])
+            distinct[group].update([value] if compared is None else compared[row])
     deviation = statistics.pstdev(present) if present else math.nan
     numbers = {"reward": average(rewards), "reward_std": deviation, **parts}
     numbers["without_reward"] = 1 - len(present) / len(rewards)
@@ -61,6 +61,7 @@ class Watch:
         self.patience = min(PATIENCE, steps)
         advantages = getattr(config, "advantages", None) if getattr(config, "rewarded", True) else None
         self.estimator = getattr(advantages, "estimator", None)  # None: it does not learn from rewards
+        self.grouped = getattr(advantages, "grouped", False)
         self.rows: Counter[str] = Counter()  # cause -> steps in a row so far
         self.warned: set[str] = set()
         self.reward = math.nan
@@ -97,7 +98,7 @@ class Watch:
                     "apart; does the reward function read them, and are the prompts neither too hard nor too easy?",
                 )
                 return
-            if self.estimator in ("group", "rloo", "process") and numbers.get("without_variance") == 1:
+            if self.grouped and numbers.get("without_variance") == 1:
                 yield (
                     "groups",
                     f"{last} all completions of a prompt got the same reward{cut}, so every advantage in its group is "

@@ -12,8 +12,16 @@ from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
 from fastrl.training.common.policy import Policy, decoder_states
 
-ROWS = ("counted", "rewards", "groups", "response_advantages")  # (B,)
-TOKENS = ("token_advantages", "returns", "old_logprobs", "ref_logprobs", "rollout_logprobs", "old_values")  # (B, T)
+ROWS = ("counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
+TOKENS = (  # (B, T)
+    "token_advantages",
+    "returns",
+    "old_logprobs",
+    "log_sum_sq_probs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "old_values",
+)
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,13 @@ class Rollout:
     routing: Tensor | None = None  # (B, P + T, layers, experts per token) int, -1 = not recorded
     counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
     rewards: Tensor | None = None  # (B,) float32
+    parts: Tensor | None = None  # (B, R) float32, the rewards that make up `rewards`, if the advantages read them
     groups: Tensor | None = None  # (B,) int64, the prompt of each
     response_advantages: Tensor | None = None  # (B,) float32, or
     token_advantages: Tensor | None = None  # (B, T) float32
     returns: Tensor | None = None  # (B, T) float32, what the critic's values should be
     old_logprobs: Tensor | None = None  # (B, T) float32, before the step's first update; None means on-policy
+    log_sum_sq_probs: Tensor | None = None  # (B, T) float32, beside old_logprobs, if the advantages read it
     ref_logprobs: Tensor | None = None  # (B, T) float32, of the reference
     rollout_logprobs: Tensor | None = None  # (B, T) float32, of the sampler
     old_values: Tensor | None = None  # (B, T) float32, of the critic before the step's first update
@@ -145,17 +155,21 @@ def unpacked(values: Tensor, rollout: Rollout, packed: bool) -> Tensor:
     return torch.zeros(rollout.mask.shape, device=values.device).masked_scatter(rollout.mask, values)
 
 
-def in_batches(rollout: Rollout, size: int | None, numbers: Callable[[Rollout], Tensor]) -> Tensor:
-    """Apply a function from a batch to one number per token, (b, t), a few sequences at a time: (B, T) float32."""
-    result = torch.zeros(rollout.targets.shape, device=rollout.targets.device)
-    all_rows = torch.arange(len(result), device=result.device)
+def in_batches(
+    rollout: Rollout, size: int | None, numbers: Callable[[Rollout], Sequence[Tensor]], count: int = 1
+) -> Tensor:
+    """Apply a function from a batch to `count` numbers per token, each (b, t), a few sequences at a time.
+
+    Returns (count, B, T) float32.
+    """
+    results = torch.zeros(count, *rollout.targets.shape, device=rollout.targets.device)
+    all_rows = torch.arange(len(rollout.targets), device=results.device)
     for rows in all_rows.split(size or len(all_rows)) if len(all_rows) else ():
-        values = numbers(rollout.select(rows))
-        result[rows, : values.shape[1]] = values
-    return result
+        for result, values in zip(results, numbers(rollout.select(rows)), strict=True):
+            result[rows, : values.shape[1]] = values
+    return results
 
 
-@torch.no_grad()
 def rollout_logprobs(
     policy: Policy,
     rollout: Rollout,
@@ -168,8 +182,25 @@ def rollout_logprobs(
 
     Every policy, a reference too, normalises over the tokens' support. 0 where masked.
     """
+    return rollout_statistics(policy, rollout, temperature, batch_size, packed, memory_budget)[0]
 
-    def logprobs(part: Rollout) -> Tensor:
+
+@torch.no_grad()
+def rollout_statistics(
+    policy: Policy,
+    rollout: Rollout,
+    temperature: float,
+    batch_size: int | None,
+    packed: bool = False,
+    memory_budget: str | None = None,
+    extras: tuple[str, ...] = (),
+) -> Tensor:
+    """The numbers of `rollout_logprobs`, and those of each of the `extras` of `linear_token_logprobs`.
+
+    (1 + extras, B, T) float32, 0 where masked.
+    """
+
+    def statistics(part: Rollout) -> list[Tensor]:
         arguments = part.loss_arguments(packed)
         with policy.computing(), replaying(policy, part, packed):
             stats = linear_token_logprobs(
@@ -180,8 +211,9 @@ def rollout_logprobs(
                 sampling_mask=arguments["sampling_mask"],
                 temperature=temperature,
                 memory_budget=memory_budget,
+                extras=extras,
                 **policy.head,
             )
-        return unpacked(stats.logprobs, part, packed)
+        return [unpacked(getattr(stats, name), part, packed) for name in ("logprobs", *extras)]
 
-    return in_batches(rollout, batch_size, logprobs)
+    return in_batches(rollout, batch_size, statistics, 1 + len(extras))

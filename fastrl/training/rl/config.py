@@ -33,19 +33,48 @@ class DataConfig(Section):
 class AdvantagesConfig(Section):
     """From rewards to advantages."""
 
-    estimator: Literal["group", "rloo", "batch", "process", "gae"] = "group"
-    """group: relative to the prompt's group (GRPO); rloo: leave-one-out; batch: rewards to go, whitened over the batch
-    (REINFORCE++); process: step rewards, normalised in the group (GRPO); gae: with the critic's values (PPO)."""
+    estimator: Literal[
+        "group", "rloo", "maxrl", "opo", "pass_at_k", "decoupled", "batch", "process", "optimal_token_baseline", "gae"
+    ] = "group"
+    """group: relative to the prompt's group (GRPO); rloo: leave-one-out; maxrl: relative to the group's mean (MaxRL);
+    opo: a baseline weighted by length (OPO); pass_at_k: what a completion adds to the best of k; decoupled: each reward
+    normalised by itself (GDPO); batch: rewards to go, whitened over the batch (REINFORCE++); process: step rewards,
+    normalised in the group (GRPO); optimal_token_baseline: a baseline at each token, weighted by squared gradients;
+    gae: with the critic's values (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """For group and process: divide by the group's standard deviation, the batch's, or not at all (Dr.GRPO, GPG)."""
+    """For group, process and decoupled: divide by the group's standard deviation, the batch's, or not at all (Dr.GRPO,
+    GPG)."""
     ddof: Literal[0, 1] = 0
     """0 for the population's standard deviation, 1 for the sample's."""
+    k: int | None = Field(None, ge=2)
+    """For pass_at_k: how many completions the best is taken of; the default is all of the prompt's."""
     gamma: float = Field(1.0, ge=0, le=1)
     """The discount per token, for batch and gae."""
     lam: float = Field(0.95, ge=0, le=1)
     """The decay of generalised advantage estimation."""
+    lam_alpha: float | None = Field(None, gt=0)
+    """For gae: a decay for each completion, 1 - 1 / (lam_alpha * its tokens), in place of lam (VAPO's; 0.05 there)."""
+    lam_critic: float | None = Field(None, ge=0, le=1)
+    """For gae: the decay in the critic's targets (VAPO: 1); the default is that of the advantages."""
     whiten: bool = True
     """For gae: shift and scale the batch's token advantages to mean 0 and standard deviation 1."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a completion is compared with the prompt's others."""
+        return self.estimator not in ("batch", "gae")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a completion's tokens get different advantages."""
+        return self.estimator in ("batch", "process", "optimal_token_baseline", "gae")
+
+    @model_validator(mode="after")
+    def _read(self) -> "AdvantagesConfig":
+        for name, estimator in (("k", "pass_at_k"), ("lam_alpha", "gae"), ("lam_critic", "gae")):
+            if getattr(self, name) is not None and self.estimator != estimator:
+                raise ValueError(f'{name}: is for estimator = "{estimator}", got {self.estimator!r}')
+        return self
 
 
 class CriticConfig(Section):
@@ -263,7 +292,7 @@ class Config(Section):
         updates = self.training.epochs * self.training.minibatches
         if self.data.eval_path is None and evaluates:
             raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
-        if single and self.rewarded and (estimator in ("group", "rloo", "process") or self.rollout.dynamic_sampling):
+        if single and self.rewarded and (self.advantages.grouped or self.rollout.dynamic_sampling):
             raise ValueError("rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1")
         if (estimator == "gae") != (self.critic is not None):
             raise ValueError('advantages.estimator = "gae" and a [critic] table go together')
@@ -271,10 +300,20 @@ class Config(Section):
             raise ValueError('advantages.estimator = "process" and reward.steps go together')
         if self.entropy is not None and not float(objective.entropy_coef) > 0:
             raise ValueError("entropy: objective.entropy_coef must be the positive coefficient to start from")
-        if self.kl is not None and self.kl.place == "reward" and estimator == "process":
-            raise ValueError('kl.place: a KL in the reward does not go with advantages.estimator = "process"')
+        if self.kl is not None and self.kl.place == "reward" and estimator in ("process", "decoupled", "maxrl"):
+            raise ValueError(f'kl.place: a KL in the reward does not go with advantages.estimator = "{estimator}"')
+        if estimator == "optimal_token_baseline" and self.rollout.truncates:
+            raise ValueError(
+                'advantages.estimator = "optimal_token_baseline" needs the whole vocabulary; leave rollout.top_k, '
+                "top_p and min_p out"
+            )
         if self.kl is not None and self.kl.sync_every is not None and lora:
             raise ValueError("kl.sync_every: with model.lora_rank the reference is the model without its adapters")
+        if estimator == "decoupled" and self.reward.overlong_cache is not None:
+            raise ValueError(
+                'reward.overlong_cache: does not go with advantages.estimator = "decoupled"; make the price of length '
+                "a reward function"
+            )
         if self.critic is not None and self.critic.shared and lora:
             raise ValueError("critic.shared: does not go with model.lora_rank; leave one of them out")
         if estimator == "process" and self.reward.overlong_cache is not None:

@@ -34,8 +34,8 @@ class Critic(nn.Module):
     def rollout_values(self, policy: Policy, rollout: Rollout, batch_size: int | None, packed: bool) -> Tensor:
         """The values of a whole rollout, (B, T), computed a few sequences at a time."""
 
-        def values(part: Rollout) -> Tensor:
+        def values(part: Rollout) -> list[Tensor]:
             with replaying(policy, part, packed):
-                return unpacked(self.values(policy, part, packed), part, packed)
+                return [unpacked(self.values(policy, part, packed), part, packed)]
 
-        return in_batches(rollout, batch_size, values)
+        return in_batches(rollout, batch_size, values)[0]

@@ -2,17 +2,32 @@
 
 import bisect
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fastrl import gae, group_advantages, kl_penalized_rewards, overlong_penalty, process_advantages, rloo_advantages
+from fastrl import (
+    decoupled_group_advantages,
+    gae,
+    group_advantages,
+    kl_penalized_rewards,
+    length_adaptive_lambda,
+    maxrl_advantages,
+    opo_advantages,
+    optimal_token_baseline_advantages,
+    overlong_penalty,
+    pass_at_k_advantages,
+    process_advantages,
+    rloo_advantages,
+)
+from fastrl.base.errors import UserError
 from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, join, rollout_logprobs
+from fastrl.training.common.rollout import Rollout, join, rollout_logprobs, rollout_statistics
 from fastrl.training.common.timing import timed
 from fastrl.training.rl.run import Run
 
@@ -31,16 +46,20 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     size, packed, budget = training.micro_batch_size, training.packing, training.memory_budget
     with timed("time/logprobs", numbers):
         needs_old = (run.policy_coef > 0 and not run.on_policy) or run.kl_in_reward or run.teacher is not None
-        old, ref, taught = (
+        extras = ("log_sum_sq_probs",) if run.needs_score_norms else ()
+        old, squares = None, None
+        if needs_old or extras:
+            old, *more = rollout_statistics(run.policy, rollout, temperature, size, packed, budget, extras)
+            squares = more[0] if more else None
+        ref, taught = (
             rollout_logprobs(model, part, temperature, size, packed, budget) if model else None
             for model, part in (
-                (run.policy if needs_old else None, rollout),
                 (run.reference, rollout),
                 (run.teacher, replace(rollout, routing=None)),  # the experts are the policy's
             )
         )
         values = run.critic.rollout_values(run.policy, rollout, size, packed) if run.critic else None
-    rollout = replace(rollout, old_logprobs=old, ref_logprobs=ref, old_values=values)
+    rollout = replace(rollout, old_logprobs=old, log_sum_sq_probs=squares, ref_logprobs=ref, old_values=values)
     if old is not None and ref is not None:
         numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)
     if run.config.rewarded:
@@ -64,6 +83,8 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     samples: list[dict[str, object]] = []
     by_scorer: dict[str, list[float | None]] = {}
     kept: list[int] = []
+    compared: Sequence[Hashable] = values
+    decoupled = run.config.advantages.estimator == "decoupled" and run.config.rewarded
     numbers["time/generate"] = numbers["time/reward"] = 0.0
     for _ in range(1 + settings.max_refills if settings.dynamic_sampling else 1):
         missing = settings.prompts_per_step - len({groups[row] for row in kept})
@@ -86,19 +107,24 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         shown = slice(run.config.logging.samples - len(samples))
         for example, text, value in zip(examples[shown], texts[shown], new_rewards[shown], strict=True):
             samples.append({"prompt": example.prompt, "completion": text, "reward": value})
-        kept = _kept(values, groups, settings.dynamic_sampling) if run.config.rewarded else list(range(len(values)))
+        compared = list(zip(*by_scorer.values(), strict=True)) if decoupled else values
+        kept = list(range(len(values)))
+        if run.config.rewarded:
+            kept = _kept(values, compared, groups, settings.dynamic_sampling)
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
 
     rollout = join(rollouts)
     ended = ended_by_eos(run.policy, rollout)
     described = values if run.rewards.scorers else None
-    numbers |= describe(rollout, ended, described, by_scorer, groups, steps if run.steps_reward else None)
+    differing = [[reward for _, reward in pairs] for pairs in steps] if run.steps_reward else [[x] for x in compared]
+    numbers |= describe(rollout, ended, described, by_scorer, groups, differing)
     rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
     rollout = replace(
         rollout,
         counted=ended if rewards.overlong_filter else None,
-        rewards=torch.tensor([math.nan if v is None else v for v in values], device=rows.device),
+        rewards=_rewards(values, rows.device),
+        parts=torch.stack([_rewards(x, rows.device) for x in by_scorer.values()], 1) if decoupled else None,
         groups=torch.tensor(groups, device=rows.device),
     )
     return rollout.select(rows), [steps[row] for row in kept], samples
@@ -113,11 +139,16 @@ def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> 
     return [None if value is None else value + price for value, price in zip(values, prices, strict=True)]
 
 
-def _kept(values: list[float | None], groups: list[int], varied: bool) -> list[int]:
-    """The rows with a reward; with `varied` only those in groups whose rewards differ."""
-    distinct: dict[int, set[float]] = {}
-    for value, group in zip(values, groups, strict=True):
-        distinct.setdefault(group, set()).update(() if value is None else (value,))
+def _rewards(values: Sequence[float | None], device: torch.device) -> Tensor:
+    """(B,) float32, NaN for None."""
+    return torch.tensor([math.nan if v is None else v for v in values], device=device)
+
+
+def _kept(values: list[float | None], compared: Sequence[Hashable], groups: list[int], varied: bool) -> list[int]:
+    """The rows with a reward; with `varied` only those in groups in which what is compared differs."""
+    distinct: dict[int, set[Hashable]] = {}
+    for value, shown, group in zip(values, compared, groups, strict=True):
+        distinct.setdefault(group, set()).update(() if value is None else (shown,))
     required = 2 if varied else 1
     return [row for row, value in enumerate(values) if value is not None and len(distinct[groups[row]]) >= required]
 
@@ -127,27 +158,60 @@ def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
     settings, mask = run.config.advantages, rollout.mask
     rewards, groups = rollout.rewards, rollout.groups
     assert rewards is not None and groups is not None  # set by _sample
-    estimator, scale, ddof = settings.estimator, settings.scale, settings.ddof
+    estimator = settings.estimator
     if estimator == "process":
         ends, values = _step_tensors(run.policy, rollout, steps)
         lengths = rollout.completion_mask.sum(1)
-        advantages = process_advantages(values, ends, groups, lengths, scale=scale, ddof=ddof)
+        advantages = process_advantages(values, ends, groups, lengths, scale=settings.scale, ddof=settings.ddof)
         return replace(
             rollout, token_advantages=torch.nn.functional.pad(advantages, (0, mask.shape[1] - advantages.shape[1]))
         )
-    if estimator in ("group", "rloo"):
+    if settings.grouped and not settings.per_token:
         # A response that does not count has no token to carry its score, but its group's baseline still includes it.
         scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
-        if estimator == "rloo":
-            return replace(rollout, response_advantages=rloo_advantages(scores, groups))
-        return replace(rollout, response_advantages=group_advantages(scores, groups, scale=scale, ddof=ddof))
+        return replace(rollout, response_advantages=_compared(run, rollout, scores, groups))
     token_rewards = _token_rewards(run, rollout)
+    if estimator == "optimal_token_baseline":
+        old, squares = rollout.old_logprobs, rollout.log_sum_sq_probs
+        assert old is not None and squares is not None  # set by collect
+        advantages = optimal_token_baseline_advantages(token_rewards, old, squares, mask, groups)
+        return replace(rollout, token_advantages=advantages)
     values = torch.zeros_like(token_rewards) if rollout.old_values is None else rollout.old_values
-    lam = settings.lam if estimator == "gae" else 1.0
+    lam: float | Tensor = settings.lam if estimator == "gae" else 1.0
+    if settings.lam_alpha is not None:
+        lam = length_adaptive_lambda(mask.sum(1), alpha=settings.lam_alpha)
     advantages, returns = gae(token_rewards, values, mask, gamma=settings.gamma, lam=lam)
+    if settings.lam_critic is not None:
+        _, returns = gae(token_rewards, values, mask, gamma=settings.gamma, lam=settings.lam_critic)
     if settings.whiten or estimator == "batch":
         advantages = whitened(advantages, mask)
     return replace(rollout, token_advantages=advantages, returns=returns)
+
+
+def _compared(run: Run, rollout: Rollout, scores: Tensor, groups: Tensor) -> Tensor:
+    """Each response's advantage (B,) from the scores (B,) of its group."""
+    settings = run.config.advantages
+    match settings.estimator:
+        case "rloo":
+            return rloo_advantages(scores, groups)
+        case "maxrl":
+            if bool((scores < 0).any()):
+                raise UserError(
+                    'advantages.estimator = "maxrl" divides by the mean reward, so rewards must be >= 0; one is '
+                    f"{float(scores.nan_to_num(0).min()):.6g}"
+                )
+            return maxrl_advantages(scores, groups)
+        case "opo":
+            return opo_advantages(scores, groups, rollout.completion_mask.sum(1))
+        case "pass_at_k":
+            return pass_at_k_advantages(scores, groups, k=settings.k)
+        case "decoupled":
+            assert rollout.parts is not None  # set by _sample
+            weights = [weight for _, weight in run.rewards.scorers]
+            return decoupled_group_advantages(
+                rollout.parts, groups, weights=weights, scale=settings.scale, ddof=settings.ddof
+            )
+    return group_advantages(scores, groups, scale=settings.scale, ddof=settings.ddof)
 
 
 def add_distillation(run: Run, rollout: Rollout, old: Tensor, taught: Tensor) -> Rollout:

@@ -55,6 +55,11 @@ class Run:
         return self.config.kl is not None and self.config.kl.place == "reward"
 
     @property
+    def needs_score_norms(self) -> bool:
+        """Whether the advantages read the tokens' squared score norms."""
+        return self.config.rewarded and self.config.advantages.estimator == "optimal_token_baseline"
+
+    @property
     def on_policy(self) -> bool:
         """Whether the policy is still the one that sampled at every update: one update per rollout."""
         return self.config.training.epochs * self.config.training.minibatches == 1
@@ -153,7 +158,7 @@ def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
     on_policy = training.epochs * training.minibatches == 1
     distillation = config.distillation
     sampled = distillation is not None and distillation.form == "sampled"
-    uneven = sampled or config.advantages.estimator in ("batch", "process", "gae")
+    uneven = sampled or config.advantages.per_token
     inputs = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
     shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
     calls = []
@@ -161,7 +166,8 @@ def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
         what = "the policy's loss"
         calls.append(LossCall(what, update, update, objective=objective, inputs=inputs, own_leaf=True, **shared))
     reads_reference = objective.kl is not None and objective.kl.needs_reference
-    if config.has_policy_loss and (not on_policy or config.kl is not None or reads_reference or sampled):
+    reads_norms = config.rewarded and config.advantages.estimator == "optimal_token_baseline"
+    if config.has_policy_loss and (not on_policy or config.kl is not None or reads_reference or sampled or reads_norms):
         calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
     if distillation is not None:
         calls += _distillation_calls(config, distillation, micro * longest if sampled else update, shared)

@@ -164,6 +164,41 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
             {"objective": {"name": "klcov"}, "training": {"micro_batch_size": 2}},
             r"objective\.name = 'klcov' ranks .*training\.micro_batch_size",
         ),
+        # What an estimator of advantages cannot use.
+        ({"advantages": {"k": 4}}, r'advantages.*k: is for estimator = "pass_at_k", got \'group\''),
+        ({"advantages": {"estimator": "pass_at_k", "k": 1}}, r"advantages\.k.*greater than or equal to 2, got 1"),
+        (
+            {"advantages": {"estimator": "batch", "lam_alpha": 2.0}},
+            r'lam_alpha: is for estimator = "gae", got \'batch\'',
+        ),
+        ({"advantages": {"lam_critic": 1.0}}, r'lam_critic: is for estimator = "gae"'),
+        (
+            {"advantages": {"estimator": "gae", "lam_alpha": 0.0}, "critic": {}},
+            r"advantages\.lam_alpha.*greater than 0",
+        ),
+        (
+            {"advantages": {"estimator": "decoupled"}, "reward": {"overlong_cache": 2}},
+            r"reward\.overlong_cache: .*decoup",
+        ),
+        (
+            {"advantages": {"estimator": "decoupled"}, "kl": {"place": "reward", "kind": "k1"}},
+            r'kl\.place: .*advantages\.estimator = "decoupled"',
+        ),
+        (
+            {"advantages": {"estimator": "maxrl"}, "kl": {"place": "reward", "kind": "k1"}},
+            r'kl\.place: .*advantages\.estimator = "maxrl"',
+        ),
+        (
+            {"advantages": {"estimator": "optimal_token_baseline"}, "rollout": {"top_k": 5}},
+            r'"optimal_token_baseline" needs the whole vocabulary; leave rollout\.top_k',
+        ),
+        *(
+            (
+                {"advantages": {"estimator": name}, "rollout": {"num_generations": 1}},
+                r"rollout\.num_generations: .*got 1",
+            )
+            for name in ("maxrl", "opo", "pass_at_k", "decoupled", "optimal_token_baseline")
+        ),
         # Coefficients that could never move.
         ({"kl": {"kind": "old-new-k2"}, "training": {"minibatches": 1}}, "old-new-k2.*one update per rollout"),
         ({"kl": {"kind": "old-new"}, "training": {"minibatches": 1}}, "always 0 with one update per rollout"),

@@ -81,6 +81,24 @@ def test_without_discount_or_decay_every_return_is_the_reward(critic_run, rollou
     torch.testing.assert_close(found.token_advantages, (expected - values).where(rollout.mask, 0), rtol=0, atol=1e-5)
 
 
+def test_the_decay_may_depend_on_the_length_and_be_another_for_the_critic(critic_run, rollout):
+    """VAPO: each response's lambda is 1 - 1 / (alpha T), of the tokens that count; the targets have their own."""
+    run = critic_run("own", lam_alpha=0.6, lam_critic=0.25, gamma=0.9, whiten=False)
+    found = add_advantages(run, rollout, [])
+    zeros = torch.zeros_like(rollout.old_values)
+    columns = (rollout.rewards, zeros, zeros, rollout.old_values, rollout.mask)
+    lengths = rollout.mask.sum(1).tolist()
+    assert min(lengths) <= 1 and max(lengths) >= 4  # of the first's, 1 / (0.6 T) is more than 1
+    for row, length in enumerate(lengths):
+        lam = max(0.0, 1 - 1 / (0.6 * length)) if length else 0.0
+        expected = naive_gae(*columns, 0.0, "k1", 0.9, lam)[0][row]
+        torch.testing.assert_close(found.token_advantages[row].double(), expected, rtol=0, atol=1e-5)
+    _, returns = naive_gae(*columns, 0.0, "k1", 0.9, 0.25)
+    torch.testing.assert_close(found.returns.double(), returns, rtol=0, atol=1e-5)
+    same = add_advantages(critic_run("own", lam_alpha=0.6, gamma=0.9, whiten=False), rollout, [])
+    torch.testing.assert_close(same.returns, (found.token_advantages + rollout.old_values).where(rollout.mask, 0))
+
+
 def test_a_kl_in_the_reward_is_paid_at_each_token_and_the_score_at_the_last(critic_run, rollout):
     """A naive loop, discounted so that each token's own reward shows; truncated rows end where they were cut off."""
     kl = KLConfig(place="reward", kind="k1", coef=0.3)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from random_calls import exact_advantages as exact
-from rollouts import LENGTHS, PROMPTS, VOCAB, make_rollout, naive_gae, own_logprobs, play
+from rollouts import LENGTHS, PROMPTS, VOCAB, dense_log_p, make_rollout, naive_gae, own_logprobs, play
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
@@ -38,6 +38,12 @@ def equal(prompts, completions, answer):
     return [1.0] * len(prompts)
 def model(prompts, completions, answer):
     return [1.0] * len(prompts)
+def rising(prompts, completions, answer):
+    return [float(i % 4) for i in range(len(prompts))]
+def falling(prompts, completions, answer):
+    return [3.0 - i % 4 for i in range(len(prompts))]
+def below(prompts, completions, answer):
+    return [float(i) - 0.5 for i in range(len(prompts))]
 """
 
 
@@ -172,6 +178,72 @@ def test_joined_rollouts_keep_each_tokens_numbers(make_policy, routed):
 
 
 # --- advantages -----------------------------------------------------------------------------------------------------
+
+
+def test_decoupled_rewards_come_from_each_function_with_its_weight(collected):
+    tables = {"reward": {"weights": [2.0, -1.0]}, "advantages": {"estimator": "decoupled", "ddof": 1}}
+    rollout, _, _ = collected("first", "rising", **tables)
+    first = [math.nan if i % 4 in (0, 1) else float(i) for i in range(ROWS)]
+    rising = [float(i % 4) for i in range(ROWS)]
+    assert torch.equal(rollout.parts.isnan(), torch.tensor([first, rising]).T.isnan())
+    expected, _ = exact.decoupled([first, rising], rollout.groups.tolist(), [2.0, -1.0], "group", 1, 1e-6)
+    assert rollout.response_advantages.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_whose_rewards_differ_only_apart_are_kept(collected):
+    """Each sum is 3, but the two rewards differ."""
+    tables = {"reward": {"weights": [1.0, 1.0]}, "rollout": {"dynamic_sampling": True, "max_refills": 1}}
+    rollout, numbers, _ = collected("rising", "falling", advantages={"estimator": "decoupled"}, **tables)
+    assert set(rollout.rewards.tolist()) == {3.0} and len(rollout.rewards) == ROWS
+    assert numbers["kept"] == 1 and numbers["refills"] == 0 and numbers["without_variance"] == 0
+    rollout, numbers, _ = collected("rising", "falling", **tables)
+    assert numbers["kept"] == 0 and numbers["without_variance"] == 1
+
+
+def test_a_mean_to_divide_by_is_not_negative(collected):
+    rollout, _, _ = collected("rising", advantages={"estimator": "maxrl"})
+    assert rollout.response_advantages.tolist() == pytest.approx([-1.0, -1 / 3, 1 / 3, 1.0] * 6)
+    with pytest.raises(UserError, match=r'"maxrl" divides by the mean reward, so rewards must be >= 0; one is -0\.5'):
+        collected("below", advantages={"estimator": "maxrl"})
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_the_best_of_k_completions(collected, k):
+    rollout, _, _ = collected("rising", advantages={"estimator": "pass_at_k", "k": k})
+    # Of three: 2 is best of {0, 1, 2} alone by 1, in one of three subsets; 3 leads by 1, 1 and 2 in its three.
+    expected = [0.0, 0.0, 0.0, 1.0] if k is None else [0.0, 0.0, 1 / 3, 4 / 3]
+    assert rollout.response_advantages.tolist() == pytest.approx(expected * 6)
+
+
+def test_completions_that_do_not_count_have_their_length_in_opos_baseline(collected):
+    tables = {"reward": {"overlong_filter": True}, "advantages": {"estimator": "opo"}}
+    rollout, numbers, _ = collected("rising", **tables)
+    lengths = rollout.completion_mask.sum(1)
+    assert numbers["truncated"] > 0 and len(set(lengths.tolist())) > 1
+    columns = (rollout.rewards.tolist(), rollout.groups.tolist(), lengths.tolist())
+    assert rollout.response_advantages.tolist() == pytest.approx(exact.length_weighted(*columns), abs=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("place", [None, "reward"])
+def test_a_token_baseline_is_of_the_policys_own_probabilities(collected, packed, place):
+    kl = {} if place is None else {"kl": {"place": place, "kind": "k1", "coef": 0.5, "sync_every": 1}}
+    training = {"packing": packed, "micro_batch_size": 5, "minibatches": 1}
+    options = {"advantages": {"estimator": "optimal_token_baseline"}, "training": training, **kl}
+    rollout, _, run = collected("rising", reward={"overlong_filter": True}, rollout={"temperature": 0.7}, **options)
+    assert rollout.old_logprobs is None and rollout.response_advantages is None  # on-policy
+    log_p, _ = dense_log_p(run.policy, rollout)
+    log_p = (log_p / 0.7).log_softmax(-1)
+    own = log_p.gather(-1, rollout.targets[..., None])[..., 0]
+    last = rollout.mask & (rollout.mask.cumsum(1) == rollout.mask.sum(1, keepdim=True))
+    rewards = rollout.rewards[:, None] * last
+    if place is not None:  # the reference is the policy still: its k1 is 0
+        assert (rollout.ref_logprobs - own)[rollout.mask].abs().max() < 1e-5
+    columns = (x.tolist() for x in (rewards, own, (2 * log_p).logsumexp(-1), rollout.mask))
+    expected = torch.tensor(exact.token_baseline(*columns, rollout.groups.tolist(), False), dtype=torch.float64)
+    # The squares are over all 24 completions, with weights that differ: no plain mean.
+    assert expected.abs().max() > 0.5 and len(set(rollout.mask.sum(1).tolist())) > 2
+    torch.testing.assert_close(rollout.token_advantages.double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture

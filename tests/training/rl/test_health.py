@@ -254,6 +254,13 @@ def warnings(capsys):
         ("return [0.5] * len(prompts)", {"rollout": {"max_new_tokens": 1}}, 1, 5, "no advantage tells them apart"),
         ("return [float(prompt[0]) for prompt in prompts]", {}, 1, 5, "all completions of a prompt got the same"),
         (
+            "return [float(prompt[0]) for prompt in prompts]",
+            {"advantages": {"estimator": "opo"}},
+            1,
+            5,
+            "all completions of a prompt got the same",
+        ),
+        (
             "return [float(i % 2) for i in range(len(prompts))]",
             {"optimizer": {"max_grad_norm": 1.0}, "rollout_correction": {"mode": "mask", "low": 5.0, "high": 6.0}},
             0,
@@ -289,16 +296,16 @@ def test_which_groups_have_no_variance():
     rollout = Rollout(torch.zeros(8, 3, dtype=torch.long), mask, 0)
     groups = [0, 0, 1, 1, 2, 2, 3, 3]
 
-    def share(rewards, groups=groups, steps=None):
-        return describe(rollout, mask[:, 0], rewards, {}, groups, steps).get("without_variance")
+    def share(rewards, groups=groups, compared=None):
+        return describe(rollout, mask[:, 0], rewards, {}, groups, compared).get("without_variance")
 
     assert share([1.0, 2.0, 1.0, 1.0, None, None, None, 3.0]) == 3 / 4
     assert share([1.0, 2.0] * 4) == 0
     assert share([1.0, 2.0] * 4, list(range(8))) is None  # one completion per prompt: nothing to compare
     # Of process rewards it is the steps' that differ, within a completion too.
-    steps = [[(1, 0.0), (2, 1.0)], [], [(1, 1.0)], [(1, 1.0)], [], [], [(1, 0.0)], [(1, 1.0)]]
-    assert share([1.0, 2.0] * 4, steps=steps) == 2 / 4
-    assert share([1.0, 2.0] * 3 + [1.0, None], steps=steps) == 3 / 4
+    steps = [[0.0, 1.0], [], [1.0], [1.0], [], [], [0.0], [1.0]]
+    assert share([1.0, 2.0] * 4, compared=steps) == 2 / 4
+    assert share([1.0, 2.0] * 3 + [1.0, None], compared=steps) == 3 / 4
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ CASES = {
     "float32 logits": {"model": {"dtype": "bfloat16", "logits_dtype": "float32"}},
     "a response at a time": {"objective": {"name": "gspo"}},
     "a KL and top-k": {"kl": {"kind": "k3", "coef": 0.1}, "rollout": {"top_k": 5, "top_p": 0.9}},
+    "score norms, on-policy": {
+        "advantages": {"estimator": "optimal_token_baseline"},
+        "training": {"minibatches": 1, "micro_batch_size": 5},
+    },
     "text": {"pretraining": {"length": 64, "batch_size": 32}},
 }
 
