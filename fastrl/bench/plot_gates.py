@@ -28,6 +28,7 @@ from fastrl.objectives.presets import PRESETS, any_numbers
 # Suffix of the file -> its metadata: no date, so that the same figure gives the same file.
 FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 LOWEST, HIGHEST = 0.1, 10.0  # ratios
+OLD_PROBABILITY = 0.3  # for gates that read the probability: high enough to fall by a threshold, low enough to rise
 POINTS = 801  # odd, so that they include the ratio 1
 # Blue and vermillion of Okabe and Ito, which colour-blind readers can tell apart.
 POSITIVE, NEGATIVE, GUIDE, INK = "#0072b2", "#d55e00", "#b8bec4", "#222222"
@@ -77,7 +78,8 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
 
     Each ratio is a response of one token, so that it is the ratio at the objective's own level, token or sequence. Only
     the gate counts: no KL, no entropy bonus, nothing that reads the rollout engine's log-probabilities, no weight that
-    other tokens give.
+    other tokens give. For a gate that reads the probability the old one is OLD_PROBABILITY, and NaN is returned where
+    the new one would be more than 1.
     """
     alone = objective.replace(
         kl=None,
@@ -88,16 +90,18 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
         future_kl=None,
         covariance=None,
     )
-    logprobs = torch.zeros(len(ratios), 1, dtype=torch.float64, requires_grad=True)
+    old = math.log(OLD_PROBABILITY) if objective.gate.reads_logprob else 0.0
+    logprobs = (old + ratios.double().log()[:, None]).requires_grad_()
     result = policy_loss(
         logprobs,
         objective=alone,
         advantages=torch.full((len(ratios),), advantage, dtype=torch.float64),
-        old_logprobs=-ratios.double().log()[:, None],
+        old_logprobs=torch.full_like(logprobs, old).detach(),
         denominator=1.0,  # a sum, so that responses do not affect each other
     )
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
-    return gradient[:, 0] / -advantage
+    possible = logprobs[:, 0] <= (0.0 if objective.gate.reads_logprob else math.inf)
+    return (gradient[:, 0] / -advantage).where(possible, torch.nan)
 
 
 def figure(names: Iterable[str]) -> Figure:
@@ -152,11 +156,11 @@ def _draw(panel: Axes, members: dict[str, Objective]) -> None:
 def _name(panel: Axes, gate: Gate, members: dict[str, Objective]) -> None:
     """Put the presets' names above the panel, and below them the gate that they share and the ratio that it reads."""
     fields = dataclasses.asdict(gate).items()  # type: ignore[call-overload]
-    args = ", ".join(f"{k}={v if isinstance(v, bool) else f'{v:g}'}" for k, v in fields if v is not None)
+    shown = ((k, v if isinstance(v, bool) else f"{v:g}") for k, v in fields if not isinstance(v, str | None))
+    args = ", ".join([v for _, v in fields if isinstance(v, str)] + [f"{k}={v}" for k, v in shown])
     levels = {"response" if objective.ratio.startswith("sequence") else "token" for objective in members.values()}
-    panel.set_title(
-        f"{type(gate).__name__}({args})\n{' or '.join(sorted(levels))} ratio", loc="left", fontsize=7.5, color="#59636e"
-    )
+    read = f"{' or '.join(sorted(levels))} ratio" + f", old probability {OLD_PROBABILITY:g}" * gate.reads_logprob
+    panel.set_title(f"{type(gate).__name__}({args})\n{read}", loc="left", fontsize=7.5, color="#59636e")
     panel.annotate(
         ", ".join(members),
         (0, 1),

@@ -26,7 +26,7 @@ from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations import megatron
 from fastrl.integrations.patching import Replaced, exchange, say_once
-from fastrl.objectives.objective import Clip, CovarianceClip, CovarianceKL
+from fastrl.objectives.objective import Clip, CovarianceClip, CovarianceKL, DivergenceMask
 from fastrl.planning.budget import parse_budget
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
@@ -62,9 +62,10 @@ PolicyLossFunction = Callable[..., tuple[Tensor, dict[str, float]]]
 def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]:
     """Register every preset of `fastrl.PRESETS` as verl policy loss `fastrl_<preset>`.
 
-    Clip ratios (clip_ratio_low, clip_ratio_high, clip_ratio), clip_ratio_c (PPO's dual clip), tau_pos, tau_neg and
-    policy_loss.ppo_kl_coef come from verl's actor config, Clip-Cov's and KL-Cov's numbers from its policy_loss, the
-    aggregation from loss_agg_mode and the global batch.
+    Clip ratios (clip_ratio_low, clip_ratio_high, clip_ratio), clip_ratio_c (PPO's dual clip, DPPO's cap), tau_pos,
+    tau_neg, policy_loss.ppo_kl_coef and policy_loss.dro_beta come from verl's actor config, Clip-Cov's and KL-Cov's
+    numbers from its policy_loss, the aggregation from loss_agg_mode and the global batch. DPPO's clip ratios are its
+    thresholds, and its kind is "tv", as verl's dppo_tv; `{"DPPO": {"kind": "kl"}}` makes it dppo_kl.
 
     Args:
         fields: preset -> its arguments or fields of `fastrl.Objective`, which override the config:
@@ -158,6 +159,7 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
         "tau_neg": lambda: config.tau_neg,
         "coef": lambda: config.policy_loss.ppo_kl_coef,
         "kl_coef": lambda: 0.0,
+        "beta": lambda: _dro_beta(config),
     }
     for name, option in _OF_POLICY_LOSS.get(preset, {}).items():
         value = getattr(config.policy_loss, option, None)
@@ -167,6 +169,8 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
     arguments = {name: number() for name, number in from_config.items() if name in parameters}
     if preset == "CISPO":
         arguments = {"cap": 1 + high, "low": max(1 - low, 0.0)}
+    elif preset == "DPPO":
+        arguments = {"low": low, "high": high, "cap": getattr(config, "clip_ratio_c", 20.0)}
     elif preset == "GMPO":
         if low != high and "clip" not in fields:
             raise ValueError(f"clip_ratio_low and clip_ratio_high must be equal for fastrl_GMPO, got {low} and {high}")
@@ -181,6 +185,13 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
     if preset == "DeepSeekV32" and getattr(config, "use_kl_loss", False):
         say_once(log, "fastrl_DeepSeekV32: use_kl_loss adds verl's own KL, which is not multiplied by the ratio")
     return PRESETS[preset](**(arguments | fields | aggregation))
+
+
+def _dro_beta(config: Any) -> float:
+    beta: float | None = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(f"policy_loss.dro_beta must be > 0 for fastrl_DRO, got {beta}")
+    return beta
 
 
 def _aggregation(preset: str, mode: str, config: Any, mask: Tensor) -> tuple[dict[str, Any], Tensor | float]:
@@ -231,6 +242,11 @@ def _metrics(
         plain = objective.replace(gate=dataclasses.replace(gate, dual=None), future_kl=None, covariance=None)
         clipped = policy_loss(log_prob, objective=plain, **inputs).metrics["clip_frac"]
         lower = metrics["clip_frac"] - clipped
+    elif isinstance(gate, DivergenceMask):  # `lower`: tokens that only the cap stopped
+        capped = (log_prob.float() - inputs["old_logprobs"].float()).exp() > gate.cap
+        among = inputs | {"mask": inputs["mask"] * capped}
+        stopped = policy_loss(log_prob, objective=objective, **among).metrics
+        lower = stopped["tokens"] * (1 - stopped["clip_frac"]) / metrics["tokens"].clamp(min=1)
     bound, mask = objective.max_log_ratio, inputs["mask"] != 0
     drift = (inputs["old_logprobs"].float() - log_prob.float()).clamp(-bound, bound).where(mask, 0.0)
     if isinstance(objective.covariance, CovarianceClip):

@@ -35,6 +35,13 @@ def test_sapo_is_a_bell(advantage, tau):
         assert weight("SAPO", ratio, advantage) == pytest.approx(ratio / math.cosh(tau * (ratio - 1) / 2) ** 2)
 
 
+def test_dppo_stops_by_the_probability_which_cannot_exceed_one():
+    old = plot_gates.OLD_PROBABILITY
+    for advantage, change, expected in ((1.0, 0.16, 0.0), (1.0, 0.14, 1 + 0.14 / old), (-1.0, -0.16, 0.0)):
+        assert weight("DPPO", 1 + change / old, advantage) == pytest.approx(expected)
+    assert math.isnan(weight("DPPO", 1.01 / old, 1.0)) and weight("PPO", 1.01 / old, -1.0) > 1
+
+
 def test_the_weight_does_not_depend_on_the_advantages_size_nor_on_other_terms():
     ratios = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
     objective = fastrl.CISPO(
@@ -56,7 +63,7 @@ def test_every_preset_is_named_once_and_its_panel_shows_its_own_weights():
         for name in panel.texts[0].get_text().split(", "):
             for line, advantage in ((positive, 1.0), (negative, -1.0)):
                 expected = plot_gates.weights(any_numbers(name), ratios, advantage)
-                torch.testing.assert_close(torch.as_tensor(line.get_ydata()), expected)
+                torch.testing.assert_close(torch.as_tensor(line.get_ydata()), expected, equal_nan=True)
 
 
 def test_presets_of_one_gate_share_a_panel_and_its_label_tells_the_gate():

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from peer_cases import policy_batch
 from verl_cases import CLOSE, ActorConfig
 
 import fastrl.integrations.verl as adapter
-from fastrl import KL, PRESETS, Clip, FutureKL, GammaWeight, NoGate, Objective
+from fastrl import KL, PRESETS, Clip, FutureKL, GammaWeight, NoGate, Objective, RatioMask, Tapered
 
 OFF_POLICY_DELTA = 0.02  # nats: drops the fourth response, keeps the second
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -31,6 +32,8 @@ PAIRS = {
     "SAPO": "sapo",
     "GPG": "gpg",
     "REINFORCE": "gpg",
+    "DPPO": "dppo_tv",
+    "DRO": "dro",
 }
 
 
@@ -73,12 +76,12 @@ def test_presets_are_verls_own_losses(core, registered, preset):
     ours, theirs = registered[f"fastrl_{preset}"], core.get_policy_loss_fn(PAIRS[preset])
     batch, weights = make_batch(constant=preset == "GSPO")
     for mode, config in aggregations():
-        if preset not in ("PPO", "CISPO"):
+        if preset not in ("PPO", "CISPO", "DPPO"):
             config.clip_ratio_c = 1e9
         for given in (None,) if preset == "GSPO" else (None, weights):
             found, expected = run(ours, batch, mode, config, given), run(theirs, batch, mode, config, given)
             torch.testing.assert_close(found[:2], expected[:2], **CLOSE)
-            if expected[2]:
+            if len(expected[2]) == 3:
                 torch.testing.assert_close(found[2], expected[2], **CLOSE)
             assert set(found[2]) == {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
             assert all(isinstance(value, float) for value in found[2].values())
@@ -120,6 +123,22 @@ def test_kl_cov_is_verls(core, registered, weighted):
     assert not torch.allclose(found[1], run(registered["fastrl_KLCov"], batch, mode, config)[1]), "the term is there"
 
 
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_dppo_is_verls(core, registered, kind):
+    """At thresholds and a cap that bind, on either side."""
+    adapter.register({"DPPO": {"kind": kind}})
+    batch, weights = make_batch(constant=False)
+    names = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
+    for low, high in ((0.02, 0.2), (0.2, 0.02)):
+        config = ActorConfig(clip_ratio_low=low, clip_ratio_high=high)
+        found, expected = (
+            run(loss, batch, "token-mean", config, weights)
+            for loss in (core.POLICY_LOSS_REGISTRY["fastrl_DPPO"], core.get_policy_loss_fn(f"dppo_{kind}"))
+        )
+        torch.testing.assert_close(found, expected, **CLOSE)
+        assert all(0 < expected[2][name] < 0.9 for name in names)
+
+
 def test_the_clips_bind(core):
     """Otherwise the test above could not tell one clip from another."""
     batch, _ = make_batch(constant=False)
@@ -157,6 +176,8 @@ OTHERS = {
     "DeepSeekV32": Objective(gate=Clip(0.1, 0.15), off_policy_delta=OFF_POLICY_DELTA),
     "DrGRPO": Objective(gate=Clip(0.1, 0.15)),
     "FIPO": Objective(gate=Clip(0.1, 0.15, dual=1.4), future_kl=FutureKL(32.0, 1.0, 1.2, 1.4, 10.0)),
+    "IcePop": Objective(gate=RatioMask()),
+    "TOPR": Objective(gate=Tapered(), ratio="sequence-product"),
 }
 
 
@@ -215,6 +236,8 @@ def test_what_cannot_be_done_is_refused(core, registered, monkeypatch):
     adapter.register()
     refused("off_policy_delta", "DeepSeekV32")
     refused("clip_ratio_low", "GMPO")
+    for beta in (None, 0.0):
+        refused("dro_beta", "DRO", config=ActorConfig(policy_loss=SimpleNamespace(dro_beta=beta)))
     adapter.register({"GRPO": {"kl_coef": 0.1}, "PPO": {"entropy_coef": 0.1}})
     refused("ref_logprobs", "GRPO")  # verl gives a policy loss none
     refused("entropy", "PPO")

@@ -13,13 +13,7 @@ import fastrl
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 RATIOS = ("token", "sequence", "sequence-token", "sequence-product")
-NEEDY = (
-    "PPOKL",
-    "DrGRPO",
-    "DeepSeekV32",
-    "DRO",
-    "ClipCov",
-)  # of required arguments, or a generator
+NEEDY = ("PPOKL", "DrGRPO", "DeepSeekV32", "DRO", "ClipCov")  # of required arguments, or a generator
 KINDS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2")
 
 

@@ -135,6 +135,32 @@ def held_back(x):
     return -ratio(x) * x.A + most.view_as(x.m) * (x.logp - x.old).abs()
 
 
+def without(dropped, x, cap=20.0):
+    weight = (x.logp - x.sampler).exp().detach().clamp(max=cap)
+    return -torch.where(dropped, 0.0, weight) * x.A * x.logp
+
+
+def divergence_tv(x):
+    change = (x.logp.exp() - x.sampler.exp()).detach()
+    return without(torch.where(x.A > 0, change > 0.15, change < -0.15), x)
+
+
+def divergence_kl(x):
+    p, q = x.logp.exp().detach(), x.sampler.exp()
+    kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    return without((kl > 0.05) & torch.where(x.A > 0, p > q, p < q), x)
+
+
+def masked_ratio(x):
+    r = (x.logp - x.sampler).exp()
+    return without((r < 0.5) | (r > 5), x)
+
+
+def tapered(x):
+    r = sequence_sum(x, x.logp - x.sampler).exp().detach()
+    return -torch.where(x.A > 0, 1.0, r.clamp(0, 1)) * x.A * x.logp
+
+
 def masked_clip(x):
     drift = sequence_mean(x, x.sampler - x.logp.detach())
     return torch.where((x.A < 0) & (drift > 0.5), 0.0, clipped(ratio(x), x, 0.2, 0.2))
@@ -248,6 +274,11 @@ FORMULAS = {
     "vespo": Formula(gamma_weight, token_mean, group),
     "deepseek_v32": V32,
     "deepseek_v32_moe": V32,
+    "dppo_tv": Formula(divergence_tv, lambda x, values: mean_of_sums(x, values) / 4, centred),
+    "dppo_kl": Formula(divergence_kl, lambda x, values: mean_of_sums(x, values) / 4, centred),
+    "icepop": Formula(masked_ratio, token_mean, centred),
+    "topr": Formula(tapered, mean_of_sums, centred),
+    "dro": Formula(reinforce, token_mean, centred, lambda x: (x.logp - x.old) ** 2 / 2, 0.1),
     "on_policy_distillation": Formula(
         None, None, None, teacher=lambda x: exact_divergence(x.log_p, x.log_q, "reverse_kl")
     ),
