@@ -48,6 +48,7 @@ def test_every_preset_can_be_named_in_any_case(write):
         "PPOKL": ["--objective.coef", "0.1"],
         "DrGRPO": ["--objective.max_length", "8"],
         "DeepSeekV32": ["--objective.kl_coef", "0.1", "--objective.off_policy_delta", "0.2"],
+        "DRO": ["--objective.beta", "0.1"],
     }
     path = write(MINIMAL)
     for name in fastrl.PRESETS:
