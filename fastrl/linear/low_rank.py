@@ -17,7 +17,12 @@ from fastrl.linear import head as products
 from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.statistics import Rows, chunk_statistics, order, pass_tile
-from fastrl.planning.tiling import Needs, PassBudget, Tile
+from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, PassBudget, Tile
+
+
+def piece_bytes(device: str) -> int:
+    """Bytes of a tile's rows that are copied to a wider dtype at once."""
+    return ELEMENTWISE_BYTES.get(device, PIECE_BYTES)
 
 
 class LowRank(NamedTuple):
@@ -71,9 +76,15 @@ class _Backward(Backward):
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
         gradient = super()._gradient(hidden, rows, columns, held)
         assert isinstance(held, _HeldTwice) and held.down is not None
-        up = self.low_rank.up[columns].to(gradient.dtype)
-        products.add_inner(self.sums.down[self.part], gradient, up, first=False)
-        products.add_outer(self.sums.up[columns], gradient, held.down.to(gradient.dtype), first=False)
+        # PEFT keeps adapters of a narrow head in float32, and so are their products here: rounded factors would leave
+        # errors in every entry, where those of the tile's gradient average out.
+        wide = torch.promote_types(gradient.dtype, self.low_rank.up.dtype)
+        up, down = self.low_rank.up[columns].to(wide), held.down.to(wide)
+        row_bytes = 0 if wide == gradient.dtype else 4 * gradient.shape[1]
+        for rows_of_tile in products.pieces(gradient.shape[0], row_bytes, piece_bytes(gradient.device.type)):
+            part = gradient[rows_of_tile].to(wide)
+            products.add_inner(self.sums.down[self.part][rows_of_tile], part, up, first=False)
+            products.add_outer(self.sums.up[columns], part, down[rows_of_tile], first=False)
         return gradient
 
     def low_rank_gradients(self) -> LowRank:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl.backend.choice import forced
 from fastrl.base import checks
-from fastrl.linear.low_rank import LowRank, low_rank_statistics
+from fastrl.linear.low_rank import LowRank, low_rank_statistics, piece_bytes
 from fastrl.losses.call import linear_call, planned
 from fastrl.losses.logprobs import TokenStats
 from fastrl.objectives.dependence import ANY
@@ -68,7 +68,8 @@ def low_rank_token_logprobs(
     if any(call.needs) or (torch.is_grad_enabled() and (down.requires_grad or up.requires_grad)):
         name, held = "recompute", 4 * rank * (call.vocab + inputs.rows)
         inputs = replace(inputs, needs=Needs(True, *call.needs[1:]))
-    # A tile's factors of the second product in the logits' dtype.
+        held += piece_bytes(inputs.device)
+    # A tile's factors of the second product in another dtype.
     held += 4 * rank * (call.vocab + inputs.rows)
     budget = call.budget
     if budget is None:

@@ -156,8 +156,28 @@ def test_bfloat16_is_no_worse_than_pefts():
         assert errors[0] <= 2 * errors[1] + 1e-2, name
 
 
+def test_a_float32_adapter_of_a_narrow_head_keeps_its_digits():
+    """PEFT's default: with factors rounded to bfloat16 the gradients' errors would be three times PEFT's."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(512, 32).bfloat16(), (torch.randn(3000, 32) / 6).bfloat16()
+    factors = [torch.randn(512, 4).requires_grad_(), (0.1 * torch.randn(3000, 4)).requires_grad_()]
+    targets = torch.randint(3000, (512,))
+    stats = low_rank_token_logprobs(hidden, weight, targets, down=factors[0], up=factors[1])
+    found = torch.autograd.grad(stats.logprobs.sum(), factors)
+
+    def from_logits(logits):
+        loss = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
+        return torch.autograd.grad(loss, factors)
+
+    down, up = factors
+    own = from_logits((hidden @ weight.T + (down @ up.T).bfloat16()).float())
+    exact = from_logits(hidden.double() @ weight.double().T + down.double() @ up.double().T)
+    for x, y, z in zip(found, own, exact, strict=True):
+        assert (x - z).abs().max() < 1.3 * (y - z).abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("budget", [None, "6200KiB"])
+@pytest.mark.parametrize("budget", [None, "8MiB"])
 def test_the_products_against_float64(dtype, budget):
     """Both tilings of the vocabulary, with everything that may need a gradient."""
     torch.manual_seed(0)
