@@ -11,7 +11,7 @@ from datasets import Dataset
 from tiny_models import tiny_model
 from tiny_vision_model import END, IMAGE, START, VIDEO, image_tokens, pixels, tiny_vision_model
 from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, utils
 from trl_cases import PROMPTS, assert_same_history, make_trainer
 
 from fastrl.integrations.trl import grpo as trl_grpo
@@ -113,8 +113,10 @@ class FromLogits(GRPOTrainer):
         return logp.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropy, None
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_lora_on_the_head_is_trained(path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "packed"), [(2, False), (2, True), pytest.param(10, False, marks=pytest.mark.slow)])
+def test_lora_on_the_head_is_trained(
+    path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch, steps: int, packed: bool
+) -> None:
     """Which TRL refuses: its trainer is let through for the comparison. The reference is the model without adapters."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -125,6 +127,8 @@ def test_lora_on_the_head_is_trained(path: str, calls: list[Any], monkeypatch: p
         with monkeypatch.context() as patched:
             if kind is FromLogits:
                 patched.setattr(grpo_trainer, "BaseTunerLayer", ())
+            else:
+                monkeypatch.setattr(utils, "_use_triton", lambda device: packed)  # as on a GPU: rows without padding
             torch.manual_seed(5)
             options = {"peft_config": config, "loss_type": "grpo", "beta": 0.1, "epsilon": 0.01, "max_steps": steps}
             trainer = make_trainer("GRPO", path, PROMPTS, kind, **options, top_entropy_quantile=0.8)
