@@ -65,13 +65,13 @@ def test_the_loss_is_the_familys_own(kind):
     expected = gradients(model, own.loss)
     fused_lm_head(model)
     out = model(**batch, num_items_in_batch=7, return_token_stats=True)
-    assert float(own.aux_loss) > 0.1
+    assert own.aux_loss.item() > 0.1
     torch.testing.assert_close(out.aux_loss, own.aux_loss)
     torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
     agree(gradients(model, out.loss), expected)
 
     without = model(**batch, output_router_logits=False, return_token_stats=True)
-    assert without.aux_loss is None and float(out.loss - without.loss * without_items(batch, 7)) > 0.03
+    assert without.aux_loss is None and (out.loss - without.loss * without_items(batch, 7)).item() > 0.03
 
     loss_of = compute_loss_func(model.train())
     labels = batch.pop("labels")
