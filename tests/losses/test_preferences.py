@@ -231,6 +231,27 @@ def test_probability_zero() -> None:
     assert fastrl.dpo_loss(chosen, rejected, zeros, zeros) == torch.inf
 
 
+@pytest.mark.parametrize("name", ["CPO", "ORPO", "KTO"])
+def test_fullgraph_compile(name: str) -> None:
+    torch.compiler.reset()
+    g = torch.Generator().manual_seed(1)
+    head = [torch.randn(4, 3, 8, generator=g), torch.randn(33, 8, generator=g)]
+    targets, mask, ref = torch.randint(33, (4, 3), generator=g), torch.ones(4, 3), torch.full((4,), -12.0)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        if name == "KTO":
+            return fastrl.linear_kto_loss(hidden, weight, targets, mask, ref, ref < 0, kl=ref[:2] + 12.5).loss
+        objective = fastrl.PREFERENCES[name](beta=0.3)
+        return fastrl.linear_preference_loss(hidden, weight, targets, mask, ref, objective=objective).loss
+
+    found = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in head]
+        value = function(*leaves)
+        found.append((value, *torch.autograd.grad(value, leaves)))
+    torch.testing.assert_close(*found)
+
+
 def test_presets_are_data() -> None:
     assert all(getattr(fastrl, name) is make for name, make in fastrl.PREFERENCES.items())
     for name, make in fastrl.PREFERENCES.items():
