@@ -201,6 +201,32 @@ def leave_one_out(x):
     return on_all_tokens(naive.leave_one_out(scores.tolist(), x.groups), x)
 
 
+def maximum_likelihood(x):
+    return on_all_tokens(naive.maximum_likelihood(x.rewards.tolist(), x.groups)[0], x)
+
+
+def length_weighted(x):
+    return on_all_tokens(naive.length_weighted(x.rewards.tolist(), x.groups, x.T.tolist()), x)
+
+
+def best_of_all(x):
+    return on_all_tokens(naive.best_of(x.rewards.tolist(), x.groups, None), x)
+
+
+def decoupled(x):
+    """The task's reward and, for a half, the number of characters."""
+    parts = [[fraction(*pair) for pair in zip(x.texts, x.answers, strict=True)], [-len(text) for text in x.texts]]
+    return on_all_tokens(naive.decoupled(parts, x.groups, [1.0, 0.5], "group", 0, 1e-6)[0], x)
+
+
+def token_baseline(x):
+    """The reward is on the last token; the squares of all probabilities are summed by hand."""
+    last = x.rewards[:, None] * x.m * (x.m.cumsum(1) == x.T[:, None])
+    squares = x.old_log_p.exp().square().sum(-1).log()
+    columns = (column.tolist() for column in (last, x.old, squares, x.m > 0))
+    return torch.tensor(naive.token_baseline(*columns, x.groups, False), dtype=torch.float64)
+
+
 def gae(x, values, lam):
     """Advantages and returns without a discount, with -beta k1 on each token where the KL is in the reward."""
     return naive_gae(x.rewards, x.old, x.ref, values, x.m, x.reward_beta, "k1", 1.0, lam)
@@ -217,6 +243,13 @@ def rewards_to_go(x):
 
 def generalised(x):
     return whitened(gae(x, x.old_values, 0.95)[0], x)
+
+
+def adaptive(x):
+    """VAPO's lambda of each response: 1 - 1 / (2 T), with two tokens of horizon a token here."""
+    lams = [max(0.0, 1 - 1 / (2 * T)) if T else 0.0 for T in x.T.tolist()]
+    rows = [gae(x, x.old_values, lam)[0][i] for i, lam in enumerate(lams)]
+    return whitened(torch.stack(rows), x)
 
 
 def process(x):
@@ -238,6 +271,7 @@ class Formula:
     kl: Any = None
     beta: float | None = None  # in the loss, or without a kl in the reward; None: the run's adaptive one
     reward: Any = fraction
+    critic_lam: float = 0.95  # of the critic's targets
     teacher: Any = None  # a token's divergence; the loss is its mean over the tokens, in place of the policy's
 
 
@@ -288,6 +322,16 @@ FORMULAS = {
     "tis": Formula(
         lambda x: (x.old - x.sampler).exp().clamp(max=2.0) * clipped(ratio(x), x, 0.2, 0.28), token_mean, group
     ),
+}
+FORMULAS |= {
+    "maxrl": Formula(reinforce, token_mean, maximum_likelihood),
+    "opo": Formula(reinforce, token_mean, length_weighted),
+    "pass_at_k": Formula(reinforce, token_mean, best_of_all),
+    "gdpo": Formula(
+        clip(0.2, 0.2), mean_of_means, decoupled, reward=lambda text, answer: fraction(text, answer) - 0.5 * len(text)
+    ),
+    "vapo": Formula(clip(0.2, 0.28), token_mean, adaptive, beta=0.0, critic_lam=1.0),
+    "optimal_token_baseline": Formula(clip(0.2, 0.2), token_mean, token_baseline),
 }
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 
@@ -406,6 +450,7 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
     x.reward_beta = x.beta if formula.kl is None else 0.0
     with torch.no_grad():
         x.old, _, model = dense(run.policy, rollout)
+        x.old_log_p = dense_log_p(run.policy, rollout)[0]
         if formula.policy is not None:
             assert_close(rollout.old_logprobs, x.old)
         if run.reference is not None:
@@ -453,7 +498,7 @@ def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespa
         critic = copy.deepcopy(run.critic).double()
         parameters += critic.parameters()
         values, old = dense_values(critic, model, rollout), x.old_values
-        _, returns = gae(x, old, 0.95)
+        _, returns = gae(x, old, formula.critic_lam)
         near = old + (values - old).clamp(-0.2, 0.2)
         assert ((values - old).abs() * x.m).max() > 0.2
         squares = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
