@@ -31,10 +31,11 @@ struct LossArguments {
     const float row_old = or_else(old, row, found.logprob);
     return formulas::token_terms(
         formulas::GATE_VALUE[gate], formulas::GATE_WEIGHT[gate], formulas::GATE_SIDE[gate],
-        formulas::GATE_BASELINE[gate], formulas::KL_VALUE[kl], formulas::KL_GRADIENT[kl], formulas::ROLLOUT_WEIGHT[rollout_mode], found.logprob, found.entropy, row_old,
-        or_else(ref, row, found.logprob), or_else(rollout, row, row_old), advantages[row], policy_weights[row],
-        or_else(kl_weights, row, 0.0f), or_else(entropy_weights, row, 0.0f), entropy_threshold, gate_parameters[0],
-        gate_parameters[1], gate_parameters[2], gate_parameters[3], rollout_low, rollout_high, max_log_ratio);
+        formulas::GATE_BASELINE[gate], formulas::KL_VALUE[kl], formulas::KL_GRADIENT[kl],
+        formulas::ROLLOUT_WEIGHT[rollout_mode], found.logprob, found.entropy, row_old, or_else(ref, row, found.logprob),
+        or_else(rollout, row, row_old), advantages[row], policy_weights[row], or_else(kl_weights, row, 0.0f),
+        or_else(entropy_weights, row, 0.0f), entropy_threshold, gate_parameters[0], gate_parameters[1],
+        gate_parameters[2], gate_parameters[3], rollout_low, rollout_high, max_log_ratio);
   }
   void write(int64_t row, int64_t rows, const RowStatistics& found, const Terms& values) const {
     logprobs[row] = found.logprob;
