@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl.base import checks
 from fastrl.losses.response_sums import CheckedResponses, divisor, wide
 from fastrl.losses.spread import TensorParallel
+from fastrl.losses.whole_responses import loss_of_units
 from fastrl.objectives.preference_formulas import shortfall
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -125,9 +126,15 @@ def linear_kto_loss(
         ref = tokens.per_response("ref_logprobs", ref_logprobs)
         numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, ref, "ref_logprobs")
         count = divisor("denominator", denominator, tokens.responses.count)
-        logprobs = tokens.logprobs(
+        return loss_of_units(
             hidden,
             weight,
+            tokens.targets,
+            tokens.mask,
+            tokens.responses.owners(tokens.targets.device),
+            tokens.responses.count,
+            lambda logprobs: _of_responses(numbers, tokens.sums(logprobs), ref, count),
+            (ref, tokens.mask, numbers.desirable),
             bias=bias,
             temperature=temperature,
             sampling_mask=sampling_mask,
@@ -140,7 +147,6 @@ def linear_kto_loss(
             vocab_size=vocab_size,
             reduce_hidden_grad=reduce_hidden_grad,
         )
-        return _of_responses(numbers, tokens.sums(logprobs), ref, count)
 
 
 class _Numbers(NamedTuple):

@@ -32,6 +32,9 @@ from fastrl.operators.attach import attach_gradients
 #: (rows, number) of a chunk -> its tokens as a batch, their weights w, cu_seqlens, and the rows' indices in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
 
+#: (statistics, rows, number) of a chunk -> its rows' terms (len(TERMS), n), c (n,), and h (n,) or None
+Coefficients = Callable[[Statistics, Tensor | slice, int], tuple[Tensor, Tensor, Tensor | None]]
+
 
 class _Host(NamedTuple):
     """What the host knows about each response, after at most one synchronisation."""
@@ -144,7 +147,7 @@ def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) 
         chunks, spans = [Chunk(0, used.count, used.count)], [(0, batch.responses.count)]
         ends = [total]
     else:
-        spans = _spans(host.counts, by_plan.plan.tiles["forward-gradient"].rows)
+        spans = spans_of(host.counts, by_plan.plan.tiles["forward-gradient"].rows)
         chunks, start = [], 0
         for first, last in spans:
             stop = start + sum(host.counts[first:last])
@@ -163,7 +166,7 @@ def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) 
     return _forward_gradient_in_torch(problem, call, used, chunks, part, marks)
 
 
-def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
+def spans_of(counts: list[int], most: int) -> list[tuple[int, int]]:
     """Spans [first, last) of responses with at most `most` tokens in total, or one longer response."""
     spans, first, held = [], 0, 0
     for i, count in enumerate(counts):
@@ -195,7 +198,7 @@ def _forward_gradient_in_torch(
     targets, mask, transform = call.args
     checks.targets_in_range(targets, mask, call.vocab)
     backend, needs = forced(), call.needs
-    chunk_gradient = _gradient_by_torch(problem, backend, part, marks, call.shard)
+    chunk_gradient = gradient_by_torch(_coefficients(problem, part, marks), backend, call.shard)
 
     def run(head: Head) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
         return forward_gradient_ops.forward_gradient(
@@ -245,10 +248,8 @@ def _attached(
     return loss, forward_terms[0]
 
 
-def _gradient_by_torch(
-    problem: Problem, backend: str, part: _Part, marks: dict[str, Tensor], shard: VocabularyShard | None
-) -> ChunkGradient:
-    """Returns a ChunkGradient that runs the objective in torch."""
+def gradient_by_torch(coefficients: Coefficients, backend: str, shard: VocabularyShard | None) -> ChunkGradient:
+    """Returns a ChunkGradient whose coefficients are computed between a chunk's statistics and its gradient."""
 
     def begin(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
@@ -270,6 +271,12 @@ def _gradient_by_torch(
             return LossTerms(whole.logprobs, whole.entropy, terms)
 
         return end
+
+    return begin
+
+
+def _coefficients(problem: Problem, part: _Part, marks: dict[str, Tensor]) -> Coefficients:
+    """The objective of a policy loss, in torch."""
 
     def coefficients(stats: Statistics, where: Tensor | slice, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """A chunk's terms (len(TERMS), n), c (n,) and h (n,) or None."""
@@ -293,7 +300,7 @@ def _gradient_by_torch(
             marks[name][where] = x[places].to(marks[name].dtype)
         return terms.detach()[:, places], torch.zeros_like(stats.logprobs) if c is None else c, h
 
-    return begin
+    return coefficients
 
 
 def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:

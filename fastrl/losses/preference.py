@@ -11,6 +11,7 @@ from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES
 from fastrl.losses.response_sums import CheckedResponses, divisor, wide
 from fastrl.losses.spread import TensorParallel
+from fastrl.losses.whole_responses import loss_of_units
 from fastrl.objectives.preferences import DPO, Preference
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -263,10 +264,25 @@ def linear_preference_loss(
         if not objective.nll_coef:
             likely = None
 
-        logprobs = tokens.logprobs(
+        def loss_of(logprobs: Tensor) -> PreferenceLoss:
+            sums = _halves(tokens.sums(logprobs, likely))
+            nll = None
+            if objective.nll_coef:
+                counted = sums[0] if likely is None else tokens.responses.sum(logprobs.where(likely.reshape(-1), 0.0))
+                nll = -wide(counted).sum() / nll_tokens
+            with_ref = None if ref is None or not objective.reference else _halves(ref)
+            return _of_pairs(objective, sums, with_ref, lengths if objective.average else None, nll, pairs)
+
+        count = tokens.responses.count // 2
+        return loss_of_units(
             hidden,
             weight,
-            also=likely,
+            tokens.targets,
+            tokens.mask if likely is None else tokens.mask | likely,
+            tokens.responses.owners(tokens.targets.device) % max(count, 1),
+            count,
+            loss_of,
+            (ref, tokens.mask, likely),
             bias=bias,
             temperature=temperature,
             sampling_mask=sampling_mask,
@@ -279,13 +295,6 @@ def linear_preference_loss(
             vocab_size=vocab_size,
             reduce_hidden_grad=reduce_hidden_grad,
         )
-        sums = _halves(tokens.sums(logprobs, likely))
-        nll = None
-        if objective.nll_coef:
-            counted = sums[0] if likely is None else tokens.responses.sum(logprobs.where(likely.reshape(-1), 0.0))
-            nll = -wide(counted).sum() / nll_tokens
-        with_ref = None if ref is None or not objective.reference else _halves(ref)
-        return _of_pairs(objective, sums, with_ref, lengths if objective.average else None, nll, pairs)
 
 
 def _halves(x: Tensor) -> list[Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.base.responses import Responses, check_cu_seqlens, token_mask
-from fastrl.losses.logprobs import linear_token_logprobs
 
 
 class CheckedResponses(NamedTuple):
@@ -43,11 +42,6 @@ class CheckedResponses(NamedTuple):
     def lengths(self) -> Tensor:
         """(R,) float32, the number of valid tokens of each response."""
         return self.responses.number(self.mask.reshape(-1), torch.float32)
-
-    def logprobs(self, hidden: Tensor, weight: Tensor, *, also: Tensor | None = None, **head: Any) -> Tensor:
-        """(N,) float32, differentiable, of the valid tokens and those of `also`; 0 for others."""
-        mask = self.mask if also is None else self.mask | also
-        return linear_token_logprobs(hidden, weight, self.targets, mask=mask, **head).logprobs.reshape(-1)
 
     def sums(self, logprobs: Tensor, also: Tensor | None = None) -> Tensor:
         """(R,), of the valid tokens alone, from what `logprobs` returns."""

@@ -45,6 +45,7 @@ CASES = [
     ("recompute", "GRPO", "hw"),
     ("two-pass", "GRPO", "hw"),
     ("whole-response", "GSPO", "hw"),
+    ("whole-response", "DPO", "hw"),
     ("recompute", "GSPO", "h"),
     ("frozen-head", "GSPO", "h"),
     ("recompute", "logprobs", "hw"),

@@ -91,6 +91,12 @@ class Case:
                     several = {"ids": ids} | {k: x for k, x in given.items() if k != "targets"}
                     out = fastrl.linear_gathered_logprobs(**several)
                     loss = out.sum()
+                elif self.objective == "DPO":
+                    pairs = {"cu_seqlens": offsets, "objective": fastrl.DPO()}
+                    pairs["mask"] = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+                    sums = torch.full((RESPONSES,), -9.0, device=self.device)
+                    out = fastrl.linear_preference_loss(**given | pairs, ref_logprobs=sums)
+                    loss = out.loss
                 elif self.objective == "logprobs":
                     out = fastrl.linear_token_logprobs(**given, entropy="w" in self.needs)
                     loss = out.logprobs.sum() + (0 if out.entropy is None else out.entropy.sum())

@@ -1,0 +1,125 @@
+"""Preference losses and KTO by the plan that keeps whole pairs or responses, against the one that forms logits twice.
+
+The other tests of these losses hold whatever plan is taken to the papers' formulas; here several chunks are forced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.losses import linear
+from fastrl.losses import whole_responses as module
+from fastrl.planning.plans import use_plan
+
+PAIRS, LENGTH, HIDDEN, VOCAB = 24, 7, 16, 2000
+KEYS = ("hidden", "weight", "bias")
+
+
+def arguments(device: str, packed: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Leaves, and the rest of a call of 2 * PAIRS responses of 0 to LENGTH tokens after a prompt's token."""
+    g = torch.Generator().manual_seed(3)
+    ends = torch.randint(1, LENGTH + 1, (2 * PAIRS,), generator=g)
+    place = torch.arange(LENGTH)
+    mask, kept = (place >= 1) & (place < ends[:, None]), place < ends[:, None]
+    head = {
+        "hidden": torch.randn(2 * PAIRS, LENGTH, HIDDEN, generator=g),
+        "weight": torch.randn(VOCAB, HIDDEN, generator=g) / 4,
+        "bias": torch.randn(VOCAB, generator=g) / 9,
+    }
+    tokens = {"targets": torch.randint(VOCAB, (2 * PAIRS, LENGTH), generator=g), "mask": mask}
+    if packed:
+        head["hidden"], tokens = head["hidden"][kept], {k: x[kept] for k, x in tokens.items()}
+        tokens["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends.cumsum(0)]).int()
+    tokens["ref_logprobs"] = -8 * (mask.sum(1) + torch.rand(2 * PAIRS, generator=g))
+    leaves = {k: x.to(device).requires_grad_() for k, x in head.items()}
+    return leaves, {k: x.to(device) for k, x in tokens.items()}
+
+
+def losses(device: str) -> dict[str, Any]:
+    desirable = torch.arange(2 * PAIRS, device=device) % 3 > 0
+    preferences = {"IPO": fastrl.IPO(), "CPO": fastrl.CPO(), "SPPO": fastrl.SPPO(), "SimPO": fastrl.SimPO()}
+    return {
+        **{
+            name: lambda objective=objective, **k: fastrl.linear_preference_loss(objective=objective, **k)
+            for name, objective in preferences.items()
+        },
+        "KTO": lambda **k: fastrl.linear_kto_loss(desirable=desirable, kl=0.3, **k),
+    }
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Chunks of at most 32 tokens; the numbers of chunks so far."""
+    numbers: list[int] = []
+
+    def spans(counts: list[int], most: int) -> list[tuple[int, int]]:
+        found = linear.spans_of(counts, min(most, 32))
+        numbers.append(len(found))
+        return found
+
+    monkeypatch.setattr(module, "spans_of", spans)
+    return numbers
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["IPO", "CPO", "SPPO", "SimPO", "KTO"])
+def test_chunks_of_whole_units_give_what_recompute_gives(
+    backend: str, backend_device: str, name: str, packed: bool, small_chunks: list[int]
+) -> None:
+    leaves, tokens = arguments(backend_device, packed)
+    loss_of = losses(backend_device)[name]
+    found = {}
+    for plan in ("recompute", "whole-response"):
+        with use_plan(plan):
+            out = loss_of(**leaves, **tokens)
+        found[plan] = (*(x.detach() for x in out if x is not None), *torch.autograd.grad(out.loss, [*leaves.values()]))
+    assert small_chunks[0] > 3
+    torch.testing.assert_close(found["whole-response"], found["recompute"], rtol=2e-5, atol=2e-6)
+
+
+def test_a_second_backward_computes_again_and_notices_a_changed_reference() -> None:
+    leaves, tokens = arguments("cpu", False)
+    with use_plan("whole-response"):
+        loss = fastrl.linear_preference_loss(**leaves, **tokens, objective=fastrl.DPO()).loss
+    first = torch.autograd.grad(3 * loss, [*leaves.values()], retain_graph=True)
+    second = torch.autograd.grad(3 * loss, [*leaves.values()], retain_graph=True)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    tokens["ref_logprobs"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, [*leaves.values()])
+
+
+def test_a_pair_that_is_nan_stays_the_only_one(small_chunks: list[int]) -> None:
+    leaves, tokens = arguments("cpu", False)
+    with torch.no_grad():
+        leaves["hidden"][5, 1] = torch.nan
+        tokens["mask"][5, 1] = True
+    with use_plan("whole-response"):
+        out = fastrl.linear_preference_loss(**leaves, **tokens, objective=fastrl.DPO())
+    assert small_chunks[0] > 3
+    assert out.losses.isnan().nonzero().flatten().tolist() == [5]
+    (hidden,) = torch.autograd.grad(out.loss, leaves["hidden"])
+    assert sorted(set(hidden.isnan().nonzero()[:, 0].tolist())) == [5, 5 + PAIRS]
+
+
+def test_it_is_the_plan_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, planned = [], module.planned
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        result = planned(*args, **kwargs)
+        names.append(result.plan.name)
+        return result
+
+    monkeypatch.setattr(module, "planned", spy)
+    leaves, tokens = arguments("cpu", False)
+    fastrl.linear_preference_loss(**leaves, **tokens, objective=fastrl.DPO())
+    with torch.no_grad():
+        fastrl.linear_preference_loss(**leaves, **tokens, objective=fastrl.DPO())
+    half = {k: x.half() for k, x in leaves.items()}
+    fastrl.linear_preference_loss(**half, **tokens, objective=fastrl.DPO())
+    assert names == ["whole-response", "forward", "recompute"]
