@@ -83,7 +83,7 @@ class GradientSums:
         # With rows for the padding, so that no gradient is copied into a larger one.
         self.weight = products.empty(tuple(shape), dtype, head.weight, backend) if needs.weight else None
         self.bias = torch.zeros(shape[0], dtype=torch.float32, device=device) if needs.bias else None
-        if self.weight is not None:
+        if self.weight is not None and vocab < shape[0]:
             self.weight[vocab:].zero_()
         weight, bias = (None if x is None else x[:vocab] for x in (self.weight, self.bias))
         self.head = HeadSums(weight, bias, direct=one_chunk)

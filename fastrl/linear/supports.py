@@ -55,7 +55,7 @@ def support_products(
         entries = (None if x is None else x[:vocab] for x in (d_weight, d_bias))
         row_kernels.support_weight(gradient, hidden, by_token, *entries, dense is not None)
         for x in (d_weight, d_bias) if dense is None else ():
-            if x is not None:
+            if x is not None and vocab < x.shape[0]:
                 x[vocab:].zero_()
     return HeadGradients.of((d_hidden, d_weight, d_bias), hidden)
 

@@ -381,9 +381,10 @@ def token_terms(
     raw_d = difference(ref, logp)
     d = clamp(raw_d, max_log_ratio)
     free_d = within(raw_d, d)
-    active = free * possible(logp)
-    active_old = free_old * possible(logp)
-    active_d = free_d * possible(logp)
+    is_possible = possible(logp)
+    active = free * is_possible
+    active_old = free_old * is_possible
+    active_d = free_d * is_possible
     raw_rho = difference(old, rollout)
     log_rho = clamp(raw_rho, max_log_ratio)
     rho = rollout_weight(log_rho, rollout_low, rollout_high)

@@ -59,7 +59,7 @@ def test_defaults_are_near_their_floors(shape: tuple[int, int, int]) -> None:
 
 
 #: A token's gradient needs its whole response: the objective runs in torch.
-BY_RESPONSE = ("GSPO", "GSPOToken", "GMPO", "LUSPO", "VESPO", "DeepSeekV32", "TOPR")
+BY_RESPONSE = ("GSPO", "GSPOToken", "GMPO", "LUSPO", "VESPO", "DeepSeekV32", "TOPR", "FIPO", "ClipCov", "KLCov")
 
 
 @pytest.mark.parametrize("name", [name for name in fastrl.PRESETS if name not in BY_RESPONSE])

@@ -152,6 +152,7 @@ def _policy_loss(case: Case) -> dict[str, Any] | None:
         return None
     rank = dist.get_rank(group)
     own = case.shards.leaves(case.posed().head, rank, case.needs)
+    torch.manual_seed(0)  # what a call draws, every rank draws
     with case.forced():
         return told(case.call(own, tp_group=group, **case.shards.options(rank)))
 

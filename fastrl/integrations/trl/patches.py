@@ -14,7 +14,6 @@ from fastrl import linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
-from fastrl.integrations.trl import distillation, preferences
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
@@ -25,6 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(f"fastrl.integrations.trl needs trl ({error}): {how_to_install(['trl'])}") from error
 
+from fastrl.integrations.trl import distillation, preferences
 
 _HEAD = "_ChunkedLogProbFunction"
 _HEAD_ARGUMENTS = (
