@@ -146,5 +146,7 @@ def low_rank_statistics(
     budget: PassBudget,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (N,) float32, 0 where masked; differentiable once in the head, down and up."""
-    result: tuple[Tensor, Tensor] = _Statistics.apply(*head, *low_rank, targets, mask, transform, backend, budget)
+    result: tuple[Tensor, Tensor] = _Statistics.apply(
+        *head.tensors, *low_rank, targets, mask, transform, backend, budget
+    )
     return result
