@@ -16,6 +16,7 @@ from trl_cases import PROMPTS, assert_same_history, make_trainer
 
 from fastrl.integrations.trl import grpo as trl_grpo
 from fastrl.integrations.trl.grpo import FastGRPOTrainer
+from fastrl.models import lm_head
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -115,14 +116,19 @@ class FromLogits(GRPOTrainer):
 
 @pytest.mark.parametrize(("steps", "packed"), [(2, False), (2, True), pytest.param(10, False, marks=pytest.mark.slow)])
 def test_lora_on_the_head_is_trained(
-    path: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch, steps: int, packed: bool
+    path: str,
+    calls: list[Any],
+    watch: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    packed: bool,
 ) -> None:
     """Which TRL refuses: its trainer is let through for the comparison. The reference is the model without adapters."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"], lora_alpha=8, init_lora_weights=False
     )
-    histories, heads = [], []
+    scored, histories, heads = watch(lm_head, "low_rank_token_logprobs"), [], []
     for kind in (FromLogits, FastGRPOTrainer):
         with monkeypatch.context() as patched:
             if kind is FromLogits:
@@ -137,6 +143,8 @@ def test_lora_on_the_head_is_trained(
         histories.append(trainer.state.log_history)
         heads.append(trainer.model.get_output_embeddings().lora_B["default"].weight.detach() - before)
     assert trainer._why_not is None and not calls
+    # In the loss once a micro-batch, though its tokens depend on their entropies: dropout is drawn once.
+    assert sum("mask" in x for x in scored) == steps * trainer.args.gradient_accumulation_steps
     assert_same_history(histories[1], histories[0])
     assert histories[0][0]["kl"] > 1e-3  # to the reference, which has no adapters
     # Adam divides a gradient by its own size: entries that are nearly 0 may differ.

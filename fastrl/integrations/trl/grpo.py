@@ -227,9 +227,12 @@ class _Step:
         off_policy = self.trainer.off_policy_mask_threshold
         first = self.trainer.top_entropy_quantile < 1.0 or (off_policy is not None and self.batch.sampling is not None)
         weights = self.batch.rho if self.trainer.loss_type != "vespo" else None
+        if first or head.adapters:
+            # With adapters once, for the loss too: a second time would draw another dropout.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(head.adapters)):
+                stats = head.token_logprobs(rows.hidden, tokens, **options)
         if first:
             with torch.no_grad():
-                stats = head.token_logprobs(rows.hidden.detach(), tokens, **options)
                 weights = self._weights(weights, rows.back(stats.logprobs), rows.back(stats.entropy))
         delta = None if self.batch.sampling is not None else off_policy  # then the weights hold the mask
         problem = {
@@ -239,7 +242,6 @@ class _Step:
             **rows.inputs(self.batch, weights, self._entropy_weights(), self._rollout()),
         }
         if head.adapters:
-            stats = head.token_logprobs(rows.hidden, tokens, **options)
             out = policy_loss(stats.logprobs, entropy=stats.entropy, mask=options["mask"], **problem)
         else:
             out = linear_policy_loss(rows.hidden, head.weight, tokens, **options, **head.arguments, **problem)
