@@ -29,6 +29,12 @@ def _either(b: Tensor, right: float, wrong: float) -> Tensor:
     return right * _logistic(b) if wrong == 0 else right * _logistic(b) + wrong * _logistic(-b)
 
 
+def _finite(x: Tensor) -> Tensor:
+    """x, with the largest finite number for an infinite one (of a pair that cannot be), which times 0 would be NaN."""
+    largest = torch.finfo(x.dtype).max
+    return x.clamp(-largest, largest)
+
+
 def shortfall(x: Tensor) -> Tensor:
     """1 - sigmoid(x)."""
     return with_derivative(torch.sigmoid(-x), -torch.sigmoid(x) * torch.sigmoid(-x), x)
@@ -91,7 +97,7 @@ def odds_ratio(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 def exo_pair(chosen: Tensor, rejected: Tensor, beta: float, *, label_smoothing: float) -> Tensor:
     """KL(q || p) of two choices: q = (sigmoid(b), sigmoid(-b)), p = (1 - e, e)."""
-    b = beta * (chosen - rejected)
+    b = _finite(beta * (chosen - rejected))
     q_chosen, q_rejected = torch.sigmoid(b), torch.sigmoid(-b)
     log_chosen, log_rejected = (torch.nn.functional.logsigmoid(x) for x in (b, -b))
     log_p_chosen, log_p_rejected = math.log1p(-label_smoothing), math.log(label_smoothing)
@@ -111,12 +117,13 @@ def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 def discopop(chosen: Tensor, rejected: Tensor, beta: float, *, tau: float) -> Tensor:
     """-(1 - s) log sigmoid(b) + s e^-b, s = sigmoid(b / tau)."""
-    b = beta * (chosen - rejected)
+    margin = beta * (chosen - rejected)
+    b = _finite(margin)
     s, rest = torch.sigmoid(b / tau), torch.sigmoid(-b / tau)
     logistic = -torch.nn.functional.logsigmoid(b)
     exponential = torch.exp(torch.nn.functional.logsigmoid(b / tau) - b)  # s e^-b, of which e^-b alone overflows
     slope = rest * (exponential - s * logistic) / tau - rest * torch.sigmoid(-b) - exponential
-    return with_derivative(logistic * rest + exponential, slope, b)
+    return with_derivative(logistic * rest + exponential, slope, margin)
 
 
 #: Every formula by name.
