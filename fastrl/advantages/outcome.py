@@ -205,7 +205,7 @@ def value_loss(
     if old_values is not None:
         same_layout("old_values", old_values, "values", values)
     response_numbers("values", values, cu_seqlens)
-    total = _denominator(denominator, valid)
+    total = checks.divisor("denominator", denominator, valid.sum())
 
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     # Fill before the arithmetic: a NaN in a masked entry would otherwise reach the gradient as 0 * NaN.
@@ -226,14 +226,3 @@ def _check_lambdas(lam: Tensor, responses: int, like: Tensor) -> None:
     checks.same_device("lam", lam, like, "rewards")
     if checks.values_are_checked(lam) and not bool(((lam >= 0) & (lam <= 1)).all()):
         raise ValueError(f"lam must be >= 0 and <= 1, got {lam.tolist()[:16]}")
-
-
-def _denominator(denominator: float | Tensor | None, valid: Tensor) -> Tensor | float:
-    """The divisor of a sum over tokens; never 0."""
-    if denominator is None:
-        return valid.sum().clamp(min=1)
-    denominator = checks.scalar("denominator", denominator, positive=True)
-    if not isinstance(denominator, Tensor):
-        return denominator
-    # Reading the value would wait for the device. A count of 0 means that there are no tokens to divide.
-    return torch.where(denominator > 0, denominator, 1).detach()

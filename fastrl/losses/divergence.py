@@ -198,13 +198,12 @@ def _weights(token_weights: object, denominator: object, like: Tensor, mask: Ten
         checks.shape("token_weights", weights, like.shape, f"the shape of {_ROWS}")
         checks.same_device("token_weights", weights, like, "hidden")
         c = weights.detach().float().reshape(-1)
-    divisor = None if denominator is None else checks.scalar("denominator", denominator, positive=True)
-    if isinstance(divisor, Tensor):
-        divisor = divisor.detach().to(device=like.device, dtype=torch.float32)
+    total = like.numel() if mask is None else mask.sum()
+    divisor = checks.divisor("denominator", denominator, total)
+    c = c / (divisor.to(device=like.device, dtype=torch.float32) if isinstance(divisor, Tensor) else divisor)
     if mask is None:
-        return c / (max(like.numel(), 1) if divisor is None else divisor)
-    total = mask.sum()
-    c = c.masked_fill(~mask, 0.0) / (total.clamp_min(1) if divisor is None else divisor)
+        return c
+    c = c.masked_fill(~mask, 0.0)
     if num_tokens >= 0 and not checks.values_are_checked(mask):  # a wrong count must not train silently
         c = c.masked_fill_(mask & (total != num_tokens), torch.nan)
     return c.contiguous()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.losses.response_sums import CheckedResponses, divisor, wide
+from fastrl.losses.response_sums import CheckedResponses, wide
 from fastrl.losses.spread import TensorParallel
 from fastrl.losses.whole_responses import loss_of_units
 from fastrl.objectives.preference_formulas import shortfall
@@ -74,7 +74,7 @@ def kto_loss(
     checks.shape("ref_logprobs", ref, logprobs.shape, "the shape of logprobs")
     checks.same_device("ref_logprobs", ref, logprobs, "logprobs")
     numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, logprobs, "logprobs")
-    return _of_responses(numbers, logprobs, ref, divisor("denominator", denominator, logprobs.shape[0]))
+    return _of_responses(numbers, logprobs, ref, checks.divisor("denominator", denominator, logprobs.shape[0]))
 
 
 def linear_kto_loss(
@@ -125,7 +125,7 @@ def linear_kto_loss(
         tokens = CheckedResponses.of(targets, mask, cu_seqlens)
         ref = tokens.per_response("ref_logprobs", ref_logprobs)
         numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, ref, "ref_logprobs")
-        count = divisor("denominator", denominator, tokens.responses.count)
+        count = checks.divisor("denominator", denominator, tokens.responses.count)
         return loss_of_units(
             hidden,
             weight,

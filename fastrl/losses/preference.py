@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES
-from fastrl.losses.response_sums import CheckedResponses, divisor, wide
+from fastrl.losses.response_sums import CheckedResponses, wide
 from fastrl.losses.spread import TensorParallel
 from fastrl.losses.whole_responses import loss_of_units
 from fastrl.objectives.preferences import DPO, Preference
@@ -121,10 +121,10 @@ def _from_named(
     nll = None
     if objective.nll_coef:
         assert of_length is not None
-        nll = -wide(both[0]).sum() / divisor("nll_denominator", nll_denominator, wide(of_length[0]).sum())
+        nll = -wide(both[0]).sum() / checks.divisor("nll_denominator", nll_denominator, wide(of_length[0]).sum())
     elif nll_denominator is not None:
-        divisor("nll_denominator", nll_denominator, 1)
-    pairs = divisor("denominator", denominator, first.shape[0])
+        checks.divisor("nll_denominator", nll_denominator, 1)
+    pairs = checks.divisor("denominator", denominator, first.shape[0])
     return _of_pairs(objective, both, with_ref, of_length if objective.average else None, nll, pairs)
 
 
@@ -255,12 +255,12 @@ def linear_preference_loss(
             raise TypeError("ref_logprobs is needed by an objective with a reference, got None")
         ref = None if ref_logprobs is None else tokens.per_response("ref_logprobs", ref_logprobs)
         likely = checks.mask(nll_mask, tokens.targets, name="nll_mask")
-        pairs = divisor("denominator", denominator, tokens.responses.count // 2)
+        pairs = checks.divisor("denominator", denominator, tokens.responses.count // 2)
         lengths = _halves(tokens.lengths()) if objective.needs_lengths else None
         nll_tokens: float | Tensor = 1
         if lengths is not None:
             nll_tokens = wide(lengths[0]).sum() if likely is None else likely.sum()
-        nll_tokens = divisor("nll_denominator", nll_denominator, nll_tokens)
+        nll_tokens = checks.divisor("nll_denominator", nll_denominator, nll_tokens)
         if not objective.nll_coef:
             likely = None
 

@@ -53,11 +53,3 @@ class CheckedResponses(NamedTuple):
 def wide(x: Tensor) -> Tensor:
     """x in float64 if the device has it (Apple's GPUs do not): responses are few, so that digits cost nothing."""
     return x.float() if x.device.type == "mps" else x.double()
-
-
-def divisor(name: str, value: object, default: float | Tensor) -> float | Tensor:
-    """A checked denominator, or the default, at least 1 so that nothing is divided by 0."""
-    if value is None:
-        return default.clamp_min(1) if isinstance(default, Tensor) else max(default, 1)
-    value = checks.scalar(name, value, positive=True)
-    return value.detach() if isinstance(value, Tensor) else value

@@ -248,8 +248,9 @@ def test_which_gradients_are_formed(device: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_nothing_valid(plan: str, device: str) -> None:
     with use_plan(plan):
-        out, gradients = run(problem(), device, mask=torch.zeros(SHAPE))
-        assert out.loss == 0 and all((x == 0).all() for x in gradients)
+        for denominator in (None, torch.tensor(0)):
+            out, gradients = run(problem(), device, mask=torch.zeros(SHAPE), denominator=denominator)
+            assert out.loss == 0 and all((x == 0).all() for x in gradients)
     given = problem()
     given["hidden"], given["teacher_hidden"] = (given[k][:, :0] for k in ("hidden", "teacher_hidden"))
     out, gradients = run(given, device)

@@ -131,3 +131,5 @@ def test_nothing_to_learn_from() -> None:
         out = fastrl.linear_kto_loss(hidden, weight, targets, mask, torch.zeros(count), torch.ones(count))
         assert out.loss.item() == pytest.approx(0.5 if count else 0.0)
         assert all((x == 0).all() for x in torch.autograd.grad(out.loss, (hidden, weight)))
+    nothing = torch.zeros(0)
+    assert fastrl.kto_loss(nothing, nothing, nothing, denominator=torch.tensor(0)).loss == 0

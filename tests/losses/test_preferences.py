@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -202,6 +203,12 @@ def test_no_pairs_and_nothing_but_masked_tokens(name: str) -> None:
         given = {"chosen_lengths": none, "rejected_lengths": none}
         same = fastrl.preference_loss(zeros, zeros, zeros, zeros, objective=objective, **given)
         torch.testing.assert_close(out.losses, same.losses)
+        # A global count that lies on the device may be 0.
+        of_none = {"denominator": torch.tensor(0), "nll_denominator": torch.tensor(0.0)}
+        given = (hidden, weight, targets, mask, ref)
+        again = fastrl.linear_preference_loss(*given, objective=objective, **of_none)
+        assert count or again.loss == 0
+        assert all((x == 0).all() for x in torch.autograd.grad(again.loss, (hidden, weight)))
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
@@ -224,11 +231,15 @@ def test_probability_zero() -> None:
     chosen = torch.tensor([-1.0, -torch.inf]).requires_grad_()
     rejected = torch.tensor([-torch.inf, -1.0]).requires_grad_()
     zeros = torch.zeros(2)
-    for objective in (fastrl.DPO(), fastrl.APOZero(), fastrl.APODown(), fastrl.BCOPair(), fastrl.RobustDPO(0.1, 0.0)):
+    kinds = (fastrl.DPO, fastrl.APOZero, fastrl.APODown, fastrl.BCOPair, fastrl.EXOPair, fastrl.DiscoPOP)
+    for objective in (*(kind() for kind in kinds), fastrl.RobustDPO(0.1, 0.0)):
         out = fastrl.preference_loss(chosen, rejected, zeros, zeros, objective=objective)
         slopes = torch.autograd.grad(out.loss, (chosen, rejected))
         assert out.losses[0] < 1 and all(x.isfinite().all() for x in slopes), objective
     assert fastrl.dpo_loss(chosen, rejected, zeros, zeros) == torch.inf
+    # EXO's is bounded: the KL from certainty to the labels.
+    out = fastrl.preference_loss(chosen, rejected, zeros, zeros, objective=fastrl.EXOPair(label_smoothing=0.1))
+    assert out.losses.tolist() == pytest.approx([-math.log(0.9), -math.log(0.1)])
 
 
 @pytest.mark.parametrize("name", ["CPO", "ORPO", "KTO"])
