@@ -23,6 +23,7 @@ from fastrl.losses.kto import KTOLoss, kto_loss, linear_kto_loss
 from fastrl.losses.logprobs import TokenStats, linear_token_logprobs, token_logprobs
 from fastrl.losses.policy import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
 from fastrl.losses.preference import (
+    DPOLoss,
     PreferenceLoss,
     dpo_loss,
     linear_dpo_loss,
@@ -133,6 +134,7 @@ __all__ = [
     "ClipCov",
     "CovarianceClip",
     "CovarianceKL",
+    "DPOLoss",
     "DeepSeekV32",
     "DiscoPOP",
     "DivergenceLoss",

@@ -41,6 +41,19 @@ class PreferenceLoss(NamedTuple):
     """0-dim, the negative log-likelihood per token, detached; None if the objective has no such term."""
 
 
+class DPOLoss(NamedTuple):
+    """A DPO loss over B pairs and its metrics, the first four fields of a `PreferenceLoss`."""
+
+    loss: Tensor
+    """0-dim, the mean over pairs; call backward() on it."""
+    chosen_rewards: Tensor
+    """(B,) `beta (logp - ref)` of the chosen responses, detached."""
+    rejected_rewards: Tensor
+    """(B,) the same for the rejected responses, detached."""
+    margins: Tensor
+    """(B,) chosen minus rejected rewards, detached."""
+
+
 def preference_loss(
     chosen: Tensor,  # (B,)
     rejected: Tensor,  # (B,)
@@ -323,7 +336,7 @@ def linear_dpo_loss(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     reduce_hidden_grad: bool = True,
-) -> PreferenceLoss:
+) -> DPOLoss:
     """Computes `linear_preference_loss` with the objective `DPO(beta)`: `dpo_loss` without an (N, V) tensor.
 
     Args:
@@ -331,13 +344,13 @@ def linear_dpo_loss(
         The others: as in `linear_preference_loss`.
 
     Returns:
-        PreferenceLoss, differentiable in hidden, weight and bias.
+        DPOLoss, differentiable in hidden, weight and bias.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_preference_loss`.
     """
     with TensorParallel.of(tp_group).reporting():
-        return linear_preference_loss(
+        found = linear_preference_loss(
             hidden,
             weight,
             targets,
@@ -358,6 +371,7 @@ def linear_dpo_loss(
             vocab_size=vocab_size,
             reduce_hidden_grad=reduce_hidden_grad,
         )
+    return DPOLoss(found.loss, found.chosen_rewards, found.rejected_rewards, found.margins)
 
 
 def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tensor:

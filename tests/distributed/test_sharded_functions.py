@@ -118,10 +118,12 @@ def by_torch(name: str, problem: Problem, dtype: torch.dtype, needs: tuple[str, 
     objective = arguments.get("objective", fastrl.DPO(arguments.get("beta", 0.1)))
     counts = torch.stack([x.sum() for x in valid.view(-1).split(lengths.tolist())]).view(2, 2)
     loss, losses, (chosen, rejected) = exact_preference(objective, *sums.chunk(2), *REF.double().chunk(2), counts)
-    rewards = {"chosen_rewards": chosen, "rejected_rewards": rejected, "margins": chosen - rejected, "losses": losses}
+    rewards = {"chosen_rewards": chosen, "rejected_rewards": rejected, "margins": chosen - rejected}
+    if function is fastrl.linear_dpo_loss:
+        return with_gradients({"loss": loss, **rewards}, leaves)
     likely = {"nll": -sums[:2].sum() / counts[0].sum()} if objective.nll_coef else {}
     of_sums = {"chosen_logprobs": sums[:2], "rejected_logprobs": sums[2:], **likely}
-    return with_gradients({"loss": loss, **rewards, **of_sums}, leaves)
+    return with_gradients({"loss": loss, **rewards, "losses": losses, **of_sums}, leaves)
 
 
 Variant = tuple[str, torch.dtype, str | None, Shards, tuple[str, ...]]

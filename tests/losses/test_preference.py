@@ -67,6 +67,9 @@ def test_linear_dpo_equals_whole_logits(backend: str, backend_device: str, packe
     torch.testing.assert_close(torch.cat([out.chosen_rewards, out.rejected_rewards]), rewards.detach(), **close)
     torch.testing.assert_close(out.margins, out.chosen_rewards - out.rejected_rewards)
     torch.testing.assert_close((out.loss, found), (truth, expected), **close)
+    loss, chosen, rejected, margins = out  # as callers have taken it since before there were other preferences
+    assert loss is out.loss and chosen is out.chosen_rewards and rejected is out.rejected_rewards
+    assert margins is out.margins
 
 
 @given(rows=st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 4), st.integers(0, 2)), max_size=9))
