@@ -115,10 +115,8 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
     clip, a = objective.gate.token_clip, batch.advantages
     if clip is not None:
         raw = torch.where(a > 0, f.minimum(raw, clip), torch.where(a < 0, f.maximum(raw, -clip), raw))
-    summands = [raw.where(batch.mask, 0.0)]
-    if rollout is not None:
-        summands.append(f.difference(old, rollout))
-    total = responses.sum(*summands)
+    summed = raw if rollout is None else f.difference(logp, rollout)
+    total = responses.sum(summed.where(batch.mask, 0.0))
     if objective.ratio != "sequence-product":
         total = total / batch.counts.clamp_min(1)
     level = responses.spread(total)

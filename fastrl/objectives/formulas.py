@@ -68,8 +68,14 @@ def never_clipped(log_ratio, logp, advantage, p0, p1, p2, p3):
     return 0.0 * log_ratio
 
 
+def reinforce(weight, advantage, logp):
+    # -0 log 0 = 0: a token of probability 0 that the gate drops, or that has no advantage, loses nothing
+    factor = weight * advantage
+    return where((factor == 0.0) & (logp < -3e38), 0.0, -factor * logp)
+
+
 def reinforce_value(log_ratio, logp, advantage, p0, p1, p2, p3):
-    return -advantage * logp
+    return reinforce(1.0, advantage, logp)
 
 
 def reinforce_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3):
@@ -124,7 +130,8 @@ def stop_gradient_clip_weight(log_ratio, logp, active, advantage, cap, low, p2, 
 
 
 def stop_gradient_clip_value(log_ratio, logp, advantage, cap, low, p2, p3):
-    return -stop_gradient_clip_weight(log_ratio, logp, 1.0, advantage, cap, low, p2, p3) * advantage * logp
+    weight = stop_gradient_clip_weight(log_ratio, logp, 1.0, advantage, cap, low, p2, p3)
+    return reinforce(weight, advantage, logp)
 
 
 def stop_gradient_clip_side(log_ratio, logp, advantage, cap, low, p2, p3):
@@ -143,7 +150,8 @@ def gamma_weight(log_ratio, logp, active, advantage, k_pos, lam_pos, k_neg, lam_
 
 
 def gamma_value(log_ratio, logp, advantage, k_pos, lam_pos, k_neg, lam_neg):
-    return -gamma_weight(log_ratio, logp, 1.0, advantage, k_pos, lam_pos, k_neg, lam_neg) * advantage * logp
+    weight = gamma_weight(log_ratio, logp, 1.0, advantage, k_pos, lam_pos, k_neg, lam_neg)
+    return reinforce(weight, advantage, logp)
 
 
 # --- gate: ratio mask (IcePop on the current ratio) -------------------------------------------------------------------
@@ -155,7 +163,8 @@ def ratio_mask_weight(log_ratio, logp, active, advantage, low, high, p2, p3):
 
 
 def ratio_mask_value(log_ratio, logp, advantage, low, high, p2, p3):
-    return -ratio_mask_weight(log_ratio, logp, 1.0, advantage, low, high, p2, p3) * advantage * logp
+    weight = ratio_mask_weight(log_ratio, logp, 1.0, advantage, low, high, p2, p3)
+    return reinforce(weight, advantage, logp)
 
 
 def ratio_mask_side(log_ratio, logp, advantage, low, high, p2, p3):
@@ -171,7 +180,8 @@ def tapered_weight(log_ratio, logp, active, advantage, low, high, p2, p3):
 
 
 def tapered_value(log_ratio, logp, advantage, low, high, p2, p3):
-    return -tapered_weight(log_ratio, logp, 1.0, advantage, low, high, p2, p3) * advantage * logp
+    weight = tapered_weight(log_ratio, logp, 1.0, advantage, low, high, p2, p3)
+    return reinforce(weight, advantage, logp)
 
 
 def tapered_side(log_ratio, logp, advantage, low, high, p2, p3):
@@ -216,7 +226,8 @@ def divergence_tv_weight(log_ratio, logp, active, advantage, low, high, cap, p3)
 
 
 def divergence_tv_value(log_ratio, logp, advantage, low, high, cap, p3):
-    return -divergence_tv_weight(log_ratio, logp, 1.0, advantage, low, high, cap, p3) * advantage * logp
+    weight = divergence_tv_weight(log_ratio, logp, 1.0, advantage, low, high, cap, p3)
+    return reinforce(weight, advantage, logp)
 
 
 def divergence_kl_side(log_ratio, logp, advantage, low, high, cap, p3):
@@ -232,7 +243,8 @@ def divergence_kl_weight(log_ratio, logp, active, advantage, low, high, cap, p3)
 
 
 def divergence_kl_value(log_ratio, logp, advantage, low, high, cap, p3):
-    return -divergence_kl_weight(log_ratio, logp, 1.0, advantage, low, high, cap, p3) * advantage * logp
+    weight = divergence_kl_weight(log_ratio, logp, 1.0, advantage, low, high, cap, p3)
+    return reinforce(weight, advantage, logp)
 
 
 # --- KL estimators: value, d value / d logp ---------------------------------------------------------------------------

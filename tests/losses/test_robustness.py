@@ -73,6 +73,34 @@ def test_probability_zero_everywhere(backend: str, backend_device: str, name: st
     torch.testing.assert_close(*found, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["REINFORCE", "CISPO", "VESPO", "IcePop", "TOPR", "DPPO tv", "DPPO kl"])
+def test_probability_zero_without_a_weight(backend: str, backend_device: str, name: str) -> None:
+    """A token of probability 0 loses nothing where its advantage is 0, or where IcePop drops it."""
+    gates = {"REINFORCE": fastrl.REINFORCE(), "CISPO": fastrl.CISPO(), "VESPO": fastrl.VESPO(), "TOPR": fastrl.TOPR()}
+    gates |= {"IcePop": fastrl.IcePop(), "DPPO tv": fastrl.DPPO("tv"), "DPPO kl": fastrl.DPPO("kl")}
+    logits = torch.zeros(2, 3, 5, device=backend_device)
+    logits[:, 1, 4] = -torch.inf
+    targets = torch.full((2, 3), 4, device=backend_device)
+    rollout = torch.full((2, 3), -1.6, device=backend_device)
+    rollout[0, 1] = -torch.inf  # beside a finite old one
+    advantages = torch.tensor([[1.0, 0.0, -1.0], [-2.0, -1.0 if name == "IcePop" else 0.0, 0.5]], device=backend_device)
+    old = torch.full_like(rollout, -1.5)
+    for inplace in (True, False):
+        leaf = logits.clone().requires_grad_()
+        loss = fastrl.logits_policy_loss(
+            leaf * 1,
+            targets,
+            objective=gates[name],
+            advantages=advantages,
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            inplace=inplace,
+        ).loss
+        loss.backward()
+        assert loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
+        assert not leaf.grad[:, 1].any() and leaf.grad[0, 0].any()
+
+
 def test_strided_per_token_inputs(backend: str, backend_device: str) -> None:
     """Columns of a larger tensor, as a packed batch may keep them."""
     g = torch.Generator().manual_seed(1)
