@@ -166,7 +166,7 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
         if value is not None:  # else the preset's default, which is verl's
             from_config[name] = functools.partial(float, value)
     parameters = inspect.signature(PRESETS[preset]).parameters
-    arguments = {name: number() for name, number in from_config.items() if name in parameters}
+    arguments = {k: number() for k, number in from_config.items() if k in parameters and k not in fields}
     if preset == "CISPO":
         arguments = {"cap": 1 + high, "low": max(1 - low, 0.0)}
     elif preset == "DPPO":
@@ -174,7 +174,7 @@ def _objective(preset: str, config: Any, fields: dict[str, Any], aggregation: di
     elif preset == "GMPO":
         if low != high and "clip" not in fields:
             raise ValueError(f"clip_ratio_low and clip_ratio_high must be equal for fastrl_GMPO, got {low} and {high}")
-    elif "clip" in arguments and "clip_high" not in arguments:  # the preset's one number is both of its clip's
+    elif "clip" in arguments and "clip_high" not in parameters:  # the preset's one number is both of its clip's
         del arguments["clip"]
         arguments["gate"] = Clip(low, high)
     if preset == "DeepSeekV32" and "off_policy_delta" not in fields:

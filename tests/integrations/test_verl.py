@@ -201,6 +201,22 @@ def test_other_presets_under_verls_aggregation(core, registered, preset):
         torch.testing.assert_close(found[1], slope, **CLOSE)
 
 
+def test_a_preset_s_own_argument_replaces_the_config_s(core, registered):
+    """verl's dro_beta is None unless it is set, and DrGRPO's one clip stands for both of the config's."""
+    batch, _ = make_batch(constant=False)
+    adapter.register({"DRO": {"beta": 0.2}, "DrGRPO": {"clip": 0.3}})
+    for preset, config, same in (
+        ("DRO", ActorConfig(policy_loss=SimpleNamespace(dro_beta=None)), SimpleNamespace(dro_beta=0.2)),
+        ("DrGRPO", ActorConfig(), ActorConfig(clip_ratio_low=0.3, clip_ratio_high=0.3)),
+    ):
+        found = run(core.POLICY_LOSS_REGISTRY[f"fastrl_{preset}"], batch, "seq-mean-token-sum-norm", config)
+        like = same if preset == "DrGRPO" else ActorConfig(policy_loss=same)
+        own = core.get_policy_loss_fn({"DRO": "dro", "DrGRPO": "vanilla"}[preset])
+        like.clip_ratio_c = 1e9
+        expected = run(own, batch, "seq-mean-token-sum-norm", like)
+        torch.testing.assert_close(found[:2], expected[:2], **CLOSE)
+
+
 def test_off_policy_masking_is_reached(registered):
     """The DeepSeek comparison above drops some tokens and keeps others."""
     batch, _ = make_batch()
