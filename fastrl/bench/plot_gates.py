@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ from fastrl.objectives.presets import PRESETS, any_numbers
 
 # Suffix of the file -> its metadata: no date, so that the same figure gives the same file.
 FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-LOWEST, HIGHEST = 0.1, 10.0  # ratios
+LOWEST, HIGHEST = 0.05, 20.0  # ratios; beyond 10, where FIPO's dual clip tells it from DAPO
 OLD_PROBABILITY = 0.3  # for gates that read the probability: high enough to fall by a threshold, low enough to rise
 POINTS = 801  # odd, so that they include the ratio 1
 # Blue and vermillion of Okabe and Ito, which colour-blind readers can tell apart.
 POSITIVE, NEGATIVE, GUIDE, INK = "#0072b2", "#d55e00", "#b8bec4", "#222222"
 # Below this a weight is drawn on a linear scale, above it on a logarithmic one, as a clipped token's weight is 0.
-LINEAR_BELOW = 0.1
-TICKS = (0, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+LINEAR_BELOW = 0.05
+TICKS = (0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+NAMES_WIDTH, GATE_WIDTH = 34, 50  # characters of a panel's two titles that are as wide as the panel
 DPI = 120
 
 
@@ -143,8 +145,8 @@ def _draw(panel: Axes, members: dict[str, Objective]) -> None:
     panel.plot(ratios, negative, color=NEGATIVE, linewidth=1.8, linestyle=(0, (4, 1.6)), zorder=3, label="A < 0")
     panel.plot(ratios, ratios, color=GUIDE, linewidth=1.0, zorder=1, label="r, importance sampling")
     panel.axhline(1.0, color=GUIDE, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1, label="1, on-policy")
-    panel.set(xlim=(LOWEST, HIGHEST), ylim=(-0.015, 12))
-    panel.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10])
+    panel.set(xlim=(LOWEST, HIGHEST), ylim=(-0.015, 24))
+    panel.set_xticks(TICKS[1:])
     panel.set_yticks(TICKS)
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -160,11 +162,12 @@ def _name(panel: Axes, gate: Gate, members: dict[str, Objective]) -> None:
     args = ", ".join([v for _, v in fields if isinstance(v, str)] + [f"{k}={v}" for k, v in shown])
     levels = {"response" if objective.ratio.startswith("sequence") else "token" for objective in members.values()}
     read = f"{' or '.join(sorted(levels))} ratio" + f", old probability {OLD_PROBABILITY:g}" * gate.reads_logprob
-    panel.set_title(f"{type(gate).__name__}({args})\n{read}", loc="left", fontsize=7.5, color="#59636e")
+    lines = [*textwrap.wrap(f"{type(gate).__name__}({args})", GATE_WIDTH), read]
+    panel.set_title("\n".join(lines), loc="left", fontsize=7.5, color="#59636e")
     panel.annotate(
-        ", ".join(members),
+        textwrap.fill(", ".join(members), NAMES_WIDTH),
         (0, 1),
-        (0, 29),
+        (0, 11 + 9 * len(lines)),
         "axes fraction",
         textcoords="offset points",
         fontsize=9.5,

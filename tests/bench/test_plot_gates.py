@@ -15,6 +15,10 @@ def weight(name: str, ratio: float, advantage: float) -> float:
     return plot_gates.weights(any_numbers(name), torch.tensor([ratio], dtype=torch.float64), advantage).item()
 
 
+def names(panel):
+    return panel.texts[0].get_text().replace("\n", " ").split(", ")
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("name", fastrl.PRESETS)
 def test_every_weight_is_one_on_policy(name, advantage):
@@ -52,7 +56,7 @@ def test_the_weight_does_not_depend_on_the_advantages_size_nor_on_other_terms():
 
 def test_every_preset_is_named_once_and_its_panel_shows_its_own_weights():
     figure = plot_gates.figure(fastrl.PRESETS)
-    named = [name for panel in figure.axes for name in panel.texts[0].get_text().split(", ")]
+    named = [name for panel in figure.axes for name in names(panel)]
     assert sorted(named) == sorted(fastrl.PRESETS)
     for panel in figure.axes:
         positive, negative = (
@@ -60,10 +64,20 @@ def test_every_preset_is_named_once_and_its_panel_shows_its_own_weights():
         )
         ratios = torch.as_tensor(positive.get_xdata())
         assert (ratios == 1.0).any()
-        for name in panel.texts[0].get_text().split(", "):
+        for name in names(panel):
             for line, advantage in ((positive, 1.0), (negative, -1.0)):
                 expected = plot_gates.weights(any_numbers(name), ratios, advantage)
                 torch.testing.assert_close(torch.as_tensor(line.get_ydata()), expected, equal_nan=True)
+
+
+def test_titles_are_no_wider_than_their_panels():
+    """At any number of presets and of a gate's numbers; what is too long for a line takes two."""
+    figure = plot_gates.figure(fastrl.PRESETS)
+    figure.draw_without_rendering()
+    for panel in figure.axes:
+        box = panel.get_window_extent()
+        for title in (panel.texts[0], panel._left_title):
+            assert title.get_window_extent().x1 <= box.x1 + 1, title.get_text()
 
 
 def test_presets_of_one_gate_share_a_panel_and_its_label_tells_the_gate():
