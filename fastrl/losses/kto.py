@@ -105,6 +105,8 @@ def linear_kto_loss(
 ) -> KTOLoss:
     """Computes `kto_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
+    The logits of a response are formed once (3U), with the exceptions of `linear_preference_loss`.
+
     The mismatched responses' log-ratios, for `kl`, come from `linear_token_logprobs` under `torch.no_grad()`.
 
     Args:

@@ -237,6 +237,10 @@ def linear_preference_loss(
 ) -> PreferenceLoss:
     """Computes `preference_loss` from hidden states and the head in chunks of rows, without an (N, V) tensor.
 
+    A chunk holds the logits of whole pairs until their loss is known, so that they are formed once (3U, U = 2 N V H
+    operations); in float16, with a sampling mask, under torch.compile and in a budget too small for a pair the backward
+    forms them again (4U). The loss is differentiable once.
+
     Args:
         hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,
             tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for 2B responses: the
