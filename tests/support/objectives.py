@@ -33,7 +33,7 @@ OBJECTIVES = {
     "CISPO with a lower bound": fastrl.CISPO(cap=1.2, low=0.8),
     "objective's own ratio in the KL": fastrl.GSPO(kl=fastrl.KL("k3-unbiased", 0.4, ratio="objective")),
     "TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(high=1.1)),
-    "IcePop": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(mode="mask", low=0.9, high=1.2)),
+    "MIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(mode="mask", low=0.9, high=1.2)),
     "sequence TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection("sequence", high=1.1)),
     "off-policy mask": fastrl.GRPO(off_policy_delta=0.0),
     "FIPO, both sides": fastrl.FIPO(half_life=0.7, low=0.9, high=1.1, dual_clip=None, safe_ratio=None),
@@ -53,3 +53,4 @@ OBJECTIVES = {
     "tight clamp, KL-Cov": fastrl.KLCov(0.6, 0.5, max_log_ratio=0.2),
     "tight clamp, sequence": fastrl.GSPO(clip_low=0.5, clip_high=0.5, max_log_ratio=0.05),
 }
+assert all(OBJECTIVES[x] == make(**PRESET_ARGUMENTS.get(x, {})) for x, make in fastrl.PRESETS.items()), "a name twice"
