@@ -107,11 +107,14 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
 
 
 def figure(names: Iterable[str]) -> Figure:
-    """The figure: one panel per gate of the presets, with a curve for each sign of the advantage."""
+    """The figure: one panel per gate of the presets (DPPO's in both kinds), a curve for each sign of the advantage."""
     groups: dict[Gate, dict[str, Objective]] = {}
-    for name in names:
-        objective = any_numbers(name)
-        groups.setdefault(objective.gate, {})[name] = objective
+    for preset in names:
+        forms = {preset: any_numbers(preset)}
+        if preset == "DPPO":
+            forms["DPPO (kl)"] = PRESETS[preset](kind="kl")
+        for name, objective in forms.items():
+            groups.setdefault(objective.gate, {})[name] = objective
     columns = min(2 if len(groups) == 4 else 3, len(groups))
     rows = -(-len(groups) // columns)
     chart = Figure(

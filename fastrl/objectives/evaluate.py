@@ -237,7 +237,7 @@ def objective_loss(
     settings = settings_of(objective)
     old = logp.detach() if batch.old is None else batch.old
     ratio = _ratio(settings, batch, logp, old)
-    own = settings.ratio == "token" and not settings.gate.reads_rollout
+    own = settings.ratio == "token" and (batch.rollout is None or not settings.gate.reads_rollout)
     token = ratio if own else _token_ratio(logp, old, settings.max_log_ratio)
     clamped = ratio.clamped
     omega, dropped, omega_clamped = _token_weights(settings, batch, token, old, entropy)

@@ -369,8 +369,9 @@ class CovarianceClip:
     """Clip-Cov: a few tokens whose covariance lies between low and high, drawn at random, lose their policy term.
 
     arXiv:2505.22617. A token's covariance is `(A_t - mean A) (logp_t - mean logp)` with means over the valid tokens of
-    the call (over a cp_group, of all ranks); `max(1, floor(fraction * tokens))` are drawn, all if fewer are between the
-    bounds, which are excluded. As in the authors' code, tokens that the gate clips are not drawn.
+    the call (over a cp_group, of all ranks) whose probability is not 0; `max(1, floor(fraction * tokens))` are drawn,
+    all if fewer are between the bounds, which are excluded. As in the authors' code, tokens that the gate clips are not
+    drawn.
 
     generator: a torch.Generator on any device; None: the default one of the inputs' device. Every call draws once from
     it, float64 numbers in [0, 1), one for each token, masked or not, with a gradient or without: the smallest numbers

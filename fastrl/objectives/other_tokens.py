@@ -63,9 +63,11 @@ def chosen_by_covariance(rule: CovarianceClip | CovarianceKL, batch: Batch, logp
     responses, own = batch.responses, batch.mask.shape[0]
     rows = torch.stack([batch.advantages.double(), logp.detach().double(), batch.mask.double(), side.double()])
     advantages, logp, valid, side = responses.all_tokens(rows, 0.0)
-    tokens = batch.tokens.double()
-    a, b = (x - (x * valid).sum() / tokens.clamp_min(1) for x in (advantages, logp))
-    covariance, candidates = a * b, valid > 0
+    # A token of probability 0 would make the mean, and with it every product, infinite.
+    candidates = (valid > 0) & logp.isfinite()
+    count = candidates.sum().clamp_min(1)
+    a, b = (x - x.where(candidates, 0.0).sum() / count for x in (advantages, logp))
+    covariance = a * b
     if isinstance(rule, CovarianceClip):
         assert batch.draws is not None
         candidates = candidates & (side == 0) & (covariance > rule.low) & (covariance < rule.high)
@@ -74,5 +76,5 @@ def chosen_by_covariance(rule: CovarianceClip | CovarianceKL, batch: Batch, logp
         key = -covariance
     order = key.where(candidates, torch.inf).argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    number = (rule.fraction * tokens).floor().clamp_min(1)
+    number = (rule.fraction * batch.tokens.double()).floor().clamp_min(1)
     return responses.own_of_all(candidates & (place < number), own)

@@ -57,7 +57,7 @@ def test_the_weight_does_not_depend_on_the_advantages_size_nor_on_other_terms():
 def test_every_preset_is_named_once_and_its_panel_shows_its_own_weights():
     figure = plot_gates.figure(fastrl.PRESETS)
     named = [name for panel in figure.axes for name in names(panel)]
-    assert sorted(named) == sorted(fastrl.PRESETS)
+    assert sorted(named) == sorted([*fastrl.PRESETS, "DPPO (kl)"])
     for panel in figure.axes:
         positive, negative = (
             line for line in panel.lines if line.get_color() in (plot_gates.POSITIVE, plot_gates.NEGATIVE)
@@ -66,7 +66,8 @@ def test_every_preset_is_named_once_and_its_panel_shows_its_own_weights():
         assert (ratios == 1.0).any()
         for name in names(panel):
             for line, advantage in ((positive, 1.0), (negative, -1.0)):
-                expected = plot_gates.weights(any_numbers(name), ratios, advantage)
+                objective = fastrl.DPPO("kl") if name == "DPPO (kl)" else any_numbers(name)
+                expected = plot_gates.weights(objective, ratios, advantage)
                 torch.testing.assert_close(torch.as_tensor(line.get_ydata()), expected, equal_nan=True)
 
 

@@ -163,9 +163,10 @@ class _Evaluation:
         rows = self.batch.mask.nonzero()[:, 0]
         if rule is None or not len(rows):
             return chosen
+        number = max(int(rule.fraction * len(rows)), 1)
+        rows = rows[self.logp.detach()[rows].isfinite()]
         a, b = self.batch.advantages[rows], self.logp.detach()[rows]
         product = (a - a.mean()) * (b - b.mean())
-        number = max(int(rule.fraction * len(rows)), 1)
         if isinstance(rule, fastrl.CovarianceKL):
             ordered = product.sort(descending=True).values
             if number < len(rows):
