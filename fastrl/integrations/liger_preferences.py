@@ -299,6 +299,9 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
         if preference_labels is None:
             raise ValueError("preference_labels are needed, got None")
         reference = _reference(self.use_ref_model, ref_input, ref_weight, ref_bias)
+        checks.shape("preference_labels", preference_labels, target.shape[:1], "one per response")
+        if kl is not None and kl.shape not in ((), (1,), target.shape[:1]):
+            raise ValueError(f"kl must have shape (), (1,) or {tuple(target.shape[:1])}, got {tuple(kl.shape)}")
         labels, mask = preference_labels.bool(), target != self.ignore_index
         options: dict[str, Any] = {"memory_budget": self.memory_budget}
         output = head(_input, lin_weight, bias)

@@ -75,7 +75,7 @@ def preference_loss(
         chosen, rejected: (B,) floating point, the policy's log-probabilities, summed over each response's tokens.
             Differentiable.
         ref_chosen, ref_rejected: (B,), the same under the reference policy, without a gradient; required if
-            `objective.reference`.
+            `objective.reference`, and not used without.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         chosen_lengths, rejected_lengths: (B,), the number of tokens of each response; required if `objective.average`,
             those of the chosen ones if it has an `nll_coef`. The score of a response without tokens is 0.
@@ -247,7 +247,7 @@ def linear_preference_loss(
             chosen ones first, then the rejected ones in the same order.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
-            if `objective.reference`.
+            if `objective.reference`, and not used without.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N.
         nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an

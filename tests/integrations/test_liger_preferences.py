@@ -227,4 +227,10 @@ def test_wrong_calls_are_refused():
         loss_of(batch.hidden, batch.weight, batch.ids, preference_labels=LABELS)
     with pytest.raises(ValueError, match="preference_labels are needed"):
         ours.LigerFusedLinearKTOLoss()(batch.hidden, batch.weight, batch.ids)
+    loss_of = ours.LigerFusedLinearKTOLoss()
+    with pytest.raises(ValueError, match=r"preference_labels must have shape \(5,\)"):
+        loss_of(batch.hidden, batch.weight, batch.ids, preference_labels=LABELS[:3])
+    for kl in (torch.zeros(3), torch.zeros(5, 1)):
+        with pytest.raises(ValueError, match=r"kl must have shape \(\), \(1,\) or \(5,\)"):
+            loss_of(batch.hidden, batch.weight, batch.ids, preference_labels=LABELS, kl=kl)
     assert isinstance(ours.LigerFusedLinearDPOLoss().objective, fastrl.Preference)
