@@ -33,23 +33,18 @@ from fastrl.losses.preference import (
 )
 from fastrl.losses.topk_divergence import topk_divergence
 from fastrl.objectives.evaluate import LossContext
-from fastrl.objectives.objective import (
-    KL,
+from fastrl.objectives.gates import (
     Clip,
-    CovarianceClip,
-    CovarianceKL,
     DivergenceMask,
-    FutureKL,
     GammaWeight,
     GeometricMean,
     NoGate,
-    Objective,
     RatioMask,
-    RolloutCorrection,
     SoftGate,
     StopGradientClip,
     Tapered,
 )
+from fastrl.objectives.objective import KL, CovarianceClip, CovarianceKL, FutureKL, Objective, RolloutCorrection
 from fastrl.objectives.preferences import (
     CPO,
     DPO,

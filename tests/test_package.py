@@ -15,7 +15,8 @@ from python import python
 import fastrl
 from fastrl import doctor
 from fastrl.base import dependencies
-from fastrl.objectives.objective import KL, KL_FORMULAS, Gate, Objective, RolloutCorrection
+from fastrl.objectives.gates import Gate
+from fastrl.objectives.objective import KL, KL_FORMULAS, Objective, RolloutCorrection
 
 HEAVY = ("transformers", "triton", "trl", "matplotlib", "tensorboard", "pydantic")
 

@@ -161,7 +161,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
     if lengths.ndim != 1:
         raise ValueError(f"lengths must have shape (responses,), got {tuple(lengths.shape)}")
     checks.number("alpha", alpha, positive=True)
-    return (1 - 1 / (alpha * lengths.double())).clamp(min=0.0).float()
+    return (1 - 1 / (alpha * lengths.double().clamp(min=0))).clamp(min=0.0).float()
 
 
 def value_loss(

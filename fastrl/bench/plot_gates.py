@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fastrl.base.errors import UserError
 from fastrl.losses.policy import policy_loss
-from fastrl.objectives.objective import Gate, Objective
+from fastrl.objectives.gates import Gate
+from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import PRESETS, any_numbers
 
 # Suffix of the file -> its metadata: no date, so that the same figure gives the same file.

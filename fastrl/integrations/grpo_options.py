@@ -5,17 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple
 
-from fastrl.objectives.objective import (
-    KL,
-    Aggregation,
-    Clip,
-    GammaWeight,
-    Gate,
-    Objective,
-    RatioLevel,
-    SoftGate,
-    StopGradientClip,
-)
+from fastrl.objectives.gates import Clip, GammaWeight, Gate, RatioLevel, SoftGate, StopGradientClip
+from fastrl.objectives.objective import KL, Aggregation, Objective
 
 #: The divisor of a loss type's sum; "items": the tokens of a whole optimizer step over the number of processes.
 Denominator = Literal["tokens", "items", "responses"]

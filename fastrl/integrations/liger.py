@@ -32,7 +32,8 @@ from fastrl.integrations.liger_preferences import (
     LigerFusedLinearSimPOLoss,
 )
 from fastrl.integrations.losses_from_logits import token_losses
-from fastrl.objectives.objective import Clip, Objective, StopGradientClip
+from fastrl.objectives.gates import Clip, StopGradientClip
+from fastrl.objectives.objective import Objective
 from fastrl.planning.budget import parse_budget
 
 __all__ = [

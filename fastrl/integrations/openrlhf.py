@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastrl import Objective, policy_loss, token_logprobs
-from fastrl.objectives.objective import Clip
+from fastrl.objectives.gates import Clip
 
 __all__ = ["PolicyLoss", "log_probs_from_logits"]
 

@@ -26,7 +26,8 @@ from fastrl import PRESETS, Objective, linear_token_logprobs, policy_loss
 from fastrl.base.dependencies import how_to_install
 from fastrl.integrations import megatron
 from fastrl.integrations.patching import Replaced, exchange, say_once
-from fastrl.objectives.objective import Clip, CovarianceClip, CovarianceKL, DivergenceMask
+from fastrl.objectives.gates import Clip, DivergenceMask
+from fastrl.objectives.objective import CovarianceClip, CovarianceKL
 from fastrl.planning.budget import parse_budget
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]

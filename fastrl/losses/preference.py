@@ -239,7 +239,7 @@ def linear_preference_loss(
 
     A chunk holds the logits of whole pairs until their loss is known, so that they are formed once (3U, U = 2 N V H
     operations); in float16, with a sampling mask, under torch.compile and in a budget too small for a pair the backward
-    forms them again (4U). The loss is differentiable once.
+    forms them again (4U). On a GPU the host waits once, for the pairs' lengths. The loss is differentiable once.
 
     Args:
         hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,

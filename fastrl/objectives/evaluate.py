@@ -18,15 +18,8 @@ from torch import Tensor
 from fastrl.base.derivative import with_derivative
 from fastrl.objectives import formulas as f
 from fastrl.objectives.batch import Batch
-from fastrl.objectives.objective import (
-    DETACHED_GATES,
-    GATE_FORMULAS,
-    KL_FORMULAS,
-    ROLLOUT_FORMULAS,
-    CovarianceClip,
-    CovarianceKL,
-    Objective,
-)
+from fastrl.objectives.gates import DETACHED_GATES, GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS, CovarianceClip, CovarianceKL, Objective
 from fastrl.objectives.other_tokens import chosen_by_covariance, drawn, future_weights
 from fastrl.objectives.presets import PRESETS
 from fastrl.objectives.rows import MARKS, TERMS, RowInputs, RowObjective

@@ -9,22 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastrl.objectives.objective import (
-    KL,
+from fastrl.objectives.gates import (
     Clip,
-    CovarianceClip,
-    CovarianceKL,
     DivergenceMask,
-    FutureKL,
     GammaWeight,
     GeometricMean,
     NoGate,
-    Objective,
     RatioMask,
     SoftGate,
     StopGradientClip,
     Tapered,
 )
+from fastrl.objectives.objective import KL, CovarianceClip, CovarianceKL, FutureKL, Objective
 
 
 def _objective(overrides: dict[str, Any], **defaults: Any) -> Objective:

@@ -17,7 +17,7 @@ MARKS = ("masked_off_policy", "chosen_by_covariance")
 class RowObjective(NamedTuple):
     """A row-local objective as kernels take it: the names of its formulas and their parameters."""
 
-    gate: str  # a key of fastrl.objectives.objective.GATE_FORMULAS
+    gate: str  # a key of fastrl.objectives.gates.GATE_FORMULAS
     gate_parameters: tuple[float, float, float, float]
     kl: str  # a key of fastrl.objectives.objective.KL_FORMULAS; "none"
     rollout: str  # a key of fastrl.objectives.objective.ROLLOUT_FORMULAS; "none"

@@ -15,7 +15,8 @@ from fastrl.backend.cpp import build as cpp_build
 from fastrl.backend.cpp import formulas as cpp_formulas
 from fastrl.backend.cpp.formulas import TranslationError, translate_source
 from fastrl.objectives import formulas
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 
 FORMULAS = [
     function

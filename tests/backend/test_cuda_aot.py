@@ -16,7 +16,8 @@ from fastrl.backend.cuda import nvrtc
 from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.backend.cuda.row_forward_gradient import Variant
 from fastrl.kernels.configuration import configuration
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 
 pytest.importorskip("triton")  # its wheel has the disassembler
 pytestmark = pytest.mark.skipif(nvrtc.why_unavailable() is not None, reason=f"no NVRTC: {nvrtc.why_unavailable()}")

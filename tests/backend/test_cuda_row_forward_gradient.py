@@ -18,7 +18,8 @@ from fastrl.backend.contract import LossTerms, Transform
 from fastrl.backend.cpp import backend as cpp_backend
 from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.backend.torch import rows as reference
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

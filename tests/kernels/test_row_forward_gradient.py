@@ -12,7 +12,8 @@ from kernel_cases import DTYPES, OBJECTIVE, OPTIONAL, PLAIN
 from torch import Tensor
 
 import fastrl
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -12,7 +12,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from fastrl.backend.triton.formulas import device_objective  # noqa: E402
-from fastrl.objectives.objective import KL, NoGate, Objective  # noqa: E402
+from fastrl.objectives.gates import NoGate  # noqa: E402
+from fastrl.objectives.objective import KL, Objective  # noqa: E402
 from fastrl.objectives.rows import RowObjective  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

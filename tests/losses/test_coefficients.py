@@ -23,7 +23,8 @@ from torch import Tensor
 
 import fastrl
 from fastrl.integrations.losses_from_logits import token_losses
-from fastrl.objectives.objective import KL, NoGate, Objective
+from fastrl.objectives.gates import NoGate
+from fastrl.objectives.objective import KL, Objective
 
 SIZE = 20_000
 #: logp = 0, so that old = -x and ref = d are exact whatever x and d are

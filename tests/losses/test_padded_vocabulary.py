@@ -310,7 +310,7 @@ def test_functions_of_logits(
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 FROM_HEAD = ["linear_policy_loss", "linear_token_logprobs", "linear_gathered_logprobs", "linear_cross_entropy"]
-FROM_HEAD += ["linear_divergence", "linear_dpo_loss"]
+FROM_HEAD += ["linear_divergence", "linear_dpo_loss", "linear_preference_loss", "linear_kto_loss"]
 FROM_LOGITS = ["logits_policy_loss", "token_logprobs", "gathered_logprobs"]
 
 
@@ -333,8 +333,12 @@ def called(name: str, target: int = 0, **more: Any) -> None:
         values["targets"] = targets
     if "policy" in name:
         more |= {"objective": fastrl.REINFORCE(), "advantages": torch.ones(2)}
-    if "dpo" in name:
+    if "dpo" in name or "preference" in name or "kto" in name:
         more |= {"mask": torch.ones(2, 3), "ref_logprobs": torch.zeros(2)}
+    if "preference" in name:
+        more["objective"] = fastrl.IPO()
+    if "kto" in name:
+        more["desirable"] = torch.ones(2)
     getattr(fastrl, name)(**values, **more)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import fastrl
 from fastrl.objectives import formulas
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 
 PARTS, CALLS_A_PART = 20, 1_000
 

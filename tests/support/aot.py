@@ -13,7 +13,7 @@ from typing import Any
 
 from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, programs, serve
 
-from fastrl.objectives.objective import GATE_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
 
 
 @dataclass(frozen=True)

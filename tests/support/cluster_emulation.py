@@ -16,7 +16,8 @@ from fastrl.backend.contract import LossTerms
 from fastrl.backend.cpp import build
 from fastrl.backend.cpp.formulas import header
 from fastrl.backend.cuda import row_forward_gradient as kernel
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 
 PROPERTIES = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10)  # an H100's
 

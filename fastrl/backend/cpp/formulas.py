@@ -12,7 +12,8 @@ import ast
 import inspect
 
 from fastrl.objectives import formulas
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS
 
 #: The functions of `fastrl.objectives.arithmetic` in C++. As in torch, minimum and maximum of a NaN are NaN.

@@ -8,7 +8,8 @@ import torch
 
 from fastrl.backend.contract import LossTerms
 from fastrl.backend.cpp.library import pointer
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 

@@ -19,7 +19,8 @@ from fastrl.backend.contract import LossTerms, Transform
 from fastrl.backend.cpp.formulas import definitions
 from fastrl.backend.cuda import nvrtc
 from fastrl.kernels.configuration import configuration, is_aligned, numbers, on_device, row_strides
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 _SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.objectives.formulas import token_terms
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import RowInputs, RowObjective
 
 #: Rows are processed in blocks of at most this many entries, so that temporaries stay small.

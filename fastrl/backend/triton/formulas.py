@@ -17,7 +17,8 @@ import triton.language as tl
 
 from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, log1p, maximum, minimum, sigmoid
 from fastrl.objectives import formulas
-from fastrl.objectives.objective import GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 from fastrl.objectives.rows import RowObjective
 
 

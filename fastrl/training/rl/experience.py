@@ -46,7 +46,7 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     size, packed, budget = training.micro_batch_size, training.packing, training.memory_budget
     with timed("time/logprobs", numbers):
         needs_old = (run.policy_coef > 0 and not run.on_policy) or run.kl_in_reward or run.teacher is not None
-        extras = ("log_sum_sq_probs",) if run.needs_score_norms else ()
+        extras = ("log_sum_sq_probs",) if run.needs_gradient_norms else ()
         old, squares = None, None
         if needs_old or extras:
             old, *more = rollout_statistics(run.policy, rollout, temperature, size, packed, budget, extras)
@@ -63,7 +63,7 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     if old is not None and ref is not None:
         numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)
     if run.config.rewarded:
-        rollout = add_advantages(run, rollout, steps)
+        rollout = replace(add_advantages(run, rollout, steps), log_sum_sq_probs=None)  # which nothing else reads
     if old is not None and taught is not None:
         count = max(int(rollout.mask.sum()), 1)
         numbers["divergence"] = (old - taught).sum().item() / count

@@ -55,7 +55,7 @@ class Run:
         return self.config.kl is not None and self.config.kl.place == "reward"
 
     @property
-    def needs_score_norms(self) -> bool:
+    def needs_gradient_norms(self) -> bool:
         """Whether the advantages read the tokens' squared score norms."""
         return self.config.rewarded and self.config.advantages.estimator == "optimal_token_baseline"
 
