@@ -7,6 +7,7 @@ logits of whole units, responses or pairs, until then (3U); the others compute t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.dependence import ANY, RESPONSE
 from fastrl.objectives.rows import TERMS
 from fastrl.operators.attach import attach_gradients
+from fastrl.planning.budget import BudgetTooSmall
 
 
 class _Loss(Protocol):
@@ -80,7 +82,11 @@ def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, 
     valid = call.args.mask
     ones = torch.ones(units.shape, dtype=torch.float64, device=units.device) if valid is None else valid.double()
     counts = [int(n) for n in ones.new_zeros(count).index_add_(0, units, ones).tolist()]
-    return planned(call, RESPONSE, rows=sum(counts), longest=max(counts, default=0)), counts
+    with suppress(BudgetTooSmall):
+        by_plan = planned(call, RESPONSE, rows=sum(counts), longest=max(counts, default=0))
+        if by_plan.plan.name == "whole-response":
+            return by_plan, counts
+    return planned(call, ANY), []
 
 
 def _whole_units(
