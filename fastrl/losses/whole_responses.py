@@ -116,6 +116,7 @@ def _whole_units(
             # Other chunks' log-probabilities are 0 here, which changes no derivative of this one's.
             all_rows = logp if isinstance(where, slice) else logp.new_zeros(targets.shape).index_copy(0, where, logp)
             (c,) = torch.autograd.grad(loss_of(all_rows).loss, logp)
+        c = c.contiguous()  # of one response it is one number, expanded
         return logp.new_zeros(len(TERMS), len(logp)), c, None
 
     def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:

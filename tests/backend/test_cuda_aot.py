@@ -71,13 +71,15 @@ def name(x: Any) -> str:
 @pytest.mark.parametrize("variant", [*VARIANTS, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE)], ids=name)
 def test_resources_and_wide_accesses(variant: Variant, target: str) -> None:
     registers, spills, code = compiled(variant, target)
-    assert spills == 0
+    # The objective is double arithmetic, once a row: DPPO's KL takes more than three blocks leave, outside of the loops.
+    assert spills <= (64 if variant.gate == "divergence-kl" else 0)
     # Three blocks of 256 threads to a multiprocessor, two with a softcap, or one of 512.
     assert registers <= (128 if variant.softcap or variant.threads == 512 else 80)
     assert not re.search(r"\b(ATOM[GS]?|REDG?)\.", code)
     assert "UBLKCP" in code  # bulk copies
     vectors = 512 // variant.threads
     first, second = loops(variant, target)
+    assert not any(re.search(r"\b(LDL|STL)\b", text) for text in (*first, *second))
     assert count(first, r"LDS\S*|STG\S*") == {"LDS.128": vectors}
     assert count(second, r"LDS\S*") == {"LDS.128": vectors}
     assert sum(count(second, r"STG\S*\.128").values()) == sum(count(second, r"STG").values()) == vectors

@@ -109,6 +109,18 @@ def test_a_pair_that_is_nan_stays_the_only_one(small_chunks: list[int]) -> None:
     assert sorted(set(hidden.isnan().nonzero()[:, 0].tolist())) == [5, 5 + PAIRS]
 
 
+def test_one_response_alone() -> None:
+    """Its tokens share one coefficient, which autograd gives as one number."""
+    leaves, tokens = arguments("cpu", False)
+    head, one = {k: leaves[k] for k in ("weight", "bias")}, {k: x[2:3] for k, x in tokens.items()}
+    gradients = []
+    for plan in ("whole-response", "recompute"):
+        with use_plan(plan):
+            out = fastrl.linear_kto_loss(leaves["hidden"][2:3], **head, **one, desirable=torch.ones(1))
+        gradients.append(torch.autograd.grad(out.loss, [*leaves.values()]))
+    torch.testing.assert_close(*gradients)
+
+
 def test_it_is_the_plan_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     names, planned = [], module.planned
 
