@@ -7,7 +7,7 @@ logits of whole units, responses or pairs, until then (3U); the others compute t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.dependence import ANY, RESPONSE
 from fastrl.objectives.rows import TERMS
 from fastrl.operators.attach import attach_gradients
+from fastrl.planning import plans
 from fastrl.planning.budget import BudgetTooSmall
 
 
@@ -82,7 +83,7 @@ def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, 
     valid = call.args.mask
     ones = torch.ones(units.shape, dtype=torch.float64, device=units.device) if valid is None else valid.double()
     counts = [int(n) for n in ones.new_zeros(count).index_add_(0, units, ones).tolist()]
-    with suppress(BudgetTooSmall):
+    with nullcontext() if plans.forced() == "whole-response" else suppress(BudgetTooSmall):
         by_plan = planned(call, RESPONSE, rows=sum(counts), longest=max(counts, default=0))
         if by_plan.plan.name == "whole-response":
             return by_plan, counts

@@ -71,7 +71,7 @@ def name(x: Any) -> str:
 @pytest.mark.parametrize("variant", [*VARIANTS, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE)], ids=name)
 def test_resources_and_wide_accesses(variant: Variant, target: str) -> None:
     registers, spills, code = compiled(variant, target)
-    # The objective is double arithmetic, once a row: DPPO's KL takes more than three blocks leave, outside of the loops.
+    # The objective is double arithmetic, once a row: DPPO's KL takes more than three blocks leave, outside the loops.
     assert spills <= (64 if variant.gate == "divergence-kl" else 0)
     # Three blocks of 256 threads to a multiprocessor, two with a softcap, or one of 512.
     assert registers <= (128 if variant.softcap or variant.threads == 512 else 80)

@@ -5,6 +5,8 @@ The other tests of these losses hold whatever plan is taken to the papers' formu
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,12 +115,26 @@ def test_one_response_alone() -> None:
     """Its tokens share one coefficient, which autograd gives as one number."""
     leaves, tokens = arguments("cpu", False)
     head, one = {k: leaves[k] for k in ("weight", "bias")}, {k: x[2:3] for k, x in tokens.items()}
+    one["mask"] = torch.ones(1, LENGTH)
     gradients = []
     for plan in ("whole-response", "recompute"):
         with use_plan(plan):
             out = fastrl.linear_kto_loss(leaves["hidden"][2:3], **head, **one, desirable=torch.ones(1))
         gradients.append(torch.autograd.grad(out.loss, [*leaves.values()]))
     torch.testing.assert_close(*gradients)
+
+
+def test_a_budget_for_less_than_a_pair_is_one_for_other_plans_only() -> None:
+    leaves, tokens = arguments("cpu", False)
+    call = partial(fastrl.linear_preference_loss, **leaves, **tokens, objective=fastrl.DPO())
+    with use_plan("whole-response"), pytest.raises(ValueError, match="the smallest possible is") as error:
+        call(memory_budget=1000)
+    least = int(re.search(r"smallest possible is (\d+)", str(error.value))[1])
+    with use_plan("whole-response"):
+        call(memory_budget=least)
+    with pytest.raises(ValueError, match="the smallest possible is") as error:
+        call(memory_budget=1000)
+    assert int(re.search(r"smallest possible is (\d+)", str(error.value))[1]) < least
 
 
 def test_it_is_the_plan_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
