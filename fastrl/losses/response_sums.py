@@ -44,7 +44,7 @@ class CheckedResponses(NamedTuple):
         return self.responses.number(self.mask.reshape(-1), torch.float32)
 
     def sums(self, logprobs: Tensor, also: Tensor | None = None) -> Tensor:
-        """(R,), of the valid tokens alone, from what `logprobs` returns."""
+        """(R,), of the valid tokens alone; logprobs (N,) are 0 at all others but those of `also`."""
         if also is not None:  # not a product: a token outside the response may have any log-probability
             logprobs = logprobs.where(self.mask.reshape(-1), 0.0)
         return self.responses.sum(logprobs)
