@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 #: Module -> requirement for pip. The versions are those of the extras in pyproject.toml; verl's is its adapter's.
 REQUIREMENTS = {
+    "httpx2": "httpx2",
     "matplotlib": "matplotlib",
     "peft": "peft>=0.18",
     "pydantic": "pydantic>=2",

@@ -4,7 +4,7 @@ Every error names the file and the line.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,9 +161,10 @@ class PromptSampler:
     """
 
     def __init__(self, examples: list[Example], seed: int) -> None:
-        self.examples = examples
+        self.examples, self.seed = examples, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
+        self.drawn = 0
 
     @cached_property
     def digest(self) -> str:
@@ -175,7 +176,22 @@ class PromptSampler:
         while len(self.order) < count:
             self.order += torch.randperm(len(self.examples), generator=self.generator).tolist()
         taken, self.order = self.order[:count], self.order[count:]
+        self.drawn += count
         return [self.examples[i] for i in taken]
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON values: `load` goes on from there."""
+        return {"drawn": self.drawn}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to a position of the same examples and seed, forward or back."""
+        self.drawn, self.order = state["drawn"], []
+        self.generator.manual_seed(self.seed)
+        epochs, rest = divmod(self.drawn, len(self.examples))
+        for _ in range(epochs):
+            torch.randperm(len(self.examples), generator=self.generator)
+        if rest:
+            self.order = torch.randperm(len(self.examples), generator=self.generator).tolist()[rest:]
 
 
 class TextStream:

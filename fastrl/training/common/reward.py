@@ -160,22 +160,30 @@ def load_rewards(sources: Sequence[str], weights: Sequence[float] | None) -> lis
 
 def load_reward(source: str) -> RewardFunction:
     """Import `path/to/file.py:function`. Raises UserError naming the file (and line) if that fails."""
+    function = import_function(source, "reward function")
+    if inspect.iscoroutinefunction(function):
+        file, _, name = source.rpartition(":")
+        raise UserError(f"{file}: {name} is declared with async def, expected a function that returns the rewards")
+    return RewardFunction(function, source.rpartition(":")[2], source)
+
+
+def import_function(source: str, what: str) -> Callable[..., Any]:
+    """Import `path/to/file.py:function`, a `what`. Raises UserError naming the file (and line) if that fails."""
     file, separator, name = source.rpartition(":")
     if not separator or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f'reward function: expected "path/to/file.py:function", got {source!r}')
-    module = _import(Path(file))
+        raise UserError(f'{what}: expected "path/to/file.py:function", got {source!r}')
+    module = _import(Path(file), what)
     function = getattr(module, name, None)
     if not callable(function):
         available = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise UserError(f"{file}: has no function {name!r}; it has {', '.join(available) or 'none'}")
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"{file}: {name} is declared with async def, expected a function that returns the rewards")
-    return RewardFunction(function, name, source)
+    found: Callable[..., Any] = function
+    return found
 
 
-def _import(path: Path) -> ModuleType:
+def _import(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"{path}: no such file (reward function)")
+        raise UserError(f"{path}: no such file ({what})")
     spec = importlib.util.spec_from_file_location(f"fastrl_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: cannot be imported as a Python module")

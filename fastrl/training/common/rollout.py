@@ -12,7 +12,7 @@ from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
 from fastrl.training.common.policy import Policy, decoder_states
 
-ROWS = ("counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
+ROWS = ("ended", "counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
 TOKENS = (  # (B, T)
     "token_advantages",
     "returns",
@@ -33,6 +33,7 @@ class Rollout:
     prompt_length: int  # P
     sampling_mask: SamplingMask | None = None  # B * T rows, one per token; None means drawn from the whole vocabulary
     routing: Tensor | None = None  # (B, P + T, layers, experts per token) int, -1 = not recorded
+    ended: Tensor | None = None  # (B,) bool, by EOS or a stop string and not by the limit on the length
     counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
     rewards: Tensor | None = None  # (B,) float32
     parts: Tensor | None = None  # (B, R) float32, the rewards that make up `rewards`, if the advantages read them
@@ -96,6 +97,12 @@ class Rollout:
             "advantages": advantages,
             **{name: None if x is None else x[mask] for name, x in per_token.items()},
         }
+
+
+def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:
+    """The completions as text, without special tokens."""
+    rows = [tokens[mask] for tokens, mask in zip(rollout.targets.cpu(), rollout.completion_mask.cpu(), strict=True)]
+    return policy.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:

@@ -1,7 +1,7 @@
 """Tables that several commands' configs share: model, machine, optimizer, sampling, reward, and what a run writes."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -95,6 +95,21 @@ class OptimizerConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled."""
 
+    engine: Annotated[str, Location(dotted=True)] = "transformers"
+    """What samples: transformers (its generate, in this process), vllm, sglang, or path/to/file.py:function, which is
+    called with the policy and these settings and returns an engine."""
+    url: str | None = None
+    """The engine's server, such as "http://127.0.0.1:8000". Without it vllm runs in this process."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds to wait for an engine that does not answer, before the run ends; what is saved can be resumed."""
+    ahead: Literal[0, 1] = 0
+    """1: the engine draws the next step's completions while the policy is updated, so they are one step old."""
+    sleep: bool = False
+    """The engine frees its memory while the policy is updated, where both use one GPU."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """For vllm in this process: arguments of vllm.LLM."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a completion, besides EOS. They are part of it."""
     prompts_per_step: int = Field(128, ge=1)
     """Prompts per step."""
     num_generations: int = Field(8, ge=1)
@@ -118,6 +133,25 @@ class RolloutConfig(Section):
     """How often dynamic sampling may do so in a step; after that the step uses the groups it has."""
     keep_routing: bool = False
     """Record which experts of a mixture each token took, and take the same in training."""
+
+    @model_validator(mode="after")
+    def _has_engine(self) -> "RolloutConfig":
+        served = self.engine in ("vllm", "sglang")
+        if self.engine == "sglang" and self.url is None:
+            raise ValueError('url: required for engine = "sglang", but not given')
+        if self.url is not None and not served:
+            raise ValueError(f'url: is for engine = "vllm" or "sglang", got engine = {self.engine!r}')
+        if self.engine_options and (self.engine != "vllm" or self.url is not None):
+            raise ValueError('engine_options: is for engine = "vllm" without a url')
+        if self.engine == "transformers" and (self.ahead or self.sleep):
+            raise ValueError(
+                f"{'ahead' if self.ahead else 'sleep'}: needs an engine besides the policy, got transformers"
+            )
+        if self.ahead and self.sleep:
+            raise ValueError("sleep: an engine that draws ahead has no time to sleep; leave one of them out")
+        if any(not text for text in self.stop):
+            raise ValueError("stop: an empty text would end every completion")
+        return self
 
     @property
     def truncates(self) -> bool:

@@ -38,10 +38,12 @@ class Location:
     """Marks a field (`Annotated[str, Location()]`) that holds a path, a path with ":function", or a list of them.
 
     In a file they are relative to the file, on the command line to the working directory. With `hub` it may also be a
-    model hub's "owner/name", so it is only resolved if the path exists, or if it can only be a path.
+    model hub's "owner/name", so it is only resolved if the path exists, or if it can only be a path. With `dotted` it
+    may also be the dotted name of an object of Python's, which is kept.
     """
 
     hub: bool = False
+    dotted: bool = False
 
 
 def parse_command_line(
@@ -118,9 +120,9 @@ def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> N
                 _resolve_paths(inner, value, base)
         for mark in field.metadata:
             if isinstance(mark, Location) and isinstance(value, str):
-                tree[name] = _resolve(value, base, mark.hub)
+                tree[name] = _resolve(value, base, mark)
             elif isinstance(mark, Location) and isinstance(value, list):
-                tree[name] = [_resolve(item, base, mark.hub) if isinstance(item, str) else item for item in value]
+                tree[name] = [_resolve(item, base, mark) if isinstance(item, str) else item for item in value]
 
 
 def import_for(field: str, package: str) -> Any:
@@ -145,9 +147,11 @@ def looks_like_path(text: str, base: Path = Path()) -> bool:
     )
 
 
-def _resolve(text: str, base: Path, hub: bool) -> str:
+def _resolve(text: str, base: Path, mark: Location) -> str:
     resolved = base / Path(text).expanduser()
-    if hub and (not text.strip() or not (resolved.exists() or looks_like_path(text, base))):
+    if mark.dotted and ".py" not in text:
+        return text
+    if mark.hub and (not text.strip() or not (resolved.exists() or looks_like_path(text, base))):
         return text
     return os.path.normpath(resolved.absolute())
 

@@ -330,6 +330,12 @@ class Config(Section):
                 f"training.minibatches: expected at most the rollout's {sequences} sequences, got "
                 f"{self.training.minibatches}"
             )
+        corrected = self.rollout_correction is not None or objective.off_policy_delta is not None
+        if self.rollout.ahead and not (corrected or objective.rollout_correction or objective.gate.reads_rollout):
+            raise ValueError(
+                "rollout.ahead: its completions are a step old, so their weights must be corrected; add a table "
+                "[rollout_correction]"
+            )
         if (self.reward.overlong_cache or 0) > self.rollout.max_new_tokens:
             raise ValueError(
                 f"reward.overlong_cache: expected at most rollout.max_new_tokens = {self.rollout.max_new_tokens}, got "

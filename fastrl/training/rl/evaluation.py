@@ -11,9 +11,8 @@ import torch
 from transformers import set_seed
 
 from fastrl.training.common.distillation import check_sampled
-from fastrl.training.common.generation import completion_texts, generate
 from fastrl.training.common.health import average
-from fastrl.training.common.rollout import Rollout, hidden_states, rollout_logprobs
+from fastrl.training.common.rollout import Rollout, completion_texts, hidden_states, rollout_logprobs
 from fastrl.training.rl.run import Run
 
 
@@ -26,8 +25,8 @@ def evaluate(run: Run) -> dict[str, float]:
     the same each time.
     """
     with _random_numbers_of_its_own(run):
-        examples, settings = run.held_out, run.config.rollout
-        rollout = generate(run.policy, examples, settings, greedy=True)
+        examples = run.held_out
+        rollout = run.rollouts.evaluate(examples, greedy=True)
         completions = completion_texts(run.policy, rollout)
         numbers = {} if run.config.distillation is None else _from_teacher(run, rollout)
         if run.rewards.scorers:
@@ -38,7 +37,7 @@ def evaluate(run: Run) -> dict[str, float]:
         if not count:
             return numbers
         repeated = [example for example in examples for _ in range(count)]
-        texts = completion_texts(run.policy, generate(run.policy, repeated, settings, record=False))
+        texts = completion_texts(run.policy, run.rollouts.evaluate(repeated))
         for name, function in run.metrics.items():
             solved = [value is not None and value >= 1 for value in function(repeated, texts)]
             prompts = range(0, len(texts), count)

@@ -24,10 +24,9 @@ from fastrl import (
 )
 from fastrl.base.errors import UserError
 from fastrl.training.common.distillation import check_sampled
-from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, join, rollout_logprobs, rollout_statistics
+from fastrl.training.common.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
 from fastrl.training.common.timing import timed
 from fastrl.training.rl.run import Run
 
@@ -91,11 +90,9 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         if not missing:
             break
         first_group = groups[-1] + 1 if groups else 0
-        prompts = run.sampler.next(missing)
-        examples = [example for example in prompts for _ in range(settings.num_generations)]
-        with timed("time/generate", numbers):
-            rollouts.append(generate(run.policy, examples, settings))
-            texts = completion_texts(run.policy, rollouts[-1])
+        examples, rollout = run.rollouts.next(missing, numbers)
+        rollouts.append(rollout)
+        texts = completion_texts(run.policy, rollout)
         with timed("time/reward", numbers):
             new_rewards, parts = run.rewards.parts(examples, texts)
             steps += run.steps_reward.steps(examples, texts) if run.steps_reward else [[] for _ in texts]
@@ -114,8 +111,11 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
 
+    if run.step < run.config.training.steps:
+        run.rollouts.begin(numbers)
     rollout = join(rollouts)
-    ended = ended_by_eos(run.policy, rollout)
+    ended = rollout.ended
+    assert ended is not None  # an engine says it
     described = values if run.rewards.scorers else None
     differing = [[reward for _, reward in pairs] for pairs in steps] if run.steps_reward else [[x] for x in compared]
     numbers |= describe(rollout, ended, described, by_scorer, groups, differing)

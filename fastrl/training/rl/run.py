@@ -18,9 +18,11 @@ from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
 from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.config import Config, DistillationConfig
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
+from fastrl.training.rl.rollouts import Rollouts
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Run:
     objective: Objective
     rewards: Rewards
     steps_reward: RewardFunction | None  # rewards reasoning steps
-    sampler: PromptSampler
+    rollouts: Rollouts
     held_out: list[Example]
     metrics: dict[str, Scorer]  # for the evaluation
     reference: Policy | None
@@ -98,8 +100,10 @@ def make_run(config: Config) -> Run:
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
     training, settings = config.training, config.optimizer
-    sampler = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), training.seed)
+    prompts = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), training.seed)
     held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
+    longest = max(len(example.token_ids) for example in [*prompts.examples, *held_out]) + config.rollout.max_new_tokens
+    completions = make_sampler(policy, config.rollout, config.model, training.seed, longest)
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
     pretraining = config.pretraining
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
@@ -114,7 +118,7 @@ def make_run(config: Config) -> Run:
         objective,
         rewards,
         steps_reward,
-        sampler,
+        Rollouts(prompts, completions, config.rollout),
         held_out,
         metrics,
         reference_of(policy) if reads_reference else None,
@@ -227,7 +231,7 @@ def save_checkpoint(run: Run) -> None:
     """Write the checkpoint of the run's current step. Raises UserError if that fails."""
     numbers = {
         "skipped": run.skipped,
-        "order": run.sampler.order,
+        "rollouts": run.rollouts.state(),
         "text": run.text and run.text.position,
         "kl": run.kl and run.kl.state(),
         "entropy": run.entropy and run.entropy.state(),
@@ -241,7 +245,9 @@ def load_checkpoint(directory: Path, run: Run) -> None:
     Raises UserError if the dataset is a different one.
     """
     numbers, _ = read_checkpoint(directory, _trained(run))
-    run.step, run.skipped, run.sampler.order = numbers["step"], numbers["skipped"], numbers["order"]
+    run.step, run.skipped = numbers["step"], numbers["skipped"]
+    run.rollouts.load(numbers["rollouts"])
+    run.rollouts.completions.step = run.step
     if run.text is not None:
         run.text.position = numbers["text"]
     for name, controller in (("kl", run.kl), ("entropy", run.entropy)):
@@ -250,15 +256,15 @@ def load_checkpoint(directory: Path, run: Run) -> None:
 
 
 def _trained(run: Run) -> Trained:
-    policy, sampler = run.policy, run.sampler
+    policy, prompts = run.policy, run.rollouts.prompts
     models: dict[str, torch.nn.Module] = {} if run.critic is None else {"critic.safetensors": run.critic}
     if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
         models["reference.safetensors"] = run.reference.model
-    generators = {"shuffle": run.generator, "prompts": sampler.generator}
+    generators = {"shuffle": run.generator}
     covariance = run.objective.covariance
     if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
         generators["objective"] = covariance.generator
-    data = {"data.path": (len(sampler.examples), sampler.digest)}
+    data = {"data.path": (len(prompts.examples), prompts.digest)}
     return Trained(
         policy.model, policy.tokenizer, policy.has_adapters, run.optimizer, run.scheduler, generators, data, models
     )

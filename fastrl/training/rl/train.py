@@ -4,12 +4,14 @@ import math
 import time
 from typing import Any
 
+from fastrl.base.errors import UserError
 from fastrl.training.common.checkpoint import checkpoint_of, due, run_folder
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.common.timing import peak_memory, timed
+from fastrl.training.engines.protocol import EngineLost
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
@@ -56,13 +58,24 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             stop_signals() as signals,
         ):
             for step in range(run.step + 1, steps + 1):
-                run.step, last = step, step == steps
-                numbers, samples = take_step(run)
+                run.step, last, lost = step, step == steps, None
+                before = run.rollouts.state()
+                try:
+                    numbers, samples = take_step(run)
+                except EngineLost as error:  # before the policy was updated
+                    run.step = step - 1
+                    run.rollouts.load(before)
+                    raise UserError(f"{error}; {_keep(run)}") from error
                 if run.held_out and due(step, config.evaluation.every, last):
-                    with timed("time/evaluation", numbers):
-                        numbers |= evaluate(run)
+                    try:
+                        with timed("time/evaluation", numbers):
+                            numbers |= evaluate(run)
+                    except EngineLost as error:
+                        lost = error
                 log.write(step, numbers, samples)
                 interrupted = None if last or not signals else signals[0]
+                if lost is not None:
+                    raise UserError(f"{lost}; {_keep(run)}") from lost
                 if interrupted or due(step, logging.checkpoint_every, last):
                     log.sync()
                     save_checkpoint(run)
@@ -72,6 +85,16 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
 
 
+def _keep(run: Run) -> str:
+    """Save a run that must end after the steps that it has. Returns what its user can do."""
+    if run.step == 0:
+        return "no step was done"
+    checkpoint = checkpoint_of(run.config.logging, run.step)
+    if not checkpoint.exists():
+        save_checkpoint(run)
+    return f"saved in {checkpoint}; the same command with --resume goes on from there"
+
+
 def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
     """Sample, update and adapt. Returns the step's metrics and some of its samples."""
     numbers: dict[str, float] = {}
@@ -79,6 +102,7 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
         rollout, samples = collect(run, numbers)
         with timed("time/update", numbers):
             numbers |= update(run, rollout)
+        run.rollouts.completions.step = run.step
         kl_last = numbers.pop("kl_last", math.nan)
         if run.kl is not None:
             kl = numbers.get("kl_reference", math.nan) if run.kl_in_reward else kl_last

@@ -15,14 +15,16 @@ from tqdm import tqdm
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, load_examples
-from fastrl.training.common.generation import completion_texts, ended_by_eos, generate
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.policy import Policy, load_policy, max_positions
 from fastrl.training.common.reward import Rewards
 from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RewardConfig, RolloutConfig
 from fastrl.training.common.settings import Section, parse_command_line
+from fastrl.training.engines.choice import make_sampler
+from fastrl.training.engines.sampler import CompletionSampler
 
 # The fields of a line besides the prompt row's own.
 WRITTEN = ("completion", "reward", "rewards", "truncated")
@@ -72,6 +74,8 @@ class Config(Section):
             "reward.overlong_filter": reward.overlong_filter,
             "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
             "rollout.keep_routing": self.rollout.keep_routing,
+            "rollout.ahead": self.rollout.ahead > 0,
+            "rollout.sleep": self.rollout.sleep,
             "model.lora_rank": self.model.lora_rank is not None,
         }
         for name, is_set in unused.items():
@@ -145,6 +149,8 @@ def sample(config: Config) -> Tally:
         for name in WRITTEN:
             if name in examples[0].columns:
                 raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')
+        longest = max(len(example.token_ids) for example in examples) + config.rollout.max_new_tokens
+        sampler = make_sampler(policy, config.rollout, config.model, config.training.seed, longest)
         unfinished = output.with_name(f"{output.name}.unfinished")
         try:
             file = unfinished.open("w", encoding="utf-8")
@@ -152,7 +158,7 @@ def sample(config: Config) -> Tally:
             raise UserError(f"{output}: cannot write the output: {error}") from error
         tally, best = Tally(), config.output.best
         with file, tqdm(desc="sample", unit="prompt", total=len(examples), disable=None) as bar:
-            for chunk in _groups(policy, rewards, examples, config):
+            for chunk in _groups(policy, sampler, rewards, examples, config):
                 for example, group in chunk:
                     chosen = group if best is None else best_of(group, best)
                     file.writelines(completion.line(example) for completion in chosen)
@@ -164,17 +170,18 @@ def sample(config: Config) -> Tally:
 
 
 def _groups(
-    policy: Policy, rewards: Rewards, examples: list[Example], config: Config
+    policy: Policy, sampler: CompletionSampler, rewards: Rewards, examples: list[Example], config: Config
 ) -> Iterator[list[tuple[Example, list[Completion]]]]:
     """The completions of each prompt, rollout.prompts_per_step prompts at a time."""
     settings = config.rollout
     for first in range(0, len(examples), settings.prompts_per_step):
         chunk = examples[first : first + settings.prompts_per_step]
         repeated = [example for example in chunk for _ in range(settings.num_generations)]
-        rollout = generate(policy, repeated, settings, record=False)
+        rollout = sampler.draw(repeated, record=False)
         texts = completion_texts(policy, rollout)
         totals, parts = rewards.parts(repeated, texts)
-        ended = ended_by_eos(policy, rollout).tolist()
+        assert rollout.ended is not None  # an engine says it
+        ended = rollout.ended.tolist()
         generated = [
             Completion(text, totals[i], {name: values[i] for name, values in parts.items()}, not ended[i])
             for i, text in enumerate(texts)

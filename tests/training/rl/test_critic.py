@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from digit_models import assert_gradient
+from drawing import generate
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, naive_gae, own_logprobs, play, with_critic
 
 import fastrl
@@ -13,7 +14,6 @@ import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 import fastrl.training.rl.update as updating
 from fastrl.training.common.data import Example, TextStream
-from fastrl.training.common.generation import generate
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.rl.config import AdvantagesConfig, KLConfig, PretrainingConfig
 from fastrl.training.rl.controllers import AdaptiveKL

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from digit_models import TOKENIZER, assert_gradient, narrowed
+from drawing import generate
 from mistakes import error_of
 from places import EXAMPLES
 from rollouts import LENGTHS, PROMPTS, dense, dense_log_p, gradients, make_rollout, own_logprobs, play
@@ -21,7 +22,6 @@ import fastrl.training.rl.train as stepping
 from fastrl.base.errors import UserError
 from fastrl.training.common.checkpoint import TENSORS
 from fastrl.training.common.distillation import Distillation, load_teacher
-from fastrl.training.common.generation import generate
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.sections import ModelConfig, TeacherConfig
 from fastrl.training.common.settings import load_settings

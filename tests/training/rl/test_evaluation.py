@@ -65,11 +65,10 @@ def run(monkeypatch):
     """Three prompts with the answers 4, 5, 6, the completions above, and the calls of generate."""
     calls = []
 
-    def generate(policy, examples, settings, *, greedy=False, record=True):
-        calls.append((len(examples), greedy, record))
+    def completions(examples, *, greedy=False):
+        calls.append((len(examples), greedy))
         return GREEDY if greedy else list(itertools.chain(*SAMPLES))
 
-    monkeypatch.setattr(module, "generate", generate)
     monkeypatch.setattr(module, "completion_texts", lambda policy, texts: texts)
     metrics = {f.__name__: RewardFunction(f, f.__name__, "") for f in (right, shy)}
     evaluation = EvaluationConfig(metrics=["right", "shy"], samples=4, k=(1, 2, 4))
@@ -78,6 +77,7 @@ def run(monkeypatch):
             rollout=None, evaluation=evaluation, training=SimpleNamespace(seed=0), distillation=None
         ),
         policy=SimpleNamespace(device=torch.device("cpu")),
+        rollouts=SimpleNamespace(evaluate=completions),
         held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
         rewards=Rewards([(metrics["right"], 10.0), (metrics["shy"], 1.0)]),
         metrics=metrics,
@@ -87,7 +87,7 @@ def run(monkeypatch):
 
 def test_every_metric_has_its_greedy_mean_and_its_scores_at_k(run):
     numbers = evaluate(run)
-    assert run.calls == [(3, True, True), (12, False, False)]
+    assert run.calls == [(3, True), (12, False)]
     expected = {"eval/reward": (12 + 10 + 12) / 3, "eval/right": 1.0, "eval/shy": (2 + 2) / 2}
     right_of = {"right": [2, 1, 0], "shy": [2, 0, 0]}  # of four samples; None solves nothing
     first = {"right": ([0, 1, 0], [0, 1, 0], [1, 1, 0]), "shy": ([0, 0, 0], [0, 0, 0], [1, 0, 0])}
@@ -103,7 +103,7 @@ def test_every_metric_has_its_greedy_mean_and_its_scores_at_k(run):
 def test_without_samples_there_is_greedy_decoding_alone(run):
     run.config.evaluation = EvaluationConfig()
     assert set(evaluate(run)) == {"eval/reward", "eval/right", "eval/shy"}
-    assert run.calls == [(3, True, True)]
+    assert run.calls == [(3, True)]
 
 
 def test_no_score_at_all_is_nan(run):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawing import generate
 from random_calls import exact_advantages as exact
 from rollouts import LENGTHS, PROMPTS, VOCAB, dense_log_p, make_rollout, naive_gae, own_logprobs, play
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,7 +15,6 @@ import fastrl
 import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
-from fastrl.training.common.generation import ended_by_eos, generate
 from fastrl.training.common.rollout import join, rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.rl.config import AdvantagesConfig, KLConfig
@@ -109,8 +109,8 @@ def test_length_has_its_price(collected):
 def test_completions_that_were_cut_off_do_not_count_but_their_rewards_do(collected, place):
     """With a KL in the reward too: a filtered row has no token that could carry its score, but a baseline has it."""
     tables = {"kl": {"place": place, "kind": "k1", "coef": 0.0}, "advantages": {"estimator": "rloo"}}
-    rollout, numbers, run = collected("first", reward={"overlong_filter": True}, **tables)
-    ended = ended_by_eos(run.policy, rollout)
+    rollout, numbers, _ = collected("first", reward={"overlong_filter": True}, **tables)
+    ended = rollout.ended
     assert torch.equal(rollout.counted, ended) and 0 < int(ended.sum()) < len(ended)
     assert (rollout.mask.any(1) == ended).all() and numbers["truncated"] > 0
     expected = exact.leave_one_out(rollout.rewards.tolist(), rollout.groups.tolist())
@@ -126,7 +126,7 @@ def test_groups_of_equal_rewards_are_sampled_anew(collected):
     assert len(rollout.input_ids) == ROWS
     found = [rollout.rewards[rollout.groups == group].tolist() for group in rollout.groups.unique()]
     assert len(found) == 6 and all(sorted(rewards) == [0, 0, 0, 1] for rewards in found)
-    assert len(run.sampler.order) == 800 - 6 - 3  # no more than were missing
+    assert len(run.rollouts.prompts.order) == 800 - 6 - 3  # no more than were missing
     assert numbers["without_reward"] == 0 and numbers["reward"] == (3 + 3) / (ROWS + 3 * 4)
 
 
@@ -143,7 +143,7 @@ def test_where_nothing_varies_there_is_no_update_and_the_next_step_goes_on(confi
         **tables,
     )
     run, steps = play(config)
-    assert len(run.sampler.order) == 800 - 2 * 6 * (1 + refills)
+    assert len(run.rollouts.prompts.order) == 800 - 2 * 6 * (1 + refills)
     for numbers in steps:
         assert numbers["refills"] == refills and numbers["kept"] == 0
         assert numbers["reward"] == 1 and "loss" not in numbers and numbers["kl_coef"] == pytest.approx(0.04)

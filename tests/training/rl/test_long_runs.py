@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from digit_models import assert_gradient
+from drawing import generate
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, prompts, with_critic
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,6 @@ import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.training.common.generation import generate
 from fastrl.training.common.policy import checkpointing, load_policy, reference_of
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig

@@ -440,7 +440,7 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
         for row, m in zip(rollout.targets, rollout.completion_mask, strict=True)
     ]
     prompts = rollout.input_ids[:, : rollout.prompt_length]
-    answers = {tuple(example.token_ids): example.columns["answer"] for example in run.sampler.examples}
+    answers = {tuple(example.token_ids): example.columns["answer"] for example in run.rollouts.prompts.examples}
     x.answers = [
         answers[tuple(row[m].tolist())]
         for row, m in zip(prompts, rollout.attention_mask[:, : rollout.prompt_length], strict=True)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from digit_models import add_noise
+from drawing import generate
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
-from fastrl.training.common.generation import completion_mask, completion_texts, generate
-from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.common.rollout import completion_texts, rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.engines.transformers import completion_mask
 
 MODELS = {
     "qwen3, tied": {"model_type": "qwen3", "tie_word_embeddings": True},

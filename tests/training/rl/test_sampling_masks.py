@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawing import generate
 from rollouts import VOCAB, prompts
 from run_files import records
 
 import fastrl
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.training.common.generation import generate
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.common.timing import Stopwatch

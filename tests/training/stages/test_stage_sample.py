@@ -8,9 +8,9 @@ from mistakes import error_of
 from run_files import json_lines, records, write_toml
 from transformers import AutoModelForCausalLM
 
-import fastrl.training.stages.sample as module
 from fastrl.base.errors import UserError
 from fastrl.cli import main
+from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.stages.sample import Completion, Config, best_of, sample
 
 REWARDS = """
@@ -158,7 +158,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(
 def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
     """Ctrl-C costs what it was about to write, and nothing else."""
     config = Config.model_validate(tables(output={"overwrite": True}))
-    folder, generate, calls = tmp_path / "out", module.generate, []
+    folder, draw, calls = tmp_path / "out", CompletionSampler.draw, []
 
     def disturbed(*arguments, **options):
         calls.append(arguments)
@@ -168,9 +168,9 @@ def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
             assert error.endswith("or choose another --output.path")
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return generate(*arguments, **options)
+        return draw(*arguments, **options)
 
-    monkeypatch.setattr(module, "generate", disturbed)
+    monkeypatch.setattr(CompletionSampler, "draw", disturbed)
     sample(config)
     before = read(tmp_path)
     assert len(before) == 35 and [path.name for path in folder.iterdir()] == ["samples.jsonl"]

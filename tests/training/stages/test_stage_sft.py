@@ -3,13 +3,14 @@
 import pytest
 import torch
 from digit_models import assert_gradient, gradient_of
+from drawing import generate
 from run_files import records
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, tokenize_pair
-from fastrl.training.common.generation import completion_texts, generate
 from fastrl.training.common.policy import load_policy
+from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.stages.config import TokenTrainingConfig
 from fastrl.training.stages.loop import measure, save_model

@@ -1,0 +1,85 @@
+"""A weight transfer engine for vLLM that reads a safetensors file: where there is no GPU, or no NCCL to the trainer.
+
+vLLM finds it as a plugin (the entry point `vllm.general_plugins`) if fastrl is installed beside it, and uses it if
+started with --weight-transfer-config '{"backend": "fastrl"}'. Every worker reads the file, which must be in shared
+memory or on a disk that all of them see. Written against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Add the backend "fastrl" to vLLM's registry; called by vLLM in each of its processes."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if "fastrl" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("fastrl", __name__, "FileWeightTransferEngine")
+
+
+def __getattr__(name: str) -> Any:
+    # The class has vLLM's as its base, and this module is read without vLLM too.
+    if name != "FileWeightTransferEngine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _make_engine()
+
+
+def _make_engine() -> type[Any]:
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class InitInfo(WeightTransferInitInfo):
+        """Nothing to agree on."""
+
+    @dataclass
+    class UpdateInfo(WeightTransferUpdateInfo):
+        """A safetensors file with weights under the names of a checkpoint."""
+
+        path: str
+
+    class FileWeightTransferEngine(WeightTransferEngine):
+        """Loads the weights of a safetensors file into the model, one at a time."""
+
+        init_info_cls = InitInfo
+        update_info_cls = UpdateInfo
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            # Not the base's: it synchronises an accelerator, and there may be none.
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            self.model.load_weights(_read(update_info.path))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            pass
+
+    return FileWeightTransferEngine
+
+
+def _read(path: str) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # not a mapping
+            yield name, file.get_tensor(name)

@@ -1,0 +1,55 @@
+"""The engine that a config names."""
+
+import inspect
+from typing import Any
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.reward import import_function
+from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.common.settings import import_for
+from fastrl.training.engines.protocol import Engine
+from fastrl.training.engines.sampler import CompletionSampler
+from fastrl.training.engines.transformers import TransformersEngine
+
+METHODS = ("generate", "update_weights", "sleep", "wake_up")
+
+
+def make_sampler(
+    policy: Policy, settings: RolloutConfig, model: ModelConfig, seed: int, longest: int | None = None
+) -> CompletionSampler:
+    """The sampler of a command. `longest` is the length of prompt and completion that the engine must take.
+
+    Raises UserError for an engine that cannot be made; a server is not asked before the first completions are drawn.
+    """
+    return CompletionSampler(_make_engine(policy, settings, model, longest), policy, settings, seed)
+
+
+def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, longest: int | None) -> Engine:
+    if settings.url is not None:
+        import_for("rollout.url", "httpx2")
+    match settings.engine:
+        case "transformers":
+            return TransformersEngine(policy, settings.batch_size)
+        case "vllm" if settings.url is None:
+            from fastrl.training.engines.vllm_process import VLLMProcess
+
+            return VLLMProcess(policy, settings, model, longest)
+        case "vllm":
+            from fastrl.training.engines.vllm_server import VLLMServer
+
+            return VLLMServer(policy, settings, longest)
+        case "sglang":
+            from fastrl.training.engines.sglang import SGLangServer
+
+            return SGLangServer(policy, settings, longest)
+    function = import_function(settings.engine, "rollout.engine")
+    engine: Any = function(policy, settings)
+    missing = [name for name in METHODS if not inspect.ismethod(getattr(engine, name, None))]
+    if missing:
+        raise UserError(
+            f"rollout.engine: {settings.engine} returned {type(engine).__name__}, which has no method "
+            f"{', '.join(missing)}; an engine has {', '.join(METHODS)}"
+        )
+    made: Engine = engine
+    return made

@@ -1,0 +1,102 @@
+"""What the trainer asks of an inference engine: tokens in; completions, and what the engine recorded of them, out.
+
+An engine of your own is a class with the four methods of `Engine`, and a function in a file that makes one:
+
+    [rollout]
+    engine = "my_engine.py:make"        # def make(policy, rollout) -> Engine
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl import SamplingMask
+from fastrl.base.errors import UserError
+from fastrl.training.common.sections import RolloutConfig
+
+
+class EngineUnavailable(Exception):
+    """The engine cannot be reached, or lost what it was doing. The trainer waits for it, and asks again."""
+
+
+class EngineLost(UserError):
+    """The engine stayed away for longer than rollout.timeout, or fails whenever it is asked."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Some completions of one prompt."""
+
+    id: str  # no two requests of a run have the same, also after a resume
+    token_ids: Sequence[int]  # the prompt
+    n: int  # completions, drawn independently
+    max_tokens: int  # the longest completion
+    seed: int  # the same seed, weights and engine give the same completions, up to rounding
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How all completions of a call are drawn, and what is recorded of them."""
+
+    temperature: float  # 0 = the likeliest token
+    top_p: float
+    top_k: int  # 0 = off
+    min_p: float
+    eos_token_ids: Sequence[int]  # a completion ends with one of them, which is its last token,
+    stop: Sequence[str]  # or with the token that completes one of these texts
+    logprobs: bool  # record each token's log-probability under the distribution that it was drawn from
+    supports: bool  # record the entries that top_p, top_k and min_p left
+    routing: bool  # record the experts of a mixture
+
+    @classmethod
+    def of(cls, settings: RolloutConfig, eos_token_ids: Sequence[int], greedy: bool, record: bool) -> "Sampling":
+        """From the config. Nothing is recorded of greedy completions."""
+        record = record and not greedy
+        supports, routing = record and settings.truncates, record and settings.keep_routing
+        drawn = (0.0, 1.0, 0, 0.0) if greedy else (settings.temperature, settings.top_p, settings.top_k, settings.min_p)
+        return cls(*drawn, eos_token_ids, tuple(settings.stop), record, supports, routing)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion, with what was asked for; what was not is None."""
+
+    token_ids: Sequence[int]  # up to and including the EOS, or the token that completed a stop string
+    ended: bool  # by one of these, and not by the limit on its length
+    logprobs: Sequence[float] | None = None  # of each token
+    sampling_mask: SamplingMask | None = None  # a row for each token
+    routed_experts: Any = None  # vLLM's array (prompt and completion tokens - 1, layers, experts per token)
+    weights: str | None = None  # the version of the weights that drew it, if the engine says
+
+
+class Weights(Protocol):
+    """The policy's weights in the format of its checkpoint, made anew at each iteration."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and full tensor of each parameter; a tied one once."""
+
+    def cast(self, dtype: torch.dtype) -> "Weights":
+        """The same weights in another dtype."""
+
+
+class Engine(Protocol):
+    """Draws completions with the weights that it was last given.
+
+    Every method may raise `EngineUnavailable`, for which the trainer waits up to rollout.timeout, and UserError for
+    what waiting cannot mend. Calls do not overlap, but `generate` may run in another thread than the others.
+    """
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterable[tuple[int, Sequence[Completion]]]:
+        """The completions of each request with its index, in any order, as soon as they are there."""
+
+    def update_weights(self, version: str, weights: Weights) -> None:
+        """Replace the weights; completions drawn from now on carry the version. It follows a lost connection too."""
+
+    def sleep(self) -> None:
+        """Free the accelerator's memory until `wake_up`. The weights may be lost."""
+
+    def wake_up(self) -> None:
+        """Take the memory again; `update_weights` follows."""

@@ -1,0 +1,210 @@
+"""Draws rollouts from an engine: gives it the policy's weights, waits for it when it dies, checks what it returns."""
+
+import hashlib
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Thread
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import Example
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.rollout import Rollout
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.engines.assembly import assemble
+from fastrl.training.engines.protocol import Completion, Engine, EngineLost, EngineUnavailable, Request, Sampling
+from fastrl.training.engines.weights import PolicyWeights
+
+FAILURES = 3  # in a row, of an engine that answers again each time: then it is not its absence
+PAUSE = 1.0  # seconds between two tries to reach it
+
+
+@dataclass
+class Draw:
+    """Completions that were asked for, and those of them that are there."""
+
+    examples: Sequence[Example]  # one for each completion
+    requests: Sequence[Request]  # one for each run of the same example
+    sampling: Sampling
+    first: int  # the serial number of the first completion
+    step: int  # after which the policy has the weights that draw it, or most of it if the engine died in between
+    done: dict[int, Sequence[Completion]] = field(default_factory=dict)  # by the request's index
+    seconds: float = 0.0  # that the engine worked on it
+    thread: Thread | None = None  # that draws it in the background
+    error: BaseException | None = None  # that ended the thread
+
+    @property
+    def missing(self) -> list[int]:
+        """The requests without completions."""
+        return [index for index in range(len(self.requests)) if index not in self.done]
+
+
+class CompletionSampler:
+    """Draws completions with the policy's weights.
+
+    Completions are numbered over the whole run, and each is returned once, whatever happens to the engine: those that
+    came before it died are kept, and only the others are asked for again.
+    """
+
+    def __init__(self, engine: Engine, policy: Policy, settings: RolloutConfig, seed: int) -> None:
+        self.engine, self.policy, self.settings, self.seed = engine, policy, settings, seed
+        self.drawn = 0  # completions asked for so far
+        self.step = 0  # after which the policy has its present weights; set by the loop
+        self.sent: str | None = None  # the version that the engine has, if it has the policy's
+        self.asleep = False
+        # Another run with the same steps must not be mistaken for this one.
+        self.run = secrets.token_hex(4)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> str:
+        """The version of the policy's weights."""
+        return f"{self.run}-{self.step}"
+
+    def ready(self) -> None:
+        """Wake the engine and give it the policy's weights, unless it has them. Waits for one that does not answer."""
+        if self.asleep or self.sent != self.version:
+            self._send()
+
+    def sleep(self) -> None:
+        """Have the engine free its memory until it is needed."""
+        try:
+            self.engine.sleep()
+        except EngineUnavailable as error:
+            say(f"{error}; it was to sleep")
+        self.asleep, self.sent = True, None
+
+    def _send(self) -> None:
+        """Send the weights, if need be again and again until rollout.timeout has passed."""
+        deadline, said = time.monotonic() + self.settings.timeout, False
+        self.sent = None
+        while True:
+            try:
+                if self.asleep:
+                    self.engine.wake_up()
+                    self.asleep = False
+                self.engine.update_weights(self.version, PolicyWeights(self.policy))
+                break
+            except EngineUnavailable as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise EngineLost(
+                        f"rollout.timeout: {error}; waited {self.settings.timeout:g} s for it, then gave up; start it"
+                    ) from error
+                if not said:
+                    say(f"{error}; waiting up to {left:.0f} s for it")
+                    said = True
+                time.sleep(min(PAUSE, left))
+        if said:
+            say("the engine is there; going on")
+        self.sent = self.version
+
+    # --- completions ------------------------------------------------------------------------------------------------
+
+    def draw(self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True) -> Rollout:
+        """One completion for each example (repeat one to sample it several times), sampled or greedy."""
+        draw = self.ask(examples, greedy=greedy, record=record)
+        self.ready()
+        return self.finish(draw)
+
+    def ask(self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True) -> Draw:
+        """What is to be drawn; nothing is yet."""
+        sampling = Sampling.of(self.settings, self.policy.eos_token_ids, greedy, record)
+        requests, first = [], self.drawn
+        for example, n in _runs(examples):
+            name = f"fastrl-{self.run}-{self.drawn}"
+            # Distant seeds: an engine may add to one for each completion of a request.
+            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {self.drawn}".encode()).digest()[:6], "big")
+            requests.append(Request(name, example.token_ids, n, self.settings.max_new_tokens, seed))
+            self.drawn += n
+        return Draw(examples, requests, sampling, first, self.step)
+
+    def start(self, draw: Draw) -> None:
+        """Draw in another thread, while the policy may change; `finish` does the rest."""
+
+        def work() -> None:
+            try:
+                self._run(draw)
+            except BaseException as error:
+                draw.error = error
+
+        draw.thread = Thread(target=work, name="fastrl-draw", daemon=True)
+        draw.thread.start()
+
+    def settle(self, draw: Draw) -> None:
+        """Wait for the other thread, and keep what came. Raises what was not the engine's absence."""
+        if draw.thread is not None:
+            draw.thread.join()
+            draw.thread = None
+        error, draw.error = draw.error, None
+        if isinstance(error, EngineUnavailable):
+            self._lost(draw, error)
+        elif error is not None:
+            raise error
+
+    def finish(self, draw: Draw) -> Rollout:
+        """Draw what is missing, and return all of it."""
+        self.settle(draw)
+        failures = 0
+        while missing := draw.missing:
+            self.ready()
+            try:
+                self._run(draw)
+            except EngineUnavailable as error:
+                failures = failures + 1 if draw.missing == missing else 1
+                if failures == FAILURES:
+                    raise EngineLost(
+                        f"rollout.engine: {error}; it failed {FAILURES} times in a row, though it answers in between; "
+                        "its own log says more"
+                    ) from error
+                self._lost(draw, error)
+        completions = [completion for index in range(len(draw.requests)) for completion in draw.done[index]]
+        return assemble(self.policy, draw.examples, completions, self.settings.max_new_tokens, draw.sampling)
+
+    def _lost(self, draw: Draw, error: EngineUnavailable) -> None:
+        """Say that the engine is gone; what it has of the policy is not known."""
+        self.sent = None
+        say(f"{error}; {len(draw.done)} of {len(draw.requests)} prompts have their completions")
+
+    def _run(self, draw: Draw) -> None:
+        """Draw what is missing until all is there or the engine fails."""
+        missing, expected = draw.missing, self.sent
+        started = time.perf_counter()
+        try:
+            for index, completions in self.engine.generate([draw.requests[i] for i in missing], draw.sampling):
+                for completion in completions:
+                    self._check(completion, expected)
+                draw.done[missing[index]] = completions
+        finally:
+            draw.seconds += time.perf_counter() - started
+
+    def _check(self, completion: Completion, expected: str | None) -> None:
+        """Raise UserError for a completion that the policy's weights cannot have drawn."""
+        if completion.weights is not None and completion.weights != expected:
+            raise UserError(
+                f"rollout.engine: a completion was drawn with the weights {completion.weights!r}, expected "
+                f"{expected!r}; another run may be using the same engine, and each needs one of its own"
+            )
+        largest, vocabulary = max(completion.token_ids), self.policy.weight.shape[0]
+        if not 0 <= min(completion.token_ids) <= largest < vocabulary:
+            raise UserError(
+                f"rollout.engine: the engine returned token id {largest}, but the policy's vocabulary ends at "
+                f"{vocabulary - 1}; start it with the policy's model and tokenizer"
+            )
+
+
+def say(text: str) -> None:
+    """A line for whoever watches the run."""
+    print(f"fastrl: {text}", file=sys.stderr, flush=True)
+
+
+def _runs(examples: Sequence[Example]) -> Iterator[tuple[Example, int]]:
+    """Each example with the number of times that it is repeated in a row."""
+    first = 0
+    for index in range(1, len(examples) + 1):
+        if index == len(examples) or examples[index] is not examples[first]:
+            yield examples[first], index - first
+            first = index

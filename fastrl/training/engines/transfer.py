@@ -1,0 +1,168 @@
+"""How weights reach vLLM: by its own transfer engines (NCCL, CUDA IPC), or by a file that its workers read.
+
+The engine chooses with --weight-transfer-config '{"backend": ...}': "nccl" between GPUs, "ipc" on a GPU that both use,
+and "fastrl" for a file in shared memory or on a shared disk (`fastrl.integrations.vllm_weights`, which vLLM finds where
+fastrl is installed beside it). The first two need vLLM in the trainer's environment too: its sender is used as it is.
+"""
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.settings import import_for
+from fastrl.training.engines.protocol import Weights
+
+HOW = (
+    'start the engine with --weight-transfer-config \'{"backend": "nccl"}\' (between GPUs), "ipc" (on the trainer\'s '
+    'GPU) or "fastrl" (a file; fastrl must be installed beside vLLM)'
+)
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Control(Protocol):
+    """vLLM's steps of a weight update, as its server and its in-process engine have them."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Transfer(Protocol):
+    """A way for weights."""
+
+    def send(self, version: str, weights: Weights) -> None:
+        """Replace the engine's weights, whose version is then this one."""
+
+    def close(self) -> None:
+        """Remove what it left behind."""
+
+
+def make_transfer(
+    backend: str | None, control: Control, dtype: torch.dtype, host: str | None, workers: int
+) -> Transfer:
+    """The way that the engine was started with. `host` is None for an engine in this process.
+
+    Raises UserError for an engine that has none, or one that is not known here.
+    """
+    if backend == "fastrl":
+        return FileTransfer(control, dtype, host)
+    if backend in ("nccl", "ipc"):
+        return VLLMTransfer(backend, control, dtype, host, workers)
+    what = "no way to take new weights" if backend is None else f"the weight transfer backend {backend!r}"
+    raise UserError(f"rollout.url: the engine has {what}; {HOW}")
+
+
+class FileTransfer:
+    """A safetensors file, in shared memory for an engine on this machine, else in the directory for temporary files."""
+
+    def __init__(self, control: Control, dtype: torch.dtype, host: str | None) -> None:
+        self.control, self.dtype = control, dtype
+        parent = SHARED_MEMORY if (host is None or is_local(host)) and SHARED_MEMORY.is_dir() else None
+        self.directory = Path(tempfile.mkdtemp(prefix="fastrl-weights-", dir=parent))
+        control.init_weight_transfer_engine({})
+
+    def send(self, version: str, weights: Weights) -> None:
+        """Write the file, have it read, remove it."""
+        path = write_weights(self.directory, weights.cast(self.dtype))
+        try:
+            self.control.start_weight_update()
+            self.control.update_weights({"path": str(path)})
+            self.control.finish_weight_update(version)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def write_weights(directory: Path, weights: Weights) -> Path:
+    """`model.safetensors` in a directory. Raises UserError if there is no room for it."""
+    path = directory / "model.safetensors"
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot write the weights for the engine: {error}") from error
+    return path
+
+
+class VLLMTransfer:
+    """vLLM's own sender, NCCL or CUDA IPC."""
+
+    def __init__(self, backend: str, control: Control, dtype: torch.dtype, host: str | None, workers: int) -> None:
+        import_for(f'An engine with the weight transfer backend "{backend}"', "vllm")
+        self.backend, self.control, self.dtype, self.host, self.workers = backend, control, dtype, host, workers
+        self.sender: Any = None
+
+    def send(self, version: str, weights: Weights) -> None:
+        """Send all weights; the first time also meet the engine's workers."""
+        from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
+
+        class Source(WeightSource):
+            """The policy's weights, as vLLM reads them."""
+
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                return iter(cast)
+
+        class Versioned:
+            """The control, with the version that vLLM's senders leave out."""
+
+            def __getattr__(_, name: str) -> Any:
+                return getattr(control, name)
+
+            def finish_weight_update(_, weight_version: str | None = None) -> None:
+                control.finish_weight_update(version)
+
+        cast, control = weights.cast(self.dtype), self.control
+        if self.sender is None:
+            self.sender = WeightTransferTrainerFactory.trainer_init(
+                self._meeting(), client=Versioned(), source=Source()
+            )
+        self.sender.client, self.sender.source = Versioned(), Source()
+        self.sender.send_weights()
+
+    def _meeting(self) -> Any:
+        """Where the trainer, rank 0, meets the workers."""
+        if self.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0, packed=True)
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        return NCCLTrainerInitInfo(rank=0, world_size=1 + self.workers, **_own_address(self.host))
+
+    def close(self) -> None:
+        """Leave the group of the workers."""
+        if self.sender is not None:
+            self.sender.shutdown()
+
+
+def is_local(host: str) -> bool:
+    """Whether a host is this machine by its loopback address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _own_address(host: str | None) -> dict[str, Any]:
+    """This machine's address as the engine's host sees it, and a free port."""
+    if host is None or is_local(host):
+        address = "127.0.0.1"
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only chooses the interface
+            address = probe.getsockname()[0]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return {"master_address": address, "master_port": listener.getsockname()[1]}

@@ -1,0 +1,55 @@
+"""The policy's weights under the names of its checkpoint, as an inference engine loads them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from fastrl.training.common.policy import Policy
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """A policy's weights, adapters merged into them; read anew at each iteration."""
+
+    policy: Policy
+    dtype: torch.dtype = torch.float32
+
+    def cast(self, dtype: torch.dtype) -> "PolicyWeights":
+        """The same weights in another dtype."""
+        return replace(self, dtype=dtype)
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        model: Any = self.policy.model
+        if not self.policy.has_adapters:
+            named = dict(model.named_parameters())  # which names a tied weight once
+        else:
+            model = model.get_base_model()
+            named = _merged(model)
+        # transformers holds some weights, such as a mixture's experts, in another form than the checkpoint.
+        for name, tensor in revert_weight_conversion(model, named).items():
+            yield name, tensor.detach().to(self.dtype)
+
+
+def _merged(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The weights of a model with LoRA layers, the active adapters added to them."""
+    from peft.tuners.lora import LoraLayer
+
+    named: dict[str, Tensor] = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, tensor in model.named_parameters():
+        owner, _, rest = name.partition(".base_layer.")
+        if not rest:
+            if not any(name.startswith(f"{layer}.") for layer in layers):
+                named[name] = tensor
+            continue
+        layer: Any = layers[owner]
+        if rest == "weight":
+            for adapter in layer.active_adapters:
+                tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
+        named[f"{owner}.{rest}"] = tensor
+    return named

@@ -1,0 +1,77 @@
+"""The rollouts of a run: the next prompts with their completions, drawn when they are needed or a step ahead."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastrl.training.common.data import Example, PromptSampler
+from fastrl.training.common.rollout import Rollout
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.common.timing import timed
+from fastrl.training.engines.sampler import CompletionSampler, Draw
+
+
+class Rollouts:
+    """Takes prompts from the data and their completions from the engine, which gets the policy's weights before.
+
+    With rollout.ahead the next step's completions are drawn in another thread while the policy is updated. Nothing of
+    that is in a checkpoint: a resumed run draws the same prompts anew.
+    """
+
+    def __init__(self, prompts: PromptSampler, completions: CompletionSampler, settings: RolloutConfig) -> None:
+        self.prompts, self.completions, self.settings = prompts, completions, settings
+        self.begun: Draw | None = None
+        self.before: dict[str, Any] = {}  # the state before what is begun
+
+    def next(self, count: int, numbers: dict[str, float]) -> tuple[list[Example], Rollout]:
+        """The next `count` prompts, each repeated for its completions, and these. Adds the phases' seconds."""
+        draw, self.begun = self.begun, None
+        if draw is None:
+            draw = self._ask(count)
+            self._ready(numbers)
+        with timed("time/generate", numbers):
+            rollout = self.completions.finish(draw)
+        if self.settings.sleep:
+            self.completions.sleep()
+        if self.settings.engine != "transformers":
+            numbers["time/engine"] = numbers.get("time/engine", 0.0) + draw.seconds
+            numbers["off_policy_steps"] = max(numbers.get("off_policy_steps", 0), self.completions.step - draw.step)
+        return list(draw.examples), rollout
+
+    def begin(self, numbers: dict[str, float]) -> None:
+        """With rollout.ahead, have the next step's completions drawn from now on, with the weights of now."""
+        if self.settings.ahead:
+            self.before = self.state()
+            draw = self._ask(self.settings.prompts_per_step)
+            self._ready(numbers)
+            self.completions.start(draw)
+            self.begun = draw
+
+    def evaluate(self, examples: Sequence[Example], *, greedy: bool = False) -> Rollout:
+        """Completions for an evaluation, of the policy as it is."""
+        if self.begun is not None:  # before the weights change under it
+            self.completions.settle(self.begun)
+        rollout = self.completions.draw(examples, greedy=greedy, record=False)
+        if self.settings.sleep:
+            self.completions.sleep()
+        return rollout
+
+    def _ready(self, numbers: dict[str, float]) -> None:
+        """Give the engine the policy's weights, and add the seconds that this takes."""
+        if self.settings.engine != "transformers":
+            with timed("time/weights", numbers):
+                self.completions.ready()
+
+    def _ask(self, count: int) -> Draw:
+        examples = self.prompts.next(count)
+        return self.completions.ask([example for example in examples for _ in range(self.settings.num_generations)])
+
+    def state(self) -> dict[str, Any]:
+        """The position in the data and in the random numbers, as JSON values, before what is begun."""
+        if self.begun is not None:
+            return self.before
+        return {"prompts": self.prompts.state(), "drawn": self.completions.drawn}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same run."""
+        self.prompts.load(state["prompts"])
+        self.completions.drawn = state["drawn"]
