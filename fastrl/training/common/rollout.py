@@ -12,7 +12,7 @@ from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
 from fastrl.training.common.policy import Policy, decoder_states
 
-ROWS = ("ended", "counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
+ROWS = ("serial", "weights_step", "ended", "counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
 TOKENS = (  # (B, T)
     "token_advantages",
     "returns",
@@ -33,6 +33,8 @@ class Rollout:
     prompt_length: int  # P
     sampling_mask: SamplingMask | None = None  # B * T rows, one per token; None means drawn from the whole vocabulary
     routing: Tensor | None = None  # (B, P + T, layers, experts per token) int, -1 = not recorded
+    serial: Tensor | None = None  # (B,) int64, the completion's number in the run
+    weights_step: Tensor | None = None  # (B,) int64, the step after which the policy had the weights that drew it
     ended: Tensor | None = None  # (B,) bool, by EOS or a stop string and not by the limit on the length
     counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
     rewards: Tensor | None = None  # (B,) float32

@@ -5,8 +5,10 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Thread
+
+import torch
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
@@ -29,8 +31,8 @@ class Draw:
     requests: Sequence[Request]  # one for each run of the same example
     sampling: Sampling
     first: int  # the serial number of the first completion
-    step: int  # after which the policy has the weights that draw it, or most of it if the engine died in between
     done: dict[int, Sequence[Completion]] = field(default_factory=dict)  # by the request's index
+    steps: dict[int, int] = field(default_factory=dict)  # after which the policy had the weights that drew them
     seconds: float = 0.0  # that the engine worked on it
     thread: Thread | None = None  # that draws it in the background
     error: BaseException | None = None  # that ended the thread
@@ -120,7 +122,7 @@ class CompletionSampler:
             seed = int.from_bytes(hashlib.sha256(f"{self.seed} {self.drawn}".encode()).digest()[:6], "big")
             requests.append(Request(name, example.token_ids, n, self.settings.max_new_tokens, seed))
             self.drawn += n
-        return Draw(examples, requests, sampling, first, self.step)
+        return Draw(examples, requests, sampling, first)
 
     def start(self, draw: Draw) -> None:
         """Draw in another thread, while the policy may change; `finish` does the rest."""
@@ -162,7 +164,15 @@ class CompletionSampler:
                     ) from error
                 self._lost(draw, error)
         completions = [completion for index in range(len(draw.requests)) for completion in draw.done[index]]
-        return assemble(self.policy, draw.examples, completions, self.settings.max_new_tokens, draw.sampling)
+        rollout = assemble(self.policy, draw.examples, completions, self.settings.max_new_tokens, draw.sampling)
+        device = rollout.input_ids.device
+        return replace(
+            rollout,
+            serial=torch.arange(draw.first, draw.first + len(completions), device=device),
+            weights_step=torch.tensor(
+                [draw.steps[index] for index in range(len(draw.requests)) for _ in draw.done[index]], device=device
+            ),
+        )
 
     def _lost(self, draw: Draw, error: EngineUnavailable) -> None:
         """Say that the engine is gone; what it has of the policy is not known."""
@@ -171,13 +181,13 @@ class CompletionSampler:
 
     def _run(self, draw: Draw) -> None:
         """Draw what is missing until all is there or the engine fails."""
-        missing, expected = draw.missing, self.sent
+        missing, expected, step = draw.missing, self.sent, self.step
         started = time.perf_counter()
         try:
             for index, completions in self.engine.generate([draw.requests[i] for i in missing], draw.sampling):
                 for completion in completions:
                     self._check(completion, expected)
-                draw.done[missing[index]] = completions
+                draw.done[missing[index]], draw.steps[missing[index]] = completions, step
         finally:
             draw.seconds += time.perf_counter() - started
 

@@ -92,6 +92,8 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         first_group = groups[-1] + 1 if groups else 0
         examples, rollout = run.rollouts.next(missing, numbers)
         rollouts.append(rollout)
+        if not settings.dynamic_sampling:  # which may need the engine again
+            run.rollouts.begin(run.step, numbers)
         texts = completion_texts(run.policy, rollout)
         with timed("time/reward", numbers):
             new_rewards, parts = run.rewards.parts(examples, texts)
@@ -102,8 +104,10 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         for name, scores in parts.items():
             by_scorer.setdefault(name, []).extend(scores)
         shown = slice(run.config.logging.samples - len(samples))
-        for example, text, value in zip(examples[shown], texts[shown], new_rewards[shown], strict=True):
-            samples.append({"prompt": example.prompt, "completion": text, "reward": value})
+        for example, text, value, origin in zip(
+            examples[shown], texts[shown], new_rewards[shown], _origins(run, rollout)[shown], strict=True
+        ):
+            samples.append({"prompt": example.prompt, "completion": text, "reward": value, **origin})
         compared = list(zip(*by_scorer.values(), strict=True)) if decoupled else values
         kept = list(range(len(values)))
         if run.config.rewarded:
@@ -111,9 +115,11 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
 
-    if run.step < run.config.training.steps:
-        run.rollouts.begin(numbers)
+    if settings.dynamic_sampling:
+        run.rollouts.begin(run.step, numbers)
     rollout = join(rollouts)
+    if rollout.weights_step is not None and settings.engine != "transformers":
+        numbers["off_policy_steps"] = run.step - 1 - rollout.weights_step.double().mean().item()
     ended = rollout.ended
     assert ended is not None  # an engine says it
     described = values if run.rewards.scorers else None
@@ -128,6 +134,15 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         groups=torch.tensor(groups, device=rows.device),
     )
     return rollout.select(rows), [steps[row] for row in kept], samples
+
+
+def _origins(run: Run, rollout: Rollout) -> list[dict[str, object]]:
+    """Each completion's number in the run, and the step whose weights drew it; nothing of the policy's own."""
+    serial, step = rollout.serial, rollout.weights_step
+    if serial is None or step is None or run.config.rollout.engine == "transformers":
+        return [{}] * len(rollout.input_ids)
+    pairs = zip(serial.tolist(), step.tolist(), strict=True)
+    return [{"serial": number, "weights_step": weights} for number, weights in pairs]
 
 
 def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> list[float | None]:

@@ -17,8 +17,11 @@ class Rollouts:
     that is in a checkpoint: a resumed run draws the same prompts anew.
     """
 
-    def __init__(self, prompts: PromptSampler, completions: CompletionSampler, settings: RolloutConfig) -> None:
-        self.prompts, self.completions, self.settings = prompts, completions, settings
+    def __init__(
+        self, prompts: PromptSampler, completions: CompletionSampler, settings: RolloutConfig, last: int
+    ) -> None:
+        """`last` is the run's last step."""
+        self.prompts, self.completions, self.settings, self.last = prompts, completions, settings, last
         self.begun: Draw | None = None
         self.before: dict[str, Any] = {}  # the state before what is begun
 
@@ -34,12 +37,11 @@ class Rollouts:
             self.completions.sleep()
         if self.settings.engine != "transformers":
             numbers["time/engine"] = numbers.get("time/engine", 0.0) + draw.seconds
-            numbers["off_policy_steps"] = max(numbers.get("off_policy_steps", 0), self.completions.step - draw.step)
         return list(draw.examples), rollout
 
-    def begin(self, numbers: dict[str, float]) -> None:
-        """With rollout.ahead, have the next step's completions drawn from now on, with the weights of now."""
-        if self.settings.ahead:
+    def begin(self, step: int, numbers: dict[str, float]) -> None:
+        """With rollout.ahead, have the completions of the step after this one drawn, with the weights of now."""
+        if self.settings.ahead and step < self.last:
             self.before = self.state()
             draw = self._ask(self.settings.prompts_per_step)
             self._ready(numbers)

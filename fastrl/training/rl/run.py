@@ -118,7 +118,7 @@ def make_run(config: Config) -> Run:
         objective,
         rewards,
         steps_reward,
-        Rollouts(prompts, completions, config.rollout),
+        Rollouts(prompts, completions, config.rollout, training.steps),
         held_out,
         metrics,
         reference_of(policy) if reads_reference else None,
