@@ -8,9 +8,11 @@ from importlib.util import find_spec
 
 #: Module -> requirement for pip. The versions are those of the extras in pyproject.toml; verl's is its adapter's.
 REQUIREMENTS = {
+    "datasets": "datasets>=4",
     "httpx2": "httpx2",
     "matplotlib": "matplotlib",
     "peft": "peft>=0.18",
+    "pyarrow": "pyarrow",
     "pydantic": "pydantic>=2",
     "pydantic_settings": "pydantic-settings>=2",
     "safetensors": "safetensors",

@@ -42,6 +42,7 @@ FREE = (
     "training.memory_budget",
     "training.max_skipped_updates",
     "rollout.batch_size",
+    "data.overlong_prompts",  # no overlong prompt was drawn under either
 )
 
 

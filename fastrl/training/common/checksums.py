@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,16 @@ def damage(directory: Path, *names: str) -> str | None:
 
 
 def digest(rows: Iterable[Any]) -> str:
-    """The digest of a dataset's rows, which are JSON values or dataclasses of them."""
+    """The digest of a dataset's rows: JSON values, dataclasses of them, and what else a column may hold."""
     sha256 = hashlib.sha256()
     for row in rows:
-        sha256.update(json.dumps(row, default=vars).encode() + b"\n")
+        sha256.update(json.dumps(row, default=json_value).encode() + b"\n")
     return sha256.hexdigest()
+
+
+def json_value(value: Any) -> Any:
+    """`json.dumps`' default for a dataclass, and for what a Parquet file has beside JSON's values, such as dates."""
+    return vars(value) if is_dataclass(value) else str(value)
 
 
 def _header(text: bytes) -> bytes:

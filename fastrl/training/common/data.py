@@ -1,11 +1,11 @@
-"""Datasets: JSONL with a field `prompt` and any other columns, which are passed to the reward function; or plain text.
+"""Prompts: a row's field `prompt` and its other columns, which are passed to the reward function; or plain text.
 
-Every error names the file and the line.
+Every error names the file and the line, or the dataset and the row.
 """
 
-import json
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.checksums import digest
+from fastrl.training.common.data_config import DatasetConfig, PromptsConfig
+from fastrl.training.common.sources import Source, field_of
 
 # Names of the reward function's own arguments.
 RESERVED = ("prompts", "completions")
@@ -30,17 +32,150 @@ class Example:
     source: str = ""  # file:line
 
 
-def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None) -> list[Example]:
-    """Read, check and tokenize a dataset.
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a row's prompt becomes the model's input: a string as it is, chat messages by the tokenizer's template."""
 
-    A string is tokenized as it is, a list of chat messages with the tokenizer's chat template.
-    `max_prompt_tokens` is the room that the model's context leaves for a prompt (None: no limit). Raises UserError
-    naming file:line for a row that cannot be used.
+    tokenizer: PreTrainedTokenizerBase
+    system_prompt: str | None = None  # a message before the prompt; "" only makes messages of a string
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
+
+    @classmethod
+    def of(cls, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> "PromptFormat":
+        """As a config has it."""
+        return cls(tokenizer, config.system_prompt, config.chat_template_kwargs)
+
+    def prompt(self, prompt: Any, where: str) -> str | list[dict[str, Any]]:
+        """A row's prompt with the system prompt. Raises UserError naming `where` if it is of no form that is known."""
+        if not isinstance(prompt, str):
+            _check_messages(prompt, where)
+        elif self.system_prompt is None:
+            if self.template:
+                raise UserError(
+                    f"{where}: the prompt is a string, which no chat template sees, so data.chat_template_kwargs mean "
+                    'nothing; make it a message by data.system_prompt ("" for a user\'s message alone)'
+                )
+            return prompt
+        else:
+            prompt = [{"role": "user", "content": prompt}]
+        if not self.system_prompt:
+            return list(prompt)
+        if any(message["role"] == "system" for message in prompt):
+            raise UserError(f"{where}: the prompt has a system message already; leave data.system_prompt out")
+        return [{"role": "system", "content": self.system_prompt}, *prompt]
+
+    def token_ids(self, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
+        """The model's input for what `prompt` returned. Raises UserError naming `where` if there is none."""
+        if isinstance(prompt, str):
+            token_ids = _ids(prompt, self.tokenizer, where)
+        else:
+            token_ids = self._message_ids(prompt, where, add_generation_prompt=True)
+        if not token_ids:
+            raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
+        return token_ids
+
+    def _message_ids(self, messages: list[dict[str, Any]], where: str, **options: Any) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            raise UserError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")
+        try:
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.template))
+        except Exception as error:  # a template raises what it likes
+            raise UserError(f"{where}: the tokenizer's chat template fails on the prompt: {error}") from error
+        # The template writes the special tokens itself.
+        return _ids(text, self.tokenizer, where, add_special_tokens=False)
+
+    def pair(self, prompt: Any, completion: str, where: str) -> tuple[list[int], list[int]]:
+        """The tokens of a row's prompt, and of a completion that ends with EOS: the same for every command.
+
+        Strings are tokenized separately, as in sampling. The completion of chat messages is what the chat template
+        writes for an assistant's message after them. Raises UserError naming `where` if there are no such tokens.
+        """
+        prompt = self.prompt(prompt, where)
+        prompt_ids = self.token_ids(prompt, where)
+        eos: Any = self.tokenizer.eos_token_id
+        if eos is None:
+            raise UserError(f"{where}: a completion ends with EOS, but the tokenizer names no EOS token")
+        if isinstance(prompt, str):
+            ids = _ids(completion, self.tokenizer, where, add_special_tokens=False)
+        else:
+            ids = self._message_ids([*prompt, {"role": "assistant", "content": completion}], where)
+            if ids[: len(prompt_ids)] != prompt_ids:
+                raise UserError(
+                    f"{where}: the chat template writes the prompt differently once an assistant's message follows, so "
+                    "the completion's tokens cannot be told from the prompt's"
+                )
+            ids = ids[len(prompt_ids) :]
+            if eos in ids:  # what a template writes after it, such as a newline, is never sampled
+                ids = ids[: len(ids) - ids[::-1].index(eos)]
+        return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
+
+
+@dataclass(frozen=True)
+class Room:
+    """The most tokens of a prompt (None: no limit), and whether longer ones are dropped."""
+
+    tokens: int | None = None
+    drop: bool = False
+
+    @classmethod
+    def of(cls, config: PromptsConfig, context: int | None) -> "Room":
+        """As a config has it, where the models' contexts leave this many tokens."""
+        limits = [limit for limit in (config.max_prompt_tokens, context) if limit is not None]
+        return cls(min(limits, default=None), config.overlong_prompts == "drop")
+
+    def holds(self, example: Example) -> bool:
+        """Whether the prompt is short enough. Raises UserError naming it if it is not, unless such are dropped."""
+        length = len(example.token_ids)
+        if self.tokens is None or length <= self.tokens:
+            return True
+        if not self.drop:
+            raise UserError(
+                f"{example.source}: the prompt has {length} tokens, but data.max_prompt_tokens, or the context of the "
+                f"model or its teacher besides rollout.max_new_tokens, leaves room for {self.tokens}; "
+                'data.overlong_prompts = "drop" leaves such prompts out'
+            )
+        return False
+
+
+def load_examples(source: Source, prompts: PromptFormat, room: Room = Room()) -> tuple[list[Example], int]:
+    """Read, check and tokenize a dataset. Returns its examples, and how many overlong prompts were dropped.
+
+    Raises UserError naming file:line for a row that cannot be used, and if no prompt is left.
     """
-    examples: list[Example] = []
+    everything = (as_example(row, prompts, where) for where, row in prompt_rows(source, prompts))
+    dropped, examples = 0, []
+    for example in everything:
+        if room.holds(example):
+            examples.append(example)
+        else:
+            dropped += 1
+    if not examples:
+        raise nothing_left(source, dropped, room)
+    if dropped:
+        print(
+            f"fastrl: {source.name}: {dropped} of {dropped + len(examples)} prompts dropped, which have more than "
+            f"{room.tokens} tokens",
+            file=sys.stderr,
+        )
+    return examples, dropped
+
+
+def nothing_left(source: Source, dropped: int, room: Room) -> UserError:
+    """The error of a dataset whose prompts are all dropped."""
+    return UserError(
+        f"{source.name}: all {dropped} prompts have more than {room.tokens} tokens, so none is left "
+        '(data.overlong_prompts = "drop")'
+    )
+
+
+def prompt_rows(source: Source, prompts: PromptFormat) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A dataset's rows, whose prompts have their final form. Raises UserError for one that cannot be used.
+
+    Nothing is tokenized yet.
+    """
     fields: list[str] = []
-    for where, row in read_rows(path):
-        prompt = field(row, "prompt", where)
+    for where, row in source.rows():
+        prompt = prompts.prompt(field_of(row, "prompt", where), where)
         fields = fields or sorted(row)
         if sorted(row) != fields:
             raise UserError(
@@ -48,50 +183,17 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tok
             )
         for name in RESERVED:
             if name in row:
-                raise UserError(f'{where}: the field name "{name}" is taken by an argument of the reward function')
-        token_ids = _tokenize(prompt, tokenizer, where)
-        if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
-            raise UserError(
-                f"{where}: the prompt has {len(token_ids)} tokens, but the context of the model or its teacher "
-                f"leaves room for {max_prompt_tokens} besides rollout.max_new_tokens"
-            )
-        examples.append(Example(row.pop("prompt"), row, token_ids, where))
-    return examples
+                raise UserError(
+                    f'{where}: the field name "{name}" is taken by an argument of the reward function; data.fields '
+                    "gives it another"
+                )
+        yield where, row | {"prompt": prompt}
 
 
-def field(row: dict[str, Any], name: str, where: str) -> Any:
-    """The value of a field that a row must have."""
-    if name not in row:
-        raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
-    return row[name]
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file with their file:line; empty lines are skipped. Raises UserError if there are none."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the dataset: {error.strerror}") from error
-    empty = True
-    for number, raw in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        try:
-            text = raw.decode("utf-8").strip()
-            row = json.loads(text) if text else None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
-        except (ValueError, RecursionError) as error:  # a number too long, or brackets nested too deep
-            raise UserError(f"{where}: cannot be read: {error}") from error
-        if not text:
-            continue
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
-        empty = False
-        yield where, row
-    if empty:
-        raise UserError(f"{path}: the dataset is empty; expected one JSON object per line")
+def as_example(row: dict[str, Any], prompts: PromptFormat, where: str) -> Example:
+    """The example of one of `prompt_rows`. Raises UserError if its prompt has no tokens."""
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    return Example(row["prompt"], columns, prompts.token_ids(row["prompt"], where), where)
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: Any) -> list[int]:
@@ -99,50 +201,6 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: A
         return list(tokenizer(text, **options)["input_ids"])
     except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
         raise UserError(f"{where}: the tokenizer cannot read the text: {error}") from error
-
-
-def _tokenize(prompt: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    if isinstance(prompt, str):
-        token_ids = _ids(prompt, tokenizer, where)
-    else:
-        _check_messages(prompt, where)
-        if tokenizer.chat_template is None:
-            raise UserError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")
-        text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        # The template writes the special tokens itself.
-        token_ids = _ids(text, tokenizer, where, add_special_tokens=False)
-    if not token_ids:
-        raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
-    return token_ids
-
-
-def tokenize_pair(
-    prompt: Any, completion: str, tokenizer: PreTrainedTokenizerBase, where: str
-) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, and of a completion that ends with EOS: the same wherever completions are given.
-
-    Strings are tokenized separately, as in sampling. The completion of chat messages is what the chat template writes
-    for an assistant's message after them. Raises UserError naming `where` if there are no such tokens.
-    """
-    prompt_ids = _tokenize(prompt, tokenizer, where)
-    eos: Any = tokenizer.eos_token_id
-    if eos is None:
-        raise UserError(f"{where}: a completion ends with EOS, but the tokenizer names no EOS token")
-    if isinstance(prompt, str):
-        ids = _ids(completion, tokenizer, where, add_special_tokens=False)
-    else:
-        messages = [*prompt, {"role": "assistant", "content": completion}]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        ids = _ids(text, tokenizer, where, add_special_tokens=False)
-        if ids[: len(prompt_ids)] != prompt_ids:
-            raise UserError(
-                f"{where}: the chat template writes the prompt differently once an assistant's message follows, so the "
-                "completion's tokens cannot be told from the prompt's"
-            )
-        ids = ids[len(prompt_ids) :]
-        if eos in ids:  # what a template writes after it, such as a newline, is never sampled
-            ids = ids[: len(ids) - ids[::-1].index(eos)]
-    return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def _check_messages(prompt: Any, where: str) -> None:
@@ -157,19 +215,24 @@ def _check_messages(prompt: Any, where: str) -> None:
 class PromptSampler:
     """Iterates over the examples in a new random order every epoch; a batch may span two epochs.
 
-    The order depends only on the seed and the number of examples.
+    The order depends only on the seed and the number of examples, so the number of those drawn is a position in it.
     """
 
-    def __init__(self, examples: list[Example], seed: int) -> None:
-        self.examples, self.seed = examples, seed
+    def __init__(self, examples: list[Example], seed: int, dropped: int = 0) -> None:
+        """`dropped` says how many overlong prompts are not among the examples."""
+        self.examples, self.seed, self.dropped = examples, seed, dropped
+        self.drawn, self.order = 0, list[int]()  # the rest of the epoch
         self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []
-        self.drawn = 0
 
     @cached_property
     def digest(self) -> str:
         """The digest of the examples: the prompts, and the columns that the reward reads."""
         return digest([example.token_ids, example.columns] for example in self.examples)
+
+    @property
+    def data(self) -> dict[str, tuple[int, str]]:
+        """What `Trained.data` holds of the dataset."""
+        return {"data.path": (len(self.examples), self.digest)}
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples."""

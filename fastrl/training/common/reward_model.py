@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, tokenize_pair
+from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.loading import load_config, load_tokenizer
 from fastrl.training.common.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
 from fastrl.training.common.reward import Rewards, load_rewards
@@ -61,7 +61,7 @@ class RewardModel:
         """
         sequences, limit = [], max_positions(self.model)
         for example, completion in zip(examples, completions, strict=True):
-            prompt_ids, completion_ids = tokenize_pair(example.prompt, completion, self.tokenizer, example.source)
+            prompt_ids, completion_ids = PromptFormat(self.tokenizer).pair(example.prompt, completion, example.source)
             sequences.append(prompt_ids + completion_ids)
             if limit is not None and len(sequences[-1]) > limit:
                 raise UserError(

@@ -38,11 +38,12 @@ class Location:
     """Marks a field (`Annotated[str, Location()]`) that holds a path, a path with ":function", or a list of them.
 
     In a file they are relative to the file, on the command line to the working directory. With `hub` it may also be a
-    model hub's "owner/name", so it is only resolved if the path exists, or if it can only be a path. With `dotted` it
-    may also be the dotted name of an object of Python's, which is kept.
+    hub's "owner/name", so it is only resolved if the path exists, or if it can only be a path. What ends in one of
+    `suffixes` can only be a path. With `dotted` it may also be the dotted name of an object of Python's, which is kept.
     """
 
     hub: bool = False
+    suffixes: tuple[str, ...] = ()
     dotted: bool = False
 
 
@@ -151,7 +152,8 @@ def _resolve(text: str, base: Path, mark: Location) -> str:
     resolved = base / Path(text).expanduser()
     if mark.dotted and ".py" not in text:
         return text
-    if mark.hub and (not text.strip() or not (resolved.exists() or looks_like_path(text, base))):
+    is_path = resolved.exists() or text.endswith(mark.suffixes) or looks_like_path(text, base)
+    if mark.hub and (not text.strip() or not is_path):
         return text
     return os.path.normpath(resolved.absolute())
 

@@ -1,10 +1,10 @@
 """The configuration of `fastrl train`."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fastrl.training.common.data_config import HeldOutConfig, PromptsConfig
 from fastrl.training.common.sections import (
     Budget,
     FileLocation,
@@ -21,13 +21,13 @@ from fastrl.training.common.settings import Location, Section
 from fastrl.training.rl.objective_config import ObjectiveConfig
 
 
-class DataConfig(Section):
-    """The prompts."""
+class DataConfig(HeldOutConfig, PromptsConfig):
+    """The prompts. A row's other columns go to the reward function."""
 
-    path: FileLocation
-    """Training prompts: JSONL with a field "prompt" and any other columns, which go to the reward function."""
-    eval_path: Annotated[Path | None, Location()] = None
-    """Held-out prompts of the same form; without it there is no evaluation."""
+    streaming: bool = False
+    """Read rows of data.path as they are needed, and hold few of them: for files larger than memory."""
+    shuffle_buffer: int = Field(10_000, ge=1)
+    """For streaming: each prompt is drawn from this many of the next rows; 1 keeps the dataset's order."""
 
 
 class AdvantagesConfig(Section):
@@ -290,7 +290,7 @@ class Config(Section):
         single = self.rollout.num_generations == 1
         sequences = self.rollout.prompts_per_step * self.rollout.num_generations
         updates = self.training.epochs * self.training.minibatches
-        if self.data.eval_path is None and evaluates:
+        if self.data.eval_source is None and evaluates:
             raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
         if single and self.rewarded and (self.advantages.grouped or self.rollout.dynamic_sampling):
             raise ValueError("rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1")

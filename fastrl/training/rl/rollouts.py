@@ -6,6 +6,7 @@ from typing import Any
 from fastrl.training.common.data import Example, PromptSampler
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.common.timing import timed
 from fastrl.training.engines.sampler import CompletionSampler, Draw
 
@@ -18,7 +19,7 @@ class Rollouts:
     """
 
     def __init__(
-        self, prompts: PromptSampler, completions: CompletionSampler, settings: RolloutConfig, last: int
+        self, prompts: PromptSampler | StreamSampler, completions: CompletionSampler, settings: RolloutConfig, last: int
     ) -> None:
         """`last` is the run's last step."""
         self.prompts, self.completions, self.settings, self.last = prompts, completions, settings, last

@@ -11,13 +11,14 @@ from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
 from fastrl.training.common.checkpoint import Trained, read_checkpoint, write_checkpoint
-from fastrl.training.common.data import Example, PromptSampler, TextStream, load_examples
+from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
 from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
 from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.config import Config, DistillationConfig
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
@@ -96,13 +97,15 @@ def make_run(config: Config) -> Run:
     reads_reference = config.has_policy_loss and objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
     limit = max_positions(policy.model, *([teacher.model] if teacher else []))
-    room = None if limit is None else limit - config.rollout.max_new_tokens
+    room = Room.of(config.data, None if limit is None else limit - config.rollout.max_new_tokens)
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
     training, settings = config.training, config.optimizer
-    prompts = PromptSampler(load_examples(config.data.path, policy.tokenizer, room), training.seed)
-    held_out = load_examples(config.data.eval_path, policy.tokenizer, room) if config.data.eval_path else []
-    longest = max(len(example.token_ids) for example in [*prompts.examples, *held_out]) + config.rollout.max_new_tokens
+    prompts = PromptFormat.of(config.data, policy.tokenizer)
+    sampler = _sampler(config, prompts, room)
+    held_out_source = config.data.eval_source
+    held_out = load_examples(held_out_source, prompts, room)[0] if held_out_source else []
+    longest = _longest(config, sampler, held_out)
     completions = make_sampler(policy, config.rollout, config.model, training.seed, longest)
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
     pretraining = config.pretraining
@@ -118,7 +121,7 @@ def make_run(config: Config) -> Run:
         objective,
         rewards,
         steps_reward,
-        Rollouts(prompts, completions, config.rollout, training.steps),
+        Rollouts(sampler, completions, config.rollout, training.steps),
         held_out,
         metrics,
         reference_of(policy) if reads_reference else None,
@@ -151,6 +154,23 @@ def _teacher(config: Config, policy: Policy) -> tuple[Policy | None, Distillatio
         )
     temperature, budget = config.rollout.temperature, training.memory_budget
     return teacher, Distillation(teacher, settings, temperature, top_k, training.packing, budget)
+
+
+def _sampler(config: Config, prompts: PromptFormat, room: Room) -> PromptSampler | StreamSampler:
+    data, seed = config.data, config.training.seed
+    if data.streaming:
+        return StreamSampler(replace(data.source, streaming=True), prompts, room, seed, data.shuffle_buffer)
+    examples, dropped = load_examples(data.source, prompts, room)
+    return PromptSampler(examples, seed, dropped)
+
+
+def _longest(config: Config, sampler: PromptSampler | StreamSampler, held_out: list[Example]) -> int | None:
+    """The most tokens of a prompt and its completion, if that is known before all prompts are read."""
+    if isinstance(sampler, PromptSampler):
+        lengths = [len(example.token_ids) for example in [*sampler.examples, *held_out]]
+        return max(lengths) + config.rollout.max_new_tokens
+    limit = config.data.max_prompt_tokens
+    return None if limit is None else limit + config.rollout.max_new_tokens
 
 
 def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
@@ -245,6 +265,8 @@ def load_checkpoint(directory: Path, run: Run) -> None:
     Raises UserError if the dataset is a different one.
     """
     numbers, _ = read_checkpoint(directory, _trained(run))
+    if "rollouts" not in numbers:
+        raise UserError(f"{directory}: an earlier version of fastrl wrote it; go on with that one, or start a new run")
     run.step, run.skipped = numbers["step"], numbers["skipped"]
     run.rollouts.load(numbers["rollouts"])
     run.rollouts.completions.step = run.step
@@ -256,7 +278,7 @@ def load_checkpoint(directory: Path, run: Run) -> None:
 
 
 def _trained(run: Run) -> Trained:
-    policy, prompts = run.policy, run.rollouts.prompts
+    policy = run.policy
     models: dict[str, torch.nn.Module] = {} if run.critic is None else {"critic.safetensors": run.critic}
     if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
         models["reference.safetensors"] = run.reference.model
@@ -264,7 +286,5 @@ def _trained(run: Run) -> Trained:
     covariance = run.objective.covariance
     if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
         generators["objective"] = covariance.generator
-    data = {"data.path": (len(prompts.examples), prompts.digest)}
-    return Trained(
-        policy.model, policy.tokenizer, policy.has_adapters, run.optimizer, run.scheduler, generators, data, models
-    )
+    state = (run.optimizer, run.scheduler, generators, run.rollouts.prompts.data, models)
+    return Trained(policy.model, policy.tokenizer, policy.has_adapters, *state)

@@ -115,5 +115,7 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
         if run.reference is not None and every is not None and run.step % every == 0:
             run.reference.model.load_state_dict(run.policy.model.state_dict())
     numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
+    if run.sampler.dropped:
+        numbers["dropped_prompts"] = run.sampler.dropped
     numbers["memory/peak_gib"] = peak_memory(run.policy.device)
     return numbers, samples

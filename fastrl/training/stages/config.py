@@ -1,20 +1,17 @@
 """The tables that the configs of the stages share."""
 
-from pathlib import Path
-from typing import Annotated
-
 from pydantic import Field, model_validator
 
+from fastrl.training.common.data_config import HeldOutConfig
 from fastrl.training.common.sections import (
     Budget,
-    FileLocation,
     LoggingConfig,
     MachineConfig,
     ModelConfig,
     OptimizerConfig,
     check_input,
 )
-from fastrl.training.common.settings import Location, Section
+from fastrl.training.common.settings import Section
 
 
 class TrainingConfig(MachineConfig):
@@ -40,13 +37,8 @@ class TokenTrainingConfig(TrainingConfig):
     """The most temporary memory of the fused loss, such as "512MiB"; the default is half of what is free."""
 
 
-class DataConfig(Section):
-    """The training data."""
-
-    path: FileLocation
-    """Training rows, JSONL."""
-    eval_path: Annotated[Path | None, Location()] = None
-    """Held-out rows of the same form: the loss over them, and what is logged beside it, at the end of each epoch."""
+class DataConfig(HeldOutConfig):
+    """The training data. Over held-out rows there are the loss, and what is logged beside it, after each epoch."""
 
 
 class StageConfig(Section):

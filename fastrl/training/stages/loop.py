@@ -134,9 +134,8 @@ def train_policy(
         check_budget(training, config.model, device, calls(largest))
         policy = load_policy(config.model, device, packing=training.packing)
         stage = make(policy)
-        reader = Reader.of(policy.tokenizer, training.max_length, *stage.models)
-        rows = reader.load(data.path, parse)
-        held_out = reader.load(data.eval_path, parse) if data.eval_path else []
+        reader = Reader.of(data, policy.tokenizer, training.max_length, *stage.models)
+        rows, held_out = reader.load(data.source, parse), reader.load(data.eval_source, parse)
         lengths = [len(tokens.completion) for tokens in completions(rows + held_out)]
         largest = largest_call(training, lengths, per_row, objective)
         check_budget(training, config.model, device, calls(largest), policy)

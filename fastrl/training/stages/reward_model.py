@@ -17,11 +17,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import field
 from fastrl.training.common.loading import load_tokenizer
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, score_sequences
 from fastrl.training.common.settings import Location
+from fastrl.training.common.sources import Source, field_of
 from fastrl.training.stages import config as shared
 from fastrl.training.stages.loop import Stage, command, fit, prepared
 from fastrl.training.stages.rows import Reader
@@ -30,7 +30,7 @@ from fastrl.training.stages.rows import Reader
 class DataConfig(shared.DataConfig):
     """The training data."""
 
-    reference_path: Annotated[Path | None, Location()] = None
+    reference_path: Annotated[str | None, Location()] = None
     """Rows {"prompt", "completion"} over which the mean score shall be 0; the default is the training responses."""
 
 
@@ -102,7 +102,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
     """Parse a row of the dataset in either form; its other fields are ignored."""
     if "responses" not in row and "chosen" in row:
         return Ranked([reader.tokens(row, name, where).all for name in ("chosen", "rejected")], [1, 2])
-    prompt, responses, ranks = (field(row, name, where) for name in ("prompt", "responses", "ranks"))
+    prompt, responses, ranks = (field_of(row, name, where) for name in ("prompt", "responses", "ranks"))
     if not isinstance(responses, list) or len(responses) < 2:
         raise UserError(f"{where}: responses: expected a list of at least two strings, got {responses!r}")
     well_formed = isinstance(ranks, list) and all(type(rank) is int and rank >= 1 for rank in ranks)
@@ -125,25 +125,25 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
         check_classifier(model, tokenizer, str(config.model.path or config.model.config))
         setattr(model.config, MEAN, 0.0)
-        reader = Reader.of(tokenizer, config.training.max_length, model)
-        all_rows = reader.load(config.data.path, parse)
-        rows = _with_pairs(all_rows, config.data.path)
-        held_out = _with_pairs(reader.load(path, parse), path) if (path := config.data.eval_path) else []
+        reader = Reader.of(config.data, tokenizer, config.training.max_length, model)
+        source, held_out_source = config.data.source, config.data.eval_source
+        all_rows = reader.load(source, parse)
+        rows = _with_pairs(all_rows, source)
+        held_out = _with_pairs(reader.load(held_out_source, parse), held_out_source) if held_out_source else []
         if config.data.reference_path is None:
             reference = [tokens for row in all_rows for tokens in row.sequences]
         else:
-            reference_rows = reader.load(
-                config.data.reference_path, lambda r, row, where: r.tokens(row, "completion", where)
-            )
+            reference_source = config.data.source_of(config.data.reference_path, "train")
+            reference_rows = reader.load(reference_source, lambda r, row, where: r.tokens(row, "completion", where))
             reference = [tokens.all for tokens in reference_rows]
         stage = RewardModelStage(model, tokenizer, getattr(torch, config.model.dtype), reference)
         return fit(stage, rows, held_out, config, "reward-model", checkpoint)
 
 
-def _with_pairs(rows: list[Ranked], path: Path) -> list[Ranked]:
+def _with_pairs(rows: list[Ranked], source: Source) -> list[Ranked]:
     kept = [row for row in rows if row.has_pair]
     if not kept:
-        raise UserError(f"{path}: expected two responses to a prompt that differ in rank, got ties alone")
+        raise UserError(f"{source.name}: expected two responses to a prompt that differ in rank, got ties alone")
     return kept
 
 

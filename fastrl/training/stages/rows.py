@@ -1,17 +1,18 @@
-"""JSONL rows as tokens, and tokens as batches for a forward."""
+"""Rows as tokens, and tokens as batches for a forward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import field, read_rows, tokenize_pair
+from fastrl.training.common.data import PromptFormat
+from fastrl.training.common.data_config import DatasetConfig
 from fastrl.training.common.policy import Policy, max_positions
 from fastrl.training.common.rollout import Rollout
+from fastrl.training.common.sources import Source, field_of
 
 Row = TypeVar("Row")
 
@@ -33,28 +34,33 @@ class Tokens:
 class Reader:
     """Parses rows; `limit` is the maximum number of tokens of a prompt and its completion together (None: no limit)."""
 
-    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptFormat
     limit: int | None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, max_length: int | None, *models: Any) -> "Reader":
+    def of(
+        cls, data: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None, *models: Any
+    ) -> "Reader":
         """The reader of the models' rows, whose limit is the smallest one of `max_length` and the models' contexts."""
-        limits = (max_length, max_positions(*models))
-        return cls(tokenizer, min((limit for limit in limits if limit is not None), default=None))
+        limits = [limit for limit in (max_length, max_positions(*models)) if limit is not None]
+        return cls(PromptFormat.of(data, tokenizer), min(limits, default=None))
 
-    def load(self, path: Path, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
-        """Every row of a JSONL file, parsed; `parse` also gets its file:line. Raises UserError if there are none."""
-        return [parse(self, row, where) for where, row in read_rows(path)]
+    def load(self, source: Source | None, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
+        """Every row of a dataset, parsed; `parse` also gets its file:line. Raises UserError if there are none.
+
+        Without a source, no rows.
+        """
+        return [parse(self, row, where) for where, row in source.rows()] if source else []
 
     def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:
         """The row's prompt with the completion in field `name`. Raises UserError naming `where`."""
-        return self.answer(field(row, "prompt", where), field(row, name, where), where, name)
+        return self.answer(field_of(row, "prompt", where), field_of(row, name, where), where, name)
 
     def answer(self, prompt: Any, completion: Any, where: str, name: str) -> Tokens:
         """A prompt with a completion from the field `name`. Raises UserError naming `where`."""
         if not isinstance(completion, str):
             raise UserError(f"{where}: {name}: expected a string, got {completion!r}")
-        tokens = Tokens(*tokenize_pair(prompt, completion, self.tokenizer, where))
+        tokens = Tokens(*self.prompts.pair(prompt, completion, where))
         if self.limit is not None and len(tokens.all) > self.limit:
             raise UserError(
                 f"{where}: the prompt with {name} and EOS has {len(tokens.all)} tokens, expected at most {self.limit} "

@@ -14,7 +14,9 @@ from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, load_examples
+from fastrl.training.common.checksums import json_value
+from fastrl.training.common.data import Example, PromptFormat, Room, load_examples
+from fastrl.training.common.data_config import PromptsConfig
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.policy import Policy, load_policy, max_positions
@@ -30,11 +32,8 @@ from fastrl.training.engines.sampler import CompletionSampler
 WRITTEN = ("completion", "reward", "rewards", "truncated")
 
 
-class DataConfig(Section):
-    """The prompts."""
-
-    path: FileLocation
-    """Prompts: JSONL with a field "prompt" and any other columns, which go to the reward functions."""
+class DataConfig(PromptsConfig):
+    """The prompts. A row's other columns go to the reward functions."""
 
 
 class OutputConfig(Section):
@@ -64,7 +63,7 @@ class Config(Section):
         best, count, reward = self.output.best, self.rollout.num_generations, self.reward
         if best is not None and best > count:
             raise ValueError(f"output.best: expected at most rollout.num_generations = {count}, got {best}")
-        if self.output.path.absolute() == self.data.path.absolute():
+        if self.output.path.absolute() == Path(self.data.path).absolute():
             raise ValueError(f"output.path: {self.output.path} is data.path too")
         if self.output.path.is_dir():
             raise ValueError(f"output.path: expected a file, got a directory, {self.output.path}")
@@ -97,7 +96,8 @@ class Completion:
         """The line of the output, including the fields of its prompt's row."""
         row = {"prompt": example.prompt, **example.columns, "completion": self.text, "reward": self.reward}
         several = {"rewards": self.rewards} if len(self.rewards) > 1 else {}
-        return json.dumps({**row, **several, "truncated": self.truncated}, ensure_ascii=False) + "\n"
+        row = {**row, **several, "truncated": self.truncated}
+        return json.dumps(row, ensure_ascii=False, default=json_value) + "\n"
 
 
 @dataclass
@@ -144,8 +144,9 @@ def sample(config: Config) -> Tally:
         rewards = make_rewards(config.reward, device, config.model.trust_remote_code)
         policy = load_policy(config.model, device)
         limit = max_positions(policy.model)
-        room = None if limit is None else limit - config.rollout.max_new_tokens
-        examples = load_examples(config.data.path, policy.tokenizer, room)
+        room = Room.of(config.data, None if limit is None else limit - config.rollout.max_new_tokens)
+        prompts = PromptFormat.of(config.data, policy.tokenizer)
+        examples, _ = load_examples(config.data.source, prompts, room)
         for name in WRITTEN:
             if name in examples[0].columns:
                 raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')

@@ -71,9 +71,9 @@ def test_paths_are_relative_to_the_file_and_on_the_command_line_to_the_working_d
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     path = write(MINIMAL)
-    assert load_settings(Config, path).data.path == tmp_path / "train.jsonl"
+    assert load_settings(Config, path).data.path == str(tmp_path / "train.jsonl")
     assert load_settings(Config, path).reward.function == str(tmp_path / "reward.py:reward")
-    assert parse(path, "--data.path", "other.jsonl").data.path == elsewhere / "other.jsonl"
+    assert parse(path, "--data.path", "other.jsonl").data.path == str(elsewhere / "other.jsonl")
 
 
 def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, tmp_path):

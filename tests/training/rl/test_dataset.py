@@ -7,7 +7,8 @@ from mistakes import error_of
 from transformers import AutoTokenizer
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, PromptSampler, load_examples
+from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, load_examples
+from fastrl.training.common.sources import Source
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def load(tmp_path, tokenizer):
     def load(text, max_prompt_tokens=None):
         path = tmp_path / "data.jsonl"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return load_examples(path, tokenizer, max_prompt_tokens)
+        return load_examples(Source(str(path)), PromptFormat(tokenizer), Room(max_prompt_tokens))[0]
 
     return load
 
@@ -70,7 +71,7 @@ def test_empty_and_missing_files(load, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.jsonl: the dataset is empty"):
         load("\n")
     with pytest.raises(UserError, match=r"nowhere\.jsonl: cannot read"):
-        load_examples(tmp_path / "nowhere.jsonl", tokenizer, None)
+        load_examples(Source(str(tmp_path / "nowhere.jsonl")), PromptFormat(tokenizer))
 
 
 def test_the_sampler_shows_every_example_once_an_epoch_and_repeats_with_its_seed(load):

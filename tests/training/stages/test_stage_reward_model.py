@@ -9,7 +9,7 @@ from digit_models import MODEL, assert_gradient, gradient_of
 from transformers import AutoModelForSequenceClassification
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, tokenize_pair
+from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.loading import load_tokenizer
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, score_sequences
@@ -69,7 +69,7 @@ def test_a_score_is_the_last_tokens_whatever_stands_beside_it(trained):
     assert scored(model, *texts) == pytest.approx(alone, abs=1e-5)
     assert scored(small, *texts) == pytest.approx(alone, abs=1e-5)
     for text, score in zip(texts, alone, strict=True):
-        prompt, completion = tokenize_pair("12=", text, model.tokenizer, "")
+        prompt, completion = PromptFormat(model.tokenizer).pair("12=", text, "")
         assert completion[-1] == model.tokenizer.eos_token_id
         # Without padding or positions, and by the head's own product.
         states = model.model.base_model(torch.tensor([prompt + completion])).last_hidden_state[0, -1]

@@ -8,7 +8,7 @@ from run_files import records
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, tokenize_pair
+from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
@@ -144,10 +144,10 @@ def test_a_chat_completion_ends_with_eos_and_not_with_what_the_template_writes_b
     tokenizer = policy.tokenizer
     prompt = [{"role": "user", "content": "12"}]
     tokenizer.chat_template = CHAT
-    assert tokenize_pair(prompt, "21", tokenizer, "x") == tokenize_pair("12=", "21", tokenizer, "x")
-    assert tokenize_pair("12=", "21", tokenizer, "x") == ([3, 4, 1], [4, 3, 0])
+    assert PromptFormat(tokenizer).pair(prompt, "21", "x") == PromptFormat(tokenizer).pair("12=", "21", "x")
+    assert PromptFormat(tokenizer).pair("12=", "21", "x") == ([3, 4, 1], [4, 3, 0])
     tokenizer.chat_template = CHAT.replace("{{ eos_token }}=", "")  # a template that writes none
-    assert tokenize_pair(prompt, "21", tokenizer, "x") == ([3, 4, 1], [4, 3, 0])
+    assert PromptFormat(tokenizer).pair(prompt, "21", "x") == ([3, 4, 1], [4, 3, 0])
     tokenizer.chat_template = "{{ messages | length }}" + CHAT
     with pytest.raises(UserError, match="x: the chat template writes the prompt differently"):
-        tokenize_pair(prompt, "21", tokenizer, "x")
+        PromptFormat(tokenizer).pair(prompt, "21", "x")

@@ -1,0 +1,94 @@
+"""The tables of datasets: where rows come from, and how a row's prompt becomes the model's input."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from fastrl.training.common.settings import Location, Section
+from fastrl.training.common.sources import FILES, Source, is_file
+
+_LOCATION = Location(hub=True, suffixes=FILES)
+# Arguments of apply_chat_template that decide what it returns.
+_OWN_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message")
+
+
+class DatasetConfig(Section):
+    """The rows."""
+
+    path: Annotated[str, _LOCATION]
+    """Rows with a field "prompt" (a string, or chat messages) and what is read beside it: a JSONL file, a .parquet
+    file, or the name (or directory) of a dataset on the Hugging Face hub. The last two need the extra datasets."""
+    subset: str | None = None
+    """The subset (config) of a hub's dataset."""
+    split: str | None = None
+    """The split of a hub's dataset; the default is train."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """Columns by other names, such as { prompt = "question" }; columns that it does not name keep their own."""
+    system_prompt: str | None = None
+    """A system message before the prompt, which makes chat messages of a string. With an empty text a string becomes a
+    user's message alone."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the tokenizer's chat template, such as { enable_thinking = false }."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Every dataset that is given."""
+        return [self.path]
+
+    @property
+    def source(self) -> Source:
+        """Where the rows come from."""
+        return self.source_of(self.path, self.split or "train")
+
+    def source_of(self, path: str, split: str) -> Source:
+        """Where rows of the same form come from."""
+        return Source(path, self.subset, split, self.fields)
+
+    @model_validator(mode="after")
+    def _loadable(self) -> "DatasetConfig":
+        if not self.path.strip():
+            raise ValueError(f"path: expected a file or the name of a dataset, got {self.path!r}")
+        if self.split is not None and is_file(self.path):
+            raise ValueError(f"split: a file has no splits, so leave it out; path is {self.path}")
+        if self.subset is not None and all(map(is_file, self.paths)):
+            raise ValueError(f"subset: a file has no subsets, so leave it out; path is {self.path}")
+        for name in _OWN_ARGUMENTS:
+            if name in self.chat_template_kwargs:
+                raise ValueError(f'chat_template_kwargs: "{name}" is not for a dataset to choose; leave it out')
+        return self
+
+
+class PromptsConfig(DatasetConfig):
+    """Prompts that completions are sampled for."""
+
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """The longest prompt, in tokens; the default is what the context of the model, and of its teacher, leaves."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What becomes of longer ones: an error that names the first, or they are left out and counted."""
+
+
+class HeldOutConfig(DatasetConfig):
+    """The rows, and held-out ones."""
+
+    eval_path: Annotated[str | None, _LOCATION] = None
+    """Held-out rows of the same form, for the evaluation; the default is path if eval_split is given, else none."""
+    eval_split: str | None = None
+    """The split of a hub's dataset with the held-out rows; with an eval_path the default is test."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Every dataset that is given."""
+        return [self.path, *([self.eval_path] if self.eval_path is not None else [])]
+
+    @property
+    def eval_source(self) -> Source | None:
+        """Where the held-out rows come from."""
+        if self.eval_path is None and self.eval_split is None:
+            return None
+        return self.source_of(self.eval_path or self.path, self.eval_split or "test")
+
+    @model_validator(mode="after")
+    def _splits(self) -> "HeldOutConfig":
+        if self.eval_split is not None and is_file(self.paths[-1]):
+            raise ValueError("eval_split: a file has no splits; leave it out, and name held-out rows by eval_path")
+        return self

@@ -1,0 +1,144 @@
+"""Rows from a JSONL file, a Parquet file, or a dataset that the library `datasets` loads by its name or directory.
+
+Rows are read as they are asked for, never all at once. Every error names the file and line, or the dataset and row
+(counted from 1).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.settings import import_for, looks_like_path
+
+# What ends so is a file's path, whether it exists or not.
+FILES = (".jsonl", ".json", ".parquet")
+
+Rows = Iterator[tuple[str, dict[str, Any]]]
+
+
+def is_file(path: str) -> bool:
+    """Whether a dataset's path is that of a file, which may be missing, and not a directory or a hub's name."""
+    return Path(path).is_file() or (not Path(path).exists() and (path.endswith(FILES) or looks_like_path(path)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a dataset's rows come from. `fields` maps the names that columns get to those that they have."""
+
+    path: str
+    subset: str | None = None
+    split: str = "train"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    streaming: bool = False  # a hub's dataset is read over the network as it is asked for, and not stored
+
+    @property
+    def name(self) -> str:
+        """The dataset in messages."""
+        if is_file(self.path):
+            return self.path
+        return f"{self.path} ({self.split if self.subset is None else f'{self.subset}, {self.split}'})"
+
+    def rows(self) -> Rows:
+        """Where each row is, for messages, and the row. Raises UserError if there are none, or one cannot be read."""
+        hint = ""
+        if not is_file(self.path):
+            rows = _read_dataset(self)
+        elif self.path.endswith(".parquet"):
+            rows = _read_parquet(Path(self.path))
+        else:
+            rows, hint = _read_json_lines(Path(self.path)), "; expected one JSON object per line"
+        empty = True
+        for where, row in rows:
+            empty = False
+            yield where, self._renamed(row, where)
+        if empty:
+            raise UserError(f"{self.name}: the dataset is empty{hint}")
+
+    def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        named = {}
+        kept = {name: value for name, value in row.items() if name not in self.fields.values()}
+        for name, column in self.fields.items():
+            if column not in row:
+                listed = ", ".join(row) or "no fields"
+                raise UserError(f'{where}: no field "{column}", which data.fields names; the row has {listed}')
+            if name in kept:
+                raise UserError(
+                    f'{where}: data.fields names "{column}" as "{name}", but the row has another field of that name; '
+                    f'give that one a name too: fields = {{ {name} = "{column}", other = "{name}" }}'
+                )
+            named[name] = row[column]
+        return named | kept
+
+
+def field_of(row: Mapping[str, Any], name: str, where: str) -> Any:
+    """The value of a field that a row must have."""
+    if name not in row:
+        raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
+    return row[name]
+
+
+def _read_json_lines(path: Path) -> Rows:
+    """The objects of a JSONL file with their file:line; empty lines are skipped."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the dataset: {error.strerror}") from error
+    with file:
+        for number, raw in enumerate((raw for line in file for raw in line.splitlines()), start=1):
+            where = f"{path}:{number}"
+            try:
+                text = raw.decode("utf-8").strip()
+                row = json.loads(text) if text else None
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
+            except (ValueError, RecursionError) as error:  # a number too long, or brackets nested too deep
+                raise UserError(f"{where}: cannot be read: {error}") from error
+            if not text:
+                continue
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+            yield where, row
+
+
+def _read_parquet(path: Path) -> Rows:
+    """The rows of a Parquet file, a thousand in memory at a time."""
+    if not path.is_file():  # its other errors do not say so in a line
+        raise UserError(f"{path}: cannot read the dataset: No such file or directory")
+    arrow = import_for(f"data.path = {str(path)!r}", "pyarrow")
+    parquet = import_for("data.path", "pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(1000) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}: row {number}", row
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot read the dataset as Parquet: {_line(error)}") from error
+
+
+def _read_dataset(source: Source) -> Rows:
+    """The rows of a split that `datasets` loads. It runs no code that comes with a dataset."""
+    missing = "" if Path(source.path).is_dir() else " (no such file, so the name of a dataset)"
+    datasets = import_for(f"data.path = {source.path!r}{missing}", "datasets")
+    try:
+        rows = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+    except Exception as error:  # a file of the dataset, or the network, makes it raise nearly anything
+        what = f"data.subset = {source.subset!r}, data.split or eval_split = {source.split!r}"
+        raise UserError(f"{source.path}: cannot load the dataset{missing} with {what}: {_line(error)}") from error
+    number, name = 0, source.name
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}: row {number}", row
+    except Exception as error:  # as above
+        raise UserError(f"{name}: cannot read row {number + 1}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """An error's message as one line."""
+    text = shorten(str(error), 400, placeholder=" ...") or type(error).__name__
+    return text if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
