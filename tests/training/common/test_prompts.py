@@ -1,0 +1,187 @@
+"""From rows to prompts: system prompts, arguments of the chat template, overlong prompts, rows that are streamed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from digit_models import TOKENIZER
+from mistakes import error_of
+from transformers import AutoTokenizer
+
+from fastrl.training.common import sources
+from fastrl.training.common.data import PromptFormat, PromptSampler, Room, load_examples
+from fastrl.training.common.sources import Source
+from fastrl.training.common.streaming import StreamSampler
+
+#: The digits of the messages, of the system's twice, and "=" where a completion begins unless it is told otherwise.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}={% endif %}{{ m.content }}"
+    "{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not bare %}={% endif %}"
+)
+LONG = "123456789="
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def text_of(tokenizer, example):
+    return tokenizer.decode(example.token_ids).replace(" ", "")
+
+
+USER, SYSTEM = {"role": "user", "content": "12"}, {"role": "system", "content": "7"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "messages", "text"),
+    [
+        ("12=", {}, "12=", "12="),
+        ("12", {"system_prompt": "7"}, [SYSTEM, USER], "7712="),
+        ("12", {"system_prompt": ""}, [USER], "12="),
+        ([USER], {"system_prompt": "7"}, [SYSTEM, USER], "7712="),
+        ([USER], {"system_prompt": ""}, [USER], "12="),
+        ([SYSTEM, USER], {}, [SYSTEM, USER], "7712="),
+        ([SYSTEM, USER], {"system_prompt": ""}, [SYSTEM, USER], "7712="),
+        ([USER], {"template": {"bare": True}}, [USER], "12"),
+        ("12", {"system_prompt": "7", "template": {"bare": True}}, [SYSTEM, USER], "7712"),
+    ],
+)
+def test_a_prompt_becomes_messages_and_tokens(tokenizer, write_rows, prompt, options, messages, text):
+    source = Source(str(write_rows([{"prompt": prompt}])))
+    ((example,), _) = load_examples(source, PromptFormat(tokenizer, **options))
+    assert example.prompt == messages and text_of(tokenizer, example) == text
+    assert PromptFormat(tokenizer, **options).pair(prompt, "3", "x")[0] == example.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "expected"),
+    [
+        ([SYSTEM, USER], {"system_prompt": "7"}, "has a system message already; leave data.system_prompt out"),
+        ("12", {"template": {"bare": True}}, "data.chat_template_kwargs mean nothing; make it a message by"),
+        (None, {"system_prompt": "7"}, "expected a string or a list of"),
+        ([USER], {"template": {"messages": 3}}, "the tokenizer's chat template fails on the prompt: "),
+    ],
+)
+def test_prompts_that_cannot_be_used(tokenizer, write_rows, prompt, options, expected):
+    source = Source(str(write_rows([{"prompt": prompt}])))
+    error = error_of(load_examples, source, PromptFormat(tokenizer, **options))
+    assert error.startswith(f"{source.path}:1: ") and expected in error and "\n" not in error
+
+
+# --- overlong prompts, and rows that are streamed ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(write_rows):
+    """Twenty prompts, of which three are too long for ROOM."""
+    rows = [{"prompt": LONG if n in (3, 9, 17) else f"{n}=", "n": n} for n in range(20)]
+    return Source(str(write_rows(rows)), fields={"number": "n"})
+
+
+KEPT = [n for n in range(20) if n not in (3, 9, 17)]
+DROP = Room(5, drop=True)
+
+
+@pytest.fixture
+def sampler(source, tokenizer):
+    """A sampler of either kind; with `size` one that streams."""
+
+    def sampler(size=None, seed=0, room=DROP, source=source):
+        prompts = PromptFormat(tokenizer)
+        if size is not None:
+            return StreamSampler(source, prompts, room, seed, size)
+        examples, dropped = load_examples(source, prompts, room)
+        return PromptSampler(examples, seed, dropped)
+
+    return sampler
+
+
+def numbers(examples):
+    return [example.columns["number"] for example in examples]
+
+
+def test_overlong_prompts_are_an_error_or_dropped_and_counted(sampler, source, capsys):
+    assert f"{source.path}:4: the prompt has 10 tokens" in error_of(sampler, room=Room(5))
+    in_memory = sampler()
+    assert numbers(in_memory.examples) == KEPT and in_memory.dropped == 3
+    assert "rows.jsonl: 3 of 20 prompts dropped, which have more than 5 tokens\n" in capsys.readouterr().err
+    assert "all 20 prompts have more than 1 tokens" in error_of(sampler, room=Room(1, drop=True))
+    streamed = sampler(size=4)
+    streamed.next(len(KEPT))
+    assert streamed.dropped <= 3  # the last rows may be among the long ones
+    streamed.next(1)
+    assert streamed.dropped >= 3
+    assert "all 20 prompts have more than 1 tokens" in error_of(sampler(size=4, room=Room(1, drop=True)).next, 1)
+    assert "the prompt has 10 tokens" in error_of(sampler(size=4, room=Room(5)).next, 20)
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_stream_shows_every_prompt_once_an_epoch_in_an_order_of_its_seed(sampler, size):
+    def drawn(seed):
+        stream = sampler(size, seed)
+        return [n for _ in range(17) for n in numbers(stream.next(3))]  # batches span epochs
+
+    first = drawn(0)
+    epochs = [first[i : i + len(KEPT)] for i in range(0, 51, len(KEPT))]
+    assert [sorted(epoch) for epoch in epochs] == [KEPT] * 3
+    assert first == drawn(0)
+    assert all(n <= place + size + 2 for epoch in epochs for place, n in enumerate(epoch))  # 3 are dropped
+    if size == 1:
+        assert epochs[0] == KEPT
+    else:
+        assert first != drawn(1) and epochs[0] != epochs[1] and epochs[0] != KEPT
+
+
+def test_a_stream_holds_no_more_than_its_buffer(sampler, tmp_path, write_rows, monkeypatch):
+    read = []
+    original = sources._read_json_lines
+    monkeypatch.setattr(
+        sources, "_read_json_lines", lambda path: (read.append(item) or item for item in original(path))
+    )
+    stream = sampler(size=4)
+    assert len(read) == 1
+    stream.next(2)
+    assert len(read) <= 4 + 1 + stream.dropped and len(stream.buffer) == 3
+
+
+@pytest.mark.parametrize("size", [None, 1, 4, 100])
+@pytest.mark.parametrize("before", [0, 1, 16, 17, 18, 34, 40])
+def test_a_position_that_was_saved_is_gone_on_from_exactly(sampler, size, before):
+    whole = sampler(size)
+    for _ in range(before):
+        whole.next(1)
+    state = json.loads(json.dumps(whole.state()))
+    expected = [numbers(whole.next(5)) for _ in range(9)]
+    for resumed in (sampler(size), whole):  # forward, and back
+        resumed.load(state)
+        assert [numbers(resumed.next(5)) for _ in range(9)] == expected
+    assert sampler(size, seed=1).state() == sampler(size).state()
+
+
+def test_a_stream_goes_on_if_only_unread_rows_have_changed(sampler, source):
+    stream = sampler(size=4)
+    first, state = numbers(stream.next(5)), stream.state()
+    path = Path(source.path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    resumed = sampler(size=4)
+    resumed.load(state)
+    assert numbers(resumed.next(5)) == numbers(stream.next(5)) != first
+    for changed in ([*lines[:2], '{"prompt": "2=", "n": 21}\n', *lines[3:]], lines[:3]):
+        path.write_text("".join(changed))
+        error = error_of(sampler(size=4).load, state)
+        assert error.startswith(f"{path}: cannot be resumed with another dataset: its first ")
+
+
+def test_a_bad_row_of_a_stream_is_named_when_it_is_read(sampler, source):
+    path = Path(source.path)
+    path.write_text(path.read_text() + '{"prompt": "1=", "other": 1, "n": 20}\n')
+    stream = sampler(size=4)
+    stream.next(3)
+    assert f"{source.path}:21: " in error_of(stream.next, 20)
+    path.write_text('{"text": "1="}\n')
+    assert f'{source.path}:1: no field "n"' in error_of(sampler, size=4)
