@@ -1,13 +1,16 @@
 """The tables of datasets: where rows come from, and how a row's prompt becomes the model's input."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fastrl.training.common.settings import Location, Section
 from fastrl.training.common.sources import FILES, Source, is_file
 
 _LOCATION = Location(hub=True, suffixes=FILES)
+# A config that is made in Python may have a Path, as other locations do.
+_AS_TEXT = BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
 # Arguments of apply_chat_template that decide what it returns.
 _OWN_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 
@@ -15,7 +18,7 @@ _OWN_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "continue
 class DatasetConfig(Section):
     """The rows."""
 
-    path: Annotated[str, _LOCATION]
+    path: Annotated[str, _AS_TEXT, _LOCATION]
     """Rows with a field "prompt" (a string, or chat messages) and what is read beside it: a JSONL file, a .parquet
     file, or the name (or directory) of a dataset on the Hugging Face hub. The last two need the extra datasets."""
     subset: str | None = None
@@ -70,7 +73,7 @@ class PromptsConfig(DatasetConfig):
 class HeldOutConfig(DatasetConfig):
     """The rows, and held-out ones."""
 
-    eval_path: Annotated[str | None, _LOCATION] = None
+    eval_path: Annotated[str | None, _AS_TEXT, _LOCATION] = None
     """Held-out rows of the same form, for the evaluation; the default is path if eval_split is given, else none."""
     eval_split: str | None = None
     """The split of a hub's dataset with the held-out rows; with an eval_path the default is test."""

@@ -30,7 +30,7 @@ from fastrl.training.stages.rows import Reader
 class DataConfig(shared.DataConfig):
     """The training data."""
 
-    reference_path: Annotated[str | None, Location()] = None
+    reference_path: Annotated[Path | None, Location()] = None
     """Rows {"prompt", "completion"} over which the mean score shall be 0; the default is the training responses."""
 
 
@@ -133,7 +133,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         if config.data.reference_path is None:
             reference = [tokens for row in all_rows for tokens in row.sequences]
         else:
-            reference_source = config.data.source_of(config.data.reference_path, "train")
+            reference_source = config.data.source_of(str(config.data.reference_path), "train")
             reference_rows = reader.load(reference_source, lambda r, row, where: r.tokens(row, "completion", where))
             reference = [tokens.all for tokens in reference_rows]
         stage = RewardModelStage(model, tokenizer, getattr(torch, config.model.dtype), reference)

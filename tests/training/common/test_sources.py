@@ -203,3 +203,8 @@ def test_the_command_line_takes_tables(tmp_path, parse):
     given = ["--fields", json.dumps({"prompt": "question"}), "--chat_template_kwargs", json.dumps(kwargs)]
     config, _ = parse_command_line(HeldOutConfig, "train", "", [str(tmp_path / "config.toml"), *given])
     assert config.fields == {"prompt": "question"} and config.chat_template_kwargs == kwargs
+
+
+def test_a_config_of_python_may_have_paths(tmp_path):
+    config = HeldOutConfig(path=tmp_path / "x.jsonl", eval_path=tmp_path / "y.jsonl")
+    assert (config.source.path, config.eval_source.path) == (str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl"))
