@@ -1,6 +1,7 @@
 """Runs on Parquet files, in memory and streamed: the numbers of JSONL, and of a run without a stop."""
 
 import json
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -27,6 +28,21 @@ def test_the_form_of_the_rows_changes_no_number(trained, tables, tmp_path):
     tables["evaluation"] |= {"metrics": []}
     plain = tables | {"data": tables["data"] | {"path": str(tmp_path / "same.jsonl"), "fields": {}}}
     assert repeatable(trained("parquet", **tables)) == repeatable(trained("jsonl", **plain))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["in memory", "streamed"])
+def test_a_dataset_of_two_splits_is_trained_and_evaluated_on(trained, tables, tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    plain = tables | {"data": tables["data"] | {"eval_path": tables["data"]["path"]}, "evaluation": {"every": 1}}
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        shutil.copy(tmp_path / "train.parquet", tmp_path / "set" / f"{split}.parquet")
+    both = {"path": str(tmp_path / "set"), "eval_path": None, "eval_split": "test"}
+    dataset = plain | {"data": plain["data"] | both | {"streaming": streaming}}
+    plain["data"]["streaming"] = streaming
+    numbers = repeatable(trained("dataset", **dataset))
+    assert numbers == repeatable(trained("parquet", **plain)) and "eval/exact_match" in numbers[0]
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["in memory", "streamed"])
