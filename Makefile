@@ -50,7 +50,7 @@ ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --platform manyli
 	--python-version 3.11 --implementation cp --abi cp311
 
 $(VENV)/.installed-test: $(REQUIREMENTS) Makefile
-	$(call install,dev$(COMMA)train$(COMMA)lora$(COMMA)trl$(COMMA)datasets)
+	$(call install,dev$(COMMA)train$(COMMA)lora$(COMMA)trl$(COMMA)datasets$(COMMA)math)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet --constraint constraints.txt triton
 	$(BIN)/python -c 'from fastrl.backend.cuda.nvrtc import why_unavailable as why; exit(why())' 2>/dev/null \
 		|| $(PIP) install --quiet $(NVRTC)

@@ -17,6 +17,7 @@ ORDER = (
     "distributed",
     "objectives",
     "advantages",
+    "rewards",
     "backend",
     "planning",
     "operators",

@@ -11,6 +11,7 @@ REQUIREMENTS = {
     "datasets": "datasets>=4",
     "httpx2": "httpx2",
     "matplotlib": "matplotlib",
+    "math_verify": "math-verify>=0.9",
     "peft": "peft>=0.18",
     "pyarrow": "pyarrow",
     "pydantic": "pydantic>=2",

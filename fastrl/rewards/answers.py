@@ -1,0 +1,145 @@
+"""The final answer in a text, a dataset's reference answer, and when two answers are equal as texts."""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+# A text, or the messages of a chat.
+Completion = str | Sequence[dict[str, Any]]
+
+_NUMBER = r"[-+]?(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!)\d{3})+|\d+)?(?:\.\d+)?"
+# A currency before a number, and up to three words of a unit after it, are not part of its value.
+_QUANTITY = re.compile(rf"\\?[$€£]?\s*(?P<number>{_NUMBER})\s*(?:\\?%|\\?[$€£]|[^\W\d_]+(?:[ -][^\W\d_]+){{0,2}})?")
+_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+_BRACES = re.compile(r"\\boxed\s+(?P<bare>[^\\{}$\s]+)|(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_LONGEST = 1000  # characters: what is longer is compared as it is
+
+
+def text_of(completion: Completion) -> str:
+    """A completion's text: of messages the last one's."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    return content if isinstance(content, str) else ""
+
+
+def marked_answer(text: str) -> str | None:
+    r"""The answer that a text marks as its last; None if it marks none.
+
+    What precedes `</think>` is left out. Then it is what the last `<answer>...</answer>` holds, if there is one; in
+    that or in the text, what the last `\boxed{...}` holds (braces may be nested), else what follows the last `####` on
+    its line. A `\boxed{` that is not closed (a completion that was cut off) marks nothing.
+    """
+    text = text.rpartition("</think>")[2]
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    tagged = text[start + len("<answer>") : end] if start >= 0 else None
+    body = text if tagged is None else tagged
+    boxed = last_boxed(body)
+    if boxed is not None:
+        return boxed
+    _, mark, tail = body.rpartition("####")
+    if mark:
+        return (tail.strip().splitlines() or [""])[0].strip()
+    return None if tagged is None else tagged.strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last closed `\boxed{...}` or `\fbox{...}` in a text holds, not counting those inside of one.
+
+    `\boxed 5`, without braces, is 5 too.
+    """
+    open_braces: list[tuple[int, int] | None] = []  # of a box: where it starts, and where its text does
+    boxes: list[tuple[int, int, int]] = []  # and where that ends
+    for token in _BRACES.finditer(text):
+        if token["bare"]:
+            boxes.append((token.start(), *token.span("bare")))
+        elif token["box"]:
+            open_braces.append((token.start(), token.end()))
+        elif token[0] == "{":
+            open_braces.append(None)
+        elif token[0] == "}" and open_braces and (box := open_braces.pop()) is not None:
+            while boxes and boxes[-1][0] > box[0]:  # it is inside of this one
+                boxes.pop()
+            boxes.append((*box, token.start()))
+    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
+
+
+def final_answer(text: str) -> str:
+    """The marked answer, or else the whole text after `</think>`, without surrounding space."""
+    marked = marked_answer(text)
+    return text.rpartition("</think>")[2].strip() if marked is None else marked.strip()
+
+
+def references(columns: dict[str, Any], column: str, count: int) -> list[list[str]]:
+    r"""Each completion's accepted answers: the final answer in its column's value, or in each of a list's.
+
+    A name with dots reaches into nested values ("reward_model.ground_truth"). So GSM8K's solution that ends in "####
+    42", a worked solution with `\boxed{42}`, "42" and 42 are all "42". Raises ValueError for no such column or value,
+    an empty text, and what is neither text nor a number.
+    """
+    first, *rest = column.split(".")
+    if not count:
+        return []
+    if first not in columns:
+        raise ValueError(f'no column "{first}" to compare with; there are {", ".join(columns) or "none"}')
+    found = []
+    for value in columns[first]:
+        for name in rest:
+            if not isinstance(value, dict) or name not in value:
+                raise ValueError(f'column "{column}": no "{name}" in {value!r}')
+            value = value[name]
+        values = value if isinstance(value, list | tuple) else [value]
+        answers = [_reference(item, column) for item in values]
+        if not answers:
+            raise ValueError(f'column "{column}": expected an answer, got an empty list')
+        found.append(answers)
+    return found
+
+
+def _reference(value: Any, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f'column "{column}": expected text or a number, got {value!r}')
+    answer = final_answer(str(value))
+    if not answer:
+        raise ValueError(f'column "{column}": expected an answer, got {value!r}')
+    return answer
+
+
+def same_answer(answer: str, reference: str) -> bool:
+    r"""Whether two answers are the same text, or the same number.
+
+    Without `$...$` and `\(...\)` around them, `\text{}`, spaces, a final full stop, and `\left`, `\right`, `\dfrac` for
+    `\frac`; the case of letters counts. A number is compared by its value (1,234 = 1234.0), without a currency before
+    it and a percent sign or a unit of up to three words after it.
+    """
+    if max(len(answer), len(reference)) > _LONGEST:
+        return answer.strip() == reference.strip()
+    number = number_of(reference)
+    if number is not None:
+        return number_of(answer) == number
+    return _normal(answer) == _normal(reference)
+
+
+def number_of(answer: str) -> Decimal | None:
+    """The value of an answer that is a number, with or without a currency or a unit; None for any other."""
+    match = _QUANTITY.fullmatch(unwrapped(answer))
+    number = re.sub(r",|\{,\}|\\,|\\!", "", match["number"]) if match else ""
+    return Decimal(number) if re.search(r"\d", number) else None
+
+
+def unwrapped(answer: str) -> str:
+    r"""An answer without the signs of a formula around it, Markdown's emphasis, a final full stop, and `\text{}`."""
+    text = answer.strip().removesuffix(".").strip()
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
+            text = text[len(left) : len(text) - len(right)].strip()
+    text = text.strip("*`").removesuffix(".").strip()
+    return re.sub(r"~|\\[ ;:]", " ", _WRAPPER.sub(r" \1 ", text)).strip()
+
+
+def _normal(answer: str) -> str:
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,!]", "", unwrapped(answer))
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+    return "".join(text.split())
