@@ -4,46 +4,80 @@
 
 `prompts` and each column hold one entry per completion. A completion is a string, or for a chat prompt a list of one
 assistant message (as in TRL). None means "no reward". A function that rewards steps returns for each completion a list
-of pairs (end, reward) instead, where end is the number of characters up to the end of the step.
+of pairs (end, reward) instead, where end is the number of characters up to the end of the step. A function declared
+with `async def` is awaited. `fastrl.rewards.NAME` is a built-in one.
+
+Nothing here imports torch: worker processes (`reward_worker.py`) import this module too.
 """
 
+import importlib
 import importlib.util
 import inspect
 import math
 import numbers
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+BUILT_IN = "fastrl.rewards."
+
+
+class Prompted(Protocol):
+    """What a reward function is given of an example: its prompt and columns, and for messages its file:line."""
+
+    @property
+    def prompt(self) -> str | list[dict[str, Any]]:
+        """A text, or chat messages."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row's other fields."""
+
+    @property
+    def source(self) -> str:
+        """file:line."""
+
+
+Steps = list[tuple[int, float]]  # a completion's steps: (characters up to its end, reward)
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A checked reward function; `name` is the function's name, `source` its "file.py:function"."""
+    """A checked reward function; `name` is the function's name, `source` its "file.py:function".
+
+    It is called with the keyword `arguments` besides the columns, whose values they replace.
+    """
 
     function: Callable[..., Any]
     name: str
     source: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
+    def __call__(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[float | None]:
         """One finite float or None per completion; `examples[i]` is the prompt of `completions[i]`.
 
         Raises UserError naming the function and the sample for anything else, and for an exception inside it, including
-        that of `sys.exit`.
+        that of `sys.exit`. Samples are counted from `first`.
         """
-        results = self._results(examples, completions)
-        return [self._number(value, index, examples) for index, value in enumerate(results)]
+        results = self._results(examples, completions, first)
+        return [self._number(value, index, examples, first) for index, value in enumerate(results)]
 
-    def steps(self, examples: list[Example], completions: list[str]) -> list[list[tuple[int, float]]]:
+    def steps(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[Steps]:
         """The pairs (end, reward) of each completion's steps, from a function for steps. Raises as a call does."""
         all_steps = []
-        for index, result in enumerate(self._results(examples, completions)):
+        for index, result in enumerate(self._results(examples, completions, first)):
             pairs = result if isinstance(result, list | tuple) else None
             limit = len(completions[index])
             well_formed = pairs is not None and all(
@@ -52,22 +86,23 @@ class RewardFunction:
             )
             if pairs is None or not well_formed:
                 raise UserError(
-                    f"{self.source}: steps of sample {index} must be a list of pairs (end, reward), end from 1 to the "
-                    f"completion's {limit} characters, got {result!r}; its prompt is {examples[index].prompt!r}"
+                    f"{self.source}: steps of sample {first + index} must be a list of pairs (end, reward), end from "
+                    f"1 to the completion's {limit} characters, got {result!r}; its prompt is "
+                    f"{examples[index].prompt!r}"
                 )
-            rewards = [self._number(reward, index, examples) for _, reward in pairs]
+            rewards = [self._number(reward, index, examples, first) for _, reward in pairs]
             all_steps.append(
                 [(end, reward) for (end, _), reward in zip(pairs, rewards, strict=True) if reward is not None]
             )
         return all_steps
 
-    def _results(self, examples: list[Example], completions: list[str]) -> list[Any]:
+    def _results(self, examples: Sequence[Prompted], completions: Sequence[str], first: int) -> list[Any]:
         try:
             results = self._call(examples, completions)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # foreign code: its user must fix whatever it raises
-            culprit = self._culprit(examples, completions)
+            culprit = self._culprit(examples, completions, first)
             raise UserError(f"{self.source}: raised {_description(error)} on {culprit}") from error
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
             raise UserError(f"{self.source}: expected a list of {len(examples)} rewards, got {type(results).__name__}")
@@ -75,12 +110,14 @@ class RewardFunction:
             raise UserError(f"{self.source}: expected {len(examples)} rewards, one per completion, got {len(results)}")
         return list(results.tolist() if hasattr(results, "tolist") else results)
 
-    def _call(self, examples: list[Example], completions: list[str]) -> Any:
+    def _call(self, examples: Sequence[Prompted], completions: Sequence[str]) -> Any:
         columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
         texts = [_as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
-        return self.function(prompts=[example.prompt for example in examples], completions=texts, **columns)
+        prompts = [example.prompt for example in examples]
+        results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
+        return _wait_for(results) if inspect.isawaitable(results) else results
 
-    def _culprit(self, examples: list[Example], completions: list[str]) -> str:
+    def _culprit(self, examples: Sequence[Prompted], completions: Sequence[str], offset: int) -> str:
         """Describe the sample on which the function raises, found by calling it again on halves of its input."""
         first, end = 0, len(examples)
         while end - first > 1:
@@ -94,91 +131,116 @@ class RewardFunction:
                     first, end = half.start, half.stop
                     break
             else:  # it needs samples of both halves, or outside state has changed
-                return f"samples {first} to {end - 1} together, on neither half of them alone"
+                return f"samples {offset + first} to {offset + end - 1} together, on neither half of them alone"
         example, completion = examples[first], completions[first]
-        return f"sample {first}: prompt {example.prompt!r} ({example.source}), completion {completion!r}"
+        return f"sample {offset + first}: prompt {example.prompt!r} ({example.source}), completion {completion!r}"
 
-    def _number(self, value: Any, index: int, examples: list[Example]) -> float | None:
+    def _number(self, value: Any, index: int, examples: Sequence[Prompted], first: int) -> float | None:
         if value is None:
             return None
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise UserError(
-                f"{self.source}: reward {index} must be a finite number or None, got {value!r} "
+                f"{self.source}: reward {first + index} must be a finite number or None, got {value!r} "
                 f"({type(value).__name__}); its prompt is {examples[index].prompt!r}"
             )
         return float(value)
 
 
-class Scorer(Protocol):
-    """Gives each completion a reward: a function, or a reward model."""
-
-    @property
-    def name(self) -> str:
-        """The name of its rewards in the metrics."""
-
-    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """One finite float or None per completion."""
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """The weighted sum of several scorers."""
-
-    scorers: Sequence[tuple[Scorer, float]]
-
-    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """The sum over the rewards that are not None; None if all are None."""
-        return self.parts(examples, completions)[0]
-
-    def parts(
-        self, examples: list[Example], completions: list[str]
-    ) -> tuple[list[float | None], dict[str, list[float | None]]]:
-        """The sums, and each scorer's own rewards by its name; all None without a scorer."""
-        if not self.scorers:
-            return [None] * len(completions), {}
-        by_scorer = {scorer.name: scorer(examples, completions) for scorer, _ in self.scorers}
-        weights = [weight for _, weight in self.scorers]
-        totals: list[float | None] = []
-        for values in zip(*by_scorer.values(), strict=True):
-            weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-            totals.append(sum(weighted) if weighted else None)
-        return totals, by_scorer
-
-
-def _as_trl(example: Example, completion: str) -> str | list[dict[str, str]]:
+def _as_trl(example: Prompted, completion: str) -> str | list[dict[str, str]]:
     return completion if isinstance(example.prompt, str) else [{"role": "assistant", "content": completion}]
 
 
-def load_rewards(sources: Sequence[str], weights: Sequence[float] | None) -> list[tuple[Scorer, float]]:
-    """Functions with their weights (1 by default). Raises UserError as `load_reward`, and if two names are equal."""
-    functions = [load_reward(source) for source in sources]
-    names = [function.name for function in functions]
-    if len(set(names)) < len(names):
-        raise UserError(f"reward functions: expected names that differ, got {', '.join(names)}")
-    return list(zip(functions, weights or [1.0] * len(functions), strict=True))
+# --- async functions --------------------------------------------------------------------------------------------------
 
 
-def load_reward(source: str) -> RewardFunction:
-    """Import `path/to/file.py:function`. Raises UserError naming the file (and line) if that fails."""
-    function = import_function(source, "reward function")
-    if inspect.iscoroutinefunction(function):
-        file, _, name = source.rpartition(":")
-        raise UserError(f"{file}: {name} is declared with async def, expected a function that returns the rewards")
-    return RewardFunction(function, source.rpartition(":")[2], source)
+def _wait_for(results: Awaitable[Any]) -> Any:
+    """Run an awaitable to its end; on Ctrl-C it is cancelled."""
+    import asyncio  # 30 ms, for async functions only
+
+    async def wait() -> Any:
+        return await results
+
+    future = asyncio.run_coroutine_threadsafe(wait(), _event_loop())
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
 
 
-def import_function(source: str, what: str) -> Callable[..., Any]:
+@cache
+def _event_loop() -> "AbstractEventLoop":
+    """The process' loop for reward functions, the same at every step: a function may keep its connections open.
+
+    It runs in a thread of its own, because whoever calls may have a loop in theirs.
+    """
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # raised in a task: they reach its awaiter, and end the loop
+                loop.run_forever()
+
+    threading.Thread(target=serve, name="fastrl-rewards", daemon=True).start()
+    return loop
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def name_of(source: str) -> str:
+    """The function's name in "path/to/file.py:function" or "fastrl.rewards.function"."""
+    return source.rpartition("." if source.startswith(BUILT_IN) else ":")[2]
+
+
+def load_reward(source: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
+    """Import `path/to/file.py:function`, or take `fastrl.rewards.function`, to be called with these arguments.
+
+    Raises UserError naming the file (and line) if that fails, and for an argument that the function does not name.
+    """
+    name, arguments = name_of(source), arguments or {}
+    function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source)
+    if arguments:
+        parameters = inspect.signature(function).parameters.keys() - {"prompts", "completions"}
+        for argument in arguments:  # not in its **columns: a misspelt name would be lost there
+            if argument not in parameters:
+                raise UserError(f"reward.arguments.{name}: {source} has no parameter {argument!r}")
+    if source.startswith(BUILT_IN):
+        try:
+            function(prompts=[], completions=[], **arguments)
+        except (ImportError, TypeError, ValueError) as error:
+            raise UserError(f"reward.arguments.{name}: {error}") from error
+    return RewardFunction(function, name, source, arguments)
+
+
+def _built_in(source: str) -> Callable[..., Any]:
+    module = importlib.import_module(BUILT_IN.removesuffix("."))
+    name = name_of(source)
+    if name not in module.__all__:
+        names = ", ".join(BUILT_IN + name for name in module.__all__)
+        raise UserError(f"reward function: {source} is none of the built-in ones, which are {names}")
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _from_file(source: str) -> Callable[..., Any]:
+    return import_function(source, "reward function", f' or "{BUILT_IN}NAME"')
+
+
+def import_function(source: str, what: str, otherwise: str = "") -> Callable[..., Any]:
     """Import `path/to/file.py:function`, a `what`. Raises UserError naming the file (and line) if that fails."""
     file, separator, name = source.rpartition(":")
     if not separator or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f'{what}: expected "path/to/file.py:function", got {source!r}')
+        raise UserError(f'{what}: expected "path/to/file.py:function"{otherwise}, got {source!r}')
     module = _import(Path(file), what)
     function = getattr(module, name, None)
     if not callable(function):
         available = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise UserError(f"{file}: has no function {name!r}; it has {', '.join(available) or 'none'}")
-    found: Callable[..., Any] = function
-    return found
+    checked: Callable[..., Any] = function
+    return checked
 
 
 def _import(path: Path, what: str) -> ModuleType:

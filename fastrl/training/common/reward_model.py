@@ -16,7 +16,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.loading import load_config, load_tokenizer
 from fastrl.training.common.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
-from fastrl.training.common.reward import Rewards, load_rewards
+from fastrl.training.common.scoring import RewardFunctions, Rewards, Scorer
 from fastrl.training.common.sections import ModelConfig, RewardConfig
 
 # In a model's config.json: the mean of its scores over the reference set of the run that trained it.
@@ -101,12 +101,15 @@ def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) 
     check_token_ids([*tokenizer.get_vocab().values()], model.get_input_embeddings().weight.shape[0], name)
 
 
-def make_rewards(config: RewardConfig, device: torch.device, trust_remote_code: bool) -> Rewards:
+def make_rewards(
+    config: RewardConfig, functions: RewardFunctions, device: torch.device, trust_remote_code: bool
+) -> Rewards:
     """The weighted sum of the functions and the reward model that a config names.
 
-    Raises UserError for one that cannot be loaded, and if two have the same name.
+    Raises UserError for a reward model that cannot be loaded, and if a function has its name.
     """
-    scorers = load_rewards(config.functions, config.weights)
+    weights = config.weights or [1.0] * len(functions.outcome)
+    scorers: list[tuple[Scorer, float]] = list(zip(functions.outcome, weights, strict=True))
     if config.model is not None:
         if any(scorer.name == RewardModel.name for scorer, _ in scorers):
             raise UserError(f'reward.function: the name "{RewardModel.name}" is the reward model\'s')

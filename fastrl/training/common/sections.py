@@ -162,16 +162,28 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """The reward: functions and a reward model, summed with their weights, and a length penalty."""
 
-    function: Annotated[str | list[str], Location()] = Field(default_factory=list)
-    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None], or several.
-    A completion for which all return None is left out of its group."""
+    function: Annotated[str | list[str], Location(dotted=True)] = Field(default_factory=list)
+    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None] (async too),
+    or a built-in one: fastrl.rewards.exact, regex, length, format or math; or several. A completion for which all
+    return None is left out of its group."""
+    arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments by the function's name, such as [reward.arguments.regex] pattern = "..."; for reward.steps and
+    evaluation.metrics too."""
+    workers: int = Field(0, ge=0, le=1024)
+    """Processes that call the functions, those of reward.steps and evaluation.metrics too, with one completion at a
+    time. 0: this process calls each once with all completions, without a limit of time or memory."""
+    timeout: float = Field(10.0, gt=0)
+    """Seconds that a worker's call may take, thus a completion. One that takes longer is killed and gets the lowest
+    reward of its function in the batch, at most 0; as does one that runs out of memory, or ends its process."""
+    memory_limit: Budget = None
+    """The address space of a worker and of each process that it starts, such as "1GiB"; the default is no limit."""
     weights: list[float] | None = None
     """One per function; the default is 1 for each."""
     model: ModelLocation = None
     """A reward model: the directory or hub name of a sequence classifier with one label."""
     model_weight: float = 1.0
     """Its weight beside the functions'."""
-    steps: Annotated[str | None, Location()] = None
+    steps: Annotated[str | None, Location(dotted=True)] = None
     """A function that rewards steps, for advantages.estimator = "process": for each completion a list of pairs (end,
     reward), end the number of characters up to the end of the step."""
     overlong_cache: int | None = Field(None, ge=0)
@@ -188,6 +200,8 @@ class RewardConfig(Section):
     def _weighted(self) -> "RewardConfig":
         if not self.functions and self.model is None:
             raise ValueError("function: required without a reward model, but not given")
+        if "workers" not in self.model_fields_set and {"timeout", "memory_limit"} & self.model_fields_set:
+            raise ValueError("timeout, memory_limit: only workers can be ended; set workers too")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"weights: expected one for each of {len(self.functions)} functions, got {self.weights}")
         return self

@@ -150,7 +150,7 @@ def looks_like_path(text: str, base: Path = Path()) -> bool:
 
 def _resolve(text: str, base: Path, mark: Location) -> str:
     resolved = base / Path(text).expanduser()
-    if mark.dotted and ".py" not in text:
+    if mark.dotted and all(part.isidentifier() for part in text.split(".")) and not text.endswith(".py"):
         return text
     is_path = resolved.exists() or text.endswith(mark.suffixes) or looks_like_path(text, base)
     if mark.hub and (not text.strip() or not is_path):

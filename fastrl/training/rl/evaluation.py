@@ -31,21 +31,21 @@ def evaluate(run: Run) -> dict[str, float]:
         numbers = {} if run.config.distillation is None else _from_teacher(run, rollout)
         if run.rewards.scorers:
             numbers["eval/reward"] = average(run.rewards(examples, completions))
-        for name, function in run.metrics.items():
-            numbers[f"eval/{name}"] = average(function(examples, completions))
+        for function in run.functions.metrics:
+            numbers[f"eval/{function.name}"] = average(function(examples, completions))
         count = run.config.evaluation.samples
         if not count:
             return numbers
         repeated = [example for example in examples for _ in range(count)]
         texts = completion_texts(run.policy, run.rollouts.evaluate(repeated))
-        for name, function in run.metrics.items():
+        for function in run.functions.metrics:
             solved = [value is not None and value >= 1 for value in function(repeated, texts)]
             prompts = range(0, len(texts), count)
             for k in run.config.evaluation.k:
                 passes = [pass_at_k(solved[i : i + count], k) for i in prompts]
                 majorities = [majority_at_k(texts[i : i + count], solved[i : i + count], k) for i in prompts]
-                numbers[f"eval/{name}/pass@{k}"] = average(passes)
-                numbers[f"eval/{name}/maj@{k}"] = average(majorities)
+                numbers[f"eval/{function.name}/pass@{k}"] = average(passes)
+                numbers[f"eval/{function.name}/maj@{k}"] = average(majorities)
         return numbers
 
 

@@ -26,11 +26,10 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
+from fastrl.training.common.reward import Steps
 from fastrl.training.common.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
 from fastrl.training.common.timing import timed
 from fastrl.training.rl.run import Run
-
-Steps = list[tuple[int, float]]  # a completion's reasoning steps: (characters up to its end, reward)
 
 
 def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str, object]]]:
@@ -74,7 +73,7 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
 
 def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], list[dict[str, object]]]:
     """Sample completions with their rewards until the batch is full or the refills are used up."""
-    settings, rewards = run.config.rollout, run.config.reward
+    settings, rewards, steps_reward = run.config.rollout, run.config.reward, run.functions.steps
     rollouts: list[Rollout] = []
     values: list[float | None] = []
     groups: list[int] = []
@@ -97,7 +96,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         texts = completion_texts(run.policy, rollout)
         with timed("time/reward", numbers):
             new_rewards, parts = run.rewards.parts(examples, texts)
-            steps += run.steps_reward.steps(examples, texts) if run.steps_reward else [[] for _ in texts]
+            steps += steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
         new_rewards = _priced(new_rewards, rollouts[-1], rewards.overlong_cache)
         groups += [first_group + row // settings.num_generations for row in range(len(texts))]
         values += new_rewards
@@ -112,6 +111,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         kept = list(range(len(values)))
         if run.config.rewarded:
             kept = _kept(values, compared, groups, settings.dynamic_sampling)
+    numbers |= run.functions.failures("reward")
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
 
@@ -123,7 +123,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     ended = rollout.ended
     assert ended is not None  # an engine says it
     described = values if run.rewards.scorers else None
-    differing = [[reward for _, reward in pairs] for pairs in steps] if run.steps_reward else [[x] for x in compared]
+    differing = [[reward for _, reward in pairs] for pairs in steps] if steps_reward else [[x] for x in compared]
     numbers |= describe(rollout, ended, described, by_scorer, groups, differing)
     rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
     rollout = replace(

@@ -16,8 +16,8 @@ from fastrl.training.common.distillation import Distillation, check_teacher, loa
 from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
-from fastrl.training.common.reward import RewardFunction, Rewards, Scorer, load_reward, load_rewards
 from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.common.scoring import RewardFunctions, Rewards
 from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.config import Config, DistillationConfig
@@ -34,10 +34,9 @@ class Run:
     policy: Policy
     objective: Objective
     rewards: Rewards
-    steps_reward: RewardFunction | None  # rewards reasoning steps
+    functions: RewardFunctions
     rollouts: Rollouts
     held_out: list[Example]
-    metrics: dict[str, Scorer]  # for the evaluation
     reference: Policy | None
     critic: Critic | None
     kl: AdaptiveKL | None
@@ -86,11 +85,8 @@ def make_run(config: Config) -> Run:
         check_teacher(config.distillation, config.model)
     calls = _loss_calls(config, objective)
     check_budget(config.training, config.model, device, calls)
-    rewards = make_rewards(config.reward, device, config.model.trust_remote_code)
-    steps_reward = None if config.reward.steps is None else load_reward(config.reward.steps)
-    metrics = {scorer.name: scorer for scorer, _ in load_rewards(config.evaluation.metrics, None)}
-    if "reward" in metrics:
-        raise UserError('evaluation.metrics: the name "reward" is that of the reward itself')
+    functions = RewardFunctions(config.reward, config.evaluation.metrics)
+    rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
     policy = load_policy(config.model, device, packing=config.training.packing)
     check_budget(config.training, config.model, device, calls, policy)
     teacher, distillation = _teacher(config, policy)
@@ -105,6 +101,8 @@ def make_run(config: Config) -> Run:
     sampler = _sampler(config, prompts, room)
     held_out_source = config.data.eval_source
     held_out = load_examples(held_out_source, prompts, room)[0] if held_out_source else []
+    for examples in (sampler.examples if isinstance(sampler, PromptSampler) else [], held_out):
+        functions.check(examples)
     longest = _longest(config, sampler, held_out)
     completions = make_sampler(policy, config.rollout, config.model, training.seed, longest)
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
@@ -120,10 +118,9 @@ def make_run(config: Config) -> Run:
         policy,
         objective,
         rewards,
-        steps_reward,
+        functions,
         Rollouts(sampler, completions, config.rollout, training.steps),
         held_out,
-        metrics,
         reference_of(policy) if reads_reference else None,
         critic,
         kl,

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import closing
 from typing import Any
 
 from fastrl.base.errors import UserError
@@ -53,6 +54,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         if checkpoint is not None:
             load_checkpoint(checkpoint, run)
         with (
+            closing(run.functions),
             cpu_threads(config.training.threads),
             RunLog(config, logging, config.name, steps, SHOWN, run.step) as log,
             stop_signals() as signals,
@@ -69,7 +71,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 if run.held_out and due(step, config.evaluation.every, last):
                     try:
                         with timed("time/evaluation", numbers):
-                            numbers |= evaluate(run)
+                            numbers |= evaluate(run) | run.functions.failures("eval")
                     except EngineLost as error:
                         lost = error
                 log.write(step, numbers, samples)

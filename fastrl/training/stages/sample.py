@@ -7,6 +7,7 @@ and "truncated" for a completion that did not end with EOS. `fastrl sft` trains 
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from fastrl.training.common.data_config import PromptsConfig
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.policy import Policy, load_policy, max_positions
-from fastrl.training.common.reward import Rewards
 from fastrl.training.common.reward_model import make_rewards
 from fastrl.training.common.rollout import completion_texts
+from fastrl.training.common.scoring import RewardFunctions, Rewards
 from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RewardConfig, RolloutConfig
 from fastrl.training.common.settings import Section, parse_command_line
 from fastrl.training.engines.choice import make_sampler
@@ -108,6 +109,7 @@ class Tally:
     prompts: int = 0
     solved: int = 0
     lines: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
 
     def add(self, group: list[Completion], written: int) -> None:
         """Count the completions of a prompt, of which `written` were written."""
@@ -120,7 +122,8 @@ class Tally:
     def __str__(self) -> str:
         mean = f"{sum(self.rewards) / len(self.rewards):.4f}" if self.rewards else "none"
         passed = f"{self.solved / self.prompts:.4f} (prompts with a completion of reward 1 or more)"
-        return f"{self.prompts} prompts, mean reward {mean}, pass rate {passed}"
+        failed = "".join(f", {name} {count}" for name, count in self.failures.items())
+        return f"{self.prompts} prompts, mean reward {mean}, pass rate {passed}{failed}"
 
 
 def best_of(group: list[Completion], count: int) -> list[Completion]:
@@ -137,16 +140,18 @@ def sample(config: Config) -> Tally:
     """Run the stage. Raises UserError before anything is sampled for input that cannot be used."""
     output = config.output.path
     lock = output.with_name(f".{output.name}.lock")
-    with sole_writer(output, lock, "sample", "output.path"), cpu_threads(config.training.threads):
+    with sole_writer(output, lock, "sample", "output.path"), cpu_threads(config.training.threads), ExitStack() as stack:
         if output.exists() and not config.output.overwrite:
             raise UserError(f"{output}: is there already; choose another --output.path, or add --output.overwrite true")
         device = start(config.training)
-        rewards = make_rewards(config.reward, device, config.model.trust_remote_code)
+        functions = stack.enter_context(closing(RewardFunctions(config.reward)))
+        rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
         policy = load_policy(config.model, device)
         limit = max_positions(policy.model)
         room = Room.of(config.data, None if limit is None else limit - config.rollout.max_new_tokens)
         prompts = PromptFormat.of(config.data, policy.tokenizer)
         examples, _ = load_examples(config.data.source, prompts, room)
+        functions.check(examples)
         for name in WRITTEN:
             if name in examples[0].columns:
                 raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')
@@ -166,6 +171,7 @@ def sample(config: Config) -> Tally:
                     tally.add(group, len(chosen))
                 file.flush()
                 bar.update(len(chunk))
+        tally.failures = {name: int(count) for name, count in functions.failures("reward").items() if count}
         unfinished.replace(output)
     return tally
 

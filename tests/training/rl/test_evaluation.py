@@ -11,7 +11,8 @@ from run_files import records, repeatable, write_toml
 import fastrl.training.rl.evaluation as module
 from fastrl.cli import main
 from fastrl.training.common.data import Example
-from fastrl.training.common.reward import RewardFunction, Rewards
+from fastrl.training.common.reward import RewardFunction
+from fastrl.training.common.scoring import Rewards
 from fastrl.training.rl.config import EvaluationConfig
 from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
 
@@ -80,7 +81,7 @@ def run(monkeypatch):
         rollouts=SimpleNamespace(evaluate=completions),
         held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
         rewards=Rewards([(metrics["right"], 10.0), (metrics["shy"], 1.0)]),
-        metrics=metrics,
+        functions=SimpleNamespace(metrics=list(metrics.values())),
         calls=calls,
     )
 
@@ -108,7 +109,7 @@ def test_without_samples_there_is_greedy_decoding_alone(run):
 
 def test_no_score_at_all_is_nan(run):
     nothing = RewardFunction(lambda prompts, completions, answer: [None] * len(prompts), "nothing", "")
-    run.metrics, run.rewards = {"nothing": nothing}, Rewards([(nothing, 1.0)])
+    run.functions.metrics, run.rewards = [nothing], Rewards([(nothing, 1.0)])
     numbers = evaluate(run)
     assert math.isnan(numbers["eval/reward"]) and math.isnan(numbers["eval/nothing"])
     assert numbers["eval/nothing/pass@4"] == numbers["eval/nothing/maj@4"] == 0

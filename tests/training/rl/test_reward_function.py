@@ -73,12 +73,72 @@ def test_an_exception_inside_is_located(load):
         ("import nowhere\n", r"importing it raised ModuleNotFoundError.*nowhere.*mine\.py:1"),
         ("raise SystemExit(3)\n", r"importing it raised SystemExit: 3 \(.*mine\.py:1\)"),
         ("\0", "source code .*null"),
-        ("async def reward():\n    return []\n", "is declared with async def, expected a function that returns"),
     ],
 )
 def test_functions_that_cannot_be_loaded(load, body, expected):
     with pytest.raises(UserError, match=rf"mine\.py.*{expected}"):
         load(body)
+
+
+def asynchronous(body):
+    return f"import asyncio, sys\nasync def one(c):\n    await asyncio.sleep(0)\n    {body}\n" + (
+        "async def reward(prompts, completions, **columns):\n"
+        "    return await asyncio.gather(*(one(c) for c in completions))\n"
+    )
+
+
+def test_an_async_function_is_awaited_with_all_completions_and_keeps_its_loop(load):
+    reward = load(
+        "import asyncio\nloops = set()\n"
+        "async def reward(prompts, completions, **columns):\n"
+        "    loops.add(asyncio.get_running_loop())\n"
+        "    met = asyncio.Barrier(len(completions))\n"
+        "    await asyncio.gather(*(met.wait() for _ in completions))\n"
+        "    return [len(loops)] * len(completions)\n"
+    )
+    assert reward(EXAMPLES, ["a", "b"]) == reward(EXAMPLES, ["a", "b"]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return 1 / (c != 'b')", r"raised ZeroDivisionError.*mine\.py:4\) on sample 1: prompt '2='"),
+        ("sys.exit(3) if c == 'b' else None", r"raised SystemExit: 3 .*mine\.py:4\) on sample 1: prompt '2='"),
+        ("raise asyncio.CancelledError", "raised CancelledError"),
+        ("return 'x'", "reward 0 must be a finite number or None, got 'x'"),
+    ],
+)
+def test_what_goes_wrong_in_an_async_function_is_located(load, body, expected):
+    reward = load(asynchronous(body))
+    for _ in range(2):  # and its loop goes on
+        with pytest.raises(UserError, match=expected):
+            reward(EXAMPLES, ["a", "b"])
+
+
+def test_built_in_functions_have_dotted_names_and_arguments():
+    assert load_reward("fastrl.rewards.exact")(EXAMPLES, ["1", "3"]) == [1.0, 0.0]
+    reward = load_reward("fastrl.rewards.regex", {"pattern": "is (.*)"})
+    assert reward.name == "regex" and reward(EXAMPLES, ["is 1", "2"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "expected"),
+    [
+        ("fastrl.rewards.right", {}, r"right is none of .* fastrl\.rewards\.exact"),
+        ("fastrl.rewards.regex", {}, r"reward\.arguments\.regex: .*'pattern'"),
+        ("fastrl.rewards.regex", {"patern": "a"}, r"reward\.arguments\.regex: .*no parameter 'patern'"),
+        ("fastrl.rewards.regex", {"pattern": "("}, r"reward\.arguments\.regex: pattern: expected a regular"),
+        ("fastrl.rewards.exact", {"prompts": "a"}, "no parameter 'prompts'"),
+    ],
+)
+def test_built_in_functions_that_cannot_be_had(source, arguments, expected):
+    with pytest.raises(UserError, match=expected):
+        load_reward(source, arguments)
+
+
+def test_an_argument_wins_over_a_column(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(prompts, completions, answer):\n    return [answer] * 2\n")
+    assert load_reward(f"{tmp_path / 'mine.py'}:reward", {"answer": 7})(EXAMPLES, ["", ""]) == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("source", ["mine.py", "mine.py:", "mine.txt:reward", "reward", "nowhere.py:reward"])

@@ -1,0 +1,169 @@
+"""A worker process for reward functions: `python -P reward_worker.py SOCKET LIFELINE`, two file descriptors.
+
+It reads a setup and then tasks (pickled) from the socket, and answers each (in JSON: the trainer unpickles nothing that
+comes from where foreign code runs). A task is one completion. `worker_pool.py` is the other end.
+
+It imports what the reward function imports and not torch, unless the function does: it is started often.
+"""
+
+import errno
+import fcntl
+import importlib.util
+import json
+import os
+import pickle
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+HEADER = struct.Struct("<Q")  # the bytes of the message that follows
+# The exit status of a worker whose function had no memory left. It ends then: what is left of it may be anything.
+OUT_OF_MEMORY = 86
+
+
+class Setup(NamedTuple):
+    """What a worker is told first."""
+
+    path: list[str]  # sys.path
+    functions: list[tuple[str, dict[str, Any]]]  # sources with their arguments
+    memory_limit: int | None  # bytes
+
+
+class Task(NamedTuple):
+    """One call of a function; also the example (`Prompted`) that it is called with."""
+
+    function: int
+    steps: bool
+    sample: int  # its place in the batch
+    seed: int
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    source: str
+    completion: str
+
+
+def main() -> None:
+    """Load the functions, then answer tasks until the trainer closes the socket."""
+    connection, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    _die_with(lifeline)
+    connection.set_inheritable(False)
+    os.set_inheritable(lifeline, False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # A manager that ends a job signals all of its processes, but the trainer still finishes its step. Handlers, because
+    # an ignored signal would stay ignored in the function's own processes.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    setup = Setup(*_receive(connection))
+    sys.path[:] = setup.path
+    _fastrl_without_torch()
+    from fastrl.base.errors import UserError
+    from fastrl.training.common.reward import load_reward
+
+    try:
+        if setup.memory_limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (setup.memory_limit, setup.memory_limit))
+        functions = [load_reward(source, arguments) for source, arguments in setup.functions]
+    except UserError as error:
+        _send(connection, {"error": str(error)})
+        return
+    _send(connection, {"ready": True})
+    while True:
+        task = Task(*_receive(connection))
+        _seed(task.seed)
+        function = functions[task.function]
+        call = function.steps if task.steps else function
+        try:
+            (result,) = call([task], [task.completion], task.sample)
+            answer: dict[str, Any] = {"result": result}
+        except UserError as error:
+            if _no_memory(error.__cause__):
+                os._exit(OUT_OF_MEMORY)
+            answer = {"error": str(error)}
+        _send(connection, answer)
+
+
+def _die_with(lifeline: int) -> None:
+    """Have the kernel kill this process group once the trainer's end of a pipe is closed, as it is when it is killed.
+
+    The parent-death signal would reach this process alone, and be sent at the end of the thread that started it too; a
+    thread that reads the pipe would wait for one that keeps the interpreter's lock.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it was closed before
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _fastrl_without_torch() -> None:
+    """Stand in for the package `fastrl`, whose `__init__` imports torch, until one of its own names is asked for."""
+    folder = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location(
+        "fastrl", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None  # it is a file
+    package, loader = importlib.util.module_from_spec(spec), spec.loader
+
+    def load(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        del package.__dict__["__getattr__"]
+        loader.exec_module(package)
+        return getattr(package, name)
+
+    package.__dict__["__getattr__"] = load
+    sys.modules["fastrl"] = package
+
+
+def _seed(seed: int) -> None:
+    """Seed the random numbers of what the function has imported, so that they do not depend on which worker it is."""
+    random.seed(seed)
+    numpy: ModuleType | None = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+    torch: ModuleType | None = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(seed)
+
+
+def _no_memory(error: BaseException | None) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next message. Exits at the end of the stream, which is the trainer's."""
+    (size,) = HEADER.unpack(_read(connection, HEADER.size))
+    return pickle.loads(_read(connection, size))
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            os._exit(0)
+        view = view[count:]
+    return buffer
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    try:
+        connection.sendall(HEADER.pack(len(body)) + body)
+    except OSError:  # the trainer has ended
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
