@@ -31,7 +31,6 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("reward", "eval/reward"),
         ("reward_std",),
         ("without_reward", "without_variance"),
-        ("reward/timeouts", "reward/out_of_memory", "reward/crashes"),
         ("eval/",),
     ),
     "Loss, entropy and KL": (

@@ -68,7 +68,9 @@ def main() -> None:
 
     try:
         if setup.memory_limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (setup.memory_limit, setup.memory_limit))
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            limit = setup.memory_limit if most == resource.RLIM_INFINITY else min(setup.memory_limit, most)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         functions = [load_reward(source, arguments) for source, arguments in setup.functions]
     except UserError as error:
         _send(connection, {"error": str(error)})

@@ -95,7 +95,7 @@ class RewardFunctions:
     def check(self, examples: Sequence[Example]) -> None:
         """Raise UserError for a dataset that lacks what a built-in function compares with, as its first rows show."""
         for function in (*self.outcome, *self.metrics):
-            if function.source.startswith(BUILT_IN):
+            if examples and function.source.startswith(BUILT_IN):
                 function(examples[:CHECKED], [""] * len(examples[:CHECKED]))
 
     def failures(self, prefix: str) -> dict[str, float]:

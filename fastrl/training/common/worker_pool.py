@@ -81,6 +81,8 @@ class WorkerPool:
         Raises UserError for the first result that cannot be used, and for the first exception in a function.
         """
         with self._lock:
+            if not self._end.alive:
+                raise RuntimeError("the pool is closed")
             try:
                 return self._call(tasks)
             except BaseException:
@@ -239,6 +241,8 @@ class _Worker:
         status, task, self.task = self.stop(), self.task, None
         if not self.ready:
             why = f"ended with status {status}" if exited else f"took longer than {_START} s"
+            if status == OUT_OF_MEMORY:
+                why = "ran out of reward.memory_limit"
             raise UserError(f"reward.workers: a worker {why} while it imported the reward functions")
         if task is None:  # between two calls
             return None

@@ -76,5 +76,6 @@ class Rollouts:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same run."""
+        self.begun = None
         self.prompts.load(state["prompts"])
         self.completions.drawn = state["drawn"]

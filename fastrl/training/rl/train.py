@@ -67,17 +67,17 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 except EngineLost as error:  # before the policy was updated
                     run.step = step - 1
                     run.rollouts.load(before)
-                    raise UserError(f"{error}; {_keep(run)}") from error
+                    raise UserError(f"{error}; {_keep(run, log)}") from error
                 if run.held_out and due(step, config.evaluation.every, last):
                     try:
                         with timed("time/evaluation", numbers):
-                            numbers |= evaluate(run) | run.functions.failures("eval")
+                            numbers |= evaluate(run) | run.functions.failures("evaluation")
                     except EngineLost as error:
                         lost = error
                 log.write(step, numbers, samples)
                 interrupted = None if last or not signals else signals[0]
                 if lost is not None:
-                    raise UserError(f"{lost}; {_keep(run)}") from lost
+                    raise UserError(f"{lost}; {_keep(run, log)}") from lost
                 if interrupted or due(step, logging.checkpoint_every, last):
                     log.sync()
                     save_checkpoint(run)
@@ -87,12 +87,13 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
 
 
-def _keep(run: Run) -> str:
+def _keep(run: Run, log: RunLog) -> str:
     """Save a run that must end after the steps that it has. Returns what its user can do."""
     if run.step == 0:
         return "no step was done"
     checkpoint = checkpoint_of(run.config.logging, run.step)
     if not checkpoint.exists():
+        log.sync()
         save_checkpoint(run)
     return f"saved in {checkpoint}; the same command with --resume goes on from there"
 
@@ -117,7 +118,7 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
         if run.reference is not None and every is not None and run.step % every == 0:
             run.reference.model.load_state_dict(run.policy.model.state_dict())
     numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
-    if run.sampler.dropped:
-        numbers["dropped_prompts"] = run.sampler.dropped
+    if run.rollouts.prompts.dropped:
+        numbers["dropped_prompts"] = run.rollouts.prompts.dropped
     numbers["memory/peak_gib"] = peak_memory(run.policy.device)
     return numbers, samples

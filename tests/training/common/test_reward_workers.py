@@ -359,6 +359,19 @@ def test_what_cannot_be_imported_is_an_error_at_the_start(functions, mine, monke
     assert not children()
 
 
+def test_a_limit_that_is_too_small_for_an_import_says_so(functions):
+    with pytest.raises(UserError, match="memory"):
+        functions("fastrl.rewards.math", memory_limit="32MiB")
+
+
+def test_a_closed_pool_starts_nothing(functions):
+    made = functions("reward")
+    made.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        call(made.outcome[0], "a")
+    assert not children()
+
+
 def test_this_process_does_not_import_the_functions(mine, function):
     mine.write_text(f"import os\nassert os.getpid() != {os.getpid()}\n{MINE}")
     assert call(function("reward"), "a") == [1.0]
@@ -406,7 +419,11 @@ thread.join()
 example = SimpleNamespace(prompt="p", columns={}, source="")
 print([int(pid) for pid in function([example] * 20, ["a"] * 20)], flush=True)
 if sys.argv[2] == "busy":
-    threading.Thread(target=lambda: time.sleep(1) or os.kill(os.getpid(), signal.SIGKILL)).start()
+    def kill():
+        while len(open(sys.argv[5]).read().split()) < 6:  # one per import, and one per call
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=kill).start()
     loop = PooledFunction(WorkerPool([(sys.argv[3], {})], 2, 100.0, None), 0, sys.argv[3])
     loop([example] * 2, ["locked"] * 2)
 if sys.argv[2] == "idle":
@@ -421,6 +438,7 @@ def test_no_worker_outlives_the_trainer(mine, how):
     """Killed with -9, while its workers wait for it or compute, or at its end; with the processes that they started."""
     mine.write_text(MINE + "\nleave_behind()\n")
     arguments = [sys.executable, "-c", TRAINER, f"{mine}:process", how, f"{mine}:reward", reward_worker.__file__]
+    arguments.append(f"{mine}.pids")
     done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
     assert done.returncode == {"idle": -9, "busy": -9, "exits": 0, "raises": 1}[how]
     pids = {int(pid) for pid in done.stdout.strip("[]\n").split(",")} | set(left_behind(mine))

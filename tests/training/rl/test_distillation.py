@@ -449,7 +449,7 @@ def test_a_teacher_that_cannot_be_used_is_refused_before_the_first_step(make_con
         "distillation.top_k: expected less than the vocabulary's 12, got 12; the form full takes them all"
     )
     short = save_teacher(tmp_path / "short", max_position_embeddings=6)
-    assert "the prompt has 4 tokens, but the context of the model or its teacher leaves room for 2 besides" in error(
+    assert "the prompt has 4 tokens, but data.max_prompt_tokens, or the context of the model or its teacher" in error(
         short
     )
     crossing = {"model_type": "lfm2", "layer_types": ["conv"], "initializer_range": 0.1, "pad_token_id": 0}

@@ -144,7 +144,14 @@ def test_the_batch_is_kept_to_be_looked_at_and_only_the_last_few(make_config, po
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         prompt_length = int(file.metadata()["prompt_length"])
     names = {"input_ids", "attention_mask", "response_advantages", "old_logprobs", "rewards", "groups"}
-    assert set(tensors) == names | {"ended", "rollout_logprobs", "sampling_mask.token_ids", "sampling_mask.offsets"}
+    assert set(tensors) == names | {
+        "serial",
+        "weights_step",
+        "ended",
+        "rollout_logprobs",
+        "sampling_mask.token_ids",
+        "sampling_mask.offsets",
+    }
     assert len(tensors["input_ids"]) == 24 and (tensors["response_advantages"] == math.inf).all() and prompt_length == 4
     texts = json_lines(last / "texts.jsonl")
     assert len(texts) == 24

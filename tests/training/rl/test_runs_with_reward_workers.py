@@ -9,7 +9,7 @@ from fastrl.training.common.worker_pool import FAILURES
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.train import train
 
-COUNTS = {f"{prefix}/{name}" for prefix in ("reward", "eval") for name in FAILURES}
+COUNTS = {f"{prefix}/{name}" for prefix in ("reward", "evaluation") for name in FAILURES}
 
 
 def test_workers_change_no_reward(trained):
