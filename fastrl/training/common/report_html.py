@@ -18,9 +18,9 @@ CHARACTERS = 4000  # shown of each prompt and completion
 # Metrics with a better direction: the last parts of their names; others under "eval/" count as HIGHER.
 HIGHER = ("reward", "accuracy", "margin", "exact_match")
 LOWER = ("loss", "perplexity", "divergence", "cross_entropy")
-# A phase that is part of another one within a step, and one outside the steps.
-NESTED = "time/loss"
-BESIDE = "time/evaluation"
+# Seconds that are part of another phase of a step, or beside the steps: the losses' are the update's, and the engine
+# draws in those of time/generate, or with rollout.ahead during all phases.
+NESTED = ("time/loss", "time/engine", "time/evaluation")
 STEP = "time/step"
 
 
@@ -115,7 +115,7 @@ def _timings(series: dict[str, Series]) -> str:
         (escape(name), f"{len(v):,}", number(v.mean()), f"{v.sum():,.1f}", f"{v.sum() / step:.1%}" if step else "–")
         for name, v in times.items()
     ]
-    inside = {name: float(v.sum()) for name, v in times.items() if name not in (STEP, NESTED, BESIDE)}
+    inside = {name: float(v.sum()) for name, v in times.items() if name not in (STEP, *NESTED)}
     table = _table(("phase", "records", "mean [s]", "total [s]", f"share of {STEP}"), rows)
     return f"{_bar(inside, max(step, sum(inside.values())))}{table}"
 
