@@ -5,11 +5,14 @@ train.jsonl and eval.jsonl, which share no problem, and tokenizer/ are committed
 runs/countdown/sft.jsonl, are not: run this first.
 """
 
+import ast
 import itertools
 import json
 import random
+from functools import cache
 from pathlib import Path
 
+from reward import evaluate
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,8 +20,7 @@ HERE = Path(__file__).parent
 RUNS = HERE.parent.parent / "runs" / "countdown"
 LARGEST = 99  # the largest number with a token of its own
 HELD_OUT = 200
-DEMONSTRATIONS, ATTEMPTS = 12_800, 8
-OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+DEMONSTRATIONS, ATTEMPTS = 9600, 10
 
 Numbers = tuple[int, ...]
 
@@ -26,8 +28,8 @@ Numbers = tuple[int, ...]
 def main() -> None:
     """Write train.jsonl, eval.jsonl and tokenizer/ beside this file, and the demonstrations under runs/countdown."""
     generator = random.Random(0)
-    reached = {numbers: expressions(numbers) for numbers in itertools.combinations(range(1, 11), 3)}
-    problems = [(numbers, target) for numbers, values in reached.items() for target in values if target > 0]
+    chosen = itertools.combinations(range(1, 11), 3)
+    problems = [(numbers, target) for numbers in chosen for target in expressions(numbers) if target > 0]
     generator.shuffle(problems)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
     write(HERE / "eval.jsonl", [problem(*pair) for pair in held_out])
@@ -35,22 +37,21 @@ def main() -> None:
     write_tokenizer(HERE / "tokenizer")
 
     RUNS.mkdir(parents=True, exist_ok=True)
-    chosen = (generator.choice(train) for _ in range(DEMONSTRATIONS))
-    rows = [{**problem(*pair), "completion": attempts(reached[pair[0]], generator)} for pair in chosen]
+    shown = (generator.choice(train) for _ in range(DEMONSTRATIONS))
+    rows = [{**problem(*pair), "completion": demonstration(*pair, generator)} for pair in shown]
     write(RUNS / "sft.jsonl", rows)
 
 
+@cache
 def expressions(numbers: Numbers) -> dict[int, list[str]]:
-    """The expressions of all the numbers, without brackets, by their values from 0 to LARGEST."""
+    """The expressions of all the numbers, two or three, without brackets, by their values from 0 to LARGEST."""
     found: dict[int, list[str]] = {}
-    for a, b, c in itertools.permutations(numbers):
-        for first, second in itertools.product(OPERATORS, repeat=2):
-            if second == "*" and first != "*":  # binds tighter
-                value = OPERATORS[first](a, b * c)
-            else:
-                value = OPERATORS[second](OPERATORS[first](a, b), c)
-            if 0 <= value <= LARGEST:
-                found.setdefault(value, []).append(f"{a} {first} {b} {second} {c}")
+    for first, *others in itertools.permutations(numbers):
+        for operators in itertools.product("+-*", repeat=len(others)):
+            text = " ".join([str(first), *(f"{sign} {number}" for sign, number in zip(operators, others, strict=True))])
+            value = evaluate(ast.parse(text, mode="eval").body, [])
+            if value is not None and 0 <= value <= LARGEST:
+                found.setdefault(value, []).append(text)
     return found
 
 
@@ -59,20 +60,28 @@ def problem(numbers: Numbers, target: int) -> dict[str, object]:
     return {"prompt": f"{' '.join(map(str, numbers))} -> {target}", "numbers": numbers, "target": target}
 
 
-def attempts(reached: dict[int, list[str]], generator: random.Random) -> str:
-    """Up to ATTEMPTS expressions with their values, drawn without a look at the target: a demonstration of form.
+def demonstration(numbers: Numbers, target: int, generator: random.Random) -> str:
+    """Up to ATTEMPTS random expressions with their values, and whether these are the target: `3 + 4 - 2 = 5 no`.
 
-    The expressions are drawn at random, but no value comes twice.
+    No value comes twice. A third of the expressions leave out a number, and how many there are has nothing to do with
+    the target: this shows what attempts look like and not how a problem is solved.
     """
-    order = [(value, text) for value, texts in reached.items() for text in texts]
-    generator.shuffle(order)
-    values = list(dict.fromkeys(value for value, _ in order))[: generator.randint(1, ATTEMPTS)]
-    return " ; ".join(f"{generator.choice(reached[value])} = {value}" for value in values)
+    parts: list[str] = []
+    tried: set[int] = set()
+    for _ in range(generator.randint(1, ATTEMPTS)):
+        short = generator.random() < 1 / 3
+        found = expressions(tuple(generator.sample(numbers, 2)) if short else numbers)
+        texts = [(text, value) for value, texts in found.items() if value not in tried for text in texts]
+        if texts:
+            text, value = generator.choice(texts)
+            tried.add(value)
+            parts.append(f"{text} = {value} {'yes' if value == target else 'no'}")
+    return " ".join(parts)
 
 
 def write_tokenizer(directory: Path) -> None:
     """A tokenizer of words with spaces between them: each number is one."""
-    words = ["<eos>", "->", ";", "=", *OPERATORS, *map(str, range(LARGEST + 1))]
+    words = ["<eos>", "->", "=", "yes", "no", *"+-*", *map(str, range(LARGEST + 1))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")

@@ -3,7 +3,8 @@
 import ast
 import re
 
-# What the model writes: attempts with their values, `3 + 4 - 2 = 5 ; 3 * 4 - 2 = 10`. The last one is the answer.
+# The model writes attempts, `3 + 4 - 2 = 5 no 3 * 4 - 2 = 10 yes`. The last one is the answer.
+VERDICT = re.compile(r"\b(?:yes|no)\b")
 ARITHMETIC = re.compile(r"[0-9+\-*() ]{1,80}")
 
 
@@ -12,9 +13,10 @@ def solved(
 ) -> list[float]:
     """Whether the last attempt uses each number exactly once and equals the target: 1 or 0.
 
-    The value that the model writes behind its expression does not count.
+    What the model says of the attempt, its value and "yes" or "no", does not count.
     """
-    answers = [completion.rpartition(";")[2].partition("=")[0] for completion in completions]
+    attempts = [[part for part in VERDICT.split(completion) if part.strip()] for completion in completions]
+    answers = [parts[-1].partition("=")[0] if parts else "" for parts in attempts]
     return [float(is_solution(*row)) for row in zip(answers, numbers, target, strict=True)]
 
 
