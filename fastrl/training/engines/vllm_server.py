@@ -9,6 +9,7 @@ Written against vLLM 0.32. How weights travel is the server's --weight-transfer-
 import base64
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.engines.completions import Drawn, check_tokenizer, check_truncation, checked
 from fastrl.training.engines.http import Server
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer
+from fastrl.training.engines.vllm_params import sampling_params
 
 GENERATE = "/inference/v1/generate"
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -29,7 +32,6 @@ HINTS = {
     ("/server_info", 404): DEV_MODE,
     ("/pause", 404): DEV_MODE,
 }
-PROBES = 64  # tokens, spread over the vocabulary, that must mean the same on both sides
 
 
 class VLLMServer:
@@ -38,6 +40,7 @@ class VLLMServer:
     def __init__(self, policy: Policy, settings: RolloutConfig, longest: int | None = None) -> None:
         """`longest` is the length of prompt and completion that the server must take."""
         assert settings.url is not None  # the config's check
+        check_truncation(settings, "vLLM")
         self.policy, self.settings, self.longest = policy, settings, longest
         self.server = Server(settings.url, "vLLM", HINTS)
         self.transfer: Transfer | None = None
@@ -48,7 +51,7 @@ class VLLMServer:
             {
                 "request_id": request.id,
                 "token_ids": list(request.token_ids),
-                "sampling_params": _params(request, sampling),
+                "sampling_params": sampling_params(request, sampling, self.settings.truncates),
             }
             for request in requests
         ]
@@ -91,11 +94,14 @@ class VLLMServer:
         if not isinstance(config, Mapping) or not isinstance(model, Mapping):
             raise UserError(f"rollout.url: {self.server.url} is no vLLM server: /server_info has no model_config")
         self._check(model)
-        self._check_tokenizer()
+        check_tokenizer(self.policy.tokenizer, self._decode, f"vLLM at {self.server.url}", "--model or --tokenizer")
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), torch.float32)
         workers = int(self.server.get("/get_world_size").get("world_size", 1))
         return make_transfer(backend, HTTPControl(self.server), dtype, self.server.host, workers)
+
+    def _decode(self, ids: list[int]) -> Any:
+        return self.server.post("/detokenize", {"tokens": ids}).get("prompt")
 
     def _check(self, model: Mapping[str, Any]) -> None:
         """Raise UserError for an option of the server without which the rollout would be another one."""
@@ -114,17 +120,6 @@ class VLLMServer:
             raise UserError(
                 f"rollout.url: vLLM at {self.server.url} takes {room} tokens of prompt and completion, and this run "
                 f"has up to {self.longest}; start it with --max-model-len {self.longest}"
-            )
-
-    def _check_tokenizer(self) -> None:
-        tokenizer = self.policy.tokenizer
-        ids = list(range(0, len(tokenizer), max(len(tokenizer) // PROBES, 1)))
-        ours = tokenizer.decode(ids)
-        theirs = self.server.post("/detokenize", {"tokens": ids}).get("prompt")
-        if theirs != ours:
-            raise UserError(
-                f"rollout.url: vLLM at {self.server.url} has another tokenizer than the policy: tokens {ids[:4]} ... "
-                f"are {theirs!r:.60} there and {ours!r:.60} here; start it with the policy's (--model or --tokenizer)"
             )
 
 
@@ -151,27 +146,6 @@ class HTTPControl:
         self.server.post("/finish_weight_update", {"weight_version": weight_version})
 
 
-def _params(request: Request, sampling: Sampling) -> dict[str, Any]:
-    """vLLM's sampling parameters. All that truncates is given: a model's own generation config would fill the rest."""
-    return {
-        "n": request.n,
-        "seed": request.seed,
-        "max_tokens": request.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(sampling.eos_token_ids),
-        "stop": list(sampling.stop),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        **({"logprobs": 0} if sampling.logprobs else {}),
-    }
-
-
 def completions(answer: Any, request: Request, sampling: Sampling, url: str) -> list[Completion]:
     """The completions in an answer of /inference/v1/generate. Raises UserError if it lacks what was asked for."""
 
@@ -184,31 +158,14 @@ def completions(answer: Any, request: Request, sampling: Sampling, url: str) -> 
         raise wrong(f"with {count} completions of a prompt, expected {request.n}")
     found = []
     for choice in choices:
-        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
-        if not isinstance(ids, list) or not ids or len(ids) > request.max_tokens:
-            shown = len(ids) if isinstance(ids, list) else ids
-            raise wrong(f"with {shown} token ids in a completion, expected 1 to {request.max_tokens}")
-        if reason not in ("stop", "length"):
-            raise EngineUnavailable(f"vLLM at {url} ended a completion before its end (finish_reason {reason!r})")
-        logprobs = mask = None
-        if sampling.logprobs:
-            content = (choice.get("logprobs") or {}).get("content")
-            if content is None or [entry.get("token_id") for entry in content] != ids:
-                raise wrong("without a log-probability for each token; is the server older than vLLM 0.32?")
-            logprobs = [float(entry["logprob"]) for entry in content]
-        if sampling.supports:
-            try:
-                mask = SamplingMask.from_vllm(choice.get("sampling_mask"))
-            except (ValueError, TypeError) as error:
-                raise wrong(f"without a usable sampling mask: {error}") from error
-            if len(mask) != len(ids):
-                raise wrong(f"with {len(mask)} rows in a sampling mask of {len(ids)} tokens")
-        experts = choice.get("routed_experts") if sampling.routing else None
-        if sampling.routing and experts is None:
-            raise wrong("without routed experts; start the server with --enable-return-routed-experts")
-        spans = choice.get("weight_versions") or []
-        versions = {span.get("version") for span in spans}
-        found.append(
-            Completion(ids, reason == "stop", logprobs, mask, experts, "+".join(sorted(versions)) if versions else None)
+        content = (choice.get("logprobs") or {}).get("content")
+        drawn = Drawn(
+            choice.get("token_ids"),
+            choice.get("finish_reason"),
+            None if content is None else [(entry.get("token_id"), entry["logprob"]) for entry in content],
+            partial(SamplingMask.from_vllm, choice.get("sampling_mask")),
+            choice.get("routed_experts"),
+            [span["version"] for span in choice.get("weight_versions") or []],
         )
+        found.append(checked(drawn, request, sampling, wrong))
     return found
