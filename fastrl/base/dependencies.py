@@ -23,6 +23,7 @@ REQUIREMENTS = {
     "transformers": "transformers>=5.17",
     "trl": "trl>=1.16",
     "verl": "verl==0.9.1",
+    "vllm": "vllm>=0.32",
     "wandb": "wandb",
 }
 #: The modules that the commands that run a model import.
