@@ -40,16 +40,16 @@ def _merged(model: torch.nn.Module) -> dict[str, Tensor]:
     from peft.tuners.lora import LoraLayer
 
     named: dict[str, Tensor] = {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in model.named_parameters():
-        owner, _, rest = name.partition(".base_layer.")
-        if not rest:
-            if not any(name.startswith(f"{layer}.") for layer in layers):
-                named[name] = tensor
-            continue
-        layer: Any = layers[owner]
-        if rest == "weight":
-            for adapter in layer.active_adapters:
-                tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
-        named[f"{owner}.{rest}"] = tensor
+        owner, _, parameter = name.rpartition(".")
+        if any(name.startswith(f"{layer}.") and not name.startswith(f"{layer}.base_layer.") for layer in layers):
+            continue  # an adapter's own
+        # Around a mixture's experts, which are several weights of one module, there is a layer for each weight.
+        while owner.endswith(".base_layer") and (wrapper := owner.removesuffix(".base_layer")) in layers:
+            layer, owner = layers[wrapper], wrapper
+            if getattr(layer, "parameter_name", "weight") == parameter:
+                for adapter in layer.active_adapters:
+                    tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
+        named[f"{owner}.{parameter}"] = tensor
     return named
