@@ -9,6 +9,10 @@ from digit_models import OBJECTIVES, assert_gradient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollouts import LENGTHS, PROMPTS, dense, dense_values, gradients, make_rollout, own_logprobs, with_critic
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import get_target_dtype
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import fastrl
 import fastrl.training.rl.run as running
@@ -135,6 +139,22 @@ def test_a_model_without_position_ids_cannot_be_packed(make_policy):
 @pytest.mark.parametrize("values", MODELS.values(), ids=MODELS.keys())
 def test_models_that_can_be_packed_are_let_pass(make_policy, values):
     check_packing(make_policy(**DEEP, **values))
+
+
+def test_flash_attention_is_checked_in_the_type_that_it_takes(make_policy):
+    """A stand-in for it, which refuses what the real one has no kernel for."""
+    name, dtypes = "stand_in_for_flash", []
+
+    def attention(module, query, key, value, mask, **options):
+        dtypes.append(get_target_dtype(query, module) or query.dtype)  # as transformers' casts for the real one
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    policy = make_policy({"dtype": "bfloat16"}, model_type="qwen3", **DEEP)
+    policy.model.config._attn_implementation = name  # loading would look for the kernel of anything called flash
+    check_packing(policy)
+    assert dtypes == [torch.bfloat16] * 4
 
 
 #: A short convolution and an attention mask that read across the border, at the size of weights that a run starts with.
