@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from fastrl.models.recording import record_sampling
 from fastrl.models.routing import record_routing
@@ -31,8 +31,8 @@ class TransformersEngine:
         prompts, mask = left_pad([list(row.token_ids) for row in rows], self.policy.pad_token_id, self.policy.device)
         for first in range(0, len(rows), size):
             part = slice(first, first + size)
-            longest = max(request.max_tokens for request in rows[part])
-            completions += self._draw(prompts[part], mask[part], longest, sampling)
+            limits = torch.tensor([request.max_tokens for request in rows[part]], device=prompts.device)
+            completions += self._draw(prompts[part], mask[part], limits, sampling)
         taken = 0
         for index, request in enumerate(requests):
             yield index, completions[taken : taken + request.n]
@@ -47,8 +47,8 @@ class TransformersEngine:
     def wake_up(self) -> None:
         """Nothing to take."""
 
-    def _draw(self, prompts: Tensor, mask: Tensor, longest: int, sampling: Sampling) -> list[Completion]:
-        """A completion for each prompt, left-padded with its mask, (b, P)."""
+    def _draw(self, prompts: Tensor, mask: Tensor, limits: Tensor, sampling: Sampling) -> list[Completion]:
+        """A completion for each prompt, left-padded with its mask, (b, P), up to its limit, (b,)."""
         model = self.policy.model
         with ExitStack() as stack:
             recorder = experts = None
@@ -56,9 +56,12 @@ class TransformersEngine:
                 recorder = stack.enter_context(record_sampling(model, logprobs=True, sets=sampling.supports))
             if sampling.routing:
                 experts = stack.enter_context(record_routing(model))
-            tokens = self._generate(prompts, mask, longest, sampling)
-        drawn = completion_mask(tokens, sampling.eos_token_ids)  # (b, t)
-        ended = torch.isin(tokens, torch.tensor(sampling.eos_token_ids, device=tokens.device)).any(1).tolist()
+            ends = _Ends(self.policy.tokenizer, sampling.stop, prompts.shape[1], limits)
+            tokens = self._generate(prompts, mask, ends, sampling)
+        inside = torch.arange(tokens.shape[1], device=tokens.device) < ends.lengths[:, None]
+        drawn = completion_mask(tokens, sampling.eos_token_ids) & inside  # (b, t)
+        is_eos = torch.isin(tokens, torch.tensor(sampling.eos_token_ids, device=tokens.device))
+        ended = ((is_eos & drawn).any(1) | ends.stopped).tolist()
         lengths = drawn.sum(1).tolist()
         logprobs = None if recorder is None else recorder.logprobs(tokens, drawn).cpu()
         supports = recorder.sampling_mask(drawn) if recorder is not None and sampling.supports else None
@@ -79,8 +82,8 @@ class TransformersEngine:
             )
         return completions
 
-    def _generate(self, prompts: Tensor, mask: Tensor, longest: int, sampling: Sampling) -> Tensor:
-        """New tokens (b, up to `longest`); everything after an EOS is padding."""
+    def _generate(self, prompts: Tensor, mask: Tensor, ends: "_Ends", sampling: Sampling) -> Tensor:
+        """New tokens (b, up to the longest limit); everything after an EOS, or after `ends` says so, is padding."""
         # All are set, because transformers' default top_k is 50, and training uses only the recorded truncation.
         options = {
             "temperature": sampling.temperature,
@@ -90,7 +93,7 @@ class TransformersEngine:
         }
         greedy = sampling.temperature == 0
         settings = GenerationConfig(
-            max_new_tokens=longest,
+            max_new_tokens=int(ends.lengths.max()),
             eos_token_id=list(sampling.eos_token_ids),
             pad_token_id=self.policy.pad_token_id,
             do_sample=not greedy,
@@ -98,8 +101,39 @@ class TransformersEngine:
         )
         with _neutral_generation_config(self.policy.model), self.policy.computing():
             sample: Any = self.policy.model.generate  # a mixin's method, unknown to Module's type
-            tokens: Tensor = sample(input_ids=prompts, attention_mask=mask.long(), generation_config=settings)
+            tokens: Tensor = sample(
+                input_ids=prompts,
+                attention_mask=mask.long(),
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([ends]),
+            )
         return tokens[:, prompts.shape[1] :]
+
+
+class _Ends(StoppingCriteria):
+    """Ends each completion at its own limit, or with the token that completes a stop string.
+
+    transformers' own criterion would find a text that begins in the prompt.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int, limits: Tensor) -> None:
+        self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
+        self.lengths = limits.clone()  # (b,) int64, of the completions, if no EOS comes before
+        self.stopped = torch.zeros_like(limits, dtype=torch.bool)
+        # A token has at least a byte. The one more keeps decoders that strip a text's first space from a match's.
+        self.window = max((len(text.encode()) for text in stop), default=0) + 1
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Which rows of input_ids (b, S), prompts and what is drawn so far, are at their end: (b,) bool."""
+        count = input_ids.shape[1] - self.prompt_length
+        if self.stop:
+            rows = (~self.stopped & (self.lengths >= count)).nonzero()[:, 0]
+            tails = input_ids[rows, max(input_ids.shape[1] - self.window, self.prompt_length) :]
+            texts = [self.tokenizer.decode(tail, skip_special_tokens=False) for tail in tails.cpu()]
+            found = [any(stop in text for stop in self.stop) for text in texts]
+            rows = rows[torch.tensor(found, dtype=torch.bool, device=rows.device)]
+            self.stopped[rows], self.lengths[rows] = True, count
+        return self.stopped | (self.lengths <= count)
 
 
 @contextmanager
