@@ -60,6 +60,15 @@ def make_rollout(prompts, lengths, counted=None, sets=True, seed=0):
     )
 
 
+def with_tools(rollout, others=((0, 0), (2, 4), (0, 0), (1, 3), (1, 2), (0, 0), (1, 2), (2, 4))):
+    """The rollout with tokens first to end (excluded) of each row drawn by no policy; and what it drew, (B, T) bool."""
+    columns, ends = torch.arange(rollout.targets.shape[1]), torch.tensor(others)
+    drawn = (columns < ends[:, :1]) | (columns >= ends[:, 1:])
+    lengths = rollout.attention_mask[:, rollout.prompt_length :].sum(1, keepdim=True)
+    assert (ends[:, 1:] < lengths).all()  # a completion ends with the policy's turn
+    return replace(rollout, drawn=drawn), drawn & (columns < lengths)
+
+
 def own_logprobs(policy, rollout, noise=0.1):
     """The rollout with old, reference's and sampler's log-probabilities a little off the policy's own."""
     own, generator = rollout_logprobs(policy, rollout, 1.0, None), torch.Generator().manual_seed(1)

@@ -17,6 +17,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.data_config import DatasetConfig, PromptsConfig
 from fastrl.training.common.sources import Source, field_of
+from fastrl.training.common.transcript import messages_of
 
 # Names of the reward function's own arguments.
 RESERVED = ("prompts", "completions")
@@ -88,7 +89,8 @@ class PromptFormat:
         """The tokens of a row's prompt, and of a completion that ends with EOS: the same for every command.
 
         Strings are tokenized separately, as in sampling. The completion of chat messages is what the chat template
-        writes for an assistant's message after them. Raises UserError naming `where` if there are no such tokens.
+        writes for an assistant's message, or a transcript's, after them. Raises UserError naming `where` if there are
+        none.
         """
         prompt = self.prompt(prompt, where)
         prompt_ids = self.token_ids(prompt, where)
@@ -98,7 +100,7 @@ class PromptFormat:
         if isinstance(prompt, str):
             ids = _ids(completion, self.tokenizer, where, add_special_tokens=False)
         else:
-            ids = self._message_ids([*prompt, {"role": "assistant", "content": completion}], where)
+            ids = self._message_ids([*prompt, *messages_of(completion)], where)
             if ids[: len(prompt_ids)] != prompt_ids:
                 raise UserError(
                     f"{where}: the chat template writes the prompt differently once an assistant's message follows, so "

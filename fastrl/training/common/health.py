@@ -23,14 +23,19 @@ def describe(
 ) -> dict[str, float]:
     """A rollout's metrics: rewards (without the Nones), lengths in tokens, the share that ended without EOS.
 
+    `length` is of the policy's tokens; with tools `turns` counts its stretches of tokens, and `tool_tokens` the others.
+
     `rewards` is None if there is nothing that gives any; then there are no metrics of them.
     `without_variance` is included if prompts were sampled more than once: the share of groups whose rewards do not
     differ (None does not count), or what `compared` has of each completion in place of its reward.
     """
-    shape = {
-        "length": rollout.completion_mask.sum(1).double().mean().item(),
-        "truncated": 1 - ended.double().mean().item(),
-    }
+    drawn = rollout.drawn_mask
+    shape = {"length": drawn.sum(1).double().mean().item(), "truncated": 1 - ended.double().mean().item()}
+    if rollout.drawn is not None:
+        begins = drawn.clone()
+        begins[:, 1:] &= ~drawn[:, :-1]
+        shape["turns"] = begins.sum(1).double().mean().item()
+        shape["tool_tokens"] = (rollout.completion_mask & ~drawn).sum(1).double().mean().item()
     if rewards is None:
         return shape
     present = [value for value in rewards if value is not None]

@@ -3,9 +3,9 @@
     def reward(prompts, completions, **columns) -> list[float | None]
 
 `prompts` and each column hold one entry per completion. A completion is a string, or for a chat prompt a list of one
-assistant message (as in TRL). None means "no reward". A function that rewards steps returns for each completion a list
-of pairs (end, reward) instead, where end is the number of characters up to the end of the step. A function declared
-with `async def` is awaited. `fastrl.rewards.NAME` is a built-in one.
+assistant message (as in TRL), with tools of several messages. None means "no reward". A function that rewards steps
+returns for each completion a list of pairs (end, reward) instead, where end is the number of characters up to the end
+of the step. A function declared with `async def` is awaited. `fastrl.rewards.NAME` is a built-in one.
 
 Nothing here imports torch: worker processes (`reward_worker.py`) import this module too.
 """
@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastrl.base.errors import UserError
+from fastrl.training.common.transcript import messages_of
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -103,7 +104,7 @@ class RewardFunction:
             raise
         except BaseException as error:  # foreign code: its user must fix whatever it raises
             culprit = self._culprit(examples, completions, first)
-            raise UserError(f"{self.source}: raised {_description(error)} on {culprit}") from error
+            raise UserError(f"{self.source}: raised {describe_error(error)} on {culprit}") from error
         if not hasattr(results, "__len__") or not hasattr(results, "__iter__") or isinstance(results, str | dict):
             raise UserError(f"{self.source}: expected a list of {len(examples)} rewards, got {type(results).__name__}")
         if len(results) != len(examples):
@@ -112,10 +113,10 @@ class RewardFunction:
 
     def _call(self, examples: Sequence[Prompted], completions: Sequence[str]) -> Any:
         columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        texts = [_as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
+        texts = [as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
         prompts = [example.prompt for example in examples]
         results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
-        return _wait_for(results) if inspect.isawaitable(results) else results
+        return wait_for(results) if inspect.isawaitable(results) else results
 
     def _culprit(self, examples: Sequence[Prompted], completions: Sequence[str], offset: int) -> str:
         """Describe the sample on which the function raises, found by calling it again on halves of its input."""
@@ -146,14 +147,15 @@ class RewardFunction:
         return float(value)
 
 
-def _as_trl(example: Prompted, completion: str) -> str | list[dict[str, str]]:
-    return completion if isinstance(example.prompt, str) else [{"role": "assistant", "content": completion}]
+def as_trl(example: Prompted, completion: str) -> str | list[dict[str, Any]]:
+    """A completion as a user's function gets it."""
+    return completion if isinstance(example.prompt, str) else messages_of(completion)
 
 
 # --- async functions --------------------------------------------------------------------------------------------------
 
 
-def _wait_for(results: Awaitable[Any]) -> Any:
+def wait_for(results: Awaitable[Any]) -> Any:
     """Run an awaitable to its end; on Ctrl-C it is cancelled."""
     import asyncio  # 30 ms, for async functions only
 
@@ -259,11 +261,11 @@ def _import(path: Path, what: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # foreign code, as above
-        raise UserError(f"{path}: importing it raised {_description(error)}") from error
+        raise UserError(f"{path}: importing it raised {describe_error(error)}") from error
     return module
 
 
-def _description(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception's name, its message, and where it was raised."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}{f': {error}' if str(error) else ''} ({line.filename}:{line.lineno})"

@@ -11,9 +11,11 @@ from torch import Tensor
 from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
 from fastrl.training.common.policy import Policy, decoder_states
+from fastrl.training.common.transcript import Transcript
 
 ROWS = ("serial", "weights_step", "ended", "counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
 TOKENS = (  # (B, T)
+    "drawn",
     "token_advantages",
     "returns",
     "old_logprobs",
@@ -29,12 +31,14 @@ class Rollout:
     """B completions of up to T tokens after prompts left-padded to P tokens, on the policy's device."""
 
     input_ids: Tensor  # (B, P + T) int64
-    attention_mask: Tensor  # (B, P + T) bool; completions count up to and including their EOS
+    attention_mask: Tensor  # (B, P + T) bool; completions count up to and including their last EOS
     prompt_length: int  # P
     sampling_mask: SamplingMask | None = None  # B * T rows, one per token; None means drawn from the whole vocabulary
     routing: Tensor | None = None  # (B, P + T, layers, experts per token) int, -1 = not recorded
     serial: Tensor | None = None  # (B,) int64, the completion's number in the run
     weights_step: Tensor | None = None  # (B,) int64, the step after which the policy had the weights that drew it
+    drawn: Tensor | None = None  # (B, T) bool, tokens that the policy drew, and no tool's; None means all
+    messages: Sequence[list[dict[str, Any]]] | None = None  # of each chat with tools; a selection has none
     ended: Tensor | None = None  # (B,) bool, by EOS or a stop string and not by the limit on the length
     counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
     rewards: Tensor | None = None  # (B,) float32
@@ -60,9 +64,15 @@ class Rollout:
         return self.attention_mask[:, self.prompt_length :]
 
     @property
+    def drawn_mask(self) -> Tensor:
+        """Which of them the policy drew, (B, T) bool; between them may be a tool's answers."""
+        mask = self.completion_mask
+        return mask if self.drawn is None else mask & self.drawn
+
+    @property
     def mask(self) -> Tensor:
         """Which of them enter the loss, (B, T) bool."""
-        mask = self.completion_mask
+        mask = self.drawn_mask
         return mask if self.counted is None else mask & self.counted[:, None]
 
     def select(self, rows: Tensor) -> "Rollout":
@@ -78,6 +88,7 @@ class Rollout:
             input_ids=self.input_ids[rows, first:end],
             attention_mask=self.attention_mask[rows, first:end],
             prompt_length=self.prompt_length - first,
+            messages=None,
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask.index(tokens),
             routing=None if self.routing is None else self.routing[rows, first:end],
             **changes,
@@ -102,9 +113,14 @@ class Rollout:
 
 
 def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:
-    """The completions as text, without special tokens."""
+    """The completions as text, without special tokens; tools' answers are part of it."""
     rows = [tokens[mask] for tokens, mask in zip(rollout.targets.cpu(), rollout.completion_mask.cpu(), strict=True)]
-    return policy.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    texts: list[str] = policy.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    if rollout.messages is None:
+        return texts
+    return [
+        Transcript(text, messages) if messages else text for text, messages in zip(texts, rollout.messages, strict=True)
+    ]
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:
@@ -128,9 +144,8 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
         if values[0] is not None:
             changes[name] = torch.cat(values)
     sets = [part.sampling_mask for part in rollouts if part.sampling_mask is not None]
-    return replace(
-        rollouts[0], prompt_length=longest, sampling_mask=SamplingMask.concat(sets) if sets else None, **changes
-    )
+    changes["sampling_mask"] = SamplingMask.concat(sets) if sets else None
+    return replace(rollouts[0], prompt_length=longest, messages=None, **changes)
 
 
 def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch.nn.Module | None = None) -> Tensor:
@@ -145,7 +160,7 @@ def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch
         return states[:, rollout.prompt_length - 1 : -1]
     flat = torch.zeros_like(rollout.attention_mask)
     flat[:, rollout.prompt_length :] = rollout.mask
-    # A sequence's tokens are contiguous, and its first token is never a valid one.
+    # A sequence's tokens, tools' among them, are contiguous, and its first token is never a valid one.
     return states[flat[rollout.attention_mask].nonzero()[:, 0] - 1]
 
 

@@ -149,7 +149,7 @@ def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> 
     """The rewards with the length penalty, if there is one."""
     if cache is None:
         return values
-    lengths = rollout.completion_mask.sum(1)
+    lengths = rollout.completion_mask.sum(1)  # of which rollout.max_new_tokens is the limit, tools' tokens included
     prices = overlong_penalty(lengths, max_length=rollout.targets.shape[1], cache=cache).tolist()
     return [None if value is None else value + price for value, price in zip(values, prices, strict=True)]
 
@@ -217,7 +217,7 @@ def _compared(run: Run, rollout: Rollout, scores: Tensor, groups: Tensor) -> Ten
                 )
             return maxrl_advantages(scores, groups)
         case "opo":
-            return opo_advantages(scores, groups, rollout.completion_mask.sum(1))
+            return opo_advantages(scores, groups, rollout.drawn_mask.sum(1))
         case "pass_at_k":
             return pass_at_k_advantages(scores, groups, k=settings.k)
         case "decoupled":
