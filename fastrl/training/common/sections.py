@@ -109,13 +109,19 @@ class RolloutConfig(Section):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """For vllm in this process: arguments of vllm.LLM."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a completion, besides EOS. They are part of it."""
+    """Texts that end a completion, or with tools the policy's turn, besides EOS. They are part of it."""
+    tools: Annotated[str | None, Location()] = None
+    """path/to/file.py:function with the signature (prompts, completions, **columns), which answers turns of the policy:
+    for each completion that ended a list with None, or with what follows it before the policy goes on: a text, or for a
+    chat prompt a list of messages. Answers are not trained on."""
+    max_turns: int = Field(8, ge=1)
+    """With tools: the most turns of the policy in a completion. The last one is not answered."""
     prompts_per_step: int = Field(128, ge=1)
     """Prompts per step."""
     num_generations: int = Field(8, ge=1)
     """Completions per prompt (the group)."""
     max_new_tokens: int = Field(256, ge=1)
-    """The longest completion, EOS included."""
+    """The longest completion, EOS and tools' answers included."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; training uses the same."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -25,7 +25,11 @@ def assemble(
     tokens = torch.full(mask.shape, policy.pad_token_id, device=device)
     tokens[mask] = torch.tensor([token for c in completions for token in c.token_ids], device=device)
     attention_mask = torch.cat([prompt_mask, mask], 1)
-    logprobs = routing = None
+    drawn = logprobs = routing = None
+    if any(c.drawn is not None for c in completions):
+        drawn = torch.zeros_like(mask)
+        flags = [flag for c in completions for flag in c.drawn or [True] * len(c.token_ids)]
+        drawn[mask] = torch.tensor(flags, device=device)
     if sampling.logprobs:
         flat = [value for c in completions for value in _recorded(c.logprobs, "log-probabilities")]
         logprobs = torch.zeros(mask.shape, device=device)
@@ -40,6 +44,8 @@ def assemble(
         torch.cat([prompts, tokens], 1),
         attention_mask,
         prompts.shape[1],
+        drawn=drawn,
+        messages=[c.messages or [] for c in completions] if any(c.messages for c in completions) else None,
         ended=torch.tensor([completion.ended for completion in completions], device=device),
         sampling_mask=_sampling_mask(completions, length, device) if sampling.supports else None,
         rollout_logprobs=logprobs,

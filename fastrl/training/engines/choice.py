@@ -1,6 +1,7 @@
 """The engine that a config names."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from fastrl.base.errors import UserError
@@ -11,18 +12,29 @@ from fastrl.training.common.settings import import_for
 from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transformers import TransformersEngine
+from fastrl.training.engines.turns import Tools, Turns
 
 METHODS = ("generate", "update_weights", "sleep", "wake_up")
 
 
 def make_sampler(
-    policy: Policy, settings: RolloutConfig, model: ModelConfig, seed: int, longest: int | None = None
+    policy: Policy,
+    settings: RolloutConfig,
+    model: ModelConfig,
+    seed: int,
+    longest: int | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> CompletionSampler:
     """The sampler of a command. `longest` is the length of prompt and completion that the engine must take.
 
+    `template` holds arguments of the chat template, with which tools' messages are written.
+
     Raises UserError for an engine that cannot be made; a server is not asked before the first completions are drawn.
     """
-    return CompletionSampler(_make_engine(policy, settings, model, longest), policy, settings, seed)
+    engine = _make_engine(policy, settings, model, longest)
+    if settings.tools is not None:
+        engine = Turns(engine, Tools(settings.tools, policy, template), settings.max_turns)
+    return CompletionSampler(engine, policy, settings, seed)
 
 
 def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, longest: int | None) -> Engine:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
+from fastrl.training.common.data import Example
 from fastrl.training.common.sections import RolloutConfig
 
 
@@ -35,6 +36,7 @@ class Request:
     n: int  # completions, drawn independently
     max_tokens: int  # the longest completion
     seed: int  # the same seed, weights and engine give the same completions, up to rounding
+    example: Example | None = None  # the row of the data that it is from; the trainer always says it
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion, with what was asked for; what was not is None."""
+    """One completion, with what was asked for; what was not is None.
+
+    Where tools answered in between, `drawn` tells their tokens: their log-probabilities are 0 and not read, and their
+    rows of the sampling mask are not recorded.
+    """
 
     token_ids: Sequence[int]  # up to and including the EOS, or the token that completed a stop string
     ended: bool  # by one of these, and not by the limit on its length
@@ -70,6 +76,8 @@ class Completion:
     sampling_mask: SamplingMask | None = None  # a row for each token
     routed_experts: Any = None  # vLLM's array (prompt and completion tokens - 1, layers, experts per token)
     weights: str | None = None  # the version of the weights that drew it, if the engine says
+    drawn: Sequence[bool] | None = None  # which tokens the policy drew; None means all
+    messages: list[dict[str, Any]] | None = None  # of a chat with tools: what followed the prompt
 
 
 class Weights(Protocol):

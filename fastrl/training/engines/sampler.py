@@ -120,7 +120,7 @@ class CompletionSampler:
             name = f"fastrl-{self.run}-{self.drawn}"
             # Distant seeds: an engine may add to one for each completion of a request.
             seed = int.from_bytes(hashlib.sha256(f"{self.seed} {self.drawn}".encode()).digest()[:6], "big")
-            requests.append(Request(name, example.token_ids, n, self.settings.max_new_tokens, seed))
+            requests.append(Request(name, example.token_ids, n, self.settings.max_new_tokens, seed, example))
             self.drawn += n
         return Draw(examples, requests, sampling, first)
 

@@ -104,7 +104,8 @@ def make_run(config: Config) -> Run:
     for examples in (sampler.examples if isinstance(sampler, PromptSampler) else [], held_out):
         functions.check(examples)
     longest = _longest(config, sampler, held_out)
-    completions = make_sampler(policy, config.rollout, config.model, training.seed, longest)
+    template = config.data.chat_template_kwargs
+    completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template)
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
     pretraining = config.pretraining
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)

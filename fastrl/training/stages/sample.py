@@ -156,7 +156,8 @@ def sample(config: Config) -> Tally:
             if name in examples[0].columns:
                 raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')
         longest = max(len(example.token_ids) for example in examples) + config.rollout.max_new_tokens
-        sampler = make_sampler(policy, config.rollout, config.model, config.training.seed, longest)
+        template = config.data.chat_template_kwargs
+        sampler = make_sampler(policy, config.rollout, config.model, config.training.seed, longest, template)
         unfinished = output.with_name(f"{output.name}.unfinished")
         try:
             file = unfinished.open("w", encoding="utf-8")

@@ -1,0 +1,289 @@
+"""Completions of several turns: a function answers what the policy wrote, and the policy goes on from there.
+
+    def tools(prompts, completions, **columns) -> list[str | list[dict] | None]
+
+`completions` are those whose turn ended, with EOS or a stop string: their text so far, or for a chat prompt their
+messages so far. Each is answered by None, which ends it; by a text, which is appended as it is; or for a chat prompt by
+messages, which are appended as the chat template writes them. A function declared with `async def` is awaited.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fastrl import SamplingMask
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import Example
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.reward import as_trl, describe_error, import_function, wait_for
+from fastrl.training.common.transcript import Transcript
+from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling, Weights
+
+# Stands for what the policy wrote where the chat template renders an answer. Templates rewrite history (they drop the
+# reasoning of earlier turns, say), so only what they write after it is used.
+PLACE = "PLACE-OF-THE-POLICYS-MESSAGE"
+
+Messages = Sequence[dict[str, Any]]
+Answer = tuple[list[int], Messages]  # the tokens that are appended, and the messages that they are, if they are any
+
+
+@dataclass
+class Dialogue:
+    """One completion, as far as it is there."""
+
+    request: Request  # for the whole of it
+    number: int  # among the request's completions
+    token_ids: list[int] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)  # of each token, whether the policy drew it
+    logprobs: list[float] = field(default_factory=list)
+    masks: list[SamplingMask] = field(default_factory=list)  # a turn's, an answer's, ...
+    routed_experts: Any = None  # the last turn's record, which covers the whole sequence
+    versions: set[str] = field(default_factory=set)  # of the weights
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat; the last one is the policy's
+    begin: int = 0  # the first token of the last message
+    turns: int = 0  # of the policy
+    ended: bool = False  # the last turn, and not by the limit on the length
+    waits: bool = True  # for the policy
+    done: bool = False
+
+    @property
+    def room(self) -> int:
+        """How many tokens may follow."""
+        return self.request.max_tokens - len(self.token_ids)
+
+    @property
+    def example(self) -> Example:
+        """The row of the data."""
+        assert self.request.example is not None  # the trainer always says it
+        return self.request.example
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its prompt is a list of messages."""
+        return not isinstance(self.example.prompt, str)
+
+    def next_request(self) -> Request:
+        """The request for the next turn."""
+        name = f"{self.request.id}-{self.number}-{self.turns}"
+        seed = hashlib.sha256(f"{self.request.seed} {self.number} {self.turns}".encode()).digest()[:6]
+        tokens = [*self.request.token_ids, *self.token_ids]
+        return Request(name, tokens, 1, self.room, int.from_bytes(seed, "big"), self.request.example)
+
+    def add_turn(self, turn: Completion, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Add what the policy wrote."""
+        self.token_ids += turn.token_ids
+        self.drawn += [True] * len(turn.token_ids)
+        self.logprobs += [] if turn.logprobs is None else turn.logprobs
+        self.masks += [] if turn.sampling_mask is None else [turn.sampling_mask]
+        self.versions |= set() if turn.weights is None else {turn.weights}
+        self.routed_experts, self.ended, self.turns, self.waits = turn.routed_experts, turn.ended, self.turns + 1, False
+        if self.is_chat:
+            text = str(tokenizer.decode(self.token_ids[self.begin :], skip_special_tokens=True))
+            self.messages[-1:] = [{"role": "assistant", "content": text}]
+
+    def add_answer(self, token_ids: Sequence[int], messages: Messages) -> None:
+        """Add what a tool wrote."""
+        self.token_ids += token_ids
+        self.drawn += [False] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+        if self.masks:
+            offsets = torch.zeros(len(token_ids) + 1, dtype=torch.int64, device=self.masks[0].device)
+            self.masks.append(SamplingMask(offsets[:0].int(), offsets))  # rows that are not recorded
+        if messages:
+            self.messages += [*map(dict, messages), {}]
+            self.begin = len(self.token_ids)
+        self.waits = True
+
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """All of it without special tokens; a chat's with its messages."""
+        text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True))
+        return Transcript(text, [dict(message) for message in self.messages]) if self.is_chat else text
+
+    def completion(self) -> Completion:
+        """All of it, with what was recorded of every turn."""
+        count = len(self.token_ids)
+        return Completion(
+            self.token_ids,
+            self.ended,
+            self.logprobs if len(self.logprobs) == count else None,
+            SamplingMask.concat(self.masks) if sum(map(len, self.masks)) == count else None,
+            self.routed_experts,
+            "+".join(sorted(self.versions)) or None,
+            self.drawn,
+            self.messages if self.is_chat else None,
+        )
+
+
+class Tools:
+    """A user's function that answers turns."""
+
+    def __init__(self, source: str, policy: Policy, template: Mapping[str, Any] | None = None) -> None:
+        """`source` is "path/to/file.py:function"; `template` holds arguments of the chat template.
+
+        Raises UserError if the function cannot be imported.
+        """
+        self.source, self.policy, self.template = source, policy, template or {}
+        self.function = import_function(source, "rollout.tools")
+
+    def __call__(self, dialogues: Sequence[Dialogue]) -> list[Answer | None]:
+        """What follows each dialogue, or None where it ends.
+
+        Raises UserError naming the function and the sample for an exception in it, and for what is no answer.
+        """
+        answers = self._answers(dialogues)
+        if not isinstance(answers, list | tuple) or len(answers) != len(dialogues):
+            got = len(answers) if isinstance(answers, list | tuple) else type(answers).__name__
+            raise UserError(f"{self.source}: expected {len(dialogues)} answers, one per completion, got {got}")
+        return [self._checked(dialogue, answer) for dialogue, answer in zip(dialogues, answers, strict=True)]
+
+    def _answers(self, dialogues: Sequence[Dialogue]) -> Any:
+        examples = [dialogue.example for dialogue in dialogues]
+        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+        texts = [dialogue.text(self.policy.tokenizer) for dialogue in dialogues]
+        completions = [as_trl(example, text) for example, text in zip(examples, texts, strict=True)]
+        try:
+            answers = self.function(
+                prompts=[example.prompt for example in examples], completions=completions, **columns
+            )
+            return wait_for(answers) if inspect.isawaitable(answers) else answers
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # foreign code: its user must fix whatever it raises
+            # The sample is not searched for by more calls, as a reward's is: a tool may act on something.
+            which = "" if len(dialogues) == 1 else f"one of {len(dialogues)} completions, the first of them "
+            raise UserError(
+                f"{self.source}: raised {describe_error(error)} on {which}{self._sample(dialogues[0])}"
+            ) from error
+
+    def _sample(self, dialogue: Dialogue) -> str:
+        text = dialogue.text(self.policy.tokenizer)
+        return f"prompt {dialogue.example.prompt!r} ({dialogue.example.source}), completion {text!r}"
+
+    def _checked(self, dialogue: Dialogue, answer: Any) -> Answer | None:
+        if answer is None:
+            return None
+        if isinstance(answer, str):
+            return self._encoded(answer, dialogue), []
+        if not dialogue.is_chat or not _are_messages(answer):
+            form = "a text, a list of messages (each with role and content)" if dialogue.is_chat else "a text"
+            raise UserError(f"{self.source}: expected {form} or None, got {answer!r} for {self._sample(dialogue)}")
+        tokens, ends = self._encoded(self._rendered(dialogue, answer), dialogue), self.policy.eos_token_ids
+        if dialogue.token_ids[-1] in ends and tokens[:1] and tokens[0] in ends:
+            tokens = tokens[1:]  # the policy has ended its message itself
+        return tokens, answer
+
+    def _encoded(self, text: str, dialogue: Dialogue) -> list[int]:
+        try:
+            return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
+            raise UserError(
+                f"{self.source}: the tokenizer cannot read the answer to {self._sample(dialogue)}: {error}"
+            ) from error
+
+    def _rendered(self, dialogue: Dialogue, answer: Sequence[dict[str, Any]]) -> str:
+        """What the chat template writes from the end of the policy's message to the beginning of its next one."""
+        prompt = dialogue.example.prompt
+        assert not isinstance(prompt, str)  # the caller's check
+        marked = [*prompt, *dialogue.messages[:-1], {"role": "assistant", "content": PLACE}, *answer]
+        try:
+            text = self.policy.tokenizer.apply_chat_template(
+                marked, tokenize=False, add_generation_prompt=True, **self.template
+            )
+        except Exception as error:  # a template raises what it likes
+            raise UserError(
+                f"{self.source}: the tokenizer's chat template fails on the answer {answer!r} to "
+                f"{self._sample(dialogue)}: {error}"
+            ) from error
+        _, place, rest = str(text).partition(PLACE)
+        if not place:
+            raise UserError(
+                f"{self.source}: the tokenizer's chat template leaves out the assistant's message before the answer "
+                f"{answer!r}, so what follows it cannot be told; answer with a text"
+            )
+        return rest
+
+
+def _are_messages(answer: Any) -> bool:
+    return (
+        isinstance(answer, list | tuple)
+        and bool(answer)
+        and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+            for message in answer
+        )
+    )
+
+
+class Turns:
+    """An engine that draws completions of several turns from another engine.
+
+    What is there of a completion outlives the other engine's absence, unless the weights have changed since.
+    """
+
+    def __init__(self, engine: Engine, tools: Tools, max_turns: int) -> None:
+        self.engine, self.tools, self.max_turns = engine, tools, max_turns
+        self.version: str | None = None
+        self.begun: dict[str, list[Dialogue]] = {}  # by the request's id
+
+    def update_weights(self, version: str, weights: Weights) -> None:
+        """Give them to the engine; with other ones than before, what is not finished begins anew."""
+        if version != self.version:
+            self.begun.clear()
+        self.version = version
+        self.engine.update_weights(version, weights)
+
+    def sleep(self) -> None:
+        """Have the engine sleep."""
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Have the engine wake up."""
+        self.engine.wake_up()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
+        """Each request's completions once the last of them is complete."""
+        left = dict(enumerate(requests))
+        while left:
+            self._draw(list(left.values()), sampling)
+            self._answer([dialogue for request in left.values() for dialogue in self.begun[request.id]])
+            for index, request in list(left.items()):
+                if all(dialogue.done for dialogue in self.begun[request.id]):
+                    del left[index]
+                    yield index, [dialogue.completion() for dialogue in self.begun.pop(request.id)]
+
+    def _draw(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """The policy's next turn in all completions that wait for it."""
+        asked: list[Request] = []
+        askers: list[list[Dialogue]] = []  # the completions of each request that is asked
+        for request in requests:
+            if request.id in self.begun:
+                waiting = [dialogue for dialogue in self.begun[request.id] if dialogue.waits]
+                asked += [dialogue.next_request() for dialogue in waiting]
+                askers += [[dialogue] for dialogue in waiting]
+            else:
+                asked.append(request)
+                askers.append([Dialogue(request, number) for number in range(request.n)])
+        for index, turns in self.engine.generate(asked, sampling) if asked else ():
+            for dialogue, turn in zip(askers[index], turns, strict=True):
+                dialogue.add_turn(turn, self.tools.policy.tokenizer)
+            self.begun.setdefault(askers[index][0].request.id, askers[index])
+
+    def _answer(self, dialogues: Sequence[Dialogue]) -> None:
+        """The tools' answer to each turn that ended, or the completion's end."""
+        answered = []
+        for dialogue in dialogues:
+            if not dialogue.done and not dialogue.waits:
+                dialogue.done = not dialogue.ended or dialogue.turns >= self.max_turns
+                answered += [] if dialogue.done else [dialogue]
+        for dialogue, answer in zip(answered, self.tools(answered) if answered else (), strict=True):
+            if answer is None:
+                dialogue.done = True
+            elif len(answer[0]) >= dialogue.room:  # none would be left for the policy
+                dialogue.done, dialogue.ended = True, False
+            else:
+                dialogue.add_answer(*answer)
