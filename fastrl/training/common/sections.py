@@ -102,7 +102,7 @@ class RolloutConfig(Section):
     """The engine's server, such as "http://127.0.0.1:8000". Without it vllm runs in this process."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for an engine that does not answer, before the run ends; what is saved can be resumed."""
-    ahead: Literal[0, 1] = 0
+    ahead: int = Field(0, ge=0, le=1)
     """1: the engine draws the next step's completions while the policy is updated, so they are one step old."""
     sleep: bool = False
     """The engine frees its memory while the policy is updated, where both use one GPU."""

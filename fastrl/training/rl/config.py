@@ -44,7 +44,7 @@ class AdvantagesConfig(Section):
     scale: Literal["group", "batch", "none"] = "group"
     """For group, process and decoupled: divide by the group's standard deviation, the batch's, or not at all (Dr.GRPO,
     GPG)."""
-    ddof: Literal[0, 1] = 0
+    ddof: int = Field(0, ge=0, le=1)
     """0 for the population's standard deviation, 1 for the sample's."""
     k: int | None = Field(None, ge=2)
     """For pass_at_k: how many completions the best is taken of; the default is all of the prompt's."""

@@ -8,6 +8,8 @@ import torch
 
 import fastrl.doctor
 from fastrl.cli import main
+from fastrl.training.common.settings import parse_command_line
+from fastrl.training.rl.config import Config
 
 
 def test_train_runs_a_config_with_overrides(example, tmp_path, capsys):
@@ -18,6 +20,14 @@ def test_train_runs_a_config_with_overrides(example, tmp_path, capsys):
     assert "sapo: 1 steps" in output
     assert "eval/exact_match 0." in output
     assert (tmp_path / "summary.json").exists()
+
+
+def test_a_field_of_two_numbers_is_read_from_the_command_line(example):
+    about = {"kind": Config, "command": "train", "description": ""}
+    options = {"advantages": {"ddof": 1}, "rollout": {"engine": "vllm", "ahead": 1}, "rollout_correction": {"high": 3}}
+    argv = [f"--{table}.{name}={value}" for table, fields in options.items() for name, value in fields.items()]
+    config, _ = parse_command_line(argv=[str(example / "config.toml"), *argv], **about)
+    assert (config.advantages.ddof, config.rollout.ahead) == (1, 1)
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
