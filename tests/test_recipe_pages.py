@@ -1,0 +1,105 @@
+"""The commands on the pages of docs/recipes: they fit the configs, vLLM knows them, and the quoted plans are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from places import EXAMPLES, ROOT
+
+from fastrl.cli import main
+from fastrl.training.common.settings import parse_command_line
+from fastrl.training.rl.config import Config
+
+PAGES = ROOT / "docs" / "recipes"
+RECIPES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README")
+ENGINE = ROOT / ".venv-engine" / "bin" / "python"
+
+
+def blocks(name: str) -> list[str]:
+    """The indented blocks of a page; a blank line within one does not end it."""
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    found = re.findall(r"(?m)(?:^    .*\n(?:^\n(?=    ))*)+", text)
+    return [re.sub(r"(?m)^    ", "", block) for block in found]
+
+
+def commands(name: str, program: str) -> list[list[str]]:
+    """The words of a page's commands of a program, without what precedes it."""
+    lines = (line for block in blocks(name) for line in block.replace("\\\n", " ").splitlines())
+    words = [shlex.split(line) for line in lines if re.search(rf"(?:^|\s|/){program}(?:\s|$)", line)]
+    starts = ([word.rpartition("/")[2] for word in found].index(program) for found in words)
+    return [[program, *found[start + 1 :]] for found, start in zip(words, starts, strict=True)]
+
+
+def parsed(words: list[str]) -> Config:
+    """The config of a command `fastrl train`."""
+    config, _ = parse_command_line(Config, "train", "", words[2:], {"resume": ""})
+    return config
+
+
+def trainings(name: str) -> list[Config]:
+    return [parsed(words) for words in commands(name, "fastrl") if words[1] == "train"]
+
+
+def test_each_recipe_has_a_page_that_the_index_names() -> None:
+    assert set(RECIPES) == {path.stem for path in (EXAMPLES / "real").glob("*.toml")} - {
+        "gsm8k",  # the part that some share
+        "gsm8k_qwen3_0.6b_in_process",  # on the page of the other one
+    }
+    index = (PAGES / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"(?m)^\| \[(.+?)\]\(\1\.md\)", index)) == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_pages_commands_train_the_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    assert "**Not run yet**" in text
+    whole = parsed(["fastrl", "train", f"examples/real/{name}.toml"])
+    assert trainings(name)[0] == whole  # the others are read, which checks their options
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (PAGES / link).exists(), link
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_server_is_started_with_what_the_config_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = trainings(name)[0]
+    (words,) = commands(name, "vllm")
+    assert words[:3] == ["vllm", "serve", config.model.path]
+    assert "VLLM_SERVER_DEV_MODE=1" in next(block for block in blocks(name) if "vllm serve" in block)
+    options = words[3:]
+    values = {option: value for option, value in zip(options, [*options[1:], "--"], strict=True) if option[:2] == "--"}
+    assert config.rollout.url == f"http://{values['--host']}:{values['--port']}"
+    assert values["--dtype"] == config.model.dtype
+    assert int(values["--max-model-len"]) == (config.data.max_prompt_tokens or 0) + config.rollout.max_new_tokens
+    assert values["--logprobs-mode"] == "processed_logprobs" and "--enable-scale-out" in values
+    assert values["--weight-transfer-config"] == '{"backend": "fastrl"}'
+    assert ("--return-sampling-mask" in values) == config.rollout.truncates
+    assert ("--enable-return-routed-experts" in values) == config.rollout.keep_routing
+    assert ("--enable-sleep-mode" in values) == config.rollout.sleep
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plans_are_quoted_as_fastrl_plan_prints_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (quoted,) = [block for block in blocks(name) if block.startswith("fastrl plan")]
+    command, _, output = quoted.replace("\\\n", " ").partition("\n")
+    assert main(shlex.split(command)[1:]) == 0
+    assert output.split() == capsys.readouterr().out.split()
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not ENGINE.exists(), reason="needs the environment of `make engine`")
+def test_vllm_knows_every_option_on_the_pages(tmp_path: Path) -> None:
+    """The parser of `vllm serve` is that of this module, whose command the CPU build has too."""
+    command = [ENGINE, "-m", "vllm.entrypoints.openai.api_server", "--help=all"]
+    known = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    known_options = set(re.findall(r"--[a-z0-9-]+", known))
+    index = (PAGES / "README.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"(?m)^\| `(--[a-z-]+)", index))
+    for name in RECIPES:
+        used |= {word for word in commands(name, "vllm")[0] if word.startswith("--")}
+    assert len(used) > 8 and used <= known_options, used - known_options
