@@ -24,7 +24,7 @@ def look_up(prompts, completions, answer, **columns):
     return [a if c.endswith("=") and c.count("=") == 1 else None for c, a in zip(completions, answer)]
 
 def reward(prompts, completions, answer, **columns):
-    return [0.5 * (c[:2] == "=" + a) + (c[:3] == "=" + a + a) + 0.5 * (c == "=" + a + a)
+    return [0.5 * (c[:2] == "=" + a) + 0.5 * (c[:3] == "=" + a + a) + (c == "=" + a + a)
             for c, a in zip(completions, answer)]
 
 def solved(prompts, completions, answer, **columns):
@@ -179,8 +179,8 @@ def test_a_tools_use_is_learnt(make_config, task):
     """Without the tool a tenth would be solved, and a policy that learnt the tool's tokens would write them itself."""
     task["rollout"] |= {"prompts_per_step": 64, "num_generations": 8}
     task["evaluation"]["every"] = 20
-    training = {"steps": 120, "minibatches": 2, "threads": 1}
-    config = make_config(**task, training=training, optimizer={"lr": 3e-3}, objective={"entropy_coef": 0.05})
+    training = {"steps": 160, "minibatches": 2, "threads": 1}
+    config = make_config(**task, training=training, optimizer={"lr": 3e-3}, objective={"entropy_coef": 0.2})
     summary = train(config)
     assert summary["eval/solved"] >= 0.95
     assert summary["mismatch/abs_log_ratio"] < 1e-5

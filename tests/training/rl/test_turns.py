@@ -1,7 +1,10 @@
 """Rollouts of several turns: whose turn it is, what engine and tools are asked, what the rollout says of tokens."""
 
+import re
+
 import pytest
 import torch
+from places import ROOT
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
@@ -302,3 +305,13 @@ def test_templates_that_cannot_write_an_answer(policy, draw, write_tools, templa
     policy.tokenizer.chat_template = template
     with pytest.raises(UserError, match=expected):
         draw({"12<eos>=": "3."}, write_tools('return [[{"role": "tool", "content": "8"}]]'), CHAT)
+
+
+def test_the_code_that_the_documentation_runs(tmp_path):
+    page = (ROOT / "docs" / "rollouts_with_tools.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    namespace = {}
+    exec(block, namespace)
+    texts = ["I take <calc>2 + 3</calc>", "5", "<calc>-7-40</calc>", "<calc>1/0</calc>", "<calc>1+1</calc> so 2"]
+    answers = [" = 5\n", None, " = -47\n", " = error\n", None]
+    assert namespace["tools"](prompts=["?"] * 5, completions=texts, answer=["a"] * 5) == answers
