@@ -18,9 +18,9 @@ CHARACTERS = 4000  # shown of each prompt and completion
 # Metrics with a better direction: the last parts of their names; others under "eval/" count as HIGHER.
 HIGHER = ("reward", "accuracy", "margin", "exact_match")
 LOWER = ("loss", "perplexity", "divergence", "cross_entropy")
-# Seconds that are part of another phase of a step, or beside the steps: the losses' are the update's, and the engine
-# draws in those of time/generate, or with rollout.ahead during all phases.
-NESTED = ("time/loss", "time/engine", "time/evaluation")
+# Seconds that are part of another phase of a step, or beside the steps: the losses' are the update's, the engine
+# and tools work in those of time/generate, or with rollout.ahead during all phases.
+NESTED = ("time/loss", "time/engine", "time/tools", "time/evaluation")
 STEP = "time/step"
 
 

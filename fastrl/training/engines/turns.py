@@ -9,6 +9,7 @@ messages, which are appended as the chat template writes them. A function declar
 
 import hashlib
 import inspect
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,7 +183,7 @@ class Tools:
             return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
             raise UserError(
-                f"{self.source}: the tokenizer cannot read the answer to {self._sample(dialogue)}: {error}"
+                f"{self.source}: the tokenizer cannot read the answer {text!r} to {self._sample(dialogue)}: {error}"
             ) from error
 
     def _rendered(self, dialogue: Dialogue, answer: Sequence[dict[str, Any]]) -> str:
@@ -229,6 +230,7 @@ class Turns:
         self.engine, self.tools, self.max_turns = engine, tools, max_turns
         self.version: str | None = None
         self.begun: dict[str, list[Dialogue]] = {}  # by the request's id
+        self.seconds = 0.0  # that the tools took
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Give them to the engine; with other ones than before, what is not finished begins anew."""
@@ -280,7 +282,10 @@ class Turns:
             if not dialogue.done and not dialogue.waits:
                 dialogue.done = not dialogue.ended or dialogue.turns >= self.max_turns
                 answered += [] if dialogue.done else [dialogue]
-        for dialogue, answer in zip(answered, self.tools(answered) if answered else (), strict=True):
+        started = time.perf_counter()
+        answers = self.tools(answered) if answered else ()
+        self.seconds += time.perf_counter() - started
+        for dialogue, answer in zip(answered, answers, strict=True):
             if answer is None:
                 dialogue.done = True
             elif len(answer[0]) >= dialogue.room:  # none would be left for the policy

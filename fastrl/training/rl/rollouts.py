@@ -9,6 +9,7 @@ from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.common.timing import timed
 from fastrl.training.engines.sampler import CompletionSampler, Draw
+from fastrl.training.engines.turns import Turns
 
 
 class Rollouts:
@@ -38,6 +39,9 @@ class Rollouts:
             self.completions.sleep()
         if self.settings.engine != "transformers":
             numbers["time/engine"] = numbers.get("time/engine", 0.0) + draw.seconds
+        if isinstance(engine := self.completions.engine, Turns):
+            numbers["time/tools"] = numbers.get("time/tools", 0.0) + engine.seconds
+            engine.seconds = 0.0
         return list(draw.examples), rollout
 
     def begin(self, step: int, numbers: dict[str, float]) -> None:
@@ -53,7 +57,11 @@ class Rollouts:
         """Completions for an evaluation, of the policy as it is."""
         if self.begun is not None:  # before the weights change under it
             self.completions.settle(self.begun)
+        engine = self.completions.engine
+        seconds = engine.seconds if isinstance(engine, Turns) else 0.0
         rollout = self.completions.draw(examples, greedy=greedy, record=False)
+        if isinstance(engine, Turns):
+            engine.seconds = seconds  # the evaluation's are in time/evaluation
         if self.settings.sleep:
             self.completions.sleep()
         return rollout

@@ -106,6 +106,7 @@ def test_steps_and_evaluations_use_tools(make_config, task, packing):
     for step in numbers:
         assert step["mismatch/abs_log_ratio"] < 1e-6 and step["turns"] > 1 and step["tool_tokens"] > 0
         assert step["length"] + step["tool_tokens"] <= 5
+        assert 0 < step["time/tools"] < step["time/generate"]
     rollout = run.rollouts.evaluate(run.held_out, greedy=False)
     assert (rollout.completion_mask & ~rollout.drawn).any()
     for text, example in zip(completion_texts(run.policy, rollout), run.held_out, strict=True):

@@ -222,7 +222,7 @@ def test_the_weights_of_every_turn_are_checked(policy, draw, write_tools):
         ("return [[{'role': 'tool', 'content': '7'}], None]", "expected a text or None, got .*tool"),
         ("return [None, columns['x']]", r"raised KeyError: 'x' \(.*tools0.py:3\) on one of 2 completions, .* '1='"),
         ("import sys; sys.exit(3)", "raised SystemExit: 3"),
-        ("return ['\\ud800', None]", "the tokenizer cannot read the answer to prompt '1='"),
+        ("return ['\\ud800', None]", "the tokenizer cannot read the answer .* to prompt '1='"),
     ],
 )
 def test_what_a_tool_does_wrong_is_told_with_its_sample(draw, write_tools, body, expected):
