@@ -186,27 +186,34 @@ class Tools:
                 f"{self.source}: the tokenizer cannot read the answer {text!r} to {self._sample(dialogue)}: {error}"
             ) from error
 
-    def _rendered(self, dialogue: Dialogue, answer: Sequence[dict[str, Any]]) -> str:
+    def _rendered(self, dialogue: Dialogue, answer: Messages) -> str:
         """What the chat template writes from the end of the policy's message to the beginning of its next one."""
+        _, place, rest = self._template(dialogue, answer).partition(PLACE)
+        kept = bool(place)
+        if kept and any(str(message["content"]).strip() not in rest for message in answer):  # left out, or quoted
+            places = [{**message, "content": PLACE} for message in answer]
+            kept = self._template(dialogue, places).count(PLACE) == 1 + len(answer)
+        if not kept:
+            raise UserError(
+                f"{self.source}: the tokenizer's chat template leaves out "
+                f"{'a message of' if place else 'what precedes'} the answer {answer!r}; try another role, such as "
+                "user, or answer with a text"
+            )
+        return rest
+
+    def _template(self, dialogue: Dialogue, answer: Messages) -> str:
+        """The conversation up to the policy's next message, with PLACE for its last one."""
         prompt = dialogue.example.prompt
         assert not isinstance(prompt, str)  # the caller's check
         marked = [*prompt, *dialogue.messages[:-1], {"role": "assistant", "content": PLACE}, *answer]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.template}
         try:
-            text = self.policy.tokenizer.apply_chat_template(
-                marked, tokenize=False, add_generation_prompt=True, **self.template
-            )
+            return str(self.policy.tokenizer.apply_chat_template(marked, **options))
         except Exception as error:  # a template raises what it likes
             raise UserError(
                 f"{self.source}: the tokenizer's chat template fails on the answer {answer!r} to "
                 f"{self._sample(dialogue)}: {error}"
             ) from error
-        _, place, rest = str(text).partition(PLACE)
-        if not place:
-            raise UserError(
-                f"{self.source}: the tokenizer's chat template leaves out the assistant's message before the answer "
-                f"{answer!r}, so what follows it cannot be told; answer with a text"
-            )
-        return rest
 
 
 def _are_messages(answer: Any) -> bool:

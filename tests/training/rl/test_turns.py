@@ -297,7 +297,11 @@ def test_the_templates_arguments_are_those_of_the_prompts(policy, write_tools):
         ("{{ raise_exception('no tools') }}", r"chat template fails on the answer .*no tools"),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            "leaves out the assistant's message",
+            "leaves out what precedes the answer",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+            "leaves out a message of the answer",
         ),
     ],
 )
@@ -305,6 +309,15 @@ def test_templates_that_cannot_write_an_answer(policy, draw, write_tools, templa
     policy.tokenizer.chat_template = template
     with pytest.raises(UserError, match=expected):
         draw({"12<eos>=": "3."}, write_tools('return [[{"role": "tool", "content": "8"}]]'), CHAT)
+
+
+def test_a_template_may_quote_an_answer(policy, draw, write_tools):
+    """As Llama's does with a tool's JSON: the content is not in the text as it is, and not left out."""
+    policy.tokenizer.chat_template = TEMPLATE.replace("m.content if", "m.content | replace('9', '34') if")
+    tools = write_tools('return [[{"role": "user", "content": "8998"}] if len(c) == 1 else None for c in completions]')
+    lines = {"12<eos>=": "3.", "12<eos>=3<eos>834348<eos>=": "5."}
+    rollout, _ = draw(lines, tools, CHAT, max_new_tokens=16)
+    assert completion_texts(policy, rollout) == ["3834348=5"]
 
 
 def test_the_code_that_the_documentation_runs(tmp_path):
