@@ -114,6 +114,44 @@ def test_steps_and_evaluations_use_tools(make_config, task, packing):
             assert text.partition("=")[2].startswith(example.columns["answer"])
 
 
+def test_tools_work_in_the_thread_that_draws_ahead(make_config, task, tmp_path):
+    """The engine draws with a copy of the weights, and dies in a second turn, at once and while it draws ahead."""
+    (tmp_path / "engine.py").write_text("""
+import copy, threading
+from dataclasses import replace
+from fastrl.training.engines.protocol import EngineUnavailable
+from fastrl.training.engines.transformers import TransformersEngine
+
+class Copy:
+    def __init__(self, policy, rollout):
+        self.policy, self.threads = policy, []
+
+    def update_weights(self, version, weights):
+        self.inner = TransformersEngine(replace(self.policy, model=copy.deepcopy(self.policy.model)), None)
+
+    def generate(self, requests, sampling):
+        self.threads.append(threading.current_thread().name)
+        if len(self.threads) in (2, 5):
+            raise EngineUnavailable("it is gone")
+        yield from self.inner.generate(requests, sampling)
+
+    def sleep(self):
+        pass
+
+    def wake_up(self):
+        pass
+""")
+    task["rollout"] |= {"engine": f"{tmp_path}/engine.py:Copy", "ahead": 1}
+    run, numbers = play(make_config(**task, training={"steps": 3}, rollout_correction={}))
+    # Of the second step's, what had no second turn is kept, and the others are drawn anew with the weights of then.
+    steps = [step["off_policy_steps"] for step in numbers]
+    assert steps[0] == 0 <= steps[1] < 1 == steps[2]
+    assert numbers[0]["mismatch/abs_log_ratio"] < 1e-6 < numbers[2]["mismatch/abs_log_ratio"]
+    assert all(step["turns"] > 1 for step in numbers)
+    threads = run.rollouts.completions.engine.engine.threads
+    assert threads[:3] == ["MainThread"] * 3 and "fastrl-draw" in threads
+
+
 def test_a_runs_samples_show_the_tools_answers(trained, task):
     task["rollout"] |= {"max_new_tokens": 8}
     config = trained(**task, training={"minibatches": 1, "steps": 1})
