@@ -7,8 +7,12 @@ memory or on a disk that all of them see. Written against vLLM 0.32.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +22,24 @@ __all__ = ["register"]
 
 def register() -> None:
     """Add the backend "fastrl" to vLLM's registry; called by vLLM in each of its processes."""
+    _end_with_parent()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if "fastrl" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("fastrl", __name__, "FileWeightTransferEngine")
+
+
+def _end_with_parent() -> None:
+    """End this process, if vLLM started it, when the one that did is killed: else it would keep its memory."""
+    parent = multiprocessing.parent_process()
+    if parent is None:  # a server's first process, or a trainer
+        return
+
+    def watch(sentinel: int) -> None:
+        wait([sentinel])
+        os._exit(1)  # the main thread is in a loop of vLLM's
+
+    threading.Thread(target=watch, args=(parent.sentinel,), name="fastrl-parent", daemon=True).start()
 
 
 def __getattr__(name: str) -> Any:
