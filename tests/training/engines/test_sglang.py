@@ -1,0 +1,312 @@
+"""SGLang's server behind the engine's protocol, against a small server that answers in the shapes of SGLang 0.5."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from digit_models import TOKENIZER, narrowed
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from transformers import AutoTokenizer
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import Example
+from fastrl.training.common.policy import Policy, load_policy
+from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.engines.protocol import EngineLost, EngineUnavailable, Request, Sampling
+from fastrl.training.engines.sampler import CompletionSampler
+from fastrl.training.engines.sglang import SGLangServer
+from fastrl.training.engines.weights import PolicyWeights
+
+LOGPROBS, SAMPLING_LOGPROBS = (-1.0, -2.0, -0.5), (-0.5, -1.0, -0.25)
+
+
+@dataclass
+class FakeSGLang:
+    """A server on 127.0.0.1 whose completions are always [seed % 9 + 1, 5, EOS]."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)  # other values for meta_info; None leaves a field out
+    answers: dict[str, tuple[int, Any]] = field(default_factory=dict)  # status and JSON, by route
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    version: str = "default"
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fake, self.lock, self.tokenizer = self, Lock(), AutoTokenizer.from_pretrained(TOKENIZER)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer(None)
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def answer(self, body: Any) -> None:
+                with fake.lock:
+                    fake.calls.append((self.path, body))
+                    status, found = fake.answers.get(self.path) or (200, fake.make(self.path, body))
+                text = json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                with suppress(ConnectionError):  # what is open after an error is dropped
+                    self.end_headers()
+                    self.wfile.write(text)
+
+            def log_message(self, *values: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def make(self, path: str, body: Any) -> Any:
+        match path:
+            case "/server_info":
+                flags = {"enable_memory_saver": False, "enable_return_routed_experts": False}
+                return {"model_path": "model", "context_length": None, "version": "0.5.9"} | flags | self.options
+            case "/detokenize":
+                return {"text": self.tokenizer.decode(body["tokens"])}
+            case "/update_weights_from_disk":
+                self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
+                self.version = body["weight_version"]
+                return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+            case "/generate":
+                return self.generate(body)
+        return {"status": "ok"}
+
+    def generate(self, body: Any) -> Any:
+        ids = [body["sampling_params"]["sampling_seed"] % 9 + 1, 5, 0]
+        meta: dict[str, Any] = {
+            "id": "0f3c",
+            "finish_reason": {"type": "stop", "matched": 0},
+            "prompt_tokens": len(body["input_ids"]),
+            "weight_version": self.version,
+            "completion_tokens": len(ids),
+        }
+        if body["return_logprob"]:
+            meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(LOGPROBS, ids, strict=True)]
+        if body.get("return_sampling_mask"):
+            meta["output_token_sampling_mask"] = [[i, 11] for i in ids]
+            meta["output_token_sampling_logprobs"] = list(SAMPLING_LOGPROBS)
+        meta |= self.meta
+        meta = {name: value for name, value in meta.items() if value is not None}
+        return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    def routes(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastrl.training.engines.sampler.PAUSE", 0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeSGLang]:
+    fake = FakeSGLang()
+    yield fake
+    fake.http.shutdown()
+    fake.http.server_close()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    config = narrowed(tmp_path_factory.mktemp("model"))
+    return load_policy(ModelConfig(config=config, tokenizer=TOKENIZER), torch.device("cpu"))
+
+
+def settings(server: FakeSGLang, **values: Any) -> RolloutConfig:
+    fields = {"engine": "sglang", "url": server.url, "max_new_tokens": 3, "num_generations": 2, "timeout": 5.0}
+    return RolloutConfig(**fields | values)
+
+
+def engine_of(server: FakeSGLang, policy: Policy, **values: Any) -> SGLangServer:
+    """An engine whose server has the weights "w1"."""
+    engine = SGLangServer(policy, settings(server, **values), longest=12)
+    engine.update_weights("w1", PolicyWeights(policy))
+    return engine
+
+
+def drawn(engine: SGLangServer, policy: Policy, *, greedy: bool = False) -> Any:
+    """The completions of one request."""
+    sampling = Sampling.of(engine.settings, policy.eos_token_ids, greedy, record=True)
+    ((_, found),) = engine.generate([Request("a", [1, 2, 3, 4], 2, 3, seed=9)], sampling)
+    return found
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_go_through_a_file_while_it_is_paused(server: FakeSGLang, policy: Policy) -> None:
+    engine = engine_of(server, policy)
+    checks = ["/health", "/server_info", "/detokenize"]
+    update = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert server.routes() == checks + update
+    expected = dict(policy.model.named_parameters())
+    assert server.weights.keys() == expected.keys() and server.version == "w1"
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in server.weights.items())
+    folder = Path(server.calls[4][1]["model_path"])
+    assert not folder.exists()  # nothing is left behind
+    engine.update_weights("w2", PolicyWeights(policy))
+    assert server.routes() == checks + 2 * update and server.version == "w2"
+
+
+def test_sleep_frees_all_memory(server: FakeSGLang, policy: Policy) -> None:
+    server.options = {"enable_memory_saver": True}
+    engine = engine_of(server, policy, sleep=True)
+    engine.sleep()
+    engine.wake_up()
+    memory = [("/release_memory_occupation", {}), ("/resume_memory_occupation", {})]
+    assert server.calls[-2:] == memory  # without tags: weights and cache
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_for_each_completion(server: FakeSGLang, policy: Policy) -> None:
+    """With seeds of its own: the same ones would give the same completion."""
+    engine = engine_of(server, policy, temperature=0.7, stop=["12"])
+    first, second = drawn(engine, policy)
+    assert (first.token_ids, second.token_ids) == ([1, 5, 0], [2, 5, 0])
+    assert first.logprobs == [-1.0, -2.0, -0.5] and first.ended and first.weights == "w1"
+    assert first.sampling_mask is None and first.routed_experts is None
+    bodies = sorted(
+        (body for path, body in server.calls if path == "/generate"),
+        key=lambda b: b["sampling_params"]["sampling_seed"],
+    )
+    params = {"max_new_tokens": 3, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1}
+    for number, body in enumerate(bodies):
+        assert body["input_ids"] == [1, 2, 3, 4] and "return_sampling_mask" not in body
+        stops = {"stop": ["12"], "stop_token_ids": policy.eos_token_ids}
+        expected = params | stops | {"sampling_seed": 9 + number}
+        assert {name: body["sampling_params"][name] for name in expected} == expected
+
+
+def test_truncation_has_the_logprobs_over_the_supports(server: FakeSGLang, policy: Policy) -> None:
+    engine = engine_of(server, policy, top_k=4, top_p=0.9)
+    first, _ = drawn(engine, policy)
+    assert first.logprobs == list(SAMPLING_LOGPROBS)
+    assert first.sampling_mask is not None and first.sampling_mask.offsets.tolist() == [0, 2, 4, 6]
+    likeliest, _ = drawn(engine, policy, greedy=True)
+    body = server.calls[-1][1]
+    assert likeliest.logprobs is None and body["sampling_params"]["temperature"] == 0.0 and not body["return_logprob"]
+
+
+def test_a_rollout(server: FakeSGLang, policy: Policy) -> None:
+    sampler = CompletionSampler(SGLangServer(policy, settings(server)), policy, settings(server), seed=0)
+    rollout = sampler.draw([Example("1", {}, [1, 2])] * 2 + [Example("3", {}, [3])] * 2)
+    assert rollout.targets[:, 1:].tolist() == [[5, 0]] * 4 and rollout.ended.all()
+    assert rollout.rollout_logprobs is not None and rollout.rollout_logprobs.tolist() == [list(LOGPROBS)] * 4
+
+
+def test_routed_experts(server: FakeSGLang, policy: Policy) -> None:
+    """The base64 of int32 (tokens - 1, layers, experts per token), reshaped by the policy's numbers."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
+    mixture = tiny_model("qwen3_moe", vocab_size=12, **sizes)
+    values = numpy.arange(6 * 3 * 2, dtype="<i4").reshape(6, 3, 2)
+    server.options = {"enable_return_routed_experts": True}
+    server.meta = {"routed_experts": base64.b64encode(values.tobytes()).decode()}
+    engine = engine_of(server, policy, keep_routing=True)
+    engine.policy = replace(policy, model=mixture)
+    first, _ = drawn(engine, policy)
+    assert (first.routed_experts == values).all()
+    assert server.calls[-1][1]["return_routed_experts"]
+    server.meta = {"routed_experts": base64.b64encode(values.tobytes()[:-4]).decode()}
+    with pytest.raises(UserError, match="routed experts that are not base64 of 3 layers"):
+        drawn(engine, policy)
+    server.meta = {}
+    with pytest.raises(UserError, match="without routed experts; start it with --enable-return-routed-experts"):
+        drawn(engine, policy)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no logprobs": ({"output_token_logprobs": None}, "without a log-probability for each token"),
+    "of other tokens": ({"output_token_logprobs": [[-1.0, 7, None]] * 3}, "without a log-probability for each token"),
+    "no logprobs over supports": ({"output_token_sampling_logprobs": None}, "without a log-probability for each token"),
+    "no mask": ({"output_token_sampling_mask": None}, "without a usable sampling mask"),
+    "a short mask": ({"output_token_sampling_mask": [[1], [5]]}, "with 2 rows in a sampling mask of 3 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_was_asked_for_is_missing(server: FakeSGLang, policy: Policy, case: str) -> None:
+    server.meta, message = WRONG[case]
+    engine = engine_of(server, policy, top_k=4)
+    with pytest.raises(UserError, match=rf"rollout.url: SGLang at {server.url} answered /generate {message}"):
+        drawn(engine, policy)
+
+
+def test_another_server(server: FakeSGLang, policy: Policy) -> None:
+    server.answers = {"/server_info": (200, {"vllm_config": {}})}
+    with pytest.raises(UserError, match="is no SGLang server"):
+        engine_of(server, policy)
+    server.answers = {"/server_info": (404, {"detail": "Not Found"})}
+    with pytest.raises(UserError, match=r"Not Found; SGLang's later 0.5 versions have it"):
+        engine_of(server, policy)
+    server.answers = {"/detokenize": (200, {"text": "of another tokenizer"})}
+    with pytest.raises(UserError, match=r"has another tokenizer .*of another tokenizer.*--tokenizer-path"):
+        engine_of(server, policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "message"),
+    [
+        ({}, {"sleep": True}, "runs without enable_memory_saver; start it with --enable-memory-saver"),
+        ({}, {"keep_routing": True}, "start it with --enable-return-routed-experts"),
+        ({"context_length": 11}, {}, "takes 11 tokens .* has up to 12; start it with --context-length 12"),
+    ],
+)
+def test_options_of_the_server(
+    server: FakeSGLang, policy: Policy, options: dict[str, Any], values: dict[str, Any], message: str
+) -> None:
+    server.options = options
+    with pytest.raises(UserError, match=message):
+        engine_of(server, policy, **values)
+
+
+def test_a_support_without_a_bound(server: FakeSGLang, policy: Policy) -> None:
+    with pytest.raises(UserError, match=r"rollout.top_k: SGLang records"):
+        SGLangServer(policy, settings(server, top_p=0.9))
+    assert server.calls == []
+
+
+def test_weights_that_it_cannot_load(server: FakeSGLang, policy: Policy) -> None:
+    """The server's own words."""
+    answer = {"success": False, "message": "Failed to update weights: shapes differ", "num_paused_requests": 0}
+    server.answers = {"/update_weights_from_disk": (400, answer)}
+    with pytest.raises(UserError, match="400: Failed to update weights: shapes differ"):
+        engine_of(server, policy)
+
+
+def test_an_aborted_completion(server: FakeSGLang, policy: Policy) -> None:
+    server.meta = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+    engine = engine_of(server, policy)
+    with pytest.raises(EngineUnavailable, match="finish_reason 'abort'"):
+        drawn(engine, policy)
+
+
+def test_a_server_that_was_started_anew_gets_the_weights_again(
+    server: FakeSGLang, policy: Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampler = CompletionSampler(SGLangServer(policy, settings(server)), policy, settings(server), seed=0)
+    sampler.draw([Example("1", {}, [1, 2])] * 2)
+    server.version, server.calls = "default", []
+    rollout = sampler.draw([Example("1", {}, [1, 2])] * 2)
+    assert rollout.ended.all() and server.routes().count("/update_weights_from_disk") == 1
+    assert "has the weights 'default'" in capsys.readouterr().err
+    server.meta = {"weight_version": "of-another-run"}
+    with pytest.raises(EngineLost, match=r"'of-another-run'.* another run uses it"):
+        sampler.draw([Example("1", {}, [1, 2])] * 2)
