@@ -55,8 +55,13 @@ def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, lo
             from fastrl.training.engines.sglang import SGLangServer
 
             return SGLangServer(policy, settings, longest)
-    function = import_function(settings.engine, "rollout.engine")
-    engine: Any = function(policy, settings)
+    function = import_function(settings.engine, "rollout.engine", ", transformers, vllm or sglang")
+    try:
+        engine: Any = function(policy, settings)
+    except UserError:
+        raise
+    except Exception as error:  # foreign code: its user must fix whatever it raises
+        raise UserError(f"rollout.engine: {settings.engine} raised {type(error).__name__}: {error}") from error
     missing = [name for name in METHODS if not inspect.ismethod(getattr(engine, name, None))]
     if missing:
         raise UserError(
