@@ -140,7 +140,7 @@ class VLLMProcess:
         settings, source = self.settings, self._source()
         return {
             "model": source,
-            "tokenizer": self.model.tokenizer or source,
+            "tokenizer": self.model.tokenizer if self.model.tokenizer and self.folder is None else source,
             "trust_remote_code": self.model.trust_remote_code,
             "dtype": str(self.policy.dtype).removeprefix("torch."),
             "generation_config": "vllm",  # not the model's, which may penalise repetitions
