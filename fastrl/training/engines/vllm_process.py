@@ -10,11 +10,15 @@ against vLLM 0.32, which must be installed in the trainer's environment.
 
 import copy
 import os
+import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
+from multiprocessing import active_children, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -41,6 +45,7 @@ OWN_OPTIONS = {
     "enable_return_routed_experts": "rollout.keep_routing",
     "enable_sleep_mode": "rollout.sleep",
 }
+PATIENCE = 1.0  # seconds between looks at vLLM's processes
 GPU_SHARE = 0.4  # of the GPU's memory, where engine_options say nothing: the trainer needs the rest
 
 
@@ -63,6 +68,7 @@ class VLLMProcess:
             )
         import_for('rollout.engine = "vllm" without rollout.url', "vllm")
         self.llm: Any = None
+        self.processes: list[BaseProcess] = []  # vLLM's, which it waits for
         self.transfer: Transfer | None = None
         self.folder: tempfile.TemporaryDirectory[str] | None = None  # with the model, if it has no other place
 
@@ -72,9 +78,12 @@ class VLLMProcess:
 
         truncates = self.settings.truncates
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-        with self._asked("draw completions"):
+
+        def draw() -> Any:
             params = [SamplingParams(**sampling_params(request, sampling, truncates)) for request in requests]
-            answers = self.llm.generate(prompts, params, use_tqdm=False)
+            return self.llm.generate(prompts, params, use_tqdm=False)
+
+        answers = self._ask("draw completions", draw)
         if len(answers) != len(requests):
             raise _wrong(f"with {len(answers)} answers to {len(requests)} prompts")
         for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
@@ -84,24 +93,26 @@ class VLLMProcess:
         """Replace vLLM's weights, and forget the cached states of the old ones. Starts vLLM if need be."""
         if self.llm is None:
             self._start()
-        assert self.transfer is not None
-        with self._asked("take the policy's weights"):
-            self.transfer.send(version, weights)
+        transfer = self.transfer
+        assert transfer is not None
+
+        def update() -> None:
+            transfer.send(version, weights)
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("its prefix cache cannot be emptied, because something else is being drawn")
+
+        self._ask("take the policy's weights", update)
 
     def sleep(self) -> None:
         """Free its memory; the weights are discarded, because `wake_up` is followed by new ones."""
         if self.llm is not None:
-            with self._asked("sleep"):
-                self.llm.sleep(level=2)
+            self._ask("sleep", partial(self.llm.sleep, level=2))
 
     def wake_up(self) -> None:
         """Take the memory again."""
         if self.llm is not None:
             torch.cuda.empty_cache()  # what torch keeps of the update, vLLM cannot have
-            with self._asked("wake up"):
-                self.llm.wake_up()
+            self._ask("wake up", self.llm.wake_up)
 
     def _start(self) -> None:
         """Make the LLM. Raises UserError for what vLLM does not accept."""
@@ -113,13 +124,14 @@ class VLLMProcess:
             torch.cuda.empty_cache()
         try:
             options = self._options()
-            self.llm = vllm.LLM(**options)
+            others = active_children()
+            self.llm = self._run(partial(vllm.LLM, **options))
+            self.processes = [process for process in active_children() if process not in others]
         except UserError:
             raise
         except Exception as error:  # whatever the parts of vLLM raise
-            text = " ".join(str(error).split())[:300] or type(error).__name__
             raise UserError(
-                f"rollout.engine: vLLM cannot be started: {text}; its messages above may say more, and "
+                f"rollout.engine: vLLM cannot be started: {_line(error)}; its messages above may say more, and "
                 "rollout.engine_options are its arguments"
             ) from error
         finally:
@@ -132,8 +144,8 @@ class VLLMProcess:
                 f"completion, got {limit}"
             )
         backend, dtype = options["weight_transfer_config"]["backend"], self.llm.model_config.dtype
-        with self._asked("set up its transfer of weights"):
-            self.transfer = make_transfer(backend, LLMControl(self.llm), dtype, None, self.llm.get_world_size())
+        make = partial(make_transfer, backend, LLMControl(self.llm), dtype, None, self.llm.get_world_size())
+        self.transfer = self._ask("set up its transfer of weights", make)
 
     def _options(self) -> dict[str, Any]:
         """The arguments of vllm.LLM."""
@@ -169,13 +181,12 @@ class VLLMProcess:
         write_weights(Path(self.folder.name), PolicyWeights(self.policy, self.policy.dtype))
         return self.folder.name
 
-    @contextmanager
-    def _asked(self, what: str) -> Iterator[None]:
-        """The exceptions of vLLM as errors of ours. None is worth a second try: its processes do not come back."""
+    def _ask(self, what: str, call: Callable[[], Any]) -> Any:
+        """The value of a call of vLLM, its exceptions as errors of ours. None is worth a second try."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            yield
+            return self._run(call)
         except UserError:
             raise
         except EngineDeadError as error:
@@ -184,8 +195,32 @@ class VLLMProcess:
                 "rollout.engine_options.gpu_memory_utilization (on a CPU kv_cache_memory_bytes), or max_num_seqs"
             ) from error
         except Exception as error:  # whatever the parts of vLLM raise
-            text = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UserError(f"rollout.engine: vLLM cannot {what}: {text}") from error
+            raise UserError(f"rollout.engine: vLLM cannot {what}: {_line(error)}") from error
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """The value of a call in a thread of its own: vLLM waits forever for what it asked a process that was killed.
+
+        Nor can Ctrl-C be heard in that thread, or by a process that it starts: it is the trainer's, which ends its
+        step first.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            resource_tracker.ensure_running()  # whose start would unblock the signal
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=work, name="fastrl-vllm", daemon=True).start()
+        while not answer.done() and all(process.is_alive() for process in self.processes):
+            wait([answer], timeout=PATIENCE)
+        if not answer.done():
+            raise EngineDeadError
+        return answer.result()
 
 
 class LLMControl:
@@ -205,6 +240,10 @@ class LLMControl:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _wrong(problem: str) -> UserError:

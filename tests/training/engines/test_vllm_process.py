@@ -13,6 +13,7 @@ import sys
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,6 +313,22 @@ def test_the_death_of_its_process(vllm: Any, policy: Policy, model: ModelConfig)
         list(engine.generate([Request("a", [1], 1, 3, seed=7)], sampling))
     with pytest.raises(EngineLost, match="process has died"):
         engine.update_weights("w2", PolicyWeights(policy))
+
+
+def test_a_call_that_it_never_answers(
+    vllm: Any, policy: Policy, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does not, if its process is killed in the middle of a draw."""
+    monkeypatch.setattr("fastrl.training.engines.vllm_process.PATIENCE", 0.01)
+    engine = VLLMProcess(policy, settings(), model)
+    engine.update_weights("w1", PolicyWeights(policy))
+    answered, alive = Event(), iter([True, True, False])
+    engine.llm.generate = lambda *values, **names: answered.wait()
+    engine.processes = [SimpleNamespace(is_alive=lambda: next(alive))]
+    sampling = Sampling.of(settings(), policy.eos_token_ids, greedy=False, record=True)
+    with pytest.raises(EngineLost, match="process has died"):
+        list(engine.generate([Request("a", [1], 1, 3, seed=7)], sampling))
+    answered.set()
 
 
 def test_other_failures_say_what_was_asked(vllm: Any, policy: Policy, model: ModelConfig) -> None:
