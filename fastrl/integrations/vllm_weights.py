@@ -77,6 +77,12 @@ def _make_engine() -> type[Any]:
             pass
 
         def start_weight_update(self) -> None:
+            self.expected = {name for name, _ in self.model.named_parameters()}  # a tied one once
+            for module in self.model.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None and self.device.type == "cpu":
+                    # Experts on a CPU are packed with the kernel's making alone: without this they would stay unpacked.
+                    method.moe_kernel = None
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -84,7 +90,11 @@ def _make_engine() -> type[Any]:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
-            self.model.load_weights(_read(update_info.path))
+            loaded = self.model.load_weights(_read(update_info.path))
+            missing = set() if loaded is None else self.expected - loaded
+            if missing and self.model_config.quantization is None:
+                # As at vLLM's own start: what is not loaded would silently keep its old values.
+                raise ValueError(f"{update_info.path}: without weights for {sorted(missing)[:4]}")
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

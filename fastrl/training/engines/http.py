@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,18 +11,23 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from fastrl.base.errors import UserError
-from fastrl.training.engines.protocol import EngineUnavailable
+from fastrl.training.engines.protocol import EngineFailed, EngineUnavailable
 
 PATIENCE = 10.0  # seconds for a connection, for short answers, and between looks at a server that is busy
 CONNECTIONS = 256
+HEALTH = "/health"
 
 
 class Server:
-    """Calls to a server. `hints` say for a path and status what its user must change."""
+    """Calls to a server. `hints` say for a path and status, or for a status, what its user must change."""
 
-    def __init__(self, url: str, name: str, hints: Mapping[tuple[str, int], str] | None = None) -> None:
+    def __init__(self, url: str, name: str, hints: Mapping[tuple[str, int] | int, str] | None = None) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a port that is no number up to 65535
+            usable = False
+        if not usable or parts.hostname is None:
             raise UserError(f'rollout.url: expected "http://HOST:PORT", got {url!r}')
         self.url, self.name, self.hints, self.host = url.rstrip("/"), name, hints or {}, parts.hostname
         self.options: dict[str, Any] = {
@@ -31,12 +37,15 @@ class Server:
         }
         self.client = httpx.Client(**self.options)
 
-    def get(self, path: str, timeout: float | None = PATIENCE) -> Any:
-        """The answer to GET, which is JSON or empty."""
-        return self._ask("GET", path, None, timeout)
+    def get(self, path: str, timeout: float | None = None) -> Any:
+        """The answer to GET, which is JSON or empty, and comes within PATIENCE or `timeout` seconds."""
+        return self._ask("GET", path, None, timeout or PATIENCE)
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """The answer to POST. Raises EngineUnavailable for no answer or a 5xx, and UserError for another one."""
+        """The answer to POST, which may take `timeout` seconds, or any time.
+
+        Raises EngineUnavailable if there is none, EngineFailed for a 5xx, and UserError for what is no success else.
+        """
         return self._ask("POST", path, {} if body is None else body, timeout)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
@@ -49,7 +58,7 @@ class Server:
     def _reached(self) -> Iterator[None]:
         try:
             yield
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             reason = str(error).strip() or type(error).__name__
             raise EngineUnavailable(f"{self.name} at {self.url} does not answer ({reason})") from error
 
@@ -57,9 +66,12 @@ class Server:
         """The JSON of an answer, or the error that it is."""
         where = f"{self.name} at {self.url} answered {path} with {response.status_code}: "
         if response.status_code >= 500:
-            raise EngineUnavailable(where + _message(response))
-        if response.status_code >= 400:
-            hint = self.hints.get((path.partition("?")[0], response.status_code))
+            # A server whose engine has died says so for a moment, and then is gone.
+            failed = path != HEALTH and self.is_healthy()
+            raise (EngineFailed if failed else EngineUnavailable)(where + _message(response))
+        if not response.is_success:
+            route, status = path.partition("?")[0], response.status_code
+            hint = self.hints.get((route, status)) or self.hints.get(status)
             raise UserError(f"rollout.url: {where}{_message(response)}{'' if hint is None else '; ' + hint}")
         if not response.content:
             return {}
@@ -74,7 +86,7 @@ class Server:
     def is_healthy(self) -> bool:
         """Whether it answers /health in time."""
         try:
-            self.get("/health")
+            self.get(HEALTH)
         except EngineUnavailable:
             return False
         return True
@@ -82,32 +94,42 @@ class Server:
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]], timeout: float) -> Iterator[tuple[int, Any]]:
         """POST all bodies at the same time; yields index and answer as they come.
 
-        Raises the first error as `post` does, and EngineUnavailable if the server is silent for `timeout` seconds,
-        however long an answer may take. What is still open then is dropped, which ends it on the server too.
+        Raises the first error as `post` does. An answer may take any time, but if none comes and the server's health
+        cannot be asked for `timeout` seconds, EngineUnavailable is raised. What is still open after an error is
+        dropped, which ends it on the server too.
         """
         loop = asyncio.new_event_loop()
         client = httpx.AsyncClient(**self.options)
         tasks = {loop.create_task(client.post(self.url + path, json=body)): i for i, body in enumerate(bodies)}
         try:
-            silent = 0.0
+            heard = time.monotonic()
             while tasks:
-                some = asyncio.wait(tasks, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+                some = asyncio.wait(tasks, timeout=min(PATIENCE, timeout), return_when=asyncio.FIRST_COMPLETED)
                 done, _ = loop.run_until_complete(some)
-                silent = 0.0 if done or self.is_healthy() else silent + PATIENCE
-                if silent >= timeout:
+                if done or self.is_healthy():
+                    heard = time.monotonic()
+                elif (silent := time.monotonic() - heard) >= timeout:
                     raise EngineUnavailable(f"{self.name} at {self.url} has been silent for {silent:.0f} s")
-                for task in done:
+                for task in sorted(done, key=_failed):  # what came is kept before an error ends the rest
                     index = tasks.pop(task)
                     with self._reached():
                         response = task.result()
                     yield index, self._answer(path, response)
         finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks))
-            loop.run_until_complete(client.aclose())
+            loop.run_until_complete(_drop(client, tasks))
             loop.close()
+
+
+async def _drop(client: httpx.AsyncClient, tasks: Iterable[asyncio.Task[httpx.Response]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.aclose()
+
+
+def _failed(task: asyncio.Task[httpx.Response]) -> bool:
+    """Whether a request that is done has no good answer."""
+    return task.exception() is not None or not task.result().is_success
 
 
 def _message(response: httpx.Response) -> str:

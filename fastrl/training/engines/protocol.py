@@ -23,8 +23,12 @@ class EngineUnavailable(Exception):
     """The engine cannot be reached, or lost what it was doing. The trainer waits for it, and asks again."""
 
 
+class EngineFailed(EngineUnavailable):
+    """The engine is there, but fails or does other than it was asked to. The trainer asks again a few times only."""
+
+
 class EngineLost(UserError):
-    """The engine stayed away for longer than rollout.timeout, or fails whenever it is asked."""
+    """The run cannot go on with its engine, which stayed away, fails again and again, or is not the one it needs."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Draws rollouts from an engine: gives it the policy's weights, waits for it when it dies, checks what it returns."""
 
 import hashlib
+import math
 import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Thread
 
@@ -16,11 +18,30 @@ from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.assembly import assemble
-from fastrl.training.engines.protocol import Completion, Engine, EngineLost, EngineUnavailable, Request, Sampling
+from fastrl.training.engines.protocol import (
+    Completion,
+    Engine,
+    EngineFailed,
+    EngineLost,
+    EngineUnavailable,
+    Request,
+    Sampling,
+)
 from fastrl.training.engines.weights import PolicyWeights
 
-FAILURES = 3  # in a row, of an engine that answers again each time: then it is not its absence
+FAILURES = 3  # in a row, of an engine that answers in between: then it is not its absence
 PAUSE = 1.0  # seconds between two tries to reach it
+
+
+@contextmanager
+def _of_the_engine() -> Iterator[None]:
+    """What a user must mend about the engine ends the run as its absence does: with all that was done kept."""
+    try:
+        yield
+    except EngineLost:
+        raise
+    except UserError as error:
+        raise EngineLost(str(error)) from error
 
 
 @dataclass
@@ -66,11 +87,16 @@ class CompletionSampler:
         """The version of the policy's weights."""
         return f"{self.run}-{self.step}"
 
+    @_of_the_engine()
     def ready(self) -> None:
-        """Wake the engine and give it the policy's weights, unless it has them. Waits for one that does not answer."""
+        """Wake the engine and give it the policy's weights, unless it has them. Waits for one that does not answer.
+
+        Raises EngineLost if it stays away, fails again and again, or is not the one that the run needs.
+        """
         if self.asleep or self.sent != self.version:
             self._send()
 
+    @_of_the_engine()
     def sleep(self) -> None:
         """Have the engine free its memory until it is needed."""
         try:
@@ -81,7 +107,7 @@ class CompletionSampler:
 
     def _send(self) -> None:
         """Send the weights, if need be again and again until rollout.timeout has passed."""
-        deadline, said = time.monotonic() + self.settings.timeout, False
+        deadline, said, failures = time.monotonic() + self.settings.timeout, False, 0
         self.sent = None
         while True:
             try:
@@ -91,13 +117,15 @@ class CompletionSampler:
                 self.engine.update_weights(self.version, PolicyWeights(self.policy))
                 break
             except EngineUnavailable as error:
+                failures = failures + 1 if isinstance(error, EngineFailed) else 0
+                _check_failures(failures, error)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise EngineLost(
                         f"rollout.timeout: {error}; waited {self.settings.timeout:g} s for it, then gave up; start it"
                     ) from error
                 if not said:
-                    say(f"{error}; waiting up to {left:.0f} s for it")
+                    say(f"{error}; trying again for up to {left:.0f} s")
                     said = True
                 time.sleep(min(PAUSE, left))
         if said:
@@ -136,6 +164,7 @@ class CompletionSampler:
         draw.thread = Thread(target=work, name="fastrl-draw", daemon=True)
         draw.thread.start()
 
+    @_of_the_engine()
     def settle(self, draw: Draw) -> None:
         """Wait for the other thread, and keep what came. Raises what was not the engine's absence."""
         if draw.thread is not None:
@@ -143,12 +172,13 @@ class CompletionSampler:
             draw.thread = None
         error, draw.error = draw.error, None
         if isinstance(error, EngineUnavailable):
-            self._lost(draw, error)
+            self._interrupted(draw, error)
         elif error is not None:
             raise error
 
+    @_of_the_engine()
     def finish(self, draw: Draw) -> Rollout:
-        """Draw what is missing, and return all of it."""
+        """Draw what is missing, and return all of it. Raises EngineLost if the engine cannot."""
         self.settle(draw)
         failures = 0
         while missing := draw.missing:
@@ -157,12 +187,8 @@ class CompletionSampler:
                 self._run(draw)
             except EngineUnavailable as error:
                 failures = failures + 1 if draw.missing == missing else 1
-                if failures == FAILURES:
-                    raise EngineLost(
-                        f"rollout.engine: {error}; it failed {FAILURES} times in a row, though it answers in between; "
-                        "its own log says more"
-                    ) from error
-                self._lost(draw, error)
+                _check_failures(failures, error)
+                self._interrupted(draw, error)
         completions = [completion for index in range(len(draw.requests)) for completion in draw.done[index]]
         rollout = assemble(self.policy, draw.examples, completions, self.settings.max_new_tokens, draw.sampling)
         device = rollout.input_ids.device
@@ -174,7 +200,7 @@ class CompletionSampler:
             ),
         )
 
-    def _lost(self, draw: Draw, error: EngineUnavailable) -> None:
+    def _interrupted(self, draw: Draw, error: EngineUnavailable) -> None:
         """Say that the engine is gone; what it has of the policy is not known."""
         self.sent = None
         say(f"{error}; {len(draw.done)} of {len(draw.requests)} prompts have their completions")
@@ -185,25 +211,49 @@ class CompletionSampler:
         started = time.perf_counter()
         try:
             for index, completions in self.engine.generate([draw.requests[i] for i in missing], draw.sampling):
+                request = draw.requests[missing[index]]
+                if len(completions) != request.n:
+                    raise _wrong(f"{len(completions)} completions of a prompt, expected {request.n}")
                 for completion in completions:
-                    self._check(completion, expected)
+                    self._check(completion, request, expected)
                 draw.done[missing[index]], draw.steps[missing[index]] = completions, step
         finally:
             draw.seconds += time.perf_counter() - started
 
-    def _check(self, completion: Completion, expected: str | None) -> None:
-        """Raise UserError for a completion that the policy's weights cannot have drawn."""
+    def _check(self, completion: Completion, request: Request, expected: str | None) -> None:
+        """Raise UserError for what is no completion of the policy, and EngineFailed for one of other weights."""
         if completion.weights is not None and completion.weights != expected:
-            raise UserError(
-                f"rollout.engine: a completion was drawn with the weights {completion.weights!r}, expected "
-                f"{expected!r}; another run may be using the same engine, and each needs one of its own"
+            # An engine that was started anew in between has those of its checkpoint, until it is given the policy's.
+            raise EngineFailed(
+                f"a completion was drawn with the weights {completion.weights!r}, expected {expected!r}; another run "
+                "may be using the same engine, and each needs one of its own"
             )
-        largest, vocabulary = max(completion.token_ids), self.policy.weight.shape[0]
-        if not 0 <= min(completion.token_ids) <= largest < vocabulary:
-            raise UserError(
-                f"rollout.engine: the engine returned token id {largest}, but the policy's vocabulary ends at "
-                f"{vocabulary - 1}; start it with the policy's model and tokenizer"
+        ids, vocabulary = completion.token_ids, self.policy.weight.shape[0]
+        if not 1 <= len(ids) <= request.max_tokens:
+            raise _wrong(f"a completion of {len(ids)} tokens, expected 1 to {request.max_tokens}")
+        unknown = [token for token in ids if not (isinstance(token, int) and 0 <= token < vocabulary)]
+        if unknown:
+            raise _wrong(
+                f"token id {unknown[0]!r}, but the policy's ids end at {vocabulary - 1}; start it with the policy's "
+                "model and tokenizer"
             )
+        for record, what in ((completion.logprobs, "log-probabilities"), (completion.sampling_mask, "mask rows")):
+            if record is not None and len(record) != len(ids):
+                raise _wrong(f"{len(record)} {what} for {len(ids)} tokens")
+        if completion.logprobs is not None and not all(map(math.isfinite, completion.logprobs)):
+            raise _wrong("a log-probability that is not finite; the policy's weights may be what is not")
+
+
+def _wrong(what: str) -> UserError:
+    return UserError(f"rollout.engine: the engine returned {what}")
+
+
+def _check_failures(count: int, error: EngineUnavailable) -> None:
+    if count == FAILURES:
+        raise EngineLost(
+            f"rollout.engine: {error}; that was {FAILURES} times in a row, though the engine answers in between; its "
+            "own log says more"
+        ) from error
 
 
 def say(text: str) -> None:

@@ -5,10 +5,14 @@ and "fastrl" for a file in shared memory or on a shared disk (`fastrl.integratio
 fastrl is installed beside it). The first two need vLLM in the trainer's environment too: its sender is used as it is.
 """
 
+import fcntl
+import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +29,7 @@ HOW = (
     'GPU) or "fastrl" (a file; fastrl must be installed beside vLLM)'
 )
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "fastrl-weights-"
 
 
 class Control(Protocol):
@@ -66,23 +71,43 @@ class FileTransfer:
 
     def __init__(self, control: Control, dtype: torch.dtype, host: str | None) -> None:
         self.control, self.dtype = control, dtype
-        parent = SHARED_MEMORY if (host is None or is_local(host)) and SHARED_MEMORY.is_dir() else None
-        self.directory = Path(tempfile.mkdtemp(prefix="fastrl-weights-", dir=parent))
+        near = (host is None or is_local(host)) and SHARED_MEMORY.is_dir()
+        self.parent = SHARED_MEMORY if near else Path(tempfile.gettempdir())
+        _remove_abandoned(self.parent)
         control.init_weight_transfer_engine({})
 
     def send(self, version: str, weights: Weights) -> None:
         """Write the file, have it read, remove it."""
-        path = write_weights(self.directory, weights.cast(self.dtype))
-        try:
-            self.control.start_weight_update()
-            self.control.update_weights({"path": str(path)})
-            self.control.finish_weight_update(version)
-        finally:
-            path.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=self.parent, ignore_cleanup_errors=True) as directory:
+            descriptor = os.open(directory, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                path = write_weights(Path(directory), weights.cast(self.dtype))
+                self.control.start_weight_update()
+                self.control.update_weights({"path": str(path)})
+                self.control.finish_weight_update(version)
+            finally:
+                os.close(descriptor)
 
     def close(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Nothing is left behind."""
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what killed trainers left, which may be as large as a model: the lock of a directory ends with its holder.
+
+    One that was made a moment ago may not be locked yet.
+    """
+    for directory in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or gone, or on a file system without locks
+            if time.time() - directory.stat().st_mtime < 60:
+                continue
+            descriptor = os.open(directory, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)
+            finally:
+                os.close(descriptor)
 
 
 def write_weights(directory: Path, weights: Weights) -> Path:

@@ -19,18 +19,18 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, check_truncation, checked
-from fastrl.training.engines.http import Server
-from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
+from fastrl.training.engines.http import HEALTH, Server
+from fastrl.training.engines.protocol import Completion, EngineFailed, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer
 from fastrl.training.engines.vllm_params import sampling_params
 
 GENERATE = "/inference/v1/generate"
-DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
-HINTS = {
-    (GENERATE, 403): "start the server with --enable-scale-out",
-    (GENERATE, 404): "the server has no route for tokens; vLLM 0.32 or later has it",
-    ("/server_info", 404): DEV_MODE,
-    ("/pause", 404): DEV_MODE,
+HINTS: dict[tuple[str, int] | int, str] = {
+    (GENERATE, 403): "start it with --enable-scale-out",
+    (GENERATE, 404): "vLLM 0.32 or later has it, started with --enable-scale-out",
+    ("/detokenize", 404): "start it without --skip-tokenizer-init and --tokens-only",
+    401: "it must be started without --api-key",
+    404: "vLLM 0.32 or later has it, started with VLLM_SERVER_DEV_MODE=1 in its environment",
 }
 
 
@@ -43,7 +43,8 @@ class VLLMServer:
         check_truncation(settings, "vLLM")
         self.policy, self.settings, self.longest = policy, settings, longest
         self.server = Server(settings.url, "vLLM", HINTS)
-        self.transfer: Transfer | None = None
+        self.transfer: Transfer | None = None  # to the server as it was when it was given
+        self.given: str | None = None  # this version of the weights
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """One call of the server for each request."""
@@ -56,66 +57,97 @@ class VLLMServer:
             for request in requests
         ]
         for index, answer in self.server.post_all(GENERATE, bodies, self.settings.timeout):
-            yield index, completions(answer, requests[index], sampling, self.server.url)
+            try:
+                found = completions(answer, requests[index], sampling, self.server.url)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"rollout.url: {self.server.url} answered {GENERATE} in a form that vLLM 0.32 does not have "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+            yield index, found
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Stop the server's other work, replace its weights, and forget the cached states of the old ones."""
-        if self.transfer is None:
-            self.transfer = self._connect()
         try:
-            self.server.post("/pause?mode=abort")
+            if self.transfer is not None and self._version() != self.given:  # it was started anew, and knows none
+                self._disconnect()
+            if self.transfer is None:
+                self.transfer = self._connect()
+            self._post("/pause?mode=abort")
             self.transfer.send(version, weights)
-            self.server.post("/resume")
-            answered = self.server.get("/weight_info").get("weight_version")
+            self._post("/resume")
+            answered = self._version()
         except EngineUnavailable:
-            self.transfer.close()
-            self.transfer = None  # a server that was started anew knows nothing of it
+            self._disconnect()
             raise
         if answered != version:
-            raise UserError(
-                f"rollout.url: vLLM at {self.server.url} has weights {answered!r} after it was given {version!r}; "
-                "another run may be using the same server, and each needs one of its own"
+            raise EngineFailed(
+                f"vLLM at {self.server.url} has the weights {answered!r} after it was given {version!r}; another run "
+                "may be using the same server, and each needs one of its own"
             )
+        self.given = version
 
     def sleep(self) -> None:
         """Free its memory; the weights are discarded, because `wake_up` is followed by new ones."""
-        self.server.post("/sleep?level=2&mode=abort")
+        self._post("/sleep?level=2&mode=abort")
 
     def wake_up(self) -> None:
         """Take the memory again."""
-        self.server.post("/wake_up")
+        self._post("/wake_up")
+
+    def _get(self, path: str, name: str) -> Any:
+        """A field of an answer that is an object."""
+        answer = self.server.get(path)
+        return answer.get(name) if isinstance(answer, Mapping) else None
+
+    def _post(self, path: str) -> None:
+        self.server.post(path, timeout=self.settings.timeout)
+
+    def _version(self) -> Any:
+        """The version of the server's weights: the last that it was given."""
+        return self._get("/weight_info", "weight_version")
+
+    def _disconnect(self) -> None:
+        if self.transfer is not None:
+            self.transfer.close()
+        self.transfer = self.given = None
 
     def _connect(self) -> Transfer:
         """Check that the server is the one that the run needs, and set up the way of its weights."""
-        self.server.get("/health")
-        info = self.server.get("/server_info?config_format=json", timeout=60.0)
+        self.server.get(HEALTH)
+        info = self.server.get("/server_info?config_format=json", timeout=60.0)  # it looks at its machine first
         config = info.get("vllm_config") if isinstance(info, Mapping) else None
         model = config.get("model_config") if isinstance(config, Mapping) else None
         if not isinstance(config, Mapping) or not isinstance(model, Mapping):
             raise UserError(f"rollout.url: {self.server.url} is no vLLM server: /server_info has no model_config")
-        self._check(model)
+        self._check({**model, **(config.get("aux_output_config") or {})})
         check_tokenizer(self.policy.tokenizer, self._decode, f"vLLM at {self.server.url}", "--model or --tokenizer")
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), torch.float32)
-        workers = int(self.server.get("/get_world_size").get("world_size", 1))
-        return make_transfer(backend, HTTPControl(self.server), dtype, self.server.host, workers)
+        if self._get("/is_sleeping", "is_sleeping"):  # since a run that was killed
+            self.wake_up()
+        control = HTTPControl(self.server, self.settings.timeout)
+        return make_transfer(backend, control, dtype, self.server.host, int(self._get("/get_world_size", "world_size")))
 
     def _decode(self, ids: list[int]) -> Any:
-        return self.server.post("/detokenize", {"tokens": ids}).get("prompt")
+        answer = self.server.post("/detokenize", {"tokens": ids}, timeout=self.settings.timeout)
+        return answer.get("prompt") if isinstance(answer, Mapping) else None
 
-    def _check(self, model: Mapping[str, Any]) -> None:
+    def _check(self, options: Mapping[str, Any]) -> None:
         """Raise UserError for an option of the server without which the rollout would be another one."""
         needed = {
             "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs", True),
             "return_sampling_mask": (True, "--return-sampling-mask", self.settings.truncates),
             "enable_return_routed_experts": (True, "--enable-return-routed-experts", self.settings.keep_routing),
+            "enable_sleep_mode": (True, "--enable-sleep-mode", self.settings.sleep),
         }
         for name, (value, option, is_needed) in needed.items():
-            if is_needed and name in model and model[name] != value:
+            if is_needed and name in options and options[name] != value:
                 raise UserError(
-                    f"rollout.url: vLLM at {self.server.url} runs with {name} = {model[name]!r}; start it with {option}"
+                    f"rollout.url: vLLM at {self.server.url} runs with {name} = {options[name]!r}; start it with "
+                    f"{option}"
                 )
-        room = model.get("max_model_len")
+        room = options.get("max_model_len")
         if self.longest is not None and isinstance(room, int) and room < self.longest:
             raise UserError(
                 f"rollout.url: vLLM at {self.server.url} takes {room} tokens of prompt and completion, and this run "
@@ -126,24 +158,35 @@ class VLLMServer:
 class HTTPControl:
     """The steps of a weight update on a server; see `transfer.Control`."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, server: Server, timeout: float) -> None:
+        """`timeout` is the number of seconds that a step may take."""
+        self.server, self.timeout = server, timeout
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self.server.post(path, body, self.timeout)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.server.post("/init_weight_transfer_engine", {"init_info": init_info})
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.server.post("/start_weight_update")
+        try:
+            self._post("/start_weight_update")
+        except EngineFailed as error:
+            if "already active" not in str(error):
+                raise
+            # A trainer that was killed in the middle of an update left it open; all weights follow now.
+            self.finish_weight_update()
+            self._post("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         handles = update_info.get("ipc_handles")
         if handles is not None:  # which JSON cannot hold; vLLM's own client sends them in this form
             pickled = base64.b64encode(pickle.dumps(handles)).decode()
             update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
-        self.server.post("/update_weights", {"update_info": update_info})
+        self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.server.post("/finish_weight_update", {"weight_version": weight_version})
+        self._post("/finish_weight_update", {"weight_version": weight_version})
 
 
 def completions(answer: Any, request: Request, sampling: Sampling, url: str) -> list[Completion]:

@@ -67,7 +67,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 except EngineLost as error:  # before the policy was updated
                     run.step = step - 1
                     run.rollouts.load(before)
-                    raise UserError(f"{error}; {_keep(run, log)}") from error
+                    raise UserError(f"{error}{_keep(run, log)}") from error
                 if run.held_out and due(step, config.evaluation.every, last):
                     try:
                         with timed("time/evaluation", numbers):
@@ -77,7 +77,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 log.write(step, numbers, samples)
                 interrupted = None if last or not signals else signals[0]
                 if lost is not None:
-                    raise UserError(f"{lost}; {_keep(run, log)}") from lost
+                    raise UserError(f"{lost}{_keep(run, log)}") from lost
                 if interrupted or due(step, logging.checkpoint_every, last):
                     log.sync()
                     save_checkpoint(run)
@@ -88,14 +88,14 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 
 
 def _keep(run: Run, log: RunLog) -> str:
-    """Save a run that must end after the steps that it has. Returns what its user can do."""
+    """Save a run that must end after the steps that it has. Returns what its user can do then, if it has any."""
     if run.step == 0:
-        return "no step was done"
+        return ""
     checkpoint = checkpoint_of(run.config.logging, run.step)
     if not checkpoint.exists():
         log.sync()
         save_checkpoint(run)
-    return f"saved in {checkpoint}; the same command with --resume goes on from there"
+    return f"; saved in {checkpoint}; the same command with --resume goes on from there"
 
 
 def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
