@@ -78,11 +78,8 @@ def _make_engine() -> type[Any]:
 
         def start_weight_update(self) -> None:
             self.expected = {name for name, _ in self.model.named_parameters()}  # a tied one once
-            for module in self.model.modules():
-                method: Any = getattr(module, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None and self.device.type == "cpu":
-                    # Experts on a CPU are packed with the kernel's making alone: without this they would stay unpacked.
-                    method.moe_kernel = None
+            if self.device.type == "cpu":
+                _unpack_experts(self.model)
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -98,11 +95,33 @@ def _make_engine() -> type[Any]:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                _pack_tied(self.model)
 
         def shutdown(self) -> None:
             pass
 
     return FileWeightTransferEngine
+
+
+# vLLM 0.32 packs some weights for a CPU's kernels at its start alone: an update would leave old or unpacked ones.
+
+
+def _unpack_experts(model: Any) -> None:
+    """Have a mixture's kernels made anew, which packs the experts."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _pack_tied(model: Any) -> None:
+    """Pack a head that shares the embedding's weight, and so is not loaded itself."""
+    own = {name for name, _ in model.named_parameters()}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if name not in own and getattr(module, "quant_method", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _read(path: str) -> Iterator[tuple[str, Tensor]]:

@@ -59,6 +59,8 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
             "data": {"eval_path": None},
             "logging": {"output_dir": str(tmp_path / folder), "tensorboard": False, "overwrite": False},
         }
+        if tables.get("rollout", {}).get("ahead"):
+            overrides["rollout_correction"] = {"level": "token"}
         for table, fields in tables.items():
             overrides[table] = overrides.get(table, {}) | fields
         return load_settings(Config, EXAMPLE / "config.toml", overrides)

@@ -1,0 +1,163 @@
+"""Whole runs of `fastrl train` with a server: what it is asked for, and when it dies, stays away or comes back."""
+
+import pytest
+from fake_vllm import GENERATE, RESET, first
+from run_files import checkpoints, records, repeatable
+
+import fastrl.training.rl.train as module
+from fastrl.base.errors import UserError
+
+ROUNDING = 1e-5  # float32 of the fake's sequences one at a time against a padded batch
+
+
+@pytest.fixture
+def eval_rows(write_rows):
+    return str(write_rows([{"prompt": "12=", "answer": "21"}, {"prompt": "34=", "answer": "43"}]))
+
+
+@pytest.fixture
+def fail_at(monkeypatch):
+    """Have the update of that step (1, 2, ...) fail, in the next run alone."""
+
+    def fail(config, step, resume=False):
+        update = module.update
+
+        def failing(run, rollout):
+            if run.step == step:
+                if run.rollouts.begun is not None:
+                    run.rollouts.begun.thread.join()  # the next batch has been drawn
+                raise RuntimeError("mine")
+            return update(run, rollout)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "update", failing)
+            with pytest.raises(RuntimeError, match="mine"):
+                module.train(config, resume=resume)
+
+    return fail
+
+
+def column(config, name):
+    return [line[name] for line in records(config)]
+
+
+def drawn(server):
+    """Prompt and seed of what was asked for, in an order of its own."""
+    return sorted((tuple(body["token_ids"]), body["sampling_params"]["seed"]) for body in server.asked())
+
+
+def test_each_step_is_drawn_with_the_weights_of_the_last(server, make_config, eval_rows):
+    config = make_config(server.url, data={"eval_path": eval_rows}, evaluation={"every": 3})
+    module.train(config)
+    assert max(column(config, "mismatch/abs_log_ratio")) < ROUNDING
+    assert column(config, "off_policy_steps") == [0, 0, 0]
+    assert all(0 < line["time/weights"] + line["time/engine"] < line["time/step"] for line in records(config))
+    assert "eval/reward" in records(config)[-1]
+    updates = [body["weight_version"] for route, body in server.calls if route == "/finish_weight_update"]
+    assert len(set(updates)) == len(updates) == 4  # three steps, and the evaluation after the last
+    greedy = [body for body in server.asked() if body["sampling_params"]["temperature"] == 0]
+    assert len(greedy) == 2 and len(server.asked()) == 3 * 4 + 2
+
+
+def test_weights_that_do_not_arrive_show_in_the_mismatch(make_server, make_config):
+    config = make_config(make_server(ignores_weights=True).url)
+    module.train(config)
+    assert min(column(config, "mismatch/abs_log_ratio")) > 1000 * ROUNDING
+
+
+def test_the_policy_is_what_is_trained_whoever_draws(server, make_config):
+    """The same run by a server and again by another gives the same numbers: all that is drawn is in the seeds."""
+    one, two = make_config(server.url, "one"), make_config(server.url, "two")
+    module.train(one)
+    server.restart()
+    module.train(two)
+    assert repeatable(one) == repeatable(two)
+
+
+def test_ahead_draws_a_step_with_the_weights_before_its_update(server, make_config):
+    config = make_config(server.url, rollout={"ahead": 1})
+    module.train(config)
+    assert column(config, "off_policy_steps") == [0, 1, 1]
+    assert column(config, "mismatch/abs_log_ratio")[0] < ROUNDING
+    # The first two batches are drawn with the first weights, the third with those after the first step, and no fourth.
+    shown = [route for route in server.routes() if route in ("/finish_weight_update", GENERATE)]
+    assert shown == ["/finish_weight_update", *[GENERATE] * 8, "/finish_weight_update", *[GENERATE] * 4]
+    assert len(set(drawn(server))) == 12
+
+
+def test_a_resumed_run_ahead_draws_the_batch_in_flight_again_and_no_other(server, make_config, fail_at):
+    tables = {"rollout": {"ahead": 1}, "logging": {"checkpoint_every": 1}}
+    whole = make_config(server.url, "whole", **tables)
+    module.train(whole)
+    expected = drawn(server)
+    server.calls.clear()
+    config = make_config(server.url, **tables)
+    fail_at(config, 2)
+    assert checkpoints(config) == ["step-000001"]
+    before = drawn(server)
+    server.calls.clear()
+    module.train(config, resume=True)
+    after = drawn(server)
+    in_flight = sorted(set(before) & set(after))
+    # Steps 2 and 3 were drawn, and trained on in none.
+    assert len(before) == 12 and len(after) == 8 and len(in_flight) == 8
+    assert sorted(set(before) | set(after)) == expected
+    assert column(config, "step") == [1, 2, 3]
+    assert column(config, "off_policy_steps") == [0, 0, 1]
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(server, make_config, fail_at):
+    whole = make_config(server.url, "whole", logging={"checkpoint_every": 1})
+    module.train(whole)
+    config = make_config(server.url, logging={"checkpoint_every": 1})
+    fail_at(config, 3)
+    module.train(config, resume=True)
+    assert repeatable(config) == repeatable(whole)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_server_that_stays_away_ends_the_run_with_all_kept(server, make_config, ahead):
+    rollout = {"ahead": ahead, "timeout": 0.3}
+
+    def dies(make):
+        server.stop()
+        return RESET
+
+    whole = make_config(server.url, "whole", rollout=rollout | {"timeout": 20.0})
+    module.train(whole)
+    expected = drawn(server)
+    server.calls.clear()
+    config = make_config(server.url, rollout=rollout)
+    server.instead[GENERATE] = first(*[None] * 8, dies)  # in the third of three batches
+    with pytest.raises(UserError) as caught:
+        module.train(config)
+    message = str(caught.value)
+    saved = config.logging.output_dir / "checkpoints" / "step-000002"
+    assert "\n" not in message and "waited 0.3 s" in message and "--resume goes on" in message and str(saved) in message
+    assert column(config, "step") == [1, 2]
+    server.start()
+    module.train(config, resume=True)
+    assert column(config, "step") == [1, 2, 3]
+    assert sorted(set(drawn(server))) == expected
+
+
+def test_a_server_that_comes_back_changes_no_number(server, make_config, capfd):
+    whole = make_config(server.url, "whole")
+    module.train(whole)
+
+    def restarts(make):
+        server.restart()
+        return RESET
+
+    config = make_config(server.url)
+    server.instead[GENERATE] = first(*[None] * 6, restarts)
+    module.train(config)
+    assert repeatable(config) == repeatable(whole)
+    assert "prompts have their completions" in capfd.readouterr().err
+
+
+def test_what_is_wrong_with_a_batch_ahead_ends_the_run_with_all_kept(server, make_config):
+    config = make_config(server.url, rollout={"ahead": 1})
+    server.instead[GENERATE] = first(*[None] * 8, lambda make: [])
+    with pytest.raises(UserError, match=r"with no completions of a prompt, expected 2; saved in .*step-000002"):
+        module.train(config)
