@@ -1,4 +1,5 @@
 # Two commands matter: `make demo` trains a small model, `make test` runs the test suite. Both create .venv first.
+# `make engine` creates .venv-engine, in which vLLM runs on a CPU for the tests marked `engine`.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test engine lint format bench clean
 
 # A stamp that a later line of its rule failed after would pass for a whole environment.
 .DELETE_ON_ERROR:
@@ -58,6 +59,20 @@ $(VENV)/.installed-test: $(REQUIREMENTS) Makefile
 
 $(VENV)/.installed-bench: $(REQUIREMENTS)
 	$(call install,bench$(COMMA)train)
+
+# vLLM pins other versions than ours, so it lives apart. Nothing of it but what is pinned by hash is installed.
+ENGINE := .venv-engine
+ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
+ENGINE_REQUIREMENTS := tests/training/engines/requirements.txt
+
+engine: $(ENGINE)/.installed
+
+$(ENGINE)/.installed: $(ENGINE_REQUIREMENTS) $(REQUIREMENTS)
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE_PIP) install --quiet --constraint constraints.txt torch
+	$(ENGINE_PIP) install --quiet --no-deps --require-hashes --requirement $(ENGINE_REQUIREMENTS)
+	$(ENGINE_PIP) install --quiet --no-deps --editable .
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

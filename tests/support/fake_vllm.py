@@ -246,11 +246,12 @@ class FakeVLLM:
         if self.paused or self.sleeping:
             return failure("the engine is paused")
         params, prompt = body["sampling_params"], body["token_ids"]
-        choices = []
         with self.lock:
-            for index in range(params["n"]):
-                generator = torch.Generator().manual_seed(params["seed"] + index)
-                choices.append({"index": index, **self._draw(prompt, params, generator)})
+            rows, scores = self._draw(prompt, params)
+        choices = [
+            {"index": index, **self._choice(len(prompt), params, ids, row)}
+            for index, (ids, row) in enumerate(zip(rows, scores, strict=True))
+        ]
         return {
             "request_id": f"generate-tokens-{body['request_id']}",
             "model": "fake",
@@ -259,29 +260,41 @@ class FakeVLLM:
             "choices": choices,
         }
 
-    def _draw(self, prompt: list[int], params: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
-        ids: list[int] = []
-        content, masks, reason = [], [], "length"
-        while len(ids) < params["max_tokens"]:
-            logits = self.model(torch.tensor([prompt + ids])).logits[0, -1].float()
+    def _draw(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], torch.Tensor]:
+        """n rows of max_tokens ids, and the log-probabilities that they were drawn from, (n, max_tokens, V)."""
+        generators = [torch.Generator().manual_seed(params["seed"] + index) for index in range(params["n"])]
+        ids = torch.tensor([prompt] * params["n"])
+        scores = []
+        for _ in range(params["max_tokens"]):
+            logits = self.model(ids).logits[:, -1].float()
             if params["temperature"]:
                 logits = logits / params["temperature"]
             if params["top_k"]:
-                logits[logits < logits.topk(params["top_k"]).values[-1]] = -torch.inf
-            logprobs = logits.log_softmax(0)
-            drawn = (
-                torch.multinomial(logprobs.exp(), 1, generator=generator) if params["temperature"] else logits.argmax()
-            )
-            token = int(drawn)
-            ids.append(token)
-            masks.append(logits.isfinite().nonzero()[:, 0].tolist())
-            entry = {"token_id": token, "logprob": float(logprobs[token]), "rank": 1}
-            content.append({**entry, "top_logprobs": [entry]})
-            text = self.text.decode(ids)
+                least = logits.topk(params["top_k"]).values[:, -1:]
+                logits = logits.where(logits >= least, -torch.inf)
+            scores.append(logits.log_softmax(1))
+            if params["temperature"]:
+                rows = zip(scores[-1].exp(), generators, strict=True)
+                drawn = torch.stack([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
+            else:
+                drawn = logits.argmax(1, keepdim=True)
+            ids = torch.cat([ids, drawn], 1)
+        return ids[:, len(prompt) :].tolist(), torch.stack(scores, 1)
+
+    def _choice(self, prompt: int, params: dict[str, Any], ids: list[int], scores: torch.Tensor) -> dict[str, Any]:
+        """A completion in the answer's form, up to the token that ends it. `prompt` is the number of its tokens."""
+        reason = "length"
+        for count, token in enumerate(ids, 1):
+            text = self.text.decode(ids[:count])
             if token in params["stop_token_ids"] or any(stop in text for stop in params["stop"]):
-                reason = "stop"
+                ids, reason = ids[:count], "stop"
                 break
-        experts = numpy.zeros((len(prompt) + len(ids) - 1, 1, 2), dtype=numpy.uint8)
+        content, masks = [], []
+        for token, row in zip(ids, scores, strict=False):
+            entry = {"token_id": token, "logprob": float(row[token]), "rank": 1}
+            content.append({**entry, "top_logprobs": [entry]})
+            masks.append(row.isfinite().nonzero()[:, 0].tolist())
+        experts = numpy.zeros((prompt + len(ids) - 1, 1, 2), dtype=numpy.uint8)
         experts[..., 1] = 1
         return {
             "finish_reason": reason,
