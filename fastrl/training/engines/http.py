@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ class Server:
             "timeout": httpx.Timeout(PATIENCE, read=None, pool=None),
             "limits": httpx.Limits(max_connections=CONNECTIONS),
             "trust_env": False,  # a proxy of the environment is for the outside
+            # Made once: a client of its own would read all certificates, also where none is needed.
+            "verify": ssl.create_default_context() if parts.scheme == "https" else False,
         }
         self.client = httpx.Client(**self.options)
 

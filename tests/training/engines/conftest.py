@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,17 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-@pytest.fixture
-def policy(tmp_path: Path) -> Policy:
-    """A random one, whose next tokens are far from uniform."""
+@pytest.fixture(scope="package")
+def initial_policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     torch.manual_seed(0)
-    return load_policy(
-        ModelConfig(config=narrowed(tmp_path, initializer_range=0.5), tokenizer=TOKENIZER), torch.device("cpu")
-    )
+    config = narrowed(tmp_path_factory.mktemp("policy"), initializer_range=0.5)
+    return load_policy(ModelConfig(config=config, tokenizer=TOKENIZER), torch.device("cpu"))
+
+
+@pytest.fixture
+def policy(initial_policy: Policy) -> Policy:
+    """A random one, whose next tokens are far from uniform."""
+    return copy.deepcopy(initial_policy)
 
 
 @pytest.fixture
