@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -188,42 +189,25 @@ def test_a_server_that_dies_in_the_middle_is_asked_for_the_rest_alone(server, ma
     """It comes back with the weights of its checkpoint, so it gets the policy's again."""
     whole = make_sampler(server.url).draw(ROWS)
     server.calls.clear()
-    answered = []
-
-    def two_then_none(make):
-        if len(answered) == 2:
-            if not server.gone.is_set():
-                threading.Thread(target=server.restart).start()
-                server.gone.wait()
-            return RESET
-        answer = make()
-        answered.append(answer["request_id"])
-        return answer
-
-    serial = threading.Lock()
-
-    def one_at_a_time(make):
-        with serial:
-            return two_then_none(make)
-
-    server.instead[GENERATE] = one_at_a_time
     sampler = make_sampler(server.url)
+    draw, kept, once = sampler.ask(ROWS), [], threading.Lock()
 
-    original = sampler.engine.update_weights
+    def dies(make):
+        while len(draw.done) < 2:
+            time.sleep(0.001)
+        if once.acquire(blocking=False):
+            kept.extend(draw.requests[index].id for index in draw.done)
+            server.restart()
+        return RESET
 
-    def update(*arguments):
-        original(*arguments)
-        if len(answered) == 2:  # the server that came back
-            server.instead.clear()
-
-    sampler.engine.update_weights = update
-    rollout = sampler.draw(ROWS)
+    server.instead[GENERATE] = first(None, None, *[dies] * 4)
+    sampler.ready()
+    rollout = sampler.finish(draw)
     assert torch.equal(rollout.targets, whole.targets)
     assert mismatch(policy, rollout) < 1e-5
     asked = [body["request_id"] for body in server.asked()]
-    kept = [name.removeprefix("generate-tokens-") for name in answered]
-    assert all(asked.count(name) == 1 for name in kept)
-    assert sorted(set(asked)) == sorted({f"fastrl-{sampler.run}-{3 * i}" for i in range(6)})
+    assert len(kept) == 2 and all(asked.count(name) == 1 for name in kept)
+    assert set(asked) == {request.id for request in draw.requests}
     assert server.routes().count("/update_weights") == 2
     assert "2 of 6 prompts have their completions" in capfd.readouterr().err
 
