@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling
+from fastrl.training.engines.protocol import Completion, EngineFailed, Request, Sampling
 
 PROBES = 64  # tokens, spread over the vocabulary, that must mean the same on both sides
 
@@ -55,7 +55,7 @@ def checked(drawn: Drawn, request: Request, sampling: Sampling, wrong: Callable[
         shown = len(ids) if isinstance(ids, list) else ids
         raise wrong(f"with {shown} token ids in a completion, expected 1 to {request.max_tokens}")
     if reason not in ("stop", "length"):
-        raise EngineUnavailable(f"The engine ended a completion before its end (finish_reason {reason!r})")
+        raise EngineFailed(f"The engine ended a completion before its end (finish_reason {reason!r})")
     logprobs = mask = None
     if sampling.logprobs:
         if drawn.logprobs is None or [token for token, _ in drawn.logprobs] != ids:
