@@ -127,6 +127,7 @@ FROM_INDEX = re.compile(
     r"""\bpip3?\s+install\b[^`\n]*?[\s'"]fastrl([-_]lm)?(?=[\s'"\[<>=~!`,;)]|[.:](\s|$)|$)|\bfastrl([-_]lm)?\[[a-z,]+\]"""
 )
 WRITTEN = {".py", ".md", ".toml", ".txt", ".sh", ".in", ".cfg", ".ini", ".yml", ".yaml", *SHIPPED, ""}
+NOT_OURS = (".venv", ".venv-engine", ".git", "build", "dist", "runs")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_no_file_says_to_install_fastrl_from_an_index():
     told = []
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
-        if path.suffix not in WRITTEN or not path.is_file() or parts[0] in (".venv", ".git", "build", "dist", "runs"):
+        if path.suffix not in WRITTEN or not path.is_file() or parts[0] in NOT_OURS:
             continue
         if any(part.endswith((".egg-info", "_cache", "__pycache__")) for part in parts):
             continue

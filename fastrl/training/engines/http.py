@@ -22,7 +22,7 @@ HEALTH = "/health"
 class Server:
     """Calls to a server. `hints` say for a path and status, or for a status, what its user must change."""
 
-    def __init__(self, url: str, name: str, hints: Mapping[tuple[str, int] | int, str] | None = None) -> None:
+    def __init__(self, url: str, name: str, hints: Mapping[Any, str] | None = None) -> None:
         parts = urlsplit(url)
         try:
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
