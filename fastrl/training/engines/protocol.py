@@ -88,10 +88,10 @@ class Weights(Protocol):
     """The policy's weights in the format of its checkpoint, made anew at each iteration."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and full tensor of each parameter; a tied one once."""
+        """Name and full tensor of each parameter, a tied one once, and of each buffer that the checkpoint has."""
 
     def cast(self, dtype: torch.dtype) -> "Weights":
-        """The same weights in another dtype."""
+        """The same weights with parameters of another dtype."""
 
 
 class Engine(Protocol):

@@ -19,20 +19,27 @@ class PolicyWeights:
     dtype: torch.dtype = torch.float32
 
     def cast(self, dtype: torch.dtype) -> "PolicyWeights":
-        """The same weights in another dtype."""
+        """The same weights with parameters of another dtype; buffers keep theirs."""
         return replace(self, dtype=dtype)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         model: Any = self.policy.model
-        if not self.policy.has_adapters:
-            named = dict(model.named_parameters())  # which names a tied weight once
-        else:
+        if self.policy.has_adapters:
             model = model.get_base_model()
-            named = _merged(model)
+        named = _merged(model) if self.policy.has_adapters else dict(_saved(model))
+        # A bias that chooses experts is float32 in checkpoints and engines of any dtype: rounded, it chooses others.
+        buffers = {id(tensor) for tensor in model.buffers()}
         # transformers holds some weights, such as a mixture's experts, in another form than the checkpoint.
         for name, tensor in revert_weight_conversion(model, named).items():
-            yield name, tensor.detach().to(self.dtype)
+            yield name, tensor.detach() if id(tensor) in buffers else tensor.detach().to(self.dtype)
+
+
+def _saved(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model, a tied one once, and the buffers that its checkpoint has."""
+    yield from model.named_parameters()
+    names = model.state_dict().keys()
+    yield from ((name, tensor) for name, tensor in model.named_buffers() if name in names)
 
 
 def _merged(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -41,7 +48,7 @@ def _merged(model: torch.nn.Module) -> dict[str, Tensor]:
 
     named: dict[str, Tensor] = {}
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    for name, tensor in model.named_parameters():
+    for name, tensor in _saved(model):
         owner, _, parameter = name.rpartition(".")
         if any(name.startswith(f"{layer}.") and not name.startswith(f"{layer}.base_layer.") for layer in layers):
             continue  # an adapter's own

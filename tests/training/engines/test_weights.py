@@ -1,0 +1,51 @@
+"""What an engine gets of a policy: all that its checkpoint has, with adapters added as peft adds them."""
+
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from digit_models import add_noise
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+
+from fastrl.training.engines.weights import PolicyWeights
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}  # fmt: skip
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's own, for mixtures
+@pytest.mark.parametrize("targets", ["all-linear", ATTENTION], ids=["all", "attention"])
+@pytest.mark.parametrize(("kind", "values"), [("qwen3", {}), ("qwen3_moe", MIXTURE), ("olmoe", MIXTURE)])
+def test_adapters_are_merged_into_the_checkpoints_weights(kind, values, targets):
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=2, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model(kind, vocab_size=32, **values), settings)
+    add_noise(0.1, model)  # adapters start from 0
+    found = dict(PolicyWeights(SimpleNamespace(model=model, has_adapters=True)))
+    merged = model.merge_and_unload()
+    expected = dict(PolicyWeights(SimpleNamespace(model=merged, has_adapters=False)))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_bias_that_chooses_experts_is_sent_and_not_rounded(tmp_path, adapters):
+    """It is no parameter but a buffer, which the checkpoint has in float32 whatever the type of the rest."""
+    model = tiny_model("deepseek_v3", vocab_size=32, **DEEPSEEK)
+    biases = {name: x.normal_() for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model.save_pretrained(tmp_path)
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    found = dict(PolicyWeights(SimpleNamespace(model=model, has_adapters=adapters)).cast(torch.bfloat16))
+    assert found.keys() == load_file(tmp_path / "model.safetensors").keys() and biases
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    assert all(tensor.dtype == torch.bfloat16 for name, tensor in found.items() if name not in biases)
