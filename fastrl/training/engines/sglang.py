@@ -17,10 +17,8 @@ SGLang was run. What they say, and what follows:
 
 import base64
 import binascii
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -33,7 +31,7 @@ from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, check_truncation, checked
 from fastrl.training.engines.http import Server
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
-from fastrl.training.engines.transfer import SHARED_MEMORY, is_local, write_weights
+from fastrl.training.engines.transfer import weights_file
 
 GENERATE = "/generate"
 HINTS = dict.fromkeys([("/server_info", 404), ("/detokenize", 404)], "SGLang's later 0.5 versions have it")
@@ -58,22 +56,25 @@ class SGLangServer:
         found: list[dict[int, Completion]] = [{} for _ in requests]
         for place, answer in self.server.post_all(GENERATE, bodies, self.settings.timeout):
             index, number = places[place]
-            found[index][number] = self._completion(answer, requests[index], sampling)
+            try:
+                found[index][number] = self._completion(answer, requests[index], sampling)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"rollout.url: {self.server.url} answered {GENERATE} in a form that SGLang 0.5 does not have "
+                    f"({type(error).__name__}: {error})"
+                ) from error
             if len(found[index]) == requests[index].n:
                 yield index, [completion for _, completion in sorted(found[index].items())]
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Stop the server's other work, replace its weights, and forget the cached states of the old ones."""
-        near = is_local(self.server.host) and SHARED_MEMORY.is_dir()
         try:
             if not self.is_checked:
                 self._check()
             self._post("/pause_generation", {"mode": "abort"})
-            with tempfile.TemporaryDirectory(
-                prefix="fastrl-sglang-", dir=SHARED_MEMORY if near else None, ignore_cleanup_errors=True
-            ) as folder:
-                write_weights(Path(folder), weights.cast(self.policy.dtype))
-                self._post("/update_weights_from_disk", {"model_path": folder, "weight_version": version})
+            with weights_file(weights.cast(self.policy.dtype), self.server.host) as path:
+                body = {"model_path": str(path.parent), "weight_version": version}
+                self._post("/update_weights_from_disk", body)
             self._post("/continue_generation")
         except EngineUnavailable:
             self.is_checked = False  # another one may be started in its place

@@ -12,11 +12,12 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -70,27 +71,36 @@ class FileTransfer:
     """A safetensors file, in shared memory for an engine on this machine, else in the directory for temporary files."""
 
     def __init__(self, control: Control, dtype: torch.dtype, host: str | None) -> None:
-        self.control, self.dtype = control, dtype
-        near = (host is None or is_local(host)) and SHARED_MEMORY.is_dir()
-        self.parent = SHARED_MEMORY if near else Path(tempfile.gettempdir())
-        _remove_abandoned(self.parent)
+        self.control, self.dtype, self.host = control, dtype, host
         control.init_weight_transfer_engine({})
 
     def send(self, version: str, weights: Weights) -> None:
         """Write the file, have it read, remove it."""
-        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=self.parent, ignore_cleanup_errors=True) as directory:
-            descriptor = os.open(directory, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                path = write_weights(Path(directory), weights.cast(self.dtype))
-                self.control.start_weight_update()
-                self.control.update_weights({"path": str(path)})
-                self.control.finish_weight_update(version)
-            finally:
-                os.close(descriptor)
+        with weights_file(weights.cast(self.dtype), self.host) as path:
+            self.control.start_weight_update()
+            self.control.update_weights({"path": str(path)})
+            self.control.finish_weight_update(version)
 
     def close(self) -> None:
         """Nothing is left behind."""
+
+
+@contextmanager
+def weights_file(weights: Weights, host: str | None) -> Iterator[Path]:
+    """The path of a file with the weights that an engine on this host (None: here) can read, in a directory of its own.
+
+    Raises UserError if there is no room for it.
+    """
+    near = (host is None or is_local(host)) and SHARED_MEMORY.is_dir()
+    parent = SHARED_MEMORY if near else Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield write_weights(Path(directory), weights)
+        finally:
+            os.close(descriptor)
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -115,9 +125,11 @@ def write_weights(directory: Path, weights: Weights) -> Path:
     path = directory / "model.safetensors"
     try:
         save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         path.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot write the weights for the engine: {error}") from error
+        hint = "; a container has as much shared memory as it is given (docker's --shm-size)"
+        shared = hint if directory.is_relative_to(SHARED_MEMORY) else ""
+        raise UserError(f"{path}: cannot write the weights for the engine: {error}{shared}") from error
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -162,6 +163,18 @@ def test_weights_go_through_a_file_while_it_is_paused(server: FakeSGLang, policy
     assert server.routes() == checks + 2 * update and server.version == "w2"
 
 
+def test_what_a_killed_trainer_left_is_removed(
+    server: FakeSGLang, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastrl.training.engines.transfer.SHARED_MEMORY", tmp_path)
+    engine = engine_of(server, policy)
+    folder = tmp_path / Path(server.calls[4][1]["model_path"]).name
+    folder.mkdir()  # as if it had been killed while the server read
+    os.utime(folder, (0, 0))
+    engine.update_weights("w2", PolicyWeights(policy))
+    assert not folder.exists()
+
+
 def test_sleep_frees_all_memory(server: FakeSGLang, policy: Policy) -> None:
     server.options = {"enable_memory_saver": True}
     engine = engine_of(server, policy, sleep=True)
@@ -239,6 +252,21 @@ WRONG = {
     "no mask": ({"output_token_sampling_mask": None}, "without a usable sampling mask"),
     "a short mask": ({"output_token_sampling_mask": [[1], [5]]}, "with 2 rows in a sampling mask of 3 tokens"),
 }
+
+
+FORMS: dict[str, Any] = {
+    "numbers for lists": {"output_token_logprobs": [-1.0, -2.0, -0.5]},
+    "a log-probability that is null": {"output_token_sampling_logprobs": [None] * 3},
+    "a number for a list": {"output_token_logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_an_answer_in_another_form(server: FakeSGLang, policy: Policy, case: str) -> None:
+    server.meta = FORMS[case]
+    engine = engine_of(server, policy, top_k=4)
+    with pytest.raises(UserError, match=rf"{server.url} answered /generate in a form that SGLang 0.5 does not have"):
+        drawn(engine, policy)
 
 
 @pytest.mark.parametrize("case", WRONG)

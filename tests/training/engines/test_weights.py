@@ -1,5 +1,7 @@
 """What an engine gets of a policy: all that its checkpoint has, with adapters added as peft adds them."""
 
+import resource
+import signal
 from types import SimpleNamespace
 
 import peft
@@ -9,6 +11,8 @@ from digit_models import add_noise
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
+from fastrl.base.errors import UserError
+from fastrl.training.engines import transfer
 from fastrl.training.engines.weights import PolicyWeights
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -49,3 +53,18 @@ def test_a_bias_that_chooses_experts_is_sent_and_not_rounded(tmp_path, adapters)
     assert found.keys() == load_file(tmp_path / "model.safetensors").keys() and biases
     assert all(torch.equal(found[name], bias) for name, bias in biases.items())
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in found.items() if name not in biases)
+
+
+def test_no_room_for_the_file_is_an_error_that_says_what_helps(tmp_path, monkeypatch):
+    """A container has 64 MiB of shared memory unless it is given more. The limit here is one of a file's size."""
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
+    weights = PolicyWeights(SimpleNamespace(model=tiny_model("qwen3", vocab_size=32), has_adapters=False))
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write the weights for the engine: .*--shm-size"):
+            transfer.write_weights(tmp_path, weights)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
