@@ -330,8 +330,9 @@ class Config(Section):
                 f"training.minibatches: expected at most the rollout's {sequences} sequences, got "
                 f"{self.training.minibatches}"
             )
-        corrected = self.rollout_correction is not None or objective.off_policy_delta is not None
-        if self.rollout.ahead and not (corrected or objective.rollout_correction or objective.gate.reads_rollout):
+        corrected = self.rollout_correction is not None or objective.rollout_correction is not None
+        corrected = corrected or objective.off_policy_delta is not None or objective.gate.reads_rollout
+        if self.rollout.ahead and self.has_policy_loss and not corrected:  # a divergence alone has nothing to correct
             raise ValueError(
                 "rollout.ahead: its completions are a step old, so their weights must be corrected; add a table "
                 "[rollout_correction]"

@@ -384,6 +384,15 @@ def test_settings_that_cannot_be_used_are_refused(make_config, tables, expected)
         make_config(**tables | {"distillation": {"teacher": "somewhere"} | tables.get("distillation", {})})
 
 
+def test_drawing_ahead_needs_a_correction_where_the_objective_learns(make_config):
+    """A divergence alone compares two policies at tokens of any sampler, and takes no [rollout_correction]."""
+    ahead = {"engine": "vllm", "ahead": 1}
+    assert make_config(rollout=ahead, distillation={"teacher": "somewhere"}).rollout.ahead
+    for tables in ({}, {"distillation": {"teacher": "somewhere", "form": "sampled"}}):
+        with pytest.raises(UserError, match=r"rollout\.ahead: .* add a table \[rollout_correction\]"):
+            make_config(rollout=ahead, **tables)
+
+
 @pytest.mark.parametrize("form", ["full", "sampled"])
 def test_what_is_not_needed_may_be_left_out_and_what_is_may_not(config, teacher, form):
     distillation = {"teacher": teacher, "form": form}
