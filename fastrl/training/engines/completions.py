@@ -36,6 +36,17 @@ def check_tokenizer(
         )
 
 
+def check_weights(completions: Iterable[Completion], expected: str | None) -> None:
+    """Raise EngineFailed for a completion of other weights than these."""
+    for completion in completions:
+        if completion.weights is not None and completion.weights != expected:
+            # An engine that was started anew in between has those of its checkpoint, until it is given the policy's.
+            raise EngineFailed(
+                f"a completion was drawn with the weights {completion.weights!r}, expected {expected!r}; another run "
+                "may be using the same engine, and each needs one of its own"
+            )
+
+
 @dataclass(frozen=True)
 class Drawn:
     """The fields of an engine's completion, not checked yet."""

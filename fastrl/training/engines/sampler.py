@@ -1,6 +1,7 @@
 """Draws rollouts from an engine: gives it the policy's weights, waits for it when it dies, checks what it returns."""
 
 import hashlib
+import itertools
 import math
 import secrets
 import sys
@@ -18,6 +19,7 @@ from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.assembly import assemble
+from fastrl.training.engines.completions import check_weights
 from fastrl.training.engines.protocol import (
     Completion,
     Engine,
@@ -73,7 +75,8 @@ class CompletionSampler:
 
     def __init__(self, engine: Engine, policy: Policy, settings: RolloutConfig, seed: int) -> None:
         self.engine, self.policy, self.settings, self.seed = engine, policy, settings, seed
-        self.drawn = 0  # completions asked for so far
+        self.drawn = 0  # completions of the run that were asked for so far
+        self.names = itertools.count()
         self.step = 0  # after which the policy has its present weights; set by the loop
         self.sent: str | None = None  # the version that the engine has, if it has the policy's
         self.asleep = False
@@ -134,30 +137,43 @@ class CompletionSampler:
 
     # --- completions ------------------------------------------------------------------------------------------------
 
-    def draw(self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True) -> Rollout:
-        """One completion for each example (repeat one to sample it several times), sampled or greedy."""
-        draw = self.ask(examples, greedy=greedy, record=record)
+    def draw(
+        self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True, apart: bool = False
+    ) -> Rollout:
+        """One completion for each example (repeat one to sample it several times), sampled or greedy; see `ask`."""
+        draw = self.ask(examples, greedy=greedy, record=record, apart=apart)
         self.ready()
         return self.finish(draw)
 
-    def ask(self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True) -> Draw:
-        """What is to be drawn; nothing is yet."""
+    def ask(
+        self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True, apart: bool = False
+    ) -> Draw:
+        """What is to be drawn; nothing is yet.
+
+        With `apart` it is no part of the run: its seeds are the same each time, and none of the run's are used up.
+        """
         sampling = Sampling.of(self.settings, self.policy.eos_token_ids, greedy, record)
-        requests, first = [], self.drawn
+        requests, first, series = [], 0 if apart else self.drawn, "apart " if apart else ""
+        number = first
         for example, n in _runs(examples):
-            name = f"fastrl-{self.run}-{self.drawn}"
+            name = f"fastrl-{self.run}-{next(self.names)}"
             # Distant seeds: an engine may add to one for each completion of a request.
-            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {self.drawn}".encode()).digest()[:6], "big")
+            text = f"{self.seed} {series}{number}"
+            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
             requests.append(Request(name, example.token_ids, n, self.settings.max_new_tokens, seed, example))
-            self.drawn += n
+            number += n
+        if not apart:
+            self.drawn = number
         return Draw(examples, requests, sampling, first)
 
     def start(self, draw: Draw) -> None:
         """Draw in another thread, while the policy may change; `finish` does the rest."""
 
+        version, step = self.sent, self.step  # of now: the policy may be updated before the thread comes to it
+
         def work() -> None:
             try:
-                self._run(draw)
+                self._run(draw, version, step)
             except BaseException as error:
                 draw.error = error
 
@@ -184,7 +200,7 @@ class CompletionSampler:
         while missing := draw.missing:
             self.ready()
             try:
-                self._run(draw)
+                self._run(draw, self.sent, self.step)
             except EngineUnavailable as error:
                 failures = failures + 1 if draw.missing == missing else 1
                 _check_failures(failures, error)
@@ -205,29 +221,26 @@ class CompletionSampler:
         self.sent = None
         say(f"{error}; {len(draw.done)} of {len(draw.requests)} prompts have their completions")
 
-    def _run(self, draw: Draw) -> None:
-        """Draw what is missing until all is there or the engine fails."""
-        missing, expected, step = draw.missing, self.sent, self.step
+    def _run(self, draw: Draw, expected: str | None, step: int) -> None:
+        """Draw what is missing, with this version of the weights, until all is there or the engine fails."""
+        missing = draw.missing
         started = time.perf_counter()
         try:
             for index, completions in self.engine.generate([draw.requests[i] for i in missing], draw.sampling):
                 request = draw.requests[missing[index]]
                 if len(completions) != request.n:
                     raise _wrong(f"{len(completions)} completions of a prompt, expected {request.n}")
+                check_weights(completions, expected)
                 for completion in completions:
-                    self._check(completion, request, expected)
+                    self._check(completion, request)
                 draw.done[missing[index]], draw.steps[missing[index]] = completions, step
         finally:
             draw.seconds += time.perf_counter() - started
+        if draw.missing:  # or it would be asked for them forever
+            raise _wrong(f"the completions of {len(missing) - len(draw.missing)} of {len(missing)} prompts")
 
-    def _check(self, completion: Completion, request: Request, expected: str | None) -> None:
-        """Raise UserError for what is no completion of the policy, and EngineFailed for one of other weights."""
-        if completion.weights is not None and completion.weights != expected:
-            # An engine that was started anew in between has those of its checkpoint, until it is given the policy's.
-            raise EngineFailed(
-                f"a completion was drawn with the weights {completion.weights!r}, expected {expected!r}; another run "
-                "may be using the same engine, and each needs one of its own"
-            )
+    def _check(self, completion: Completion, request: Request) -> None:
+        """Raise UserError for what is no completion of the policy."""
         ids, vocabulary = completion.token_ids, self.policy.weight.shape[0]
         if not 1 <= len(ids) <= request.max_tokens:
             raise _wrong(f"a completion of {len(ids)} tokens, expected 1 to {request.max_tokens}")

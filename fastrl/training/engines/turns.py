@@ -23,6 +23,7 @@ from fastrl.training.common.data import Example
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import as_trl, describe_error, import_function, wait_for
 from fastrl.training.common.transcript import Transcript
+from fastrl.training.engines.completions import check_weights
 from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling, Weights
 
 # Stands for what the policy wrote where the chat template renders an answer. Templates rewrite history (they drop the
@@ -277,10 +278,17 @@ class Turns:
             else:
                 asked.append(request)
                 askers.append([Dialogue(request, number) for number in range(request.n)])
+        answered = 0
         for index, turns in self.engine.generate(asked, sampling) if asked else ():
+            check_weights(turns, self.version)  # before one of old weights is kept for later turns
             for dialogue, turn in zip(askers[index], turns, strict=True):
                 dialogue.add_turn(turn, self.tools.policy.tokenizer)
             self.begun.setdefault(askers[index][0].request.id, askers[index])
+            answered += 1
+        if answered < len(asked):
+            raise UserError(
+                f"rollout.engine: the engine returned the completions of {answered} of {len(asked)} prompts"
+            )
 
     def _answer(self, dialogues: Sequence[Dialogue]) -> None:
         """The tools' answer to each turn that ended, or the completion's end."""

@@ -59,7 +59,7 @@ class Rollouts:
             self.completions.settle(self.begun)
         engine = self.completions.engine
         seconds = engine.seconds if isinstance(engine, Turns) else 0.0
-        rollout = self.completions.draw(examples, greedy=greedy, record=False)
+        rollout = self.completions.draw(examples, greedy=greedy, record=False, apart=True)
         if isinstance(engine, Turns):
             engine.seconds = seconds  # the evaluation's are in time/evaluation
         if self.settings.sleep:

@@ -120,6 +120,25 @@ def test_weights_are_sent_when_they_changed_and_removed(server, make_sampler):
     ]  # fmt: skip
 
 
+def test_a_thread_that_starts_late_draws_with_the_weights_of_its_start(server, make_sampler, monkeypatch):
+    class Late:
+        """A thread that runs when it is waited for."""
+
+        def __init__(self, target, **options):
+            self.join = target
+
+        def start(self):
+            pass
+
+    monkeypatch.setattr("fastrl.training.engines.sampler.Thread", Late)
+    sampler = make_sampler(server.url)
+    draw = sampler.ask(ROWS)
+    sampler.ready()
+    sampler.start(draw)
+    sampler.step += 1  # the update is done before the thread begins
+    assert not sampler.finish(draw).weights_step.any()
+
+
 def test_what_a_killed_trainer_left_is_removed_and_no_more(server, make_sampler, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
     left, fresh, other = (tmp_path / name for name in ("fastrl-weights-left", "fastrl-weights-fresh", "other"))

@@ -1,6 +1,7 @@
 """Rollouts of several turns: whose turn it is, what engine and tools are asked, what the rollout says of tokens."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -208,6 +209,34 @@ def test_the_weights_of_every_turn_are_checked(policy, draw, write_tools):
     script = Script(policy, LINES, weights=lambda request: script.version if len(request.token_ids) < 4 else "other")
     with pytest.raises(UserError, match=r"drawn with the weights '.*other.*', expected"):
         draw(None, write_tools(TOOLS), script=script)
+
+
+def test_turns_of_an_engine_that_lost_its_weights_are_drawn_again(policy, draw, write_tools):
+    """All second turns at once: each of them must not count as another failure."""
+    lines = LINES | {"45=": "5=", "45=5=7": "3.", "67=": "5=", "67=5=7": "4."}
+    examples = [*EXAMPLES, Example("45=", {}, [6, 7, 1], "f:3"), Example("67=", {}, [8, 9, 1], "f:4")]
+    script = Script(policy, lines, weights=lambda request: script.version if script.has_them else "default")
+    original, lost = script.generate, iter([False, True, False])
+
+    def generate(requests, sampling):
+        script.has_them = not next(lost)
+        yield from original(requests, sampling)
+
+    script.generate = generate
+    rollout, _ = draw(None, write_tools(TOOLS), [replace(e, columns={}) for e in examples], script=script)
+    assert completion_texts(policy, rollout) == ["5=71", "6=72", "5=73", "5=74"]
+    assert [len(call) for call in script.calls] == [4, 4, 4]
+
+
+def test_an_engine_that_leaves_a_prompt_out(policy, draw, write_tools):
+    script = Script(policy, LINES)
+    original = script.generate
+    script.generate = lambda requests, sampling: original(requests[:1], sampling)
+    with pytest.raises(UserError, match="the engine returned the completions of 1 of 2 prompts"):
+        draw(None, write_tools(TOOLS), script=script)
+    sampler = CompletionSampler(script, policy, RolloutConfig(max_new_tokens=8, stop=["="]), 0)
+    with pytest.raises(UserError, match="the engine returned the completions of 1 of 2 prompts"):
+        sampler.draw(EXAMPLES)
 
 
 # --- what tools may return ------------------------------------------------------------------------------------------
