@@ -42,6 +42,10 @@ FREE = (
     "training.memory_budget",
     "training.max_skipped_updates",
     "rollout.batch_size",
+    "rollout.url",  # the same engine in another place, or with other limits
+    "rollout.timeout",
+    "rollout.sleep",
+    "rollout.engine_options",
     "data.overlong_prompts",  # no overlong prompt was drawn under either
 )
 

@@ -8,6 +8,7 @@ import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 
 ROUNDING = 1e-5  # float32 of the fake's sequences one at a time against a padded batch
+HELD_OUT = {(3, 4, 1), (5, 6, 1)}  # the tokens of `eval_rows`
 
 
 @pytest.fixture
@@ -113,6 +114,31 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(server, make_config, 
     fail_at(config, 3)
     module.train(config, resume=True)
     assert repeatable(config) == repeatable(whole)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_evaluation_uses_up_no_seeds(server, make_config, eval_rows, fail_at, ahead):
+    """How often a run is evaluated, and where it is resumed, changes nothing that it learns from."""
+    tables = {"rollout": {"ahead": ahead}, "logging": {"checkpoint_every": 1}}
+    module.train(make_config(server.url, "without", **tables))
+    expected = drawn(server)
+    server.calls.clear()
+    evaluation = {"every": 1, "metrics": ["fastrl.rewards.exact"], "samples": 2, "k": [1]}
+    config = make_config(server.url, data={"eval_path": eval_rows}, evaluation=evaluation, **tables)
+    fail_at(config, 2)
+    module.train(config, resume=True)
+    assert {entry for entry in drawn(server) if entry[0] not in HELD_OUT} == set(expected)
+    sampled = [body for body in server.asked() if tuple(body["token_ids"]) in HELD_OUT]
+    sampled = [body["sampling_params"]["seed"] for body in sampled if body["sampling_params"]["temperature"] > 0]
+    assert len(sampled) == 3 * 2 and len(set(sampled)) == 2  # the same each time
+
+
+def test_a_run_goes_on_with_its_engine_in_another_place(make_server, make_config, fail_at):
+    config = make_config(make_server().url, logging={"checkpoint_every": 1})
+    fail_at(config, 2)
+    other = make_server()
+    module.train(make_config(other.url, rollout={"timeout": 30.0}, logging={"checkpoint_every": 1}), resume=True)
+    assert column(config, "step") == [1, 2, 3] and len(other.asked()) == 2 * 4
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
