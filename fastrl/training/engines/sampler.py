@@ -13,6 +13,7 @@ from threading import Thread
 
 import torch
 
+from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
 from fastrl.training.common.policy import Policy
@@ -80,6 +81,7 @@ class CompletionSampler:
         self.step = 0  # after which the policy has its present weights; set by the loop
         self.sent: str | None = None  # the version that the engine has, if it has the policy's
         self.asleep = False
+        self.signals: Sequence[str] = ()  # that ask the run to end; set by the loop
         # Another run with the same steps must not be mistaken for this one.
         self.run = secrets.token_hex(4)
 
@@ -123,6 +125,8 @@ class CompletionSampler:
                 failures = failures + 1 if isinstance(error, EngineFailed) else 0
                 _check_failures(failures, error)
                 left = deadline - time.monotonic()
+                if self.signals:
+                    raise EngineLost(f"{self.signals[0]} while waiting for the engine: {error}") from error
                 if left <= 0:
                     raise EngineLost(
                         f"rollout.timeout: {error}; waited {self.settings.timeout:g} s for it, then gave up; start it"
@@ -253,8 +257,22 @@ class CompletionSampler:
         for record, what in ((completion.logprobs, "log-probabilities"), (completion.sampling_mask, "mask rows")):
             if record is not None and len(record) != len(ids):
                 raise _wrong(f"{len(record)} {what} for {len(ids)} tokens")
+        if completion.sampling_mask is not None:
+            _check_support(completion.sampling_mask, ids, vocabulary)
         if completion.logprobs is not None and not all(map(math.isfinite, completion.logprobs)):
             raise _wrong("a log-probability that is not finite; the policy's weights may be what is not")
+
+
+def _check_support(mask: SamplingMask, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise UserError unless each token is in the support that was recorded of it."""
+    rows = torch.repeat_interleave(torch.arange(len(mask), device=mask.device), mask.lengths)
+    tokens = torch.tensor(ids, device=mask.device)
+    found = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
+    found[rows[mask.token_ids == tokens[rows]]] = True
+    missing = (~found & (mask.lengths > 0)).nonzero()[:, 0].tolist()
+    if missing or bool((mask.token_ids >= vocabulary).any()):
+        what = f"without token {ids[missing[0]]}, which was drawn from it" if missing else "with unknown token ids"
+        raise _wrong(f"a sampling mask {what}; start it with the policy's model, and without other logits processors")
 
 
 def _wrong(what: str) -> UserError:

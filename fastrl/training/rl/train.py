@@ -59,6 +59,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             RunLog(config, logging, config.name, steps, SHOWN, run.step) as log,
             stop_signals() as signals,
         ):
+            run.rollouts.completions.signals = signals
             for step in range(run.step + 1, steps + 1):
                 run.step, last, lost = step, step == steps, None
                 before = run.rollouts.state()

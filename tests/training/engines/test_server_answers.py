@@ -381,6 +381,22 @@ def test_a_mask_that_is_null_or_short(make_server, make_sampler):
     fails(make_sampler(server.url, top_k=3), "rows in a sampling mask of")
 
 
+def test_a_mask_without_its_token_or_of_unknown_ones(make_server, make_sampler):
+    server = make_server(options={"return_sampling_mask": True})
+    server.instead[GENERATE] = changed(
+        sampling_mask=lambda choice: [[token + 1] for token in choice["token_ids"]]  # each row one token, another
+    )
+    fails(make_sampler(server.url, top_k=3), "a sampling mask without token", "start it with the policy's model")
+    server.instead[GENERATE] = changed(sampling_mask=lambda choice: [[token, 99] for token in choice["token_ids"]])
+    fails(make_sampler(server.url, top_k=3), "a sampling mask with unknown token ids")
+
+
+def test_a_signal_is_heard_while_the_engine_is_away(make_sampler):
+    sampler = make_sampler("http://127.0.0.1:9", timeout=600.0)
+    sampler.signals = ["SIGTERM"]
+    fails(sampler, "SIGTERM while waiting for the engine", "does not answer")
+
+
 # --- a server that is not the one that the run needs -----------------------------------------------------------------
 
 OPTIONS = {
