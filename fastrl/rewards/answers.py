@@ -130,13 +130,17 @@ def number_of(answer: str) -> Decimal | None:
 
 
 def unwrapped(answer: str) -> str:
-    r"""An answer without the signs of a formula around it, Markdown's emphasis, a final full stop, and `\text{}`."""
+    r"""An answer without what `undelimited` leaves out, and with the text in `\text{}` for that."""
+    return re.sub(r"~|\\[ ;:]", " ", _WRAPPER.sub(r" \1 ", undelimited(answer))).strip()
+
+
+def undelimited(answer: str) -> str:
+    """An answer without the signs of a formula around it, Markdown's emphasis, and a final full stop."""
     text = answer.strip().removesuffix(".").strip()
     for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
             text = text[len(left) : len(text) - len(right)].strip()
-    text = text.strip("*`").removesuffix(".").strip()
-    return re.sub(r"~|\\[ ;:]", " ", _WRAPPER.sub(r" \1 ", text)).strip()
+    return text.strip("*`").removesuffix(".").strip()
 
 
 def _normal(answer: str) -> str:

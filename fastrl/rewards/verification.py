@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastrl.base.dependencies import how_to_install
-from fastrl.rewards.answers import marked_answer, references, same_answer, text_of, unwrapped
+from fastrl.rewards.answers import marked_answer, references, same_answer, text_of, undelimited
 from fastrl.rewards.functions import Completions
 
 _LONGEST = 300  # characters of an answer that is parsed: a thousand brackets take seconds, and no reference is as long
@@ -37,8 +37,9 @@ def math(prompts: Sequence[Any], completions: Completions, *, column: str = "ans
     def parsed(answer: str) -> list[Any]:
         if len(answer) > _LONGEST:
             return []
+        # With its `\text{}`: that is how math-verify tells a unit or a word from a product of letters.
         found: list[Any] = parse(
-            rf"$\boxed{{{unwrapped(answer)}}}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+            rf"$\boxed{{{undelimited(answer)}}}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
         )
         return found
 
