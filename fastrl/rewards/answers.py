@@ -24,14 +24,19 @@ def text_of(completion: Completion) -> str:
     return content if isinstance(content, str) else ""
 
 
+def without_thoughts(text: str) -> str:
+    """What follows the last `</think>`, up to a `<think>` that is not closed: such a thought was cut off."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def marked_answer(text: str) -> str | None:
     r"""The answer that a text marks as its last; None if it marks none.
 
-    What precedes `</think>` is left out. Then it is what the last `<answer>...</answer>` holds, if there is one; in
-    that or in the text, what the last `\boxed{...}` holds (braces may be nested), else what follows the last `####` on
-    its line. A `\boxed{` that is not closed (a completion that was cut off) marks nothing.
+    Thoughts are left out (`without_thoughts`). Then it is what the last `<answer>...</answer>` holds, if there is one;
+    in that or in the text, what the last `\boxed{...}` holds (braces may be nested), else what follows the last `####`
+    on its line. A `\boxed{` that is not closed (a completion that was cut off) marks nothing.
     """
-    text = text.rpartition("</think>")[2]
+    text = without_thoughts(text)
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     tagged = text[start + len("<answer>") : end] if start >= 0 else None
@@ -67,9 +72,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The marked answer, or else the whole text after `</think>`, without surrounding space."""
+    """The marked answer, or else the whole text without thoughts, without surrounding space."""
     marked = marked_answer(text)
-    return text.rpartition("</think>")[2].strip() if marked is None else marked.strip()
+    return without_thoughts(text).strip() if marked is None else marked.strip()
 
 
 def references(columns: dict[str, Any], column: str, count: int) -> list[list[str]]:

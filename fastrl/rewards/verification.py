@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastrl.base.dependencies import how_to_install
-from fastrl.rewards.answers import marked_answer, references, same_answer, text_of, undelimited
+from fastrl.rewards.answers import marked_answer, references, same_answer, text_of, undelimited, without_thoughts
 from fastrl.rewards.functions import Completions
 
 _LONGEST = 300  # characters of an answer that is parsed: a thousand brackets take seconds, and no reference is as long
@@ -48,7 +48,7 @@ def math(prompts: Sequence[Any], completions: Completions, *, column: str = "ans
         if marked is not None and any(same_answer(marked, reference) for reference in accepted):
             return True
         if marked is None:
-            answer = parse(text.rpartition("</think>")[2][-_LONGEST:], parsing_timeout=None)
+            answer = parse(without_thoughts(text)[-_LONGEST:], parsing_timeout=None)
         else:
             answer = parsed(marked)
         return bool(answer) and any(verify(parsed(reference), answer, timeout_seconds=None) for reference in accepted)

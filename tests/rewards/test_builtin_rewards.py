@@ -51,6 +51,8 @@ def test_a_text_full_of_boxes_takes_no_longer_than_it_is():
         (r"<think>\boxed{1}</think> none", "none"),
         ("<think>t</think><answer> 3 </answer>", "3"),
         (r"<answer>so \boxed{4}</answer> \boxed{5}", "4"),
+        (r"<think>perhaps \boxed{5}, or", ""),
+        (r"<think>t</think> \boxed{5} <think>or \boxed{6}", "5"),
         ("<answer>6", "<answer>6"),
         (" 321 ", "321"),
         ("####", ""),
@@ -241,6 +243,7 @@ UNEQUAL = [
     (r"\boxed{" + "9" * 5000 + "}", "5"),
     ("", "5"),
     ("no number", "5"),
+    ("<think>that is 5", "5"),
 ]
 
 
