@@ -10,15 +10,16 @@ the values of a file that extends this one, or of the command line.
 """
 
 import argparse
+import json
 import os
 import tomllib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
@@ -75,7 +76,32 @@ def parse_command_line(
     arguments = vars(parser.parse_args(argv))
     path = arguments.pop("file")
     switched_on = {name: arguments.pop(name) for name in switches}
-    return load_settings(kind, path, source(parsed_args=arguments)()), switched_on
+    _check_tables(kind, arguments)
+    try:
+        overrides = source(parsed_args=arguments)()
+    except SettingsError as error:  # a list that begins as JSON and is none
+        raise UserError(f"the command line cannot be read: {error}") from error
+    return load_settings(kind, path, overrides), switched_on
+
+
+def _check_tables(kind: type[BaseModel], arguments: dict[str, Any], prefix: str = "") -> None:
+    """Raise UserError for a table on the command line that is not JSON.
+
+    pydantic-settings would take name=value, and make a text of every value: enable_thinking=false would be true.
+    """
+    for name, field in kind.model_fields.items():
+        for inner in get_args(field.annotation) or (field.annotation,):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                _check_tables(inner, arguments, f"{prefix}{name}.")
+        for text in (arguments.get(prefix + name) or []) if get_origin(field.annotation) is dict else []:
+            try:
+                table = json.loads(text)
+            except ValueError:
+                table = None
+            if not isinstance(table, dict):
+                raise UserError(
+                    f"--{prefix}{name}: expected a table as JSON, such as '{{\"name\": false}}', got {text!r}"
+                )
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | None = None) -> Settings:

@@ -9,6 +9,7 @@ import pytest
 from mistakes import error_of
 
 from fastrl.base import dependencies
+from fastrl.base.errors import UserError
 from fastrl.training.common import settings
 from fastrl.training.common.data_config import HeldOutConfig
 from fastrl.training.common.settings import load_settings, parse_command_line
@@ -203,6 +204,16 @@ def test_the_command_line_takes_tables(tmp_path, parse):
     given = ["--fields", json.dumps({"prompt": "question"}), "--chat_template_kwargs", json.dumps(kwargs)]
     config, _ = parse_command_line(HeldOutConfig, "train", "", [str(tmp_path / "config.toml"), *given])
     assert config.fields == {"prompt": "question"} and config.chat_template_kwargs == kwargs
+
+
+@pytest.mark.parametrize("given", ["enable_thinking=false", "{enable_thinking: false}", "[1]", "1"])
+def test_the_command_line_takes_no_table_but_json(tmp_path, given):
+    (tmp_path / "config.toml").write_text("path = 'owner/name'\n")
+    arguments = [str(tmp_path / "config.toml"), "--chat_template_kwargs", given]
+    with pytest.raises(UserError) as caught:
+        parse_command_line(HeldOutConfig, "train", "", arguments)
+    assert str(caught.value).startswith("--chat_template_kwargs: expected a table as JSON")
+    assert str(caught.value).endswith(repr(given))
 
 
 def test_a_config_of_python_may_have_paths(tmp_path):
