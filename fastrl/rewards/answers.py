@@ -84,6 +84,8 @@ def references(columns: dict[str, Any], column: str, count: int) -> list[list[st
     42", a worked solution with `\boxed{42}`, "42" and 42 are all "42". Raises ValueError for no such column or value,
     an empty text, and what is neither text nor a number.
     """
+    if not isinstance(column, str):
+        raise ValueError(f"column: expected a column's name, got {column!r}")
     first, *rest = column.split(".")
     if not count:
         return []

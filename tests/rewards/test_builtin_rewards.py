@@ -191,6 +191,7 @@ def test_format(text, template, reward):
 @pytest.mark.parametrize(
     ("function", "arguments", "expected"),
     [
+        (rewards.exact, {"column": 5}, "column: expected a column's name, got 5"),
         (rewards.regex, {"pattern": "("}, r"pattern: expected a regular expression, got '\('"),
         (rewards.regex, {"pattern": "(a)(b)"}, "at most one group, got 2"),
         (rewards.regex, {"pattern": 3}, "pattern: "),

@@ -205,7 +205,10 @@ def load_reward(source: str, arguments: dict[str, Any] | None = None) -> RewardF
     name, arguments = name_of(source), arguments or {}
     function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source)
     if arguments:
-        parameters = inspect.signature(function).parameters.keys() - {"prompts", "completions"}
+        try:
+            parameters = inspect.signature(function).parameters.keys() - {"prompts", "completions"}
+        except ValueError:  # something compiled, whose names are not known
+            raise UserError(f"reward.arguments.{name}: {source} does not say which parameters it has") from None
         for argument in arguments:  # not in its **columns: a misspelt name would be lost there
             if argument not in parameters:
                 raise UserError(f"reward.arguments.{name}: {source} has no parameter {argument!r}")

@@ -69,7 +69,7 @@ def main() -> None:
     try:
         if setup.memory_limit is not None:
             _, most = resource.getrlimit(resource.RLIMIT_AS)
-            limit = setup.memory_limit if most == resource.RLIM_INFINITY else min(setup.memory_limit, most)
+            limit = min(setup.memory_limit, sys.maxsize if most == resource.RLIM_INFINITY else most)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         functions = [load_reward(source, arguments) for source, arguments in setup.functions]
     except UserError as error:

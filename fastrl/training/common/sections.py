@@ -14,7 +14,7 @@ FileLocation = Annotated[Path, Location()]
 
 def _budget(text: str | None) -> str | None:
     try:
-        parse_budget(text)
+        parse_budget(text, "the size")
     except TypeError as error:  # pydantic would not report it
         raise ValueError(str(error)) from error
     return text

@@ -364,6 +364,16 @@ def test_a_limit_that_is_too_small_for_an_import_says_so(functions):
         functions("fastrl.rewards.math", memory_limit="32MiB")
 
 
+def test_a_limit_of_more_than_there_can_be_is_none(function):
+    assert call(function("known", memory_limit="9999999TiB"), "a")
+
+
+def test_arguments_for_what_does_not_name_its_parameters(tmp_path):
+    (tmp_path / "compiled.py").write_text("reward = int\n")
+    with pytest.raises(UserError, match=r"reward\.arguments\.reward: .* does not say which parameters it has"):
+        load_reward(f"{tmp_path}/compiled.py:reward", {"base": 2})
+
+
 def test_a_closed_pool_starts_nothing(functions):
     made = functions("reward")
     made.close()
@@ -470,7 +480,7 @@ def test_configs_that_name_no_set_of_functions(options, metrics, expected):
     [
         ({"timeout": 3}, "set workers too"),
         ({"memory_limit": "1GiB"}, "set workers too"),
-        ({"workers": 1, "memory_limit": "much"}, "memory"),
+        ({"workers": 1, "memory_limit": "much"}, "memory_limit\n.* the size must be a number of bytes"),
         ({"workers": 1, "timeout": 0}, "timeout"),
         ({"workers": -1}, "workers"),
     ],
