@@ -83,6 +83,7 @@ def field_of(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 def _read_json_lines(path: Path) -> Rows:
     """The objects of a JSONL file with their file:line; empty lines are skipped."""
+    read_as = "" if path.suffix in FILES else "; what does not end in .parquet is read as JSONL"
     try:
         file = path.open("rb")
     except OSError as error:
@@ -94,9 +95,11 @@ def _read_json_lines(path: Path) -> Rows:
                 text = raw.decode("utf-8").strip()
                 row = json.loads(text) if text else None
             except UnicodeDecodeError as error:
-                raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
+                raise UserError(
+                    f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line{read_as}"
+                ) from error
             except json.JSONDecodeError as error:
-                raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
+                raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno}){read_as}") from error
             except (ValueError, RecursionError) as error:  # a number too long, or brackets nested too deep
                 raise UserError(f"{where}: cannot be read: {error}") from error
             if not text:
@@ -138,7 +141,9 @@ def _read_dataset(source: Source) -> Rows:
         raise UserError(f"{name}: cannot read row {number + 1}: {_line(error)}") from error
 
 
-def _line(error: Exception) -> str:
-    """An error's message as one line."""
+def _line(error: BaseException) -> str:
+    """An error's message as one line; of an error that `datasets` made of another one that other's, which says why."""
+    while type(error).__name__.startswith("DatasetGeneration") and error.__cause__ is not None:
+        error = error.__cause__
     text = shorten(str(error), 400, placeholder=" ...") or type(error).__name__
     return text if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: {text}"

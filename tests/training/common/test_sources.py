@@ -122,6 +122,11 @@ def test_files_that_cannot_be_read(tmp_path, each):
     assert error(empty) == f"{empty}: the dataset is empty"
     (tmp_path / "empty").mkdir()
     assert "doesn't contain any data files" in error(tmp_path / "empty")
+    (tmp_path / "empty" / "train.jsonl").write_text('{"prompt": ')
+    assert "JSON parse error" in error(tmp_path / "empty")
+    for name, content in {"rows.pq": b"PAR1\xff", "rows.csv": b"prompt"}.items():
+        (tmp_path / name).write_bytes(content)
+        assert error(tmp_path / name).endswith("; what does not end in .parquet is read as JSONL")
 
 
 def test_a_parquet_file_that_ends_in_the_middle_is_an_error(tmp_path):
