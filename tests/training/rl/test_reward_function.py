@@ -1,7 +1,11 @@
 """Reward functions: TRL's signature, None, and errors that name function, file and index."""
 
+import re
+import textwrap
+
 import pytest
 from mistakes import error_of
+from places import ROOT
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
@@ -35,6 +39,16 @@ def test_it_is_called_as_trl_calls_it(load):
 def test_chat_prompts_get_completions_as_messages(load):
     reward = load("def reward(prompts, completions):\n    return [c[0]['content'] == 'hi' for c in completions]\n")
     assert reward([Example([{"role": "user", "content": "?"}], {}, [1])], ["hi"]) == [1.0]
+
+
+def test_the_function_of_the_page_on_data_reads_what_its_config_gives_it(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text()
+    (block,) = re.findall(r"^    # reward.py.*?(?=^\S)", page, re.MULTILINE | re.DOTALL)
+    assert "system_prompt" in page.partition(block)[0]  # so the prompt is one of messages
+    (tmp_path / "reward.py").write_text(textwrap.dedent(block))
+    rows = [Example([{"role": "user", "content": "?"}], {"answer": "6 * 200\n#### 1,200"}, [1])] * 3
+    reward = load_reward(f"{tmp_path / 'reward.py'}:last_number")
+    assert reward(rows, ["#### 1200", "#### 12", "1200"]) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("value", ["[1, None]", "(True, None)", "__import__('numpy').array([1.0, None])"])
