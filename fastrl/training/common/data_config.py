@@ -25,12 +25,12 @@ class DatasetConfig(Section):
     """The subset (config) of a hub's dataset."""
     split: str | None = None
     """The split of a hub's dataset; the default is train."""
-    fields: dict[str, str] = Field(default_factory=dict)
+    fields: dict[str, str] = Field({})
     """Columns by other names, such as { prompt = "question" }; columns that it does not name keep their own."""
     system_prompt: str | None = None
     """A system message before the prompt, which makes chat messages of a string. With an empty text a string becomes a
     user's message alone."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field({})
     """Arguments of the tokenizer's chat template, such as { enable_thinking = false }."""
 
     @property

@@ -106,9 +106,9 @@ class RolloutConfig(Section):
     """1: the engine draws the next step's completions while the policy is updated, so they are one step old."""
     sleep: bool = False
     """The engine frees its memory while the policy is updated, where both use one GPU."""
-    engine_options: dict[str, Any] = Field(default_factory=dict)
+    engine_options: dict[str, Any] = Field({})
     """For vllm in this process: arguments of vllm.LLM."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[str] = Field([])
     """Texts that end a completion, or with tools the policy's turn, besides EOS. They are part of it."""
     tools: Annotated[str | None, Location()] = None
     """path/to/file.py:function with the signature (prompts, completions, **columns), which answers turns of the policy:
@@ -168,11 +168,11 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """The reward: functions and a reward model, summed with their weights, and a length penalty."""
 
-    function: Annotated[str | list[str], Location(dotted=True)] = Field(default_factory=list)
+    function: Annotated[str | list[str], Location(dotted=True)] = Field([])
     """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None] (async too),
     or a built-in one: fastrl.rewards.exact, regex, length, format or math; or several. A completion for which all
     return None is left out of its group."""
-    arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    arguments: dict[str, dict[str, Any]] = Field({})
     """Keyword arguments by the function's name, such as [reward.arguments.regex] pattern = "..."; for reward.steps and
     evaluation.metrics too."""
     workers: int = Field(0, ge=0, le=1024)

@@ -207,7 +207,7 @@ class EvaluationConfig(Section):
 
     every: int | None = Field(None, ge=1)
     """Evaluate (greedy decoding on data.eval_path) every this many steps, besides once at the end."""
-    metrics: Annotated[list[str], Location(dotted=True)] = Field(default_factory=list)
+    metrics: Annotated[list[str], Location(dotted=True)] = Field([])
     """More functions like reward.function; each one's mean is reported as eval/<its name>."""
     samples: int = Field(0, ge=0)
     """Completions per prompt, sampled as in the rollout, for the two scores below; 0 = none."""
