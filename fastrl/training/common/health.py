@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastrl.training.common.rollout import Rollout
+from fastrl.training.common.worker_pool import FAILURES
 
 PATIENCE = 5  # steps in a row without anything to learn from before a warning; the first few steps may be such
 
@@ -86,7 +87,7 @@ class Watch:
 
     def _causes(self, numbers: dict[str, float]) -> Iterator[tuple[str, str]]:
         """Why nothing was learned in a step: the name of each cause, and a sentence."""
-        last = f"in the last {self.patience} steps"
+        last = "in the last step" if self.patience == 1 else f"in the last {self.patience} steps"
         cut = ", and all were cut off at rollout.max_new_tokens" if numbers.get("truncated") == 1 else ""
         if self.estimator is not None:
             if numbers.get("without_reward") == 1:
@@ -99,8 +100,9 @@ class Watch:
             if self.estimator != "process" and numbers.get("reward_std") == 0 and same:
                 yield (
                     "constant",
-                    f"{last} every completion got the reward {numbers['reward']:.6g}{cut}, so no advantage tells them "
-                    "apart; does the reward function read them, and are the prompts neither too hard nor too easy?",
+                    f"{last} every completion got the reward {numbers['reward']:.6g}{cut}{self._failed(numbers)}, so "
+                    "no advantage tells them apart; does the reward function read them, and are the prompts neither "
+                    "too hard nor too easy?",
                 )
                 return
             if self.grouped and numbers.get("without_variance") == 1:
@@ -115,6 +117,13 @@ class Watch:
         without_update = 0.0 if "skipped_updates" in numbers else math.nan
         if numbers.get("grad_norm", without_update) == 0:
             yield "gradient", f"the gradient was exactly 0 {last}: {self._reason(numbers)}"
+
+    @staticmethod
+    def _failed(numbers: dict[str, float]) -> str:
+        """How many calls of reward functions failed in workers, if any did."""
+        metrics = [f"reward/{name}" for name in FAILURES]
+        found = [f"{metric} {numbers[metric]:g}" for metric in metrics if numbers.get(metric)]
+        return f", and calls of reward functions failed ({', '.join(found)} in this step)" if found else ""
 
     def _reason(self, numbers: dict[str, float]) -> str:
         if self.estimator is None:

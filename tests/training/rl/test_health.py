@@ -298,6 +298,14 @@ def test_a_short_run_need_not_be_five_steps_long_to_be_warned_of(rewarded, capsy
     assert "step 2: in the last 2 steps every completion got the reward 1" in line
 
 
+def test_calls_of_reward_functions_that_all_fail_are_named_as_the_cause():
+    config = SimpleNamespace(advantages=SimpleNamespace(estimator="group", grouped=True))
+    numbers = {"reward": 0.0, "reward_std": 0.0, "reward/timeouts": 12.0, "reward/crashes": 0.0}
+    (line,) = Watch(config, 1).look(numbers)
+    assert line.startswith("in the last step every completion got the reward 0")
+    assert "calls of reward functions failed (reward/timeouts 12 in this step)" in line
+
+
 def test_which_groups_have_no_variance():
     mask = torch.ones(8, 3, dtype=torch.bool)
     rollout = Rollout(torch.zeros(8, 3, dtype=torch.long), mask, 0)
