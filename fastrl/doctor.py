@@ -17,6 +17,15 @@ TESTED = {
     "triton": ("3.6.0", "3.9.0"),
     "transformers": ("5.17.0", "5.23.0"),
 }
+#: What some configs need beside that, and the modules that it imports.
+OPTIONAL = {
+    "data.path: Parquet, a hub's dataset": ("datasets", "pyarrow"),
+    "reward.function: fastrl.rewards.math": ("math_verify",),
+    "rollout.url: vLLM's or SGLang's server": ("httpx2",),
+    "rollout.engine: vLLM in the trainer": ("vllm",),
+    "model.lora_rank": ("peft",),
+    "logging.wandb": ("wandb",),
+}
 
 
 def missing_for_train() -> list[str]:
@@ -36,7 +45,13 @@ def main(argv: Sequence[str] = ()) -> int:
     missing = missing_for_train()
     ready = f"packages are missing: {dependencies.how_to_install(missing)}" if missing else "ready"
     _section("commands", {f"fastrl {name}": ready for name in ("train", "sft", "dpo", "reward-model", "sample")})
+    _section("what a config may need", {what: _installed(modules) for what, modules in OPTIONAL.items()})
     return 0
+
+
+def _installed(modules: Sequence[str]) -> str:
+    missing = dependencies.missing(modules)
+    return f"not installed: {dependencies.how_to_install(missing)}" if missing else "installed"
 
 
 def _version(name: str, value: str | None) -> str:

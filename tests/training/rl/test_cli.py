@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fastrl.doctor
+from fastrl.base import dependencies
 from fastrl.cli import main
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.rl.config import Config
@@ -96,6 +97,16 @@ def test_doctor_names_versions_backends_and_compiler(capsys):
         assert word in output
     first, last = fastrl.doctor.TESTED["torch"]
     assert f"{torch.__version__} (tested: {first} to {last})" in output
+
+
+def test_doctor_says_what_is_missing_for_some_configs(monkeypatch, capsys):
+    modules = {"datasets", "pyarrow", "math_verify", "httpx2", "vllm", "peft", "wandb"}
+    monkeypatch.setattr(dependencies, "find_spec", lambda name: None if name in modules - {"peft"} else name)
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    for name in modules - {"peft"}:
+        assert dependencies.REQUIREMENTS[name] in output
+    assert "peft" not in output
 
 
 def test_doctor_needs_no_extra():
