@@ -1,6 +1,6 @@
 """Writes this example's problems, tokenizer and demonstrations: nothing is downloaded.
 
-A problem is three different numbers from 1 to 10 and a target from 1 to 99 that an expression of all three reaches.
+A problem is three different numbers from 1 to 9 and a target that the sum, difference or product of two of them equals.
 train.jsonl and eval.jsonl, which share no problem, and tokenizer/ are committed. The demonstrations of the warm start,
 runs/countdown/sft.jsonl, are not: run this first.
 """
@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent.parent / "runs" / "countdown"
-LARGEST = 99  # the largest number with a token of its own
-HELD_OUT = 200
-DEMONSTRATIONS, ATTEMPTS = 9600, 10
+LARGEST = 72  # the largest number with a token of its own
+HELD_OUT = 100
+DEMONSTRATIONS = 11200
+HITS = 0.1  # the share of demonstrations that end where they hit the target
 
 Numbers = tuple[int, ...]
 
@@ -28,8 +29,8 @@ Numbers = tuple[int, ...]
 def main() -> None:
     """Write train.jsonl, eval.jsonl and tokenizer/ beside this file, and the demonstrations under runs/countdown."""
     generator = random.Random(0)
-    chosen = itertools.combinations(range(1, 11), 3)
-    problems = [(numbers, target) for numbers in chosen for target in expressions(numbers) if target > 0]
+    chosen = itertools.combinations(range(1, 10), 3)
+    problems = [(numbers, target) for numbers in chosen for target in expressions(numbers)]
     generator.shuffle(problems)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
     write(HERE / "eval.jsonl", [problem(*pair) for pair in held_out])
@@ -37,20 +38,22 @@ def main() -> None:
     write_tokenizer(HERE / "tokenizer")
 
     RUNS.mkdir(parents=True, exist_ok=True)
-    shown = (generator.choice(train) for _ in range(DEMONSTRATIONS))
-    rows = [{**problem(*pair), "completion": demonstration(*pair, generator)} for pair in shown]
+    shown = [generator.choice(train) for _ in range(DEMONSTRATIONS)]
+    # Any target for every other one, reached or not: what a hit is must not be learned by heart.
+    shown[::2] = [(numbers, generator.randint(1, LARGEST)) for numbers, _ in shown[::2]]
+    rows = [{**problem(*pair), "completion": demonstration(*pair, generator)} for pair in shown if pair not in held_out]
     write(RUNS / "sft.jsonl", rows)
 
 
 @cache
 def expressions(numbers: Numbers) -> dict[int, list[str]]:
-    """The expressions of all the numbers, two or three, without brackets, by their values from 0 to LARGEST."""
+    """The sums, differences and products of two of the numbers, by their values from 1 to LARGEST."""
     found: dict[int, list[str]] = {}
-    for first, *others in itertools.permutations(numbers):
-        for operators in itertools.product("+-*", repeat=len(others)):
-            text = " ".join([str(first), *(f"{sign} {number}" for sign, number in zip(operators, others, strict=True))])
+    for first, second in itertools.permutations(numbers, 2):
+        for sign in "+-*":
+            text = f"{first} {sign} {second}"
             value = evaluate(ast.parse(text, mode="eval").body, [])
-            if value is not None and 0 <= value <= LARGEST:
+            if value is not None and 0 < value <= LARGEST:
                 found.setdefault(value, []).append(text)
     return found
 
@@ -61,27 +64,26 @@ def problem(numbers: Numbers, target: int) -> dict[str, object]:
 
 
 def demonstration(numbers: Numbers, target: int, generator: random.Random) -> str:
-    """Up to ATTEMPTS random expressions with their values, and whether these are the target: `3 + 4 - 2 = 5 no`.
+    """Expressions one after the other, each with its value and whether it is the target: `3 + 4 = 7 no 4 - 3 = 1 yes`.
 
-    No value comes twice. A third of the expressions leave out a number, and how many there are has nothing to do with
-    the target: this shows what attempts look like and not how a problem is solved.
+    HITS of them end where they hit the target, the others anywhere else: they show what attempts look like, and most of
+    them not when to stop.
     """
-    parts: list[str] = []
-    tried: set[int] = set()
-    for _ in range(generator.randint(1, ATTEMPTS)):
-        short = generator.random() < 1 / 3
-        found = expressions(tuple(generator.sample(numbers, 2)) if short else numbers)
-        texts = [(text, value) for value, texts in found.items() if value not in tried for text in texts]
-        if texts:
-            text, value = generator.choice(texts)
-            tried.add(value)
-            parts.append(f"{text} = {value} {'yes' if value == target else 'no'}")
-    return " ".join(parts)
+    attempts = [(texts[0], value) for value, texts in expressions(numbers).items()]
+    values = [0, *(value for _, value in attempts)]
+    ends = [count for count in range(1, len(values)) if values[count] != target]
+    tried = values.index(target) if target in values and generator.random() < HITS else generator.choice(ends)
+    return " ".join(f"{text} = {value} {verdict(value, target)}" for text, value in attempts[:tried])
+
+
+def verdict(value: int, target: int) -> str:
+    """How a value compares with the target."""
+    return "yes" if value == target else "no"
 
 
 def write_tokenizer(directory: Path) -> None:
     """A tokenizer of words with spaces between them: each number is one."""
-    words = ["<eos>", "->", "=", "yes", "no", *"+-*", *map(str, range(LARGEST + 1))]
+    words = ["<eos>", "->", "=", "no", "yes", *"+-*", *map(str, range(LARGEST + 1))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")

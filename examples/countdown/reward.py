@@ -1,19 +1,20 @@
-"""The reward of a countdown problem: 1 for an expression of all the numbers that equals the target, else 0."""
+"""The reward of a countdown problem: 1 for an expression of its numbers that equals the target, else 0."""
 
 import ast
 import re
+from collections import Counter
 
-# The model writes attempts, `3 + 4 - 2 = 5 no 3 * 4 - 2 = 10 yes`. The last one is the answer.
-VERDICT = re.compile(r"\b(?:yes|no)\b")
+# The model writes attempts, `3 + 4 - 2 = 5 low 3 * 4 - 2 = 10 yes`. The last one is the answer.
+VERDICT = re.compile(r"\b(?:no|yes)\b")
 ARITHMETIC = re.compile(r"[0-9+\-*() ]{1,80}")
 
 
 def solved(
     prompts: list[str], completions: list[str], numbers: list[list[int]], target: list[int], **_: object
 ) -> list[float]:
-    """Whether the last attempt uses each number exactly once and equals the target: 1 or 0.
+    """Whether the last attempt uses each number at most once and equals the target: 1 or 0.
 
-    What the model says of the attempt, its value and "yes" or "no", does not count.
+    What the model says of the attempt, its value and how that compares, does not count.
     """
     attempts = [[part for part in VERDICT.split(completion) if part.strip()] for completion in completions]
     answers = [parts[-1].partition("=")[0] if parts else "" for parts in attempts]
@@ -21,7 +22,7 @@ def solved(
 
 
 def is_solution(text: str, numbers: list[int], target: int) -> bool:
-    """Whether a text is an expression of +, - and * that uses exactly these numbers and equals the target."""
+    """Whether a text is an expression of +, - and * of some of these numbers, each once, that equals the target."""
     if not ARITHMETIC.fullmatch(text):  # which also bounds the work: nothing else is parsed
         return False
     try:
@@ -30,7 +31,7 @@ def is_solution(text: str, numbers: list[int], target: int) -> bool:
         return False
     used: list[int] = []
     value = evaluate(tree, used)
-    return value == target and sorted(used) == sorted(numbers)
+    return value == target and len(used) > 1 and not Counter(used) - Counter(numbers)
 
 
 def evaluate(node: ast.expr, used: list[int]) -> int | None:

@@ -53,12 +53,13 @@ def rows(name: str) -> list[dict[str, Any]]:
         "3 * 10 + 4 = 34",
         "4+10*3",
         "(4 + 10 * 3)",
+        "3 + 4 = 7 no 3 * 4 = 12 no 4 + 10 * 3",
         "3 + 4 + 10 = 17 no 3 * 10 + 4 = 34 yes",  # the last attempt is the answer
         "3 * 10 + 4 = 35 no",  # the expression counts, not what the model says of it
         "nonsense no 3 * 10 + 4",
     ],
 )
-def test_an_expression_of_all_numbers_that_equals_the_target_is_solved(solved: Any, completion: str) -> None:
+def test_an_expression_of_the_numbers_that_equals_the_target_is_solved(solved: Any, completion: str) -> None:
     assert solved(completion) == 1
 
 
@@ -68,7 +69,6 @@ def test_an_expression_of_all_numbers_that_equals_the_target_is_solved(solved: A
         ("3 + 4 + 10 = 34 yes", 34),  # a false claim
         ("3 * 10 + 4 = 34 yes 3 + 4 + 10 = 17 no", 34),  # given up
         ("3 * 10 + 4 = 34 yes 3 +", 34),  # cut off
-        ("3 * 10 = 30", 30),  # without the 4
         ("3 + 3 + 4 + 10", 20),  # the 3 twice
         ("4 + 4 + 10", 18),
         ("34", 34),
@@ -121,29 +121,34 @@ def test_a_hostile_completion_is_not_and_does_not_raise(solved: Any, completion:
 def test_no_problem_is_both_trained_on_and_held_out() -> None:
     train, held_out = ({(tuple(row["numbers"]), row["target"]) for row in rows(name)} for name in ("train", "eval"))
     assert (len(train), len(held_out)) == (len(rows("train")), len(rows("eval")))
-    assert len(held_out) == 200 and not train & held_out
+    assert len(held_out) == 100 and not train & held_out
     # Sorted, so that no problem is another in a different order.
     assert all(list(numbers) == sorted(set(numbers)) for numbers, _ in train | held_out)
 
 
-def test_demonstrations_claim_what_is_true_and_solve_no_more_than_chance(make_data: ModuleType, solved: Any) -> None:
+def test_two_of_the_numbers_are_enough_but_not_one(solved: Any) -> None:
+    assert solved("3 * 10", 30) == solved("10 - 4", 6) == 1
+    assert solved("10", 10) == 0
+
+
+def test_demonstrations_claim_what_is_true_and_seldom_end_at_a_hit(make_data: ModuleType, solved: Any) -> None:
     generator, right = random.Random(1), 0
     for _ in range(1000):
-        attempts = make_data.demonstration((3, 4, 10), 34, generator)
-        right += solved(attempts)
+        attempts = make_data.demonstration((3, 4, 10), 30, generator)
+        right += solved(attempts, 30)
         words = attempts.replace(" no", " no;").replace(" yes", " yes;").rstrip(";").split(";")
         for expression, claim in (attempt.split(" = ") for attempt in words):
             value = eval(expression)  # it is ours, and plain Python's rules are what it must follow
-            assert claim == f"{value} {'yes' if value == 34 else 'no'}"
-    assert 20 < right < 120  # 34 is one of 12 values, and a third of the attempts cannot reach it
+            assert claim == f"{value} {'yes' if value == 30 else 'no'}"
+    assert right == pytest.approx(1000 * make_data.HITS, abs=60)
 
 
-def test_every_problem_can_be_solved_and_few_by_chance(make_data: ModuleType, tmp_path: Any) -> None:
+def test_every_problem_can_be_solved_and_few_by_chance(make_data: ModuleType) -> None:
     is_solution = module("reward").is_solution
     chances = []
     for row in [*rows("train"), *rows("eval")]:
         reached = make_data.expressions(tuple(row["numbers"]))
         assert make_data.problem(tuple(row["numbers"]), row["target"]) == row | {"numbers": tuple(row["numbers"])}
         assert all(is_solution(text, row["numbers"], row["target"]) for text in reached[row["target"]])
-        chances.append(len(reached[row["target"]]) / 54)  # orders of three numbers times pairs of operators
-    assert sum(chances) / len(chances) < 0.08
+        chances.append(1 / len(reached))  # of an attempt, none of which repeats a value
+    assert sum(chances) / len(chances) < 0.13
