@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from digit_models import assert_gradient
-from drawing import generate
+from own_engine import generate
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, naive_gae, own_logprobs, play, with_critic
 
 import fastrl

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from digit_models import TOKENIZER, assert_gradient, narrowed
-from drawing import generate
 from mistakes import error_of
+from own_engine import generate
 from places import EXAMPLES
 from rollouts import LENGTHS, PROMPTS, dense, dense_log_p, gradients, make_rollout, own_logprobs, play
 from run_files import checkpoints, records, repeatable, state

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drawing import generate
+from own_engine import generate
 from random_calls import exact_advantages as exact
 from rollouts import LENGTHS, PROMPTS, VOCAB, dense_log_p, make_rollout, naive_gae, own_logprobs, play
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

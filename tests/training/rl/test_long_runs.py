@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from digit_models import assert_gradient
-from drawing import generate
+from own_engine import generate
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play, prompts, with_critic
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

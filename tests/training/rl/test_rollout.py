@@ -3,7 +3,7 @@
 import pytest
 import torch
 from digit_models import add_noise
-from drawing import generate
+from own_engine import generate
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example

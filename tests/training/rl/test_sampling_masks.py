@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drawing import generate
+from own_engine import generate
 from rollouts import VOCAB, prompts
 from run_files import records
 

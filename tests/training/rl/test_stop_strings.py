@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drawing import generate
+from own_engine import generate
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from digit_models import assert_gradient, gradient_of
-from drawing import generate
+from own_engine import generate
 from run_files import records
 from transformers import AutoModelForCausalLM
 
