@@ -5,14 +5,13 @@ train.jsonl and eval.jsonl, which share no problem, and tokenizer/ are committed
 runs/countdown/sft.jsonl, are not: run this first.
 """
 
-import ast
 import itertools
 import json
 import random
 from functools import cache
 from pathlib import Path
 
-from reward import evaluate
+from reward import OPERATORS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +19,7 @@ HERE = Path(__file__).parent
 RUNS = HERE.parent.parent / "runs" / "countdown"
 LARGEST = 72  # the largest number with a token of its own
 HELD_OUT = 100
-DEMONSTRATIONS = 11200
+DEMONSTRATIONS = 16000
 HITS = 0.1  # the share of demonstrations that end where they hit the target
 
 Numbers = tuple[int, ...]
@@ -39,9 +38,7 @@ def main() -> None:
 
     RUNS.mkdir(parents=True, exist_ok=True)
     shown = [generator.choice(train) for _ in range(DEMONSTRATIONS)]
-    # Any target for every other one, reached or not: what a hit is must not be learned by heart.
-    shown[::2] = [(numbers, generator.randint(1, LARGEST)) for numbers, _ in shown[::2]]
-    rows = [{**problem(*pair), "completion": demonstration(*pair, generator)} for pair in shown if pair not in held_out]
+    rows = [{**problem(*pair), "completion": demonstration(*pair, generator)} for pair in shown]
     write(RUNS / "sft.jsonl", rows)
 
 
@@ -50,11 +47,10 @@ def expressions(numbers: Numbers) -> dict[int, list[str]]:
     """The sums, differences and products of two of the numbers, by their values from 1 to LARGEST."""
     found: dict[int, list[str]] = {}
     for first, second in itertools.permutations(numbers, 2):
-        for sign in "+-*":
-            text = f"{first} {sign} {second}"
-            value = evaluate(ast.parse(text, mode="eval").body, [])
-            if value is not None and 0 < value <= LARGEST:
-                found.setdefault(value, []).append(text)
+        for sign, operator in OPERATORS.items():
+            value = operator(first, second)
+            if 0 < value <= LARGEST:
+                found.setdefault(value, []).append(f"{first} {sign} {second}")
     return found
 
 
@@ -64,21 +60,16 @@ def problem(numbers: Numbers, target: int) -> dict[str, object]:
 
 
 def demonstration(numbers: Numbers, target: int, generator: random.Random) -> str:
-    """Expressions one after the other, each with its value and whether it is the target: `3 + 4 = 7 no 4 - 3 = 1 yes`.
+    """Expressions in any order, each with its value and whether it is the target: `3 + 4 = 7 no 4 - 3 = 1 yes`.
 
-    HITS of them end where they hit the target, the others anywhere else: they show what attempts look like, and most of
-    them not when to stop.
+    HITS of them end where they hit the target, the others after all expressions: they show what attempts look like, and
+    most of them not when to stop.
     """
     attempts = [(texts[0], value) for value, texts in expressions(numbers).items()]
-    values = [0, *(value for _, value in attempts)]
-    ends = [count for count in range(1, len(values)) if values[count] != target]
-    tried = values.index(target) if target in values and generator.random() < HITS else generator.choice(ends)
-    return " ".join(f"{text} = {value} {verdict(value, target)}" for text, value in attempts[:tried])
-
-
-def verdict(value: int, target: int) -> str:
-    """How a value compares with the target."""
-    return "yes" if value == target else "no"
+    generator.shuffle(attempts)
+    if generator.random() < HITS:
+        attempts = attempts[: [value for _, value in attempts].index(target) + 1]
+    return " ".join(f"{text} = {value} {'yes' if value == target else 'no'}" for text, value in attempts)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -36,7 +36,7 @@ def solved() -> Any:
     """The reward of one completion for the numbers 3, 4 and 10 and a target."""
     reward = module("reward")
 
-    def solved(completion: str, target: int = 34) -> float:
+    def solved(completion: str, target: int = 30) -> float:
         (value,) = reward.solved(["3 4 10"], [completion], [[3, 4, 10]], [target])
         return float(value)
 
@@ -48,42 +48,42 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "completion",
+    ("completion", "target"),
     [
-        "3 * 10 + 4 = 34",
-        "4+10*3",
-        "(4 + 10 * 3)",
-        "3 + 4 = 7 no 3 * 4 = 12 no 4 + 10 * 3",
-        "3 + 4 + 10 = 17 no 3 * 10 + 4 = 34 yes",  # the last attempt is the answer
-        "3 * 10 + 4 = 35 no",  # the expression counts, not what the model says of it
-        "nonsense no 3 * 10 + 4",
+        ("3 * 10 = 30 yes", 30),
+        ("10 * 3 = 30 yes", 30),
+        ("3 + 4 = 7 no 3 * 4 = 12 no 10 * 3 = 30 yes", 30),
+        ("3 - 10 = -7 no 10 - 3 = 7 yes", 7),
     ],
 )
-def test_an_expression_of_the_numbers_that_equals_the_target_is_solved(solved: Any, completion: str) -> None:
-    assert solved(completion) == 1
+def test_true_attempts_that_end_at_the_hit_are_a_solution(solved: Any, completion: str, target: int) -> None:
+    assert solved(completion, target) == 1
 
 
 @pytest.mark.parametrize(
     ("completion", "target"),
     [
-        ("3 + 4 + 10 = 34 yes", 34),  # a false claim
-        ("3 * 10 + 4 = 34 yes 3 + 4 + 10 = 17 no", 34),  # given up
-        ("3 * 10 + 4 = 34 yes 3 +", 34),  # cut off
-        ("3 + 3 + 4 + 10", 20),  # the 3 twice
-        ("4 + 4 + 10", 18),
-        ("34", 34),
-        ("3 4", 34),
-        ("30 + 4", 34),
-        ("3 * 10 +- 4", 26),  # a sign is not an operator of the game
-        ("10 ** 3 * 4", 4000),
-        ("10 // 4 * 3", 6),
-        ("10 / 4 * 3", 7),
-        ("10 / (4 - 4) * 3", 34),  # never evaluated
-        ("3 * 10.0 + 4", 34),
-        ("", 34),
-        (" ", 34),
-        ("=", 34),
-        ("yes", 34),
+        ("3 + 4 = 30 yes", 30),  # a false value
+        ("3 + 4 = 8 no 3 * 10 = 30 yes", 30),
+        ("3 + 4 = 7 yes", 30),  # a false verdict
+        ("3 * 10 = 30 no", 30),
+        ("3 * 10 = 30 no 10 * 3 = 30 yes", 30),
+        ("3 * 10 = 30 yes 3 + 4 = 7 no", 30),  # went on
+        ("3 * 10 = 30 yes 10 * 3 = 30 yes", 30),
+        ("3 + 4 = 7 no", 30),  # given up
+        ("3 * 10 = 30 yes 3 +", 30),  # cut off
+        ("3 * 10 = 30 yes ", 30),
+        ("nonsense 3 * 10 = 30 yes", 30),
+        ("3 * 10", 30),
+        ("3 * 10 = 30", 30),
+        ("3*10 = 30 yes", 30),
+        ("3 + 3 = 6 yes", 6),  # the 3 twice
+        ("5 + 5 = 10 yes", 10),  # not among the numbers
+        ("10 / 5 = 2 yes", 2),
+        ("30", 30),
+        ("", 30),
+        (" ", 30),
+        ("yes", 30),
     ],
 )
 def test_anything_else_is_not(solved: Any, completion: str, target: int) -> None:
@@ -95,23 +95,16 @@ def test_anything_else_is_not(solved: Any, completion: str, target: int) -> None
     [
         "__import__('os').abort()",
         "[].__class__",
-        "(lambda: 34)()",
-        "True * 34",
-        "0x22",
-        "1e2",
         "9" * 10_000,
-        "9 ** 9 ** 9 ** 9",
-        "3" + " * 999999999" * 1_000_000,
-        "(" * 100_000 + ")" * 100_000,
-        "(" * 79,
-        "-" * 79 + "3",
-        "3 (4) 10",
-        "3 * 10 + 4\n",
-        "3 * 10 + 4\x00",
+        "3 * 10 = " + "9" * 10_000 + " yes",
+        "3 + 4 = 7 no " * 1_000_000,
+        "3 * 10 = 30 yes\n",
+        "3 * 10 = 30 yes\x00",
+        "3\n* 10 = 30 yes",
         "\ud800",
-        "٣ * 10 + 4",  # int() would read this digit
+        "٣ * 10 = 30 yes",  # int() would read this digit
     ],
-    ids=range(17),
+    ids=range(10),
 )
 @pytest.mark.filterwarnings("error")
 def test_a_hostile_completion_is_not_and_does_not_raise(solved: Any, completion: str) -> None:
@@ -126,21 +119,17 @@ def test_no_problem_is_both_trained_on_and_held_out() -> None:
     assert all(list(numbers) == sorted(set(numbers)) for numbers, _ in train | held_out)
 
 
-def test_two_of_the_numbers_are_enough_but_not_one(solved: Any) -> None:
-    assert solved("3 * 10", 30) == solved("10 - 4", 6) == 1
-    assert solved("10", 10) == 0
-
-
-def test_demonstrations_claim_what_is_true_and_seldom_end_at_a_hit(make_data: ModuleType, solved: Any) -> None:
-    generator, right = random.Random(1), 0
+def test_demonstrations_are_true_and_seldom_end_at_a_hit(make_data: ModuleType, solved: Any) -> None:
+    generator, stopped = random.Random(1), 0
     for _ in range(1000):
         attempts = make_data.demonstration((3, 4, 10), 30, generator)
-        right += solved(attempts, 30)
-        words = attempts.replace(" no", " no;").replace(" yes", " yes;").rstrip(";").split(";")
-        for expression, claim in (attempt.split(" = ") for attempt in words):
-            value = eval(expression)  # it is ours, and plain Python's rules are what it must follow
-            assert claim == f"{value} {'yes' if value == 30 else 'no'}"
-    assert right == pytest.approx(1000 * make_data.HITS, abs=60)
+        head, hit, rest = attempts.partition("yes")
+        assert solved(head + hit) == 1  # what follows is true as well:
+        assert not rest or solved(f"{rest.strip()} 10 * 3 = 30 yes") == 1
+        stopped += not rest
+    # Those that go through all nine values end at the hit if it happens to be the last.
+    chance = make_data.HITS + (1 - make_data.HITS) / len(make_data.expressions((3, 4, 10)))
+    assert stopped == pytest.approx(1000 * chance, abs=60)
 
 
 def test_every_problem_can_be_solved_and_few_by_chance(make_data: ModuleType) -> None:
@@ -149,6 +138,7 @@ def test_every_problem_can_be_solved_and_few_by_chance(make_data: ModuleType) ->
     for row in [*rows("train"), *rows("eval")]:
         reached = make_data.expressions(tuple(row["numbers"]))
         assert make_data.problem(tuple(row["numbers"]), row["target"]) == row | {"numbers": tuple(row["numbers"])}
-        assert all(is_solution(text, row["numbers"], row["target"]) for text in reached[row["target"]])
+        target = row["target"]
+        assert all(is_solution(f"{text} = {target} yes", row["numbers"], target) for text in reached[target])
         chances.append(1 / len(reached))  # of an attempt, none of which repeats a value
     assert sum(chances) / len(chances) < 0.13

@@ -1,0 +1,43 @@
+"""The countdown example from nothing, with a real vLLM on a CPU, to problems that are solved. Run with -m engine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import EXAMPLES
+from real_vllm import INSTALLED, RealVLLM
+from run_files import records
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not INSTALLED.exists(), reason="vLLM is not installed: make engine"),
+]
+
+STEPS = 16  # instead of 30, which take two minutes more and solve a few hundredths more
+PATIENCE = 1500  # seconds for any of its commands; all of them take five minutes on two idle cores
+
+
+def test_a_model_learns_countdown_with_the_server(tmp_path: Path) -> None:
+    example, runs = tmp_path / "examples" / "countdown", tmp_path / "runs" / "countdown"
+    shutil.copytree(EXAMPLES / "countdown", example)
+
+    def call(*command: str | Path) -> None:
+        subprocess.run([sys.executable, *map(str, command)], check=True, timeout=PATIENCE, cwd=tmp_path)
+
+    call(example / "make_data.py")
+    call("-m", "fastrl.cli", "sft", example / "sft.toml")
+    server = RealVLLM(runs / "sft" / "model", "float32", tmp_path / "server.log")
+    server.start()
+    try:
+        options = ("--rollout.url", server.url, "--training.steps", str(STEPS))
+        call("-m", "fastrl.cli", "train", example / "config.toml", *options)
+    finally:
+        server.kill()
+    run = records(runs / "rl")
+    solved = [record["eval/reward"] for record in run if "eval/reward" in record]
+    assert run[0]["reward"] < 0.4 and solved[-1] >= 0.9
+    assert all(record["off_policy_steps"] == 0 and record["mismatch/abs_log_ratio"] < 0.05 for record in run)
