@@ -12,7 +12,6 @@ from places import EXAMPLES, ROOT
 
 from fastrl.cli import main
 from fastrl.training.common.settings import parse_command_line
-from fastrl.training.engines.completions import check_truncation
 from fastrl.training.rl.config import Config
 
 PAGES = ROOT / "docs" / "recipes"
@@ -76,7 +75,6 @@ def test_the_server_is_started_with_what_the_config_needs(name: str, monkeypatch
     values = {option: value for option, value in zip(options, [*options[1:], "--"], strict=True) if option[:2] == "--"}
     assert config.rollout.url == f"http://{values['--host']}:{values['--port']}"
     assert values["--dtype"] == config.model.dtype
-    check_truncation(config.rollout, "vLLM")
     assert int(values["--max-model-len"]) == (config.data.max_prompt_tokens or 0) + config.rollout.max_new_tokens
     assert values["--logprobs-mode"] == "processed_logprobs" and "--enable-scale-out" in values
     assert values["--weight-transfer-config"] == '{"backend": "fastrl"}'

@@ -155,6 +155,11 @@ class RolloutConfig(Section):
             )
         if self.ahead and self.sleep:
             raise ValueError("sleep: an engine that draws ahead has no time to sleep; leave one of them out")
+        if served and self.truncates and self.top_k == 0:
+            raise ValueError(
+                "top_k: vLLM and SGLang record what top_p and min_p leave only where top_k bounds its size; "
+                "set it (1000 is hardly felt beside top_p = 0.95), or leave top_p and min_p out"
+            )
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty text would end every completion")
         return self

@@ -242,7 +242,7 @@ class _Worker:
         if not self.ready:
             why = f"ended with status {status}" if exited else f"took longer than {_START} s"
             if status == OUT_OF_MEMORY:
-                why = "ran out of reward.memory_limit"
+                why = "ran out of reward.memory_limit (raise it, or leave it out)"
             raise UserError(f"reward.workers: a worker {why} while it imported the reward functions")
         if task is None:  # between two calls
             return None

@@ -1,4 +1,4 @@
-"""What engines are asked and answer, checked: their settings, their tokenizer and their completions."""
+"""What engines answer, checked: their tokenizer and their completions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,19 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.protocol import Completion, EngineFailed, Request, Sampling
 
 PROBES = 64  # tokens, spread over the vocabulary, that must mean the same on both sides
-
-
-def check_truncation(settings: RolloutConfig, engine: str) -> None:
-    """Raise UserError for settings whose supports vLLM and SGLang do not record."""
-    if settings.truncates and settings.top_k == 0:
-        raise UserError(
-            f"rollout.top_k: {engine} records which entries top_p and min_p leave only where top_k bounds their "
-            "number; set it (1000 is hardly felt beside top_p = 0.95), or leave top_p and min_p out"
-        )
 
 
 def check_tokenizer(

@@ -117,6 +117,8 @@ class CompletionSampler:
         while True:
             try:
                 if self.asleep:
+                    if self.policy.device.type == "cuda":
+                        torch.cuda.empty_cache()  # what torch keeps of the update, the engine cannot have
                     self.engine.wake_up()
                     self.asleep = False
                 self.engine.update_weights(self.version, PolicyWeights(self.policy))

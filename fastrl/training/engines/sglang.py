@@ -28,7 +28,7 @@ from fastrl.base.errors import UserError
 from fastrl.models.routing import routers_of
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.engines.completions import Drawn, check_tokenizer, check_truncation, checked
+from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import Server
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import weights_file
@@ -43,7 +43,6 @@ class SGLangServer:
     def __init__(self, policy: Policy, settings: RolloutConfig, longest: int | None = None) -> None:
         """`longest` is the length of prompt and completion that the server must take."""
         assert settings.url is not None  # the config's check
-        check_truncation(settings, "SGLang")
         self.policy, self.settings, self.longest = policy, settings, longest
         self.server = Server(settings.url, "SGLang", HINTS)
         self.is_checked = False

@@ -28,7 +28,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.common.settings import import_for
-from fastrl.training.engines.completions import Drawn, check_truncation, checked
+from fastrl.training.engines.completions import Drawn, checked
 from fastrl.training.engines.protocol import Completion, EngineLost, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer, write_weights
 from fastrl.training.engines.vllm_params import sampling_params
@@ -55,7 +55,6 @@ class VLLMProcess:
     def __init__(self, policy: Policy, settings: RolloutConfig, model: ModelConfig, longest: int | None = None) -> None:
         """`longest` is the length of prompt and completion that the engine must take; None leaves it to vLLM."""
         self.policy, self.settings, self.model, self.longest = policy, settings, model, longest
-        check_truncation(settings, "vLLM")
         for name in settings.engine_options.keys() & OWN_OPTIONS.keys():
             raise UserError(f"rollout.engine_options.{name}: is set by fastrl, from {OWN_OPTIONS[name]}")
         self.on_gpu = policy.device.type == "cuda"
@@ -111,7 +110,6 @@ class VLLMProcess:
     def wake_up(self) -> None:
         """Take the memory again."""
         if self.llm is not None:
-            torch.cuda.empty_cache()  # what torch keeps of the update, vLLM cannot have
             self._ask("wake up", self.llm.wake_up)
 
     def _start(self) -> None:

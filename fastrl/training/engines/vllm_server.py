@@ -18,7 +18,7 @@ from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.engines.completions import Drawn, check_tokenizer, check_truncation, checked
+from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import HEALTH, Server
 from fastrl.training.engines.protocol import Completion, EngineFailed, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer
@@ -40,7 +40,6 @@ class VLLMServer:
     def __init__(self, policy: Policy, settings: RolloutConfig, longest: int | None = None) -> None:
         """`longest` is the length of prompt and completion that the server must take."""
         assert settings.url is not None  # the config's check
-        check_truncation(settings, "vLLM")
         self.policy, self.settings, self.longest = policy, settings, longest
         self.server = Server(settings.url, "vLLM", HINTS)
         self.transfer: Transfer | None = None  # to the server as it was when it was given

@@ -305,12 +305,6 @@ def test_options_of_the_server(
         engine_of(server, policy, **values)
 
 
-def test_a_support_without_a_bound(server: FakeSGLang, policy: Policy) -> None:
-    with pytest.raises(UserError, match=r"rollout.top_k: SGLang records"):
-        SGLangServer(policy, settings(server, top_p=0.9))
-    assert server.calls == []
-
-
 def test_weights_that_it_cannot_load(server: FakeSGLang, policy: Policy) -> None:
     """The server's own words."""
     answer = {"success": False, "message": "Failed to update weights: shapes differ", "num_paused_requests": 0}

@@ -437,8 +437,6 @@ def test_what_a_shared_gpu_cannot(vllm: Any, policy: Policy, gpu: Any, model: Mo
 def test_refused_before_vllm_is_started(vllm: Any, policy: Policy, model: ModelConfig) -> None:
     with pytest.raises(UserError, match=r"rollout.engine_options.logprobs_mode: is set by fastrl"):
         VLLMProcess(policy, settings(engine_options={"logprobs_mode": "raw_logprobs"}), model)
-    with pytest.raises(UserError, match=r"rollout.top_k: vLLM records"):
-        VLLMProcess(policy, settings(top_p=0.9), model)
 
 
 def test_vllm_is_not_installed(policy: Policy, model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

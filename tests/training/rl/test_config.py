@@ -152,6 +152,8 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
         ({"rollout": {"top_p": 0.0}}, r"rollout\.top_p.*greater than 0, got 0\.0"),
         ({"rollout": {"top_p": 1.1}}, r"rollout\.top_p.*less than or equal to 1, got 1\.1"),
         ({"rollout": {"top_p": "nan"}}, r"rollout\.top_p.*got 'nan'"),
+        ({"rollout": {"engine": "vllm", "top_p": 0.9}}, r"rollout: top_k: vLLM and SGLang record what .* set it"),
+        ({"rollout": {"engine": "vllm", "min_p": 0.1}}, r"rollout: top_k: vLLM and SGLang record what .* set it"),
         ({"rollout": {"top_k": -1}}, r"rollout\.top_k.*greater than or equal to 0, got -1"),
         ({"rollout": {"top_k": 2.5}}, r"rollout\.top_k.*valid integer"),
         ({"rollout": {"min_p": -0.1}}, r"rollout\.min_p.*greater than or equal to 0, got -0\.1"),
