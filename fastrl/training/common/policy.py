@@ -184,6 +184,12 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
         wrapped: Any = peft.get_peft_model(model, settings)
     except ValueError as error:  # no module of that name
         raise UserError(f"model.lora_targets: {_first_line(error)}") from error
+    if model.config.get_text_config().tie_word_embeddings and hasattr(model.get_input_embeddings(), "base_layer"):
+        # Merged, in an engine or a saved model, its adapter would change the head as well.
+        raise UserError(
+            f"model.lora_targets: {name_of(config)} uses its embedding as its head, which has no adapter; leave the "
+            "embedding out"
+        )
     return wrapped.eval()
 
 

@@ -92,7 +92,7 @@ def _read_json_lines(path: Path) -> Rows:
         for number, raw in enumerate((raw for line in file for raw in line.splitlines()), start=1):
             where = f"{path}:{number}"
             try:
-                text = raw.decode("utf-8").strip()
+                text = raw.decode("utf-8-sig").strip()  # some editors begin a file with U+FEFF
                 row = json.loads(text) if text else None
             except UnicodeDecodeError as error:
                 raise UserError(

@@ -93,13 +93,15 @@ class CompletionSampler:
         return f"{self.run}-{self.step}"
 
     @_of_the_engine()
-    def ready(self) -> None:
-        """Wake the engine and give it the policy's weights, unless it has them. Waits for one that does not answer.
+    def ready(self, *, wait: bool = True) -> bool:
+        """Wake the engine and give it the policy's weights, unless it has them. Returns whether it has them then.
 
-        Raises EngineLost if it stays away, fails again and again, or is not the one that the run needs.
+        Waits for one that does not answer, or with wait=False tries once. Raises EngineLost if it stays away, fails
+        again and again, or is not the one that the run needs.
         """
         if self.asleep or self.sent != self.version:
-            self._send()
+            self._send(wait)
+        return self.sent is not None
 
     @_of_the_engine()
     def sleep(self) -> None:
@@ -110,8 +112,8 @@ class CompletionSampler:
             say(f"{error}; it was to sleep")
         self.asleep, self.sent = True, None
 
-    def _send(self) -> None:
-        """Send the weights, if need be again and again until rollout.timeout has passed."""
+    def _send(self, wait: bool) -> None:
+        """Send the weights, with `wait` if need be again and again until rollout.timeout has passed."""
         deadline, said, failures = time.monotonic() + self.settings.timeout, False, 0
         self.sent = None
         while True:
@@ -124,6 +126,9 @@ class CompletionSampler:
                 self.engine.update_weights(self.version, PolicyWeights(self.policy))
                 break
             except EngineUnavailable as error:
+                if not wait:
+                    say(f"{error}; it is asked again after the update")
+                    return
                 failures = failures + 1 if isinstance(error, EngineFailed) else 0
                 _check_failures(failures, error)
                 left = deadline - time.monotonic()

@@ -49,8 +49,8 @@ class Rollouts:
         if self.settings.ahead and step < self.last:
             self.before = self.state()
             draw = self._ask(self.settings.prompts_per_step)
-            self._ready(numbers)
-            self.completions.start(draw)
+            if self._ready(numbers, wait=False):  # the update need not wait for an engine that is gone
+                self.completions.start(draw)
             self.begun = draw
 
     def evaluate(self, examples: Sequence[Example], *, greedy: bool = False) -> Rollout:
@@ -66,11 +66,12 @@ class Rollouts:
             self.completions.sleep()
         return rollout
 
-    def _ready(self, numbers: dict[str, float]) -> None:
-        """Give the engine the policy's weights, and add the seconds that this takes."""
-        if self.settings.engine != "transformers":
-            with timed("time/weights", numbers):
-                self.completions.ready()
+    def _ready(self, numbers: dict[str, float], *, wait: bool = True) -> bool:
+        """Give the engine the policy's weights, and add the seconds that this takes; see `CompletionSampler.ready`."""
+        if self.settings.engine == "transformers":
+            return True
+        with timed("time/weights", numbers):
+            return self.completions.ready(wait=wait)
 
     def _ask(self, count: int) -> Draw:
         examples = self.prompts.next(count)

@@ -182,6 +182,17 @@ def test_a_server_that_comes_back_changes_no_number(server, make_config, capfd):
     assert "prompts have their completions" in capfd.readouterr().err
 
 
+def test_an_update_does_not_wait_for_a_server_that_is_to_draw_ahead(server, make_config, capfd):
+    config = make_config(server.url, rollout={"ahead": 1})
+    server.instead["/start_weight_update"] = first(None, lambda make: RESET)
+    module.train(config)
+    # The third batch was to be drawn during the second update, and is drawn after it.
+    assert column(config, "off_policy_steps") == [0, 1, 0]
+    assert max(column(config, "mismatch/abs_log_ratio")[::2]) < ROUNDING
+    assert len(set(drawn(server))) == 12
+    assert "it is asked again after the update" in capfd.readouterr().err
+
+
 def test_what_is_wrong_with_a_batch_ahead_ends_the_run_with_all_kept(server, make_config):
     config = make_config(server.url, rollout={"ahead": 1})
     server.instead[GENERATE] = first(*[None] * 8, lambda make: [])

@@ -26,6 +26,11 @@ def load(tmp_path, tokenizer):
     return load
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(load):
+    (row,) = load(b"\xef\xbb\xbf" + GOOD.encode())
+    assert row.prompt == "1="
+
+
 def test_rows_become_prompts_tokens_and_columns(load):
     first, second = load('{"prompt": "12=", "answer": "21", "n": 2}\n\n{"n": 3, "prompt": "3=", "answer": "3"}')
     assert (first.prompt, first.columns, first.token_ids) == ("12=", {"answer": "21", "n": 2}, [3, 4, 1])

@@ -1,5 +1,6 @@
 """What long runs of large models need: adapters, checkpointed layers, narrow products, and the sampler's mismatch."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,13 @@ def test_the_reference_of_adapters_is_the_model_from_before(load):
                 parameter.add_(torch.ones_like(parameter))
     torch.testing.assert_close(rollout_logprobs(reference, rollout, 1.0, 3, True), expected, rtol=0, atol=1e-5)
     assert not torch.allclose(rollout_logprobs(adapted, rollout, 1.0, None), expected, atol=0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_the_embedding_unless_it_is_the_head_too(make_policy, tied):
+    refused = pytest.raises(UserError, match=r"model\.lora_targets: .* uses its embedding as its head")
+    with refused if tied else nullcontext():
+        make_policy({"lora_rank": 2, "lora_targets": ["embed_tokens"]}, tie_word_embeddings=tied)
 
 
 def test_a_checkpoint_of_adapters_loads_again(trained, tmp_path, spy):
