@@ -20,7 +20,7 @@ RUNS = HERE.parent.parent / "runs" / "countdown"
 LARGEST = 72  # the largest number with a token of its own
 HELD_OUT = 100
 DEMONSTRATIONS = 16000
-HITS = 0.1  # the share of demonstrations that end where they hit the target
+HITS = 0.1  # the share of demonstrations that are cut where they hit the target
 
 Numbers = tuple[int, ...]
 
@@ -62,8 +62,8 @@ def problem(numbers: Numbers, target: int) -> dict[str, object]:
 def demonstration(numbers: Numbers, target: int, generator: random.Random) -> str:
     """Expressions in any order, each with its value and whether it is the target: `3 + 4 = 7 no 4 - 3 = 1 yes`.
 
-    HITS of them end where they hit the target, the others after all expressions: they show what attempts look like, and
-    most of them not when to stop.
+    HITS of them are cut where they hit the target, the others have all expressions: they show what attempts look like,
+    and most of them not when to stop.
     """
     attempts = [(texts[0], value) for value, texts in expressions(numbers).items()]
     generator.shuffle(attempts)

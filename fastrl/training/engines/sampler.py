@@ -81,6 +81,7 @@ class CompletionSampler:
         self.step = 0  # after which the policy has its present weights; set by the loop
         self.sent: str | None = None  # the version that the engine has, if it has the policy's
         self.asleep = False
+        self.gone = False  # it was, and nothing has said that it is back
         self.signals: Sequence[str] = ()  # that ask the run to end; set by the loop
         # Another run with the same steps must not be mistaken for this one.
         self.run = secrets.token_hex(4)
@@ -128,6 +129,7 @@ class CompletionSampler:
             except EngineUnavailable as error:
                 if not wait:
                     say(f"{error}; it is asked again after the update")
+                    self.gone = True
                     return
                 failures = failures + 1 if isinstance(error, EngineFailed) else 0
                 _check_failures(failures, error)
@@ -140,10 +142,11 @@ class CompletionSampler:
                     ) from error
                 if not said:
                     say(f"{error}; trying again for up to {left:.0f} s")
-                    said = True
+                    said = self.gone = True
                 time.sleep(min(PAUSE, left))
-        if said:
+        if self.gone:
             say("the engine is there; going on")
+            self.gone = False
         self.sent = self.version
 
     # --- completions ------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class Rollouts:
         draw, self.begun = self.begun, None
         if draw is None:
             draw = self._ask(count)
+        if draw.thread is None:  # nothing of it is drawn yet
             self._ready(numbers)
         with timed("time/generate", numbers):
             rollout = self.completions.finish(draw)
@@ -45,7 +46,10 @@ class Rollouts:
         return list(draw.examples), rollout
 
     def begin(self, step: int, numbers: dict[str, float]) -> None:
-        """With rollout.ahead, have the completions of the step after this one drawn, with the weights of now."""
+        """With rollout.ahead, have the completions of the step after this one drawn, with the weights of now.
+
+        If the engine is gone, `next` asks for them, after the update and with the weights of then.
+        """
         if self.settings.ahead and step < self.last:
             self.before = self.state()
             draw = self._ask(self.settings.prompts_per_step)

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED.exists(), reason="vLLM is not installed: make engine"),
 ]
 
-STEPS = 16  # instead of 30, which take two minutes more and solve a few hundredths more
+STEPS = 16  # instead of 30: two minutes less
 PATIENCE = 1500  # seconds for any of its commands; all of them take five minutes on two idle cores
 
 
@@ -39,5 +39,5 @@ def test_a_model_learns_countdown_with_the_server(tmp_path: Path) -> None:
         server.kill()
     run = records(runs / "rl")
     solved = [record["eval/reward"] for record in run if "eval/reward" in record]
-    assert run[0]["reward"] < 0.4 and solved[-1] >= 0.9
+    assert run[0]["reward"] < 0.25 and solved[-1] >= 0.9
     assert all(record["off_policy_steps"] == 0 and record["mismatch/abs_log_ratio"] < 0.05 for record in run)

@@ -25,7 +25,7 @@ def fail_at(monkeypatch):
 
         def failing(run, rollout):
             if run.step == step:
-                if run.rollouts.begun is not None:
+                if run.rollouts.begun is not None and run.rollouts.begun.thread is not None:
                     run.rollouts.begun.thread.join()  # the next batch has been drawn
                 raise RuntimeError("mine")
             return update(run, rollout)
@@ -182,15 +182,36 @@ def test_a_server_that_comes_back_changes_no_number(server, make_config, capfd):
     assert "prompts have their completions" in capfd.readouterr().err
 
 
-def test_an_update_does_not_wait_for_a_server_that_is_to_draw_ahead(server, make_config, capfd):
-    config = make_config(server.url, rollout={"ahead": 1})
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_an_update_does_not_wait_for_a_server_that_is_to_draw_ahead(server, make_config, eval_rows, capfd, evaluated):
+    tables = {"data": {"eval_path": eval_rows}, "evaluation": {"every": 2}} if evaluated else {}
+    config = make_config(server.url, rollout={"ahead": 1}, **tables)
     server.instead["/start_weight_update"] = first(None, lambda make: RESET)
     module.train(config)
     # The third batch was to be drawn during the second update, and is drawn after it.
     assert column(config, "off_policy_steps") == [0, 1, 0]
     assert max(column(config, "mismatch/abs_log_ratio")[::2]) < ROUNDING
-    assert len(set(drawn(server))) == 12
-    assert "it is asked again after the update" in capfd.readouterr().err
+    assert len({entry for entry in drawn(server) if entry[0] not in HELD_OUT}) == 12
+    assert "it is asked again after the update\nfastrl: the engine is there" in capfd.readouterr().err
+    assert all(time > 0 for time in column(config, "time/weights"))
+
+
+def test_a_server_that_stays_away_since_it_was_to_draw_ahead(server, make_config, fail_at):
+    """The update before is done and kept, and nothing is drawn for it twice."""
+
+    def dies(make):
+        server.stop()
+        return RESET
+
+    config = make_config(server.url, rollout={"ahead": 1, "timeout": 0.3})
+    server.instead["/start_weight_update"] = first(None, dies)
+    with pytest.raises(UserError, match=r"waited 0.3 s .*saved in .*step-000002; .*--resume goes on"):
+        module.train(config)
+    assert column(config, "step") == [1, 2]
+    server.start()
+    module.train(config, resume=True)
+    assert column(config, "step") == [1, 2, 3] and column(config, "off_policy_steps") == [0, 1, 0]
+    assert len(drawn(server)) == len(set(drawn(server))) == 12
 
 
 def test_what_is_wrong_with_a_batch_ahead_ends_the_run_with_all_kept(server, make_config):

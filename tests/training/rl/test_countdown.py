@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -127,9 +128,9 @@ def test_demonstrations_are_true_and_seldom_end_at_a_hit(make_data: ModuleType, 
         assert solved(head + hit) == 1  # what follows is true as well:
         assert not rest or solved(f"{rest.strip()} 10 * 3 = 30 yes") == 1
         stopped += not rest
-    # Those that go through all nine values end at the hit if it happens to be the last.
+    # Those with all expressions end at the hit if it happens to be the last.
     chance = make_data.HITS + (1 - make_data.HITS) / len(make_data.expressions((3, 4, 10)))
-    assert stopped == pytest.approx(1000 * chance, abs=60)
+    assert stopped == pytest.approx(1000 * chance, abs=40)
 
 
 def test_every_problem_can_be_solved_and_few_by_chance(make_data: ModuleType) -> None:
@@ -142,3 +143,22 @@ def test_every_problem_can_be_solved_and_few_by_chance(make_data: ModuleType) ->
         assert all(is_solution(f"{text} = {target} yes", row["numbers"], target) for text in reached[target])
         chances.append(1 / len(reached))  # of an attempt, none of which repeats a value
     assert sum(chances) / len(chances) < 0.13
+
+
+def test_the_committed_files_are_what_it_writes(
+    make_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_data, "HERE", tmp_path)
+    monkeypatch.setattr(make_data, "RUNS", tmp_path / "runs")
+    make_data.main()
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / name).read_bytes() == (EXAMPLE / name).read_bytes()
+    committed, written = (
+        json.loads((folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
+        for folder in (EXAMPLE, tmp_path)
+    )
+    assert written["model"] == committed["model"]
+    held_out, train = ({row["prompt"] for row in rows(name)} for name in ("eval", "train"))
+    lines = (tmp_path / "runs" / "sft.jsonl").read_text(encoding="utf-8").splitlines()
+    shown = {json.loads(line)["prompt"] for line in lines}
+    assert len(lines) == make_data.DEMONSTRATIONS and shown <= train and not shown & held_out
