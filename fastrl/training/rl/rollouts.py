@@ -32,7 +32,7 @@ class Rollouts:
         draw, self.begun = self.begun, None
         if draw is None:
             draw = self._ask(count)
-        if draw.thread is None:  # nothing of it is drawn yet
+        if draw.thread is None and draw.missing:  # nobody draws them yet
             self._ready(numbers)
         with timed("time/generate", numbers):
             rollout = self.completions.finish(draw)
