@@ -376,7 +376,8 @@ def finish(m, s, w, target, valid, outer):
     logprob = tl.where((target == -float("inf")) & (log_sum == log_sum), target, u - log_sum)
     logprob = tl.where(valid, logprob, float("nan"))
     highest = top * outer
-    rounded_off = tl.where(highest - highest == 0.0, tl.fma(top, outer, -highest), 0.0)
+    # Not by a difference with itself: the compiler would form that by an fma too, which is the rounding, not 0.
+    rounded_off = tl.where(tl.abs(highest) < float("inf"), tl.fma(top, outer, -highest), 0.0)
     return logprob, entropy, tl.where(empty, -float("inf"), highest), log_sum + rounded_off
 
 

@@ -93,7 +93,7 @@ def finish_side(top, total, outer):
     empty = total == 0.0  # every logit is -inf
     log_sum = tl.where(empty, float("nan"), log(total))
     maximum = top * outer
-    rounded_off = tl.where(maximum - maximum == 0.0, tl.fma(top, outer, -maximum), 0.0)
+    rounded_off = tl.where(tl.abs(maximum) < float("inf"), tl.fma(top, outer, -maximum), 0.0)  # as in `finish`
     return tl.where(empty, -float("inf"), maximum), log_sum + rounded_off, log_sum
 
 

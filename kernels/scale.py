@@ -56,7 +56,8 @@ def scale(
     if entries == 0:
         return
     if not _is_dense(tensor) or out.stride() != tensor.stride():
-        torch.mul(tensor, factor, out=out)  # a view with gaps; this does not sync either
+        # A view with gaps; this does not sync either. A factor without dimensions would be rounded to its dtype.
+        torch.mul(tensor, factor.view((1,) * tensor.dim()), out=out)
         return
     with on_device(tensor):
         scale_kernel[(triton.cdiv(entries, _BLOCK * _BLOCKS_A_PROGRAM),)](

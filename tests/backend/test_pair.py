@@ -336,6 +336,8 @@ def test_gradient_of_a_slice_of_the_vocabulary(d: Divergence, device: str) -> No
 @pytest.mark.parametrize("d", KINDS, ids=IDS)
 def test_a_row_is_bitwise_the_same_in_any_batch(d: Divergence, vocab: int, dtype: torch.dtype, device: str) -> None:
     """Alone, with others, at another address; with temperatures of its own."""
+    if forced() == "torch" and device != "cpu":
+        pytest.skip("torch groups a GPU's sums by the shape")
     n = 40 if forced() == "cpp" else 5
     logits, teacher, c = random_pair(vocab, dtype, device, n)
     t = Transform(1.0, torch.rand(n, generator=cases.generator()).to(device) + 0.5)

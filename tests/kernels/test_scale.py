@@ -52,8 +52,12 @@ def test_a_factor_of_1_changes_no_bit(backend: str, device: str) -> None:
     tensor = torch.randn(5000).to(device)
     tensor[3] = torch.nan
     before, version = tensor.clone(), tensor._version
-    assert cases.same_bits(_scaled(tensor, 1.0), before)
-    assert backend == "triton" or tensor._version == version  # not touched
+    scaled = _scaled(tensor, 1.0)
+    if backend == "torch" and device != "cpu":  # it multiplies: nothing is read on the host
+        scaled, before = scaled.nan_to_num(7.0), before.nan_to_num(7.0)
+    else:
+        assert backend == "triton" or tensor._version == version  # not touched
+    assert cases.same_bits(scaled, before)
 
 
 def test_any_strides(device: str) -> None:

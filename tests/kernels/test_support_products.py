@@ -110,6 +110,8 @@ def test_products_against_float64(hidden_size: int, dtype: torch.dtype, gap: int
 
 
 def test_a_product_is_bitwise_the_same_anywhere(device: str) -> None:
+    if forced() == "torch" and device != "cpu":
+        pytest.skip("torch groups a GPU's sums by the shape")
     support = support_cases.random_support(SIZES, VOCAB, device)
     hidden, weight = (_matrix(n, 1100, torch.float32, device) for n in (len(SIZES), VOCAB))
     actual = support_products(hidden, weight, None, *support)

@@ -54,7 +54,8 @@ def advise(tensor: Tensor) -> None:
 def scale(tensor: Tensor, factor: Tensor, out: Tensor) -> None:
     """See `fastrl.backend.contract`."""
     if tensor.device.type != "cpu":
-        torch.mul(tensor, factor, out=out)
+        # A factor without dimensions would be rounded to the tensor's dtype first: 65536 is infinite in float16.
+        torch.mul(tensor, factor.view((1,) * tensor.dim()), out=out)
     elif factor.item() == 1:
         if out is not tensor:
             out.copy_(tensor)
