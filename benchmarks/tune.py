@@ -21,8 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -136,17 +135,23 @@ def timed(call: Callable[[], Any], device: str) -> float:
 
 
 def sweep(
-    choices: list[Choice], call: Callable[[Choice], Any], device: str, keep: Keep = lambda rows: None
+    choices: list[Choice],
+    within: Callable[[Choice], AbstractContextManager[None]],
+    call: Callable[[], Any],
+    device: str,
+    keep: Keep = lambda rows: None,
 ) -> list[Choice]:
-    """Each choice with its milliseconds, or the error if it does not run; the fastest first.
+    """Each choice with the milliseconds of a call within it, or the error if it does not run; the fastest first.
 
+    A choice is entered once, for all its calls: what the first plans or compiles the others find.
     `keep` gets what there is after every choice.
     """
     rows: list[Choice] = []
     for place, choice in enumerate(choices):
         row = {**choice, "default": place == 0, "milliseconds": None, "error": None}
         try:
-            row["milliseconds"] = timed(partial(call, choice), device)
+            with within(choice):
+                row["milliseconds"] = timed(call, device)
         except (TritonError, RuntimeError) as error:  # too many registers, or too much shared memory
             row["error"] = str(error).splitlines()[0]
         rows.append(row)
@@ -193,11 +198,10 @@ def run_head(problem: Problem, device: str, keep: Keep = lambda rows: None) -> l
     """The sweep of the linear loss and its gradients on a problem."""
     run = ours("fastrl").on(problem).prepare()
 
-    def with_tile(choice: Choice) -> None:
-        with bounded(device, choice["tile_bytes"]), torch.enable_grad():
-            run.call()
+    def with_tile(choice: Choice) -> AbstractContextManager[None]:
+        return bounded(device, choice["tile_bytes"])
 
-    return sweep(head_choices(problem, device), with_tile, device, keep)
+    return sweep(head_choices(problem, device), with_tile, torch.enable_grad()(run.call), device, keep)
 
 
 def run_rows(
@@ -206,22 +210,21 @@ def run_rows(
     """The sweep of a row kernel at N x V."""
     call, moved = row_call(kernel, *shape, dtype, device)
     choices = row_choices(kernel, shape[1], dtype.itemsize)
-    with cluster_kernel.use_clusters():
-        if kernel == "forward-gradient" and cluster_kernel.fits(
-            torch.empty(1, 1, shape[1], dtype=dtype, device=device), None
-        ):
-            choices.insert(1, {"cluster": True, **choices[0]})
+    row = torch.empty(1, 1, shape[1], dtype=dtype, device=device)
+    if kernel == "forward-gradient" and cluster_kernel.fits(row, None):
+        choices.insert(1, {"cluster": True, **choices[0]})
 
-    def with_sizes(choice: Choice) -> None:
-        with chosen(kernel, choice), cluster_kernel.use_clusters() if "cluster" in choice else nullcontext():
-            call()
+    @contextmanager
+    def with_sizes(choice: Choice) -> Iterator[None]:
+        with chosen(kernel, choice), cluster_kernel.use_clusters("cluster" in choice):
+            yield
 
     def keep_speeds(rows: list[Choice]) -> None:
         for row in rows:
             row["bytes_per_second"] = None if row["milliseconds"] is None else 1e3 * moved / row["milliseconds"]
         keep(rows)
 
-    return sweep(choices, with_sizes, device, keep_speeds)
+    return sweep(choices, with_sizes, call, device, keep_speeds)
 
 
 def main(argv: Sequence[str]) -> None:

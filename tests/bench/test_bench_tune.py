@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,15 +97,24 @@ def test_one_chunk_is_compared_with_several_at_the_target_shape(monkeypatch: pyt
 
 def test_what_is_measured_is_kept_after_every_choice() -> None:
     kept: list[list[tune.Choice]] = []
-    tune.sweep([{"size": 1}, {"size": 2}], lambda choice: None, "cpu", lambda rows: kept.append([*rows]))
+    choices: list[tune.Choice] = [{"size": 1}, {"size": 2}]
+    tune.sweep(choices, lambda choice: nullcontext(), lambda: None, "cpu", lambda rows: kept.append([*rows]))
     assert [len(rows) for rows in kept] == [1, 2]
 
 
 def test_a_choice_that_does_not_run_is_told_with_the_reason() -> None:
-    def call(choice: tune.Choice) -> None:
-        if choice["size"] == 2:
+    entered = []
+
+    @contextmanager
+    def within(choice: tune.Choice) -> Iterator[None]:
+        entered.append(choice["size"])
+        yield
+
+    def call() -> None:
+        if entered[-1] == 2:
             raise RuntimeError("out of resource: shared memory\nmore")
 
-    rows = tune.sweep([{"size": 1}, {"size": 2}], call, "cpu")
+    rows = tune.sweep([{"size": 1}, {"size": 2}], within, call, "cpu")
+    assert entered == [1, 2]  # once, for all its calls
     assert [row["error"] for row in rows] == [None, "out of resource: shared memory"]
     assert rows[0]["default"] and rows[0]["milliseconds"] >= 0
