@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from precompile import running
 from smoke_distillation import distillation_parts
-from smoke_parts import CLUSTER, Part, cluster_parts, clusters_fit, head_parts, row_parts, set_parts, too_large
+from smoke_parts import Part, head_parts, row_parts, set_parts, too_large
 from torch import Tensor
 from tune import run_head
 
@@ -214,9 +214,6 @@ def run(shape: tuple[int, ...], dtype: torch.dtype, only: str | None, report: Re
         sets = linear_problem(n, width, vocab, dtype, device, mean_set=_MEAN_SET)
         measure(chosen(set_parts(sets)), report, bench, speeds)
         del sets
-    # Last: it is young, and a process whose GPU made an illegal access measures nothing more.
-    if CLUSTER.startswith(only or "") and clusters_fit(vocab, dtype, device):
-        measure(chosen(cluster_parts(logits_problem(n, vocab, dtype, device))), report, bench, speeds)
     synchronize(device)
 
 

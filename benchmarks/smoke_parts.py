@@ -23,7 +23,6 @@ from fastrl.objectives.rows import RowInputs
 _FEW_ROWS = 256
 _TOP_P = 0.95
 _UPSTREAM = 0.25
-CLUSTER = "forward-gradient, cluster kernel (off by default)"
 #: Errors may be so many times those of eager torch, and more: in nats so many units of float32, in gradients one of
 #: their dtype.
 _TIMES = 2.0
@@ -100,6 +99,8 @@ def row_parts(problem: Problem) -> Iterator[Part]:
     yield Part("forward-gradient, beside", Run(lambda: visit(rows, out)), check, bound, 2 * once)
     in_place = Run(lambda: visit(out, None), lambda: copy(rows, out))
     yield Part("forward-gradient, in place", in_place, check, bound, 2 * once)
+    if cluster_kernel.fits(rows, None):
+        yield Part("forward-gradient, in place, by Triton", _by_triton(in_place), check, bound, 2 * once)
 
     quarter = torch.tensor(_UPSTREAM, device=logits.device)
 
@@ -128,6 +129,16 @@ def row_parts(problem: Problem) -> Iterator[Part]:
     yield Part("find_support, top-p", Run(kept), partial(_support_error, problem), mass, once, written=False)
 
 
+def _by_triton(run: Run) -> Run:
+    """The run with Triton's kernel where that in CUDA C++ would be taken."""
+
+    def call() -> Outcome:
+        with cluster_kernel.use_clusters(False):
+            return run.call()
+
+    return Run(call, run.restore)
+
+
 def _outcome(found: Statistics) -> Outcome:
     return Outcome(None, found.logprobs, found.entropy, {})
 
@@ -142,25 +153,6 @@ def visit_of(problem: Problem) -> Callable[[Tensor, Tensor | None], Outcome]:
         return _loss_outcome(found, {"logits": (logits if out is None else out)[0]})
 
     return visit
-
-
-def cluster_parts(problem: Problem) -> Iterator[Part]:
-    """The CUDA C++ kernel that keeps a row on chip."""
-    rows, loss, visit = problem.inputs["logits"][None], problem.expected_loss(), visit_of(problem)
-    out, bound = torch.empty_like(rows), bounds(LOSS, problem, loss, ("logits",))
-
-    def call() -> Outcome:
-        with cluster_kernel.use_clusters():
-            return visit(out, None)
-
-    run = Run(call, lambda: copy(rows, out))
-    yield Part(CLUSTER, run, partial(errors, expected=loss), bound, 2 * problem.size.once)
-
-
-def clusters_fit(vocab: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether that kernel takes such logits here."""
-    with cluster_kernel.use_clusters():
-        return cluster_kernel.fits(torch.empty(1, 1, vocab, dtype=dtype, device=device), None)
 
 
 def _inputs(tokens: Tokens) -> RowInputs:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import cluster_emulation
 import kernel_cases as cases
@@ -16,6 +16,7 @@ from torch import Tensor
 import fastrl
 from fastrl.backend.contract import LossTerms, Transform
 from fastrl.backend.cpp import backend as cpp_backend
+from fastrl.backend.cuda import nvrtc
 from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.backend.torch import rows as reference
 from fastrl.objectives.gates import GATE_FORMULAS
@@ -41,8 +42,7 @@ SIZES = (8, 4088, 4104, 24576, 40000, 70000, 98304)
 
 @pytest.fixture(autouse=True)
 def clusters() -> Iterator[None]:
-    """On a GPU the kernel is turned on."""
-    with fastrl.use_backend("triton"), nullcontext() if EMULATED else kernel.use_clusters():
+    with fastrl.use_backend("triton"), kernel.use_clusters(True):
         yield
 
 
@@ -62,7 +62,9 @@ def check(
     found = run(gradient, targets, mask, t, objective, inputs)
     if not EMULATED:
         statistics = cases.row_statistics(x, targets, mask, t)
-        assert all(cases.same_bits(*(y.nan_to_num(7.0) for y in pair)) for pair in zip(found, statistics, strict=False))
+        for name in ("logprobs", "entropy"):
+            ours, theirs = (getattr(y, name).nan_to_num(7.0) for y in (found, statistics))
+            assert cases.same_bits(ours, theirs), f"{name} are not row_statistics': {ours} {theirs}"
     exact = reference.row_statistics(x.double(), targets, mask, t)
     float32 = reference.row_statistics(x.float(), targets, mask, t)
     for name in ("logprobs", "entropy"):
@@ -179,14 +181,18 @@ def test_beside_the_logits_from_strided_rows_and_nothing_beyond(vocab: int) -> N
 @pytest.mark.skipif(not EMULATED, reason="a GPU takes turns as it likes")
 @pytest.mark.parametrize("vocab", [4104, 40000, 70000, 262144])
 def test_the_order_of_threads_changes_no_bit(vocab: int) -> None:
-    logits, targets, logprobs = rows(vocab, torch.bfloat16)
-    inputs = cases.random_inputs(logprobs)
+    """Nor does it whether a row is loaded early or late; a cluster's rows are ordinary, masked, idle, in any order."""
+    logits, targets, logprobs = rows(vocab, torch.bfloat16, (1, 10))
+    inputs, mask = cases.random_inputs(logprobs, ("old", "ref", "rollout")), torch.ones(10, dtype=torch.bool)
+    inputs.advantages[:], inputs.policy_weights[:] = 1.5, 1.0
+    inputs.advantages[[2, 4, 8]], mask[[0, 5, 6, 7]] = 0.0, False
 
     def results(order: int) -> list[Tensor]:
         x = logits.clone()
-        return [x, *run(x, targets, None, PLAIN, OBJECTIVE, inputs, order=order)]
+        return [x, *run(x, targets, mask, PLAIN, REINFORCE, inputs, order=order)]
 
     first = results(0)
+    assert [bool((row == 0).all()) for row in first[0][0]] == [i in (0, 2, 4, 5, 6, 7, 8) for i in range(10)]
     for order in range(1, 4):
         assert all(map(torch.equal, results(order), first))
 
@@ -216,11 +222,20 @@ def test_what_it_takes() -> None:
     assert not kernel.takes(torch.empty(2, 3, 1004, dtype=torch.float16)[:, :, :1000], None, h100)  # strides
 
 
-def test_it_is_off_unless_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_turned_off() -> None:
     logits = torch.empty(1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
     assert kernel.fits(logits, None) is not EMULATED
-    monkeypatch.setattr(kernel, "_on", False)
-    assert not kernel.fits(logits, None)
-    with kernel.use_clusters():
-        assert kernel._on
-    assert not kernel._on
+    with kernel.use_clusters(False):
+        assert not kernel.fits(logits, None)
+    assert kernel._on
+
+
+def test_without_nvrtc_tritons_kernel_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "why_unavailable", lambda: "no libnvrtc.so")
+    kernel._compiles.cache_clear()
+    with pytest.warns(UserWarning, match=r"slower.*no libnvrtc\.so"):
+        assert not kernel._compiles()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not kernel._compiles()  # told once
+    kernel._compiles.cache_clear()

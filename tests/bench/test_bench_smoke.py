@@ -106,7 +106,7 @@ def test_a_wrong_kernel_and_one_that_fails_are_told(tmp_path: Path, monkeypatch:
     assert status == 1 and [line["name"] for line in lines] == ["after nothing"] and lines[0]["failed"]
 
 
-def test_the_cluster_kernel_has_a_line_of_its_own_where_it_fits(
+def test_tritons_kernel_has_a_line_of_its_own_where_another_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastrl.backend.triton import backend
@@ -115,19 +115,18 @@ def test_the_cluster_kernel_has_a_line_of_its_own_where_it_fits(
 
     def stand_in(logits: Any, *rest: Any) -> Any:
         calls.append(logits)
-        with monkeypatch.context() as off:
-            off.setattr(cluster, "_on", False)
+        with cluster.use_clusters(False):
             return backend.row_forward_gradient(logits, *rest)
 
     monkeypatch.setattr(cluster, "fits", lambda logits, out: cluster._on)
     monkeypatch.setattr(cluster, "row_forward_gradient", stand_in)
-    status, lines = run(tmp_path, "--only", "forward-gradient, in")
-    assert status == 0 and len(lines) == 1 and not calls and not cluster._on
-    status, lines = run(tmp_path, "--only", "forward-gradient, cluster")
-    assert status == 0 and calls and not cluster._on
+    status, lines = run(tmp_path, "--only", "forward-gradient, in place, by")
+    assert status == 0 and not calls
     (line,) = lines
-    assert line["name"] == "forward-gradient, cluster kernel (off by default)"
+    assert line["name"] == "forward-gradient, in place, by Triton"
     assert "d_logits" in line["errors"] and line["milliseconds"] > 0
+    status, lines = run(tmp_path, "--only", "forward-gradient, in place")
+    assert status == 0 and len(lines) == 2 and calls
 
 
 def test_a_wrong_gradient_over_supports_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

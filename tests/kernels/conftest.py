@@ -1,4 +1,4 @@
-"""Masks of the interpreted kernels are booleans, whichever Triton interprets them."""
+"""These are the tests of Triton's kernels: those in CUDA C++ are not called. Masks of interpreted ones are booleans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from fastrl.backend.cuda.row_forward_gradient import use_clusters
+
+
+@pytest.fixture(autouse=True)
+def tritons_kernels() -> Iterator[None]:
+    with use_clusters(False):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

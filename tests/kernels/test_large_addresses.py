@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastrl.backend.contract import Transform
 from fastrl.backend.cpp import backend as cpp_backend
+from fastrl.backend.cuda.row_forward_gradient import use_clusters
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 triton_backend = pytest.importorskip("fastrl.backend.triton.backend")
@@ -94,6 +95,16 @@ def test_every_row_of_logits_beyond_2_to_the_31_entries() -> None:
     assert torch.equal(result.logprobs, whole.logprobs)
     assert torch.equal(result.terms[TERMS.index("loss")][sampled], expected.terms[TERMS.index("loss")])
     assert torch.equal(logits[:, sampled], few)
+    del logits
+    torch.manual_seed(0)
+    in_place, one = (torch.randn(1, n, vocab, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    one.copy_(in_place)
+    with use_clusters(True):
+        again = triton_backend.row_forward_gradient(in_place, targets, None, IDENTITY, CLIP, RowInputs(c, c.abs()))
+    result = triton_backend.row_forward_gradient(one, targets, None, IDENTITY, CLIP, RowInputs(c, c.abs()))
+    assert torch.equal(again.logprobs, result.logprobs) and torch.equal(again.entropy, result.entropy)
+    for row in range(0, n, 1024):  # equal but for the last place of the coefficients, which is in every entry
+        torch.testing.assert_close(in_place[:, row], one[:, row], rtol=2.0**-7, atol=0.0)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,12 @@
 """Forward-gradient with a row on chip, in the shared memory of a cluster of blocks; csrc/cuda/ has the kernel.
 
-Off, because it has never run on a GPU: `use_clusters` turns it on for tests and benchmarks.
+The Triton backend calls it wherever it `fits`. `use_clusters(False)` has Triton's own kernel run there too, for tests
+and benchmarks.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_double, c_float, c_int, c_longlong, c_void_p
@@ -29,17 +31,17 @@ _VECTOR, _PIECE, _MAX_PIECES = 8, 4096, 28  # columns, columns, pieces: as in cs
 SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Shared), which the kernel's source asserts
 _RESERVED = 1024  # bytes of shared memory that CUDA takes per block
 
-_on = False
+_on = True
 
 
 @contextmanager
-def use_clusters() -> Iterator[None]:
-    """Let the Triton backend call this kernel inside the context wherever it `fits`: for tests and benchmarks.
+def use_clusters(on: bool) -> Iterator[None]:
+    """Whether the Triton backend calls this kernel inside the context where it `fits`: for tests and benchmarks.
 
     The choice holds for the whole process, in all its threads.
     """
     global _on
-    before, _on = _on, True
+    before, _on = _on, on
     try:
         yield
     finally:
@@ -147,11 +149,21 @@ def takes(logits: Tensor, out: Tensor | None, limit: int) -> bool:
 
 
 def fits(logits: Tensor, out: Tensor | None) -> bool:
-    """Whether the kernel is turned on and can take the call, on an NVIDIA GPU that has clusters."""
+    """Whether the kernel is turned on and can take the call, on a Hopper GPU: on others it has not been timed."""
     if not _on or not logits.is_cuda or torch.version.hip is not None:
         return False
     device = torch.cuda.get_device_properties(logits.device)
-    return device.major >= 9 and takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0))
+    return device.major == 9 and takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0)) and _compiles()
+
+
+@cache
+def _compiles() -> bool:
+    """Whether NVRTC is here; if not, a warning."""
+    if (why := nvrtc.why_unavailable()) is not None:
+        warnings.warn(
+            f"fastrl reads logits twice for a loss and its gradient, which is slower: no NVRTC: {why}", stacklevel=2
+        )
+    return why is None
 
 
 def row_forward_gradient(
@@ -195,5 +207,7 @@ def row_forward_gradient(
     flags = (transform.softcap != 0, inputs.entropy_weights is not None)
     variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl, objective.rollout)
     with on_device(logits):
-        _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
+        kernel = _kernel(variant, logits.device.index)
+        clusters = min(rows, kernel.resident_clusters(segments, size, shared))
+        kernel.launch(clusters * segments, size, shared, arguments)
     return found

@@ -21,6 +21,7 @@ typedef unsigned long long Arrival;
 
 int thread_index();
 int block_index();
+int block_count();
 int cluster_rank();
 unsigned char* shared_memory();
 
@@ -32,9 +33,9 @@ float warp_max(float x);
 long long warp_sum(long long x);
 
 void arrival_init(Arrival* arrival);
-void arrivals_are_initialised();
+void visible_to_bulk_loads();
 void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival);
-void arrival_wait(Arrival* arrival);
+void arrival_wait(Arrival* arrival, unsigned parity);
 uint4 load_words(const void* from);
 void store_words(void* to, uint4 words);
 
