@@ -99,7 +99,7 @@ def row_parts(problem: Problem) -> Iterator[Part]:
     yield Part("forward-gradient, beside", Run(lambda: visit(rows, out)), check, bound, 2 * once)
     in_place = Run(lambda: visit(out, None), lambda: copy(rows, out))
     yield Part("forward-gradient, in place", in_place, check, bound, 2 * once)
-    if cluster_kernel.fits(rows, None):
+    if cluster_kernel.fits(rows, None, identity):
         yield Part("forward-gradient, in place, by Triton", _by_triton(in_place), check, bound, 2 * once)
 
     quarter = torch.tensor(_UPSTREAM, device=logits.device)

@@ -211,8 +211,9 @@ def run_rows(
     call, moved = row_call(kernel, *shape, dtype, device)
     choices = row_choices(kernel, shape[1], dtype.itemsize)
     row = torch.empty(1, 1, shape[1], dtype=dtype, device=device)
-    if kernel == "forward-gradient" and cluster_kernel.fits(row, None):
-        choices.insert(1, {"cluster": True, **choices[0]})
+    with cluster_kernel.use_clusters(True):
+        if kernel == "forward-gradient" and cluster_kernel.fits(row, None, Transform()):
+            choices.insert(1, {"cluster": True, **choices[0]})
 
     @contextmanager
     def with_sizes(choice: Choice) -> Iterator[None]:

@@ -14,8 +14,6 @@ inline int block_index() {
   return index;
 }
 
-inline int block_count() { return gridDim.x; }
-
 inline int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -54,14 +52,14 @@ inline long long warp_sum(long long x) {
 
 // --- bulk loads ------------------------------------------------------------------------------------------------------
 
-typedef unsigned long long Arrival;  // tells when a bulk load is complete; used for one after the other
+typedef unsigned long long Arrival;  // tells when one bulk load is complete; used once
 
 inline void arrival_init(Arrival* arrival) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory");
 }
 
-// Between what threads wrote to shared memory and bulk loads: the unit that copies must see it too.
-inline void visible_to_bulk_loads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between the initialisations and the loads: the unit that copies must see them too.
+inline void arrivals_are_initialised() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Both addresses and `bytes` are multiples of 16. What is read is not read again: L2 may drop it first.
 inline void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival) {
@@ -76,14 +74,13 @@ inline void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arriv
       : "memory");
 }
 
-// `parity`: 0 for the first load that the arrival tells of, 1 for the second, and so on in turns.
-inline void arrival_wait(Arrival* arrival, unsigned parity) {
+inline void arrival_wait(Arrival* arrival) {
   unsigned done;
   do {
     asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
-        : "r"(shared_address(arrival)), "r"(parity)
+        : "r"(shared_address(arrival))
         : "memory");
   } while (!done);
 }

@@ -3,10 +3,8 @@
 // vectors at 16-byte-aligned addresses.
 //
 // A step is SEGMENTS pieces of 4096 columns. A cluster of SEGMENTS blocks shares a row: block i takes piece i of each
-// step. The pieces of whole steps lie in shared memory, copied there by bulk loads; the last, incomplete step lies in
-// registers, for which the pieces leave no room if three blocks are to fit on a multiprocessor.
-// There are as many clusters as run at a time, and each takes every so many rows: the next row is loaded piece by piece
-// while the gradient of this one is stored, so that a block waits for memory once and not once per row.
+// step. The pieces of whole steps lie in shared memory, copied there by bulk loads that all start at once; the last,
+// incomplete step lies in registers, for which the pieces leave no room if three blocks are to fit on a multiprocessor.
 // The grouping of columns, the fold and the order of roundings are those of kernels/device_functions.py, whose
 // functions have the same names here: a row's statistics are meant to be those of `row_statistics` to the bit. So
 // nothing is contracted by the compiler (--fmad=false): each fmaf is written where Triton's compiler forms one.
@@ -221,7 +219,7 @@ inline Statistics finish(Sums sums, float target, bool valid, float outer) {
   const float difference = fmaf(outer, target - top, -log_sum);
   const float logprob = target == -INF && log_sum == log_sum ? target : difference;
   const float highest = top * outer;
-  const float rounded_off = highest < INF && highest > -INF ? fmaf(top, outer, -highest) : 0.0f;
+  const float rounded_off = highest - highest == 0.0f ? fmaf(top, outer, -highest) : 0.0f;
   return {valid ? logprob : NOT_A_NUMBER, entropy, empty ? -INF : highest, log_sum + rounded_off};
 }
 
@@ -258,28 +256,26 @@ uint4 gradient(uint4 words, const Scales& scales, float maximum_z, float a, floa
   return narrow<Element>(x);
 }
 
-// Addresses are formed anew where they are needed, so that they take no registers in between.
-template <class Element>
-const Element* logits_row(const Arguments& arguments, int row) {
-  return (const Element*)arguments.logits + row / arguments.columns_b * arguments.stride_a +
-         row % arguments.columns_b * arguments.stride_b;
-}
-template <class Element>
-Element* out_row(const Arguments& arguments, int row) {
+// The address is formed anew where it is needed, so that it takes no registers in between.
+template <class Element, int SEGMENTS>
+Element* out_row(const Arguments& arguments) {
+  const int row = block_index() / SEGMENTS;
   return (Element*)arguments.out + row / arguments.columns_b * arguments.out_stride_a +
          row % arguments.columns_b * arguments.out_stride_b;
 }
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
-// Block `segment` of a cluster, which takes the rows from block_index() / SEGMENTS on in steps of the number of clusters.
-// `objective` has the arguments of formulas::token_terms that follow the functions.
+// Block `segment` of the cluster that has row block_index() / SEGMENTS. `objective` has the arguments of
+// formulas::token_terms that follow the functions.
 template <class Element, int SEGMENTS, int THREADS, bool SOFTCAP, bool ENTROPY, class Objective>
 void row_forward_gradient(const Arguments& arguments, const Objective& objective) {
   constexpr int STEP = PIECE * SEGMENTS, VECTORS = PIECE / VECTOR / THREADS, WARPS = THREADS / WARP;
   constexpr int RESULTS = 2 + formulas::TOKEN_TERMS - 2;
-  const int thread = thread_index(), segment = SEGMENTS == 1 ? 0 : cluster_rank();
+  const int thread = thread_index(), segment = SEGMENTS == 1 ? 0 : cluster_rank(), row = block_index() / SEGMENTS;
   const int vocab = arguments.vocab, pieces = vocab / STEP;
+  const long long a = row / arguments.columns_b, b = row % arguments.columns_b;
+  const Element* const logits = (const Element*)arguments.logits + a * arguments.stride_a + b * arguments.stride_b;
   Shared& shared = *(Shared*)shared_memory();
   uint4* const held = (uint4*)(shared_memory() + sizeof(Shared));  // [pieces][VECTORS][THREADS]
 
@@ -289,182 +285,157 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
     const int column = step * STEP + column_of(j);
     if (step < pieces || column < vocab) store_words(out + column, words);
   };
-  const auto write_zeros = [&](int row) {
-    Element* const out = out_row<Element>(arguments, row);
+  const auto write_zeros = [&] {
+    Element* const out = out_row<Element, SEGMENTS>(arguments);
     for (int step = 0; step <= pieces; ++step)
       for (int j = 0; j < VECTORS; ++j) write(out, step, j, uint4{});
   };
-  const auto is_loaded = [&](int row) {
-    return row < arguments.rows && (arguments.mask == nullptr || arguments.mask[row]);
-  };
-  const auto load = [&](int row, int i) {
-    const Element* const from = logits_row<Element>(arguments, row) + i * STEP + segment * PIECE;
-    bulk_load(held + i * (PIECE / VECTOR), from, PIECE * sizeof(Element), &shared.arrivals[i]);
-  };
-  const auto load_all = [&](int row) {
-    if (thread == 0 && is_loaded(row))
-      for (int i = 0; i < pieces; ++i) load(row, i);
-  };
 
+  if (arguments.mask != nullptr && !arguments.mask[row]) {
+    if (segment == 0 && thread < RESULTS) arguments.results[(long long)thread * arguments.rows + row] = 0.0f;
+    write_zeros();
+    return;
+  }
+
+  // Load: all whole steps at once.
   if (thread == 0) {
     for (int i = 0; i < pieces; ++i) arrival_init(&shared.arrivals[i]);
-    visible_to_bulk_loads();
-  }
-  load_all(block_index() / SEGMENTS);
-  unsigned parity = 0;  // of this row's arrivals, which are used again for the next row
-
-  for (int row = block_index() / SEGMENTS, next; row < arguments.rows; row = next) {
-    next = row + block_count() / SEGMENTS;
-    if (!is_loaded(row)) {
-      if (segment == 0 && thread < RESULTS) arguments.results[(long long)thread * arguments.rows + row] = 0.0f;
-      write_zeros(row);
-      block_barrier();  // all threads have read the pieces of the row before
-      load_all(next);
-      continue;
-    }
-
-    // The second half, before the first store to another block's memory, waits until all blocks of the cluster run, and
-    // have read what was stored there for the row before.
-    if constexpr (SEGMENTS > 1) cluster_arrive();
-    const Element* const logits = logits_row<Element>(arguments, row);
-    uint4 tail[VECTORS];
-    for (int j = 0; j < VECTORS; ++j) {
-      const unsigned none = Element::MINUS_INFINITY << 16 | Element::MINUS_INFINITY;
-      const int column = pieces * STEP + column_of(j);
-      tail[j] = column < vocab ? load_words(logits + column) : uint4{none, none, none, none};
-    }
-    const Scales scales = fastrl::scales<SOFTCAP>(arguments, row);
-    const float outer2 = scales.outer * LOG2E;
-    const long long target = arguments.targets[row];
-    const int column = target >= 0 && target < vocab ? int(target) : -1;
-    // Only one thread reads the target's place later: it takes it out of the sums, and writes its gradient.
-    const auto owns = [&](int column) {
-      return column >= 0 && column % STEP / PIECE == segment && column % PIECE / VECTOR % THREADS == thread;
-    };
-    const int place = column % PIECE / VECTOR, own_step = owns(column) ? column / STEP : -1;
-    // The row's numbers, one per thread, which keeps it in a register while it is on its way.
-    float number = thread == ENTROPY_THRESHOLD ? -1e30f : thread == INPUTS ? -INF : 0.0f;
-    if (thread < INPUTS && arguments.inputs[thread] != nullptr)
-      number = arguments.inputs[thread][thread == ENTROPY_THRESHOLD ? 0 : row];
-    // Later, another block may have written the gradient there: they do after the cluster's barrier.
-    if (thread == INPUTS && column >= 0) number = Element::first(logits[column].bits);
-
-    // Loop: the sums, piece by piece as they arrive.
-    Sums sums[VECTORS];
-    for (Sums& x : sums) x = {LOWEST, 0.0f, 0.0f};
-    block_barrier();  // the arrivals are initialised; what is shared of the row before has been read
-#pragma unroll 1
+    arrivals_are_initialised();
     for (int i = 0; i < pieces; ++i) {
-      uint4* const piece = held + i * (PIECE / VECTOR);
-      arrival_wait(&shared.arrivals[i], parity);
-      if (i == own_step) piece[place] = without<Element>(piece[place], column % VECTOR);
-      for (int j = 0; j < VECTORS; ++j)
-        update<Element, SOFTCAP>(sums[j], piece[j * THREADS + thread], scales, outer2);
+      const Element* from = logits + i * STEP + segment * PIECE;
+      bulk_load(held + i * (PIECE / VECTOR), from, PIECE * sizeof(Element), &shared.arrivals[i]);
     }
-    parity ^= 1;
-    for (int j = 0; j < VECTORS; ++j) {
-      if (own_step == pieces && place / THREADS == j) tail[j] = without<Element>(tail[j], column % VECTOR);
-      if (pieces * STEP < vocab) update<Element, SOFTCAP>(sums[j], tail[j], scales, outer2);
+  }
+  // The second half, before the first store to another block's memory, waits until all blocks of the cluster run.
+  if constexpr (SEGMENTS > 1) cluster_arrive();
+  uint4 tail[VECTORS];
+  for (int j = 0; j < VECTORS; ++j) {
+    const unsigned none = Element::MINUS_INFINITY << 16 | Element::MINUS_INFINITY;
+    const int column = pieces * STEP + column_of(j);
+    tail[j] = column < vocab ? load_words(logits + column) : uint4{none, none, none, none};
+  }
+  const Scales scales = fastrl::scales<SOFTCAP>(arguments, row);
+  const float outer2 = scales.outer * LOG2E;
+  const long long target = arguments.targets[row];
+  const int column = target >= 0 && target < vocab ? int(target) : -1;
+  // Only one thread reads the target's place later: it takes it out of the sums, and writes its gradient.
+  const auto owns = [&](int column) {
+    return column >= 0 && column % STEP / PIECE == segment && column % PIECE / VECTOR % THREADS == thread;
+  };
+  const int place = column % PIECE / VECTOR, own_step = owns(column) ? column / STEP : -1;
+  // The row's numbers, one per thread, which keeps it in a register while it is on its way.
+  float number = thread == ENTROPY_THRESHOLD ? -1e30f : thread == INPUTS ? -INF : 0.0f;
+  if (thread < INPUTS && arguments.inputs[thread] != nullptr)
+    number = arguments.inputs[thread][thread == ENTROPY_THRESHOLD ? 0 : row];
+  // Later, another block may have written the gradient there: they do after the cluster's barrier.
+  if (thread == INPUTS && column >= 0) number = Element::first(logits[column].bits);
+
+  // Loop: the sums, piece by piece as they arrive.
+  Sums sums[VECTORS];
+  for (Sums& x : sums) x = {LOWEST, 0.0f, 0.0f};
+  block_barrier();  // the arrivals are initialised
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+    uint4* const piece = held + i * (PIECE / VECTOR);
+    arrival_wait(&shared.arrivals[i]);
+    if (i == own_step) piece[place] = without<Element>(piece[place], column % VECTOR);
+    for (int j = 0; j < VECTORS; ++j)
+      update<Element, SOFTCAP>(sums[j], piece[j * THREADS + thread], scales, outer2);
+  }
+  for (int j = 0; j < VECTORS; ++j) {
+    if (own_step == pieces && place / THREADS == j) tail[j] = without<Element>(tail[j], column % VECTOR);
+    if (pieces * STEP < vocab) update<Element, SOFTCAP>(sums[j], tail[j], scales, outer2);
+  }
+
+  if (thread < INPUTS) shared.inputs[thread] = number;
+  if (thread == INPUTS) shared.target = number, shared.scales = scales, shared.column = column;
+
+  // Fold: the block's sums, which are the segment's.
+  float top = -INF;
+  for (const Sums& x : sums) top = fmaxf(top, fold_maximum(x));
+  top = warp_max(top);
+  if (thread % WARP == 0) shared.maxima[thread / WARP] = top;
+  block_barrier();
+  for (int i = 0; i < WARPS; ++i) top = fmaxf(top, shared.maxima[i]);
+  Term term{0, 0};
+  for (const Sums& x : sums) {
+    const Term one = fold_term(x, top, outer2);
+    term.s += one.s, term.w += one.w;
+  }
+  term = {warp_sum(term.s), warp_sum(term.w)};
+  if (thread % WARP == 0) shared.s[thread / WARP] = term.s, shared.w[thread / WARP] = term.w;
+  block_barrier();
+  if constexpr (SEGMENTS > 1) cluster_wait();
+  if (thread < SEGMENTS) {
+    term = {0, 0};
+    for (int i = 0; i < WARPS; ++i) term.s += shared.s[i], term.w += shared.w[i];
+    const Sums found = folded(top, term.s, term.w);
+    if constexpr (SEGMENTS == 1) {
+      shared.segments[0] = found;
+    } else {
+      store_remote(&shared.segments[segment].m, thread, found.m);
+      store_remote(&shared.segments[segment].s, thread, found.s);
+      store_remote(&shared.segments[segment].w, thread, found.w);
     }
+  }
+  if constexpr (SEGMENTS > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    block_barrier();  // no thread needs it, but it ends the life of registers
+  }
 
-    if (thread < INPUTS) shared.inputs[thread] = number;
-    if (thread == INPUTS) shared.target = number, shared.scales = scales, shared.column = column;
-
-    // Fold: the block's sums, which are the segment's.
-    float top = -INF;
-    for (const Sums& x : sums) top = fmaxf(top, fold_maximum(x));
-    top = warp_max(top);
-    if (thread % WARP == 0) shared.maxima[thread / WARP] = top;
-    block_barrier();
-    for (int i = 0; i < WARPS; ++i) top = fmaxf(top, shared.maxima[i]);
-    Term term{0, 0};
-    for (const Sums& x : sums) {
-      const Term one = fold_term(x, top, outer2);
+  // The objective, in each block alike.
+  if (thread == 0) {
+    top = -INF;
+    for (int i = 0; i < SEGMENTS; ++i) top = fmaxf(top, fold_maximum(shared.segments[i]));
+    term = {0, 0};
+    for (int i = 0; i < SEGMENTS; ++i) {
+      const Term one = fold_term(shared.segments[i], top, shared.scales.outer * LOG2E);
       term.s += one.s, term.w += one.w;
     }
-    term = {warp_sum(term.s), warp_sum(term.w)};
-    if (thread % WARP == 0) shared.s[thread / WARP] = term.s, shared.w[thread / WARP] = term.w;
-    block_barrier();
-    if constexpr (SEGMENTS > 1) cluster_wait();
-    if (thread < SEGMENTS) {
-      term = {0, 0};
-      for (int i = 0; i < WARPS; ++i) term.s += shared.s[i], term.w += shared.w[i];
-      const Sums found = folded(top, term.s, term.w);
-      if constexpr (SEGMENTS == 1) {
-        shared.segments[0] = found;
-      } else {
-        store_remote(&shared.segments[segment].m, thread, found.m);
-        store_remote(&shared.segments[segment].s, thread, found.s);
-        store_remote(&shared.segments[segment].w, thread, found.w);
-      }
-    }
-    if constexpr (SEGMENTS > 1) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      block_barrier();  // no thread needs it, but it ends the life of registers
-    }
-
-    // The objective, in each block alike.
-    if (thread == 0) {
-      top = -INF;
-      for (int i = 0; i < SEGMENTS; ++i) top = fmaxf(top, fold_maximum(shared.segments[i]));
-      term = {0, 0};
-      for (int i = 0; i < SEGMENTS; ++i) {
-        const Term one = fold_term(shared.segments[i], top, shared.scales.outer * LOG2E);
-        term.s += one.s, term.w += one.w;
-      }
-      const Scales scales = shared.scales;
-      const bool valid = shared.column >= 0;
-      const Capped y = capped<SOFTCAP>(shared.target, scales.inner2);
-      const Statistics found = finish(folded(top, term.s, term.w), y.value, valid, scales.outer);
-      const auto own = [&](Input input, float otherwise) {
-        return arguments.inputs[input] != nullptr ? shared.inputs[input] : otherwise;
-      };
-      const float *x = shared.inputs, old = own(OLD, found.logprob);
-      const double* p = arguments.parameters;
-      const auto terms = objective(found.logprob, found.entropy, old, own(REF, found.logprob), own(ROLLOUT, old),
-                                   x[ADVANTAGE], x[POLICY_WEIGHT], x[KL_WEIGHT], x[ENTROPY_WEIGHT],
-                                   x[ENTROPY_THRESHOLD], p[0], p[1], p[2], p[3], p[4], p[5], p[6]);
-      if (segment == 0) {
-        float* results = arguments.results + row;
-        const long long rows = arguments.rows;
-        results[0] = found.logprob;
-        results[rows] = found.entropy;
-        for (int i = 2; i < RESULTS; ++i) results[i * rows] = float(terms[i - 2]);
-      }
-      const float c = float(terms[RESULTS - 2]), h = float(terms[RESULTS - 1]);
-      shared.idle = valid && c == 0.0f && found.log_sum == found.log_sum && (!ENTROPY || h == 0.0f);
-      gradient_scalars<ENTROPY>(shared, found, c, h, scales.slope, y.slope);
-      visible_to_bulk_loads();  // the next row's come over what threads wrote in the pieces: their targets' places
-    }
-    block_barrier();
-    if (shared.idle) {
-      load_all(next);
-      write_zeros(row);
-      continue;
-    }
-
-    // Loop: the gradient. The target's entry is written over that of its vector by the same thread.
-    Element* const out = out_row<Element>(arguments, row);
-    const Scales row_scales = shared.scales;
-    const float maximum_z = shared.maximum, scale_a = shared.a, scale_b = shared.b, shift2 = shared.shift2;
-    const auto gradient_of = [&](uint4 words) {
-      return gradient<Element, SOFTCAP, ENTROPY>(words, row_scales, maximum_z, scale_a, scale_b, shift2);
+    const Scales scales = shared.scales;
+    const bool valid = shared.column >= 0;
+    const Capped y = capped<SOFTCAP>(shared.target, scales.inner2);
+    const Statistics found = finish(folded(top, term.s, term.w), y.value, valid, scales.outer);
+    const auto own = [&](Input input, float otherwise) {
+      return arguments.inputs[input] != nullptr ? shared.inputs[input] : otherwise;
     };
-    for (int j = 0; j < VECTORS; ++j) write(out, pieces, j, gradient_of(tail[j]));
-    const bool more = is_loaded(next);
-#pragma unroll 1
-    for (int i = 0; i < pieces; ++i) {
-      for (int j = 0; j < VECTORS; ++j)
-        write(out, i, j, gradient_of(held[i * (PIECE / VECTOR) + j * THREADS + thread]));
-      if (more) {
-        block_barrier();  // all threads have read the piece
-        if (thread == 0) load(next, i);
-      }
+    const float *x = shared.inputs, old = own(OLD, found.logprob);
+    const double* p = arguments.parameters;
+    const auto terms = objective(found.logprob, found.entropy, old, own(REF, found.logprob), own(ROLLOUT, old),
+                                 x[ADVANTAGE], x[POLICY_WEIGHT], x[KL_WEIGHT], x[ENTROPY_WEIGHT], x[ENTROPY_THRESHOLD],
+                                 p[0], p[1], p[2], p[3], p[4], p[5], p[6]);
+    if (segment == 0) {
+      float* results = arguments.results + row;
+      const long long rows = arguments.rows;
+      results[0] = found.logprob;
+      results[rows] = found.entropy;
+      for (int i = 2; i < RESULTS; ++i) results[i * rows] = float(terms[i - 2]);
     }
-    if (owns(shared.column)) out[shared.column].bits = (unsigned short)Element::pair(shared.at_target, 0.0f);
+    const float c = float(terms[RESULTS - 2]), h = float(terms[RESULTS - 1]);
+    shared.idle = valid && c == 0.0f && found.log_sum == found.log_sum && (!ENTROPY || h == 0.0f);
+    gradient_scalars<ENTROPY>(shared, found, c, h, scales.slope, y.slope);
   }
+  block_barrier();
+  if (shared.idle) {
+    write_zeros();
+    return;
+  }
+
+  // Loop: the gradient. The target's entry is written over that of its vector by the same thread.
+  Element* const out = out_row<Element, SEGMENTS>(arguments);
+  const Scales row_scales = shared.scales;
+  const float maximum_z = shared.maximum, scale_a = shared.a, scale_b = shared.b, shift2 = shared.shift2;
+  const auto gradient_of = [&](uint4 words) {
+    return gradient<Element, SOFTCAP, ENTROPY>(words, row_scales, maximum_z, scale_a, scale_b, shift2);
+  };
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i)
+    for (int j = 0; j < VECTORS; ++j)
+      write(out, i, j, gradient_of(held[i * (PIECE / VECTOR) + j * THREADS + thread]));
+  for (int j = 0; j < VECTORS; ++j) write(out, pieces, j, gradient_of(tail[j]));
+  if (owns(shared.column)) out[shared.column].bits = (unsigned short)Element::pair(shared.at_target, 0.0f);
 }
 
 }  // namespace fastrl

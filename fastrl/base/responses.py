@@ -57,11 +57,16 @@ class Responses:
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
         self.count, self.length = 1, shape.numel()
         self.offsets: Tensor | None = None
+        self.wrong: Tensor | None = None  # bool 0-dim, where `check_cu_seqlens` may not read the values
         if cu_seqlens is not None:
             self.count = cu_seqlens.shape[0] - 1
             self.offsets = cu_seqlens.long()
             position = torch.arange(shape.numel(), device=device)
             self.owner = torch.searchsorted(self.offsets[1:].contiguous(), position, right=True)
+            if not checks.values_are_checked(cu_seqlens):
+                # An index out of range would end the process's work on its GPU: the values become NaN instead.
+                self.owner.clamp_max_(max(self.count - 1, 0))
+                self.wrong = (self.offsets[0] != 0) | (self.offsets[-1] != shape.numel())
         elif len(shape) > 1:
             self.count, self.length = shape[:-1].numel(), shape[-1]
 
@@ -77,7 +82,11 @@ class Responses:
             return x.reshape(self.count, self.length).sum(-1)
         if x.numel() == 0:
             return x.new_zeros(self.count) + x.sum()
-        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0)
+        return self._right(torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0))
+
+    def _right(self, y: Tensor) -> Tensor:
+        """y (G,), or NaN if the responses do not cover the tokens."""
+        return y if self.wrong is None or not y.is_floating_point() else y.masked_fill(self.wrong, torch.nan)
 
     def ranks_sum(self, x: Tensor) -> Tensor:
         """x, which was computed from these tokens, summed over all ranks that hold tokens of the responses."""
@@ -108,7 +117,7 @@ class Responses:
 
     def shared(self, y: Tensor) -> Tensor:
         """`spread` without a copy if it can be: (N,), or a view (G, T)."""
-        return y[:, None].expand(self.count, self.length) if self.offsets is None else y[self.owner]
+        return y[:, None].expand(self.count, self.length) if self.offsets is None else self._right(y)[self.owner]
 
     def number(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
         """(N,) bool -> (G,): how many of these tokens are chosen."""

@@ -50,7 +50,7 @@ def run(logits: Tensor, *arguments: object, order: int = 0) -> LossTerms:
     out = arguments[5] if len(arguments) > 5 else None
     if EMULATED:
         return cluster_emulation.row_forward_gradient(logits, *arguments, order=order)
-    assert kernel.fits(logits, out)  # type: ignore[arg-type]
+    assert kernel.fits(logits, out, arguments[2])  # type: ignore[arg-type]
     return cases.row_forward_gradient(logits, *arguments)
 
 
@@ -222,12 +222,24 @@ def test_what_it_takes() -> None:
     assert not kernel.takes(torch.empty(2, 3, 1004, dtype=torch.float16)[:, :, :1000], None, h100)  # strides
 
 
-def test_it_can_be_turned_off() -> None:
+def test_where_it_is_faster() -> None:
+    h100 = 228 << 10
+
+    def faster(vocab: int, softcap: float = 0.0, multiprocessor: int = h100) -> bool:
+        return kernel.is_faster(vocab, Transform(softcap=softcap), multiprocessor)
+
+    assert all(map(faster, (65544, 128256, 131072, 151936)))
+    assert not any(map(faster, (8192, 65536, 201088, 262144)))
+    assert not faster(151936, softcap=30.0)
+    assert not faster(151936, multiprocessor=164 << 10)
+
+
+def test_it_can_be_asked_for_and_turned_off() -> None:
     logits = torch.empty(1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
-    assert kernel.fits(logits, None) is not EMULATED
+    assert kernel.fits(logits, None, PLAIN) is not EMULATED
     with kernel.use_clusters(False):
-        assert not kernel.fits(logits, None)
-    assert kernel._on
+        assert not kernel.fits(logits, None, PLAIN)
+    assert kernel._wanted
 
 
 def test_without_nvrtc_tritons_kernel_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

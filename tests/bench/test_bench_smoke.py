@@ -118,7 +118,7 @@ def test_tritons_kernel_has_a_line_of_its_own_where_another_is_taken(
         with cluster.use_clusters(False):
             return backend.row_forward_gradient(logits, *rest)
 
-    monkeypatch.setattr(cluster, "fits", lambda logits, out: cluster._on)
+    monkeypatch.setattr(cluster, "fits", lambda logits, out, transform: cluster._wanted is not False)
     monkeypatch.setattr(cluster, "row_forward_gradient", stand_in)
     status, lines = run(tmp_path, "--only", "forward-gradient, in place, by")
     assert status == 0 and not calls

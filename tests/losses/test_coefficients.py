@@ -62,7 +62,8 @@ def from_logits(objective: Objective, s: Sweep, device: str) -> tuple[Tensor, Sw
     logp = loss.logprobs.double().cpu()
     assert objective.gate.reads_logprob or (logp == -20).all()
     (gradient,) = torch.autograd.grad(loss.loss, logits)
-    return gradient[:, 0].double().cpu() / -torch.expm1(logp), of_logprobs(s, logp, tokens["old_logprobs"].double())
+    old = tokens["old_logprobs"].double().cpu()
+    return gradient[:, 0].double().cpu() / -torch.expm1(logp), of_logprobs(s, logp, old)
 
 
 def of_each_level(objective: Objective) -> list[Objective]:

@@ -12,8 +12,10 @@ from gpu import host_synchronisation, needs_gpu
 from objectives import OBJECTIVES
 from problem import CLOSE, B, H, Problem, T, V, assert_same
 from python import python
+from torch import Tensor
 
 import fastrl
+from fastrl.base import checks
 from fastrl.objectives.objective import Objective
 
 _OTHER_DEFAULTS = """
@@ -286,3 +288,26 @@ def test_a_wrong_num_tokens_gives_nan_on_a_gpu() -> None:
     problem = Problem("cuda")
     for wrong in (6, 8):
         assert problem.by_hidden(OBJECTIVES["GRPO"], num_tokens=wrong)[0].loss.isnan()
+
+
+@pytest.mark.parametrize("name", ["GRPO", "GSPO", "DAPO"])
+@pytest.mark.parametrize("ends", [(0, 3, 6), (1, 3, 8), (0, 3, 9)], ids=str)
+def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_read(
+    name: str, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where an index out of range would end all of the process's work, and a read would wait."""
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)
+    logits = torch.randn(8, 50, requires_grad=True)
+    given = {"advantages": torch.randn(2), "old_logprobs": torch.randn(8) - 4, "ref_logprobs": torch.randn(8) - 4}
+    given |= {"targets": torch.randint(50, (8,)), "objective": OBJECTIVES[name]}
+
+    def gradient(*ends: int) -> Tensor:
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+        loss = fastrl.logits_policy_loss(logits, **given, cu_seqlens=cu_seqlens).loss
+        assert loss.isnan() == (ends != (0, 3, 8))
+        found: Tensor = torch.autograd.grad(loss, logits)[0]
+        return found
+
+    wrong = gradient(*ends)
+    assert (wrong.isnan() | (wrong == 0)).all()  # a NaN ratio is outside every clip: 0
+    assert gradient(0, 3, 8).isfinite().all()

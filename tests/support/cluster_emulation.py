@@ -20,7 +20,6 @@ from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 
 PROPERTIES = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10)  # an H100's
-CLUSTERS = 2  # that run at a time, so that each takes several rows of most tests
 
 
 @cache
@@ -39,16 +38,13 @@ class _Kernel(NamedTuple):
     variant: kernel.Variant
     order: int
 
-    def resident_clusters(self, *_: int) -> int:
-        return CLUSTERS
-
     def launch(self, blocks: int, threads: int, shared: int, arguments: kernel.Arguments) -> None:
         v = self.variant
-        assert (blocks, threads) == (min(arguments.rows, CLUSTERS) * v.segments, v.threads)
+        assert (blocks, threads) == (arguments.rows * v.segments, v.threads)
         tables = ((GATE_FORMULAS, v.gate), (KL_FORMULAS, v.kl), (ROLLOUT_FORMULAS, v.rollout))
         names = [list(table).index(name) for table, name in tables]
         flags = (v.dtype == torch.float16, v.segments, threads, v.softcap, v.entropy)
-        failure = _emulate()(ctypes.byref(arguments), blocks, *flags, *names, shared, self.order)
+        failure = _emulate()(ctypes.byref(arguments), *flags, *names, shared, self.order)
         if failure is not None:
             raise RuntimeError(failure.decode())
 

@@ -10,7 +10,7 @@ import ctypes
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p, pointer
+from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,6 @@ _FLAGS = (
     "--fmad=false",  # csrc/cuda says why
 )
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 class NvrtcUnavailable(RuntimeError):
@@ -104,29 +103,11 @@ def _check(status: int) -> None:
         raise RuntimeError(f"CUDA driver: {(message.value or b'unknown error').decode()}")
 
 
-class _LaunchAttribute(Structure):
-    """CUlaunchAttribute, of which only the value for the size of a cluster is used."""
-
-    _fields_ = (("id", c_int), ("_padding", c_int), ("cluster", c_uint * 3), ("_rest", c_uint * 13))
-
-
-class _LaunchConfig(Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", c_void_p),
-        ("attributes", POINTER(_LaunchAttribute)),
-        ("count", c_uint),
-    )
-
-
 class Kernel:
     """A kernel that takes one struct, loaded on the device of this index."""
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
         self._context, self._module, self._function, self._shared = c_void_p(), c_void_p(), c_void_p(), 0
-        self._resident: dict[tuple[int, int, int], int] = {}
         handle, driver = c_int(), _driver()
         _check(driver.cuDeviceGet(byref(handle), device))
         _check(driver.cuDevicePrimaryCtxRetain(byref(self._context), handle))  # torch's; never given back
@@ -134,27 +115,12 @@ class Kernel:
         _check(driver.cuModuleLoadData(byref(self._module), cubin))
         _check(driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
 
-    def _allow(self, shared: int) -> None:
-        """Let blocks have that much dynamic shared memory, in bytes."""
-        _check(_driver().cuCtxSetCurrent(self._context))  # a thread that has called nothing of CUDA has none
-        if shared > self._shared:
-            _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, c_int(shared)))
-            self._shared = shared
-
-    def resident_clusters(self, blocks: int, threads: int, shared: int) -> int:
-        """How many clusters of so many blocks, each with threads and bytes of shared memory, run at a time."""
-        if (key := (blocks, threads, shared)) not in self._resident:
-            self._allow(shared)
-            attribute = _LaunchAttribute(_CLUSTER_DIMENSION, cluster=(c_uint * 3)(blocks, 1, 1))
-            config = _LaunchConfig(blocks, 1, 1, threads, 1, 1, shared, None, pointer(attribute), 1)
-            found = c_int()
-            _check(_driver().cuOccupancyMaxActiveClusters(byref(found), self._function, byref(config)))
-            self._resident[key] = found.value
-        return self._resident[key]
-
     def launch(self, blocks: int, threads: int, shared: int, arguments: Structure) -> None:
         """Launch on torch's current stream; `shared` is the dynamic shared memory of a block, in bytes."""
         driver, stream = _driver(), c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._allow(shared)
+        _check(driver.cuCtxSetCurrent(self._context))  # a thread that has called nothing of CUDA has none
+        if shared > self._shared:
+            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, c_int(shared)))
+            self._shared = shared
         pointers = (c_void_p * 1)(ctypes.addressof(arguments))
         _check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None))

@@ -1,7 +1,6 @@
 """Forward-gradient with a row on chip, in the shared memory of a cluster of blocks; csrc/cuda/ has the kernel.
 
-The Triton backend calls it wherever it `fits`. `use_clusters(False)` has Triton's own kernel run there too, for tests
-and benchmarks.
+The Triton backend calls it wherever it `fits`: where it was timed and took less than Triton's own kernel.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ _VECTOR, _PIECE, _MAX_PIECES = 8, 4096, 28  # columns, columns, pieces: as in cs
 SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Shared), which the kernel's source asserts
 _RESERVED = 1024  # bytes of shared memory that CUDA takes per block
 
-_on = True
+_wanted: bool | None = None
 
 
 @contextmanager
-def use_clusters(on: bool) -> Iterator[None]:
-    """Whether the Triton backend calls this kernel inside the context where it `fits`: for tests and benchmarks.
+def use_clusters(wanted: bool) -> Iterator[None]:
+    """Let this kernel be called inside the context wherever it can take the call, or nowhere: for tests and benchmarks.
 
     The choice holds for the whole process, in all its threads.
     """
-    global _on
-    before, _on = _on, on
+    global _wanted
+    before, _wanted = _wanted, wanted
     try:
         yield
     finally:
-        _on = before
+        _wanted = before
 
 
 class Arguments(Structure):
@@ -148,12 +147,25 @@ def takes(logits: Tensor, out: Tensor | None, limit: int) -> bool:
     return shared_bytes(vocab, segments) <= limit and vocab // (_PIECE * segments) <= _MAX_PIECES
 
 
-def fits(logits: Tensor, out: Tensor | None) -> bool:
-    """Whether the kernel is turned on and can take the call, on a Hopper GPU: on others it has not been timed."""
-    if not _on or not logits.is_cuda or torch.version.hip is not None:
+def fits(logits: Tensor, out: Tensor | None, transform: Transform) -> bool:
+    """Whether this kernel takes the call: it can, on an NVIDIA GPU that has clusters, and was faster there."""
+    if _wanted is False or not logits.is_cuda or torch.version.hip is not None:
         return False
     device = torch.cuda.get_device_properties(logits.device)
-    return device.major == 9 and takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0)) and _compiles()
+    if device.major < 9 or not takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0)):
+        return False
+    shared = device.shared_memory_per_multiprocessor
+    return (_wanted or (device.major == 9 and is_faster(logits.shape[-1], transform, shared))) and _compiles()
+
+
+def is_faster(vocab: int, transform: Transform, multiprocessor: int) -> bool:
+    """Whether it takes less time than Triton's kernel on Hopper, whose multiprocessors have so much shared memory.
+
+    It does for 151,936 logits: four blocks share a row, which is too long for L2 to hold until it is read again, and
+    three fit on a multiprocessor. Beyond, and with a softcap, one that loads ahead took longer (docs/design.md).
+    """
+    segments = configuration(vocab, 2).segments
+    return not transform.softcap and segments == 4 and 3 * (shared_bytes(vocab, 4) + _RESERVED) <= multiprocessor
 
 
 @cache
@@ -207,7 +219,5 @@ def row_forward_gradient(
     flags = (transform.softcap != 0, inputs.entropy_weights is not None)
     variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl, objective.rollout)
     with on_device(logits):
-        kernel = _kernel(variant, logits.device.index)
-        clusters = min(rows, kernel.resident_clusters(segments, size, shared))
-        kernel.launch(clusters * segments, size, shared, arguments)
+        _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
     return found

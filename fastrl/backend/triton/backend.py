@@ -66,7 +66,7 @@ def row_forward_gradient(
     out: Tensor | None = None,
 ) -> LossTerms:
     """See `fastrl.backend.contract`."""
-    if cluster_kernel.fits(logits, out):
+    if cluster_kernel.fits(logits, out, transform):
         return cluster_kernel.row_forward_gradient(logits, targets, mask, transform, objective, inputs, out)
     arguments = (logits, targets, mask, transform, *device_objective(objective), inputs, out)
     return forward_gradient_kernel.row_forward_gradient(*arguments)

@@ -21,7 +21,6 @@ typedef unsigned long long Arrival;
 
 int thread_index();
 int block_index();
-int block_count();
 int cluster_rank();
 unsigned char* shared_memory();
 
@@ -33,9 +32,9 @@ float warp_max(float x);
 long long warp_sum(long long x);
 
 void arrival_init(Arrival* arrival);
-void visible_to_bulk_loads();
+void arrivals_are_initialised();
 void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival);
-void arrival_wait(Arrival* arrival, unsigned parity);
+void arrival_wait(Arrival* arrival);
 uint4 load_words(const void* from);
 void store_words(void* to, uint4 words);
 

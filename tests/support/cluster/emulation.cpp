@@ -20,11 +20,11 @@ struct Meeting {  // a barrier that can be used again
   unsigned generation = 0;
 };
 
-struct Load {  // what an arrival tells of, one copy after the other
-  void* to;
+struct Load {
+  void* to = nullptr;
   const void* from;
-  unsigned bytes, begun = 0, done = 0;
-  bool initialised = false, visible = false;
+  unsigned bytes;
+  bool initialised = false, visible = false, done = false;
 };
 
 struct Warp {
@@ -48,8 +48,7 @@ struct Thread {
 };
 
 struct Cluster {
-  int first_block, blocks_in_all, threads, shared;
-  bool early;  // whether copies are made at once, or as late as possible
+  int first_block, threads, shared;
   Meeting meeting;
   std::vector<Block> blocks;
 };
@@ -126,7 +125,6 @@ namespace fastrl {
 
 int thread_index() { return current->index; }
 int block_index() { return cluster.first_block + current->rank; }
-int block_count() { return cluster.blocks_in_all; }
 int cluster_rank() { return current->rank; }
 unsigned char* shared_memory() { return block().memory; }
 
@@ -162,37 +160,26 @@ long long warp_sum(long long x) {
 }
 
 void arrival_init(Arrival* arrival) { block().loads[arrival].initialised = true; }
-void visible_to_bulk_loads() {
+void arrivals_are_initialised() {
   for (auto& [_, load] : block().loads) load.visible = true;
 }
 
-void make(Load& load) {
-  std::memcpy(load.to, load.from, load.bytes);
-  ++load.done, ++events;
-}
-
-// A copy is made at once, or where the first thread waits for it.
+// The copy is made as late as possible: where the first thread waits for it.
 void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival) {
   Load& load = block().loads[arrival];
   const long long end = (unsigned char*)to + bytes - block().memory;
-  if (!load.initialised || !load.visible) fail("a bulk load whose arrival is not initialised");
-  if (load.begun != load.done) fail("a bulk load before the arrival of the one before");
+  if (!load.initialised || !load.visible || load.to != nullptr) fail("a bulk load without an arrival of its own");
   if ((size_t(to) | size_t(from) | bytes) % 16 != 0) fail("a bulk load that is not aligned");
   if (end > cluster.shared) fail("a bulk load beyond the shared memory");
-  load.to = to, load.from = from, load.bytes = bytes, ++load.begun, ++events;
-  if (cluster.early) make(load);
+  load.to = to, load.from = from, load.bytes = bytes, ++events;
 }
-void arrival_wait(Arrival* arrival, unsigned parity) {
+void arrival_wait(Arrival* arrival) {
   const auto found = block().loads.find(arrival);
   if (found == block().loads.end()) fail("a wait for an arrival that is not initialised");
   Load& load = found->second;
-  while (load.done % 2 == parity) {
-    if (load.begun == load.done) {
-      yield();
-    } else {
-      make(load);
-    }
-  }
+  while (load.to == nullptr) yield();
+  if (!load.done) std::memcpy(load.to, load.from, load.bytes);
+  load.done = true;
 }
 
 uint4 load_words(const void* from) {
@@ -245,9 +232,9 @@ void choose(int segments, int threads, bool softcap, bool entropy) {
 
 }  // namespace
 
-// Null, or what went wrong. Clusters run one after the other.
-extern "C" const char* emulate(const Arguments* given, int blocks, int float16, int segments, int threads, int softcap,
-                               int entropy, int gate, int kl, int rollout, int shared, int order) {
+// Null, or what went wrong.
+extern "C" const char* emulate(const Arguments* given, int float16, int segments, int threads, int softcap, int entropy,
+                               int gate, int kl, int rollout, int shared, int order) {
   run = nullptr, failure = nullptr;
   if (float16) {
     choose<Float16>(segments, threads, softcap, entropy);
@@ -259,9 +246,9 @@ extern "C" const char* emulate(const Arguments* given, int blocks, int float16, 
   Objective::gate = gate, Objective::kl = kl, Objective::rollout = rollout;
   const size_t bytes = size_t(shared) + 128;
   std::unique_ptr<unsigned char[]> memory(new unsigned char[bytes * segments]);
-  for (int first = 0; first < blocks && failure == nullptr; first += segments) {
+  for (int row = 0; row < given->rows && failure == nullptr; ++row) {
     std::memset(memory.get(), 0xff, bytes * segments);  // NaN
-    cluster = {first, blocks, threads, shared, order % 2 == 1, {}, std::vector<Block>(segments)};
+    cluster = {row * segments, threads, shared, {}, std::vector<Block>(segments)};
     for (int i = 0; i < segments; ++i) {
       const size_t begin = size_t(memory.get() + i * bytes);
       cluster.blocks[i].memory = (unsigned char*)((begin + 127) / 128 * 128);
