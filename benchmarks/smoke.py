@@ -43,6 +43,8 @@ _REPEATS, _SECONDS = 5, 1.0
 _MEAN_SET = 8
 #: Lengths of the sums of the products that form d_weight: rows of a chunk. And widths of the others'.
 _LENGTHS = (2048, 4096, 8192)
+#: One row of so many of a padded head is no entry of the vocabulary: 267 of Qwen's 151,936.
+_PADDED = 569
 
 
 @dataclass
@@ -139,6 +141,11 @@ def products(n: int, width: int, vocab: int, dtype: torch.dtype, device: str) ->
         if k == width:
             gradient = torch.empty_like(hidden)
             yield "d_hidden", vocab, flops, without_results(partial(torch.mm, out, weight, out=gradient))
+            # Of a padded head: a tile of its entries alone, whose rows are not aligned, and one whose rows are.
+            entries = vocab - max(vocab // _PADDED, 1)
+            for rows, alone in (("", tensor(n, entries)), (", aligned rows", out[:, :entries])):
+                multiply = partial(torch.mm, hidden, weight[:entries].t(), out=alone)
+                yield f"logits of a padded head{rows}", k, 2 * n * k * entries, without_results(multiply)
     del hidden, weight, out
     total = torch.zeros(vocab, width, dtype=torch.float32, device=device)
     narrow = torch.empty(vocab, width, dtype=dtype, device=device)

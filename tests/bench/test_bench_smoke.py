@@ -65,6 +65,8 @@ def test_every_kernel_product_and_tile_has_a_line(
     products = {line["name"]: line for line in found["products"]}
     assert set(products) == {
         "logits",
+        "logits of a padded head",
+        "logits of a padded head, aligned rows",
         "d_hidden",
         "d_weight",
         "d_weight into a float32 out",

@@ -61,3 +61,23 @@ def test_replays_give_what_eager_calls_give(name: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(results, _losses(name, problem.arguments, head, logits), equal_nan=True, **CLOSE)
+
+
+def _linear_loss(head: dict[str, Tensor], arguments: dict[str, Any]) -> Tensor:
+    return fastrl.linear_policy_loss(**head, objective=OBJECTIVES["GRPO"], **arguments).loss
+
+
+def _with_gradients(function: Any, problem: Problem) -> list[Tensor]:
+    head = problem.leaves()
+    loss = function(head, problem.arguments)
+    return [loss.detach().clone(), *torch.autograd.grad(loss, list(head.values()))]
+
+
+@needs_gpu
+def test_compiled_with_cuda_graphs_without_the_number_of_tokens() -> None:
+    """Calls on new numbers, of which the later ones replay graphs around what waits for the host."""
+    compiled = torch.compile(_linear_loss, mode="reduce-overhead")
+    for seed in range(5):
+        problem = Problem("cuda", seed=seed)
+        found, expected = (_with_gradients(function, problem) for function in (compiled, _linear_loss))
+        torch.testing.assert_close(found, expected, **CLOSE)

@@ -293,16 +293,16 @@ def test_a_wrong_num_tokens_gives_nan_on_a_gpu() -> None:
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "DAPO"])
 @pytest.mark.parametrize("ends", [(0, 3, 6), (1, 3, 8), (0, 3, 9)], ids=str)
 def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_read(
-    name: str, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, ends: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where an index out of range would end all of the process's work, and a read would wait."""
-    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)
-    logits = torch.randn(8, 50, requires_grad=True)
-    given = {"advantages": torch.randn(2), "old_logprobs": torch.randn(8) - 4, "ref_logprobs": torch.randn(8) - 4}
-    given |= {"targets": torch.randint(50, (8,)), "objective": OBJECTIVES[name]}
+    """On a GPU, where an index out of range would end all of the process's work, and a read would wait."""
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)  # a GPU's are not; here as if on one
+    logits, tokens = torch.randn(8, 50, device=device, requires_grad=True), torch.zeros(8, device=device)
+    given = {"advantages": tokens[:2] + 1.5, "old_logprobs": tokens - 4, "ref_logprobs": tokens - 4.5}
+    given |= {"targets": tokens.long(), "objective": OBJECTIVES[name]}
 
     def gradient(*ends: int) -> Tensor:
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
         loss = fastrl.logits_policy_loss(logits, **given, cu_seqlens=cu_seqlens).loss
         assert loss.isnan() == (ends != (0, 3, 8))
         found: Tensor = torch.autograd.grad(loss, logits)[0]
