@@ -2,12 +2,12 @@
 # On a machine with a GPU: is it right, how fast is it, and what would be faster.
 #   benchmarks/gpu.sh [FOLDER [ROUND...]]    default: benchmarks/results/gpu, and the rounds smoke correct speed size
 # Rounds, each at most nine minutes:
-#   smoke     every kernel once against float64, with its time; the products, the tiles; an estimated 85 s, cut at 150
+#   smoke     every kernel once against float64, with its time; the products, the tiles; some 50 s, cut at 150
 #   correct   the tests, and compute-sanitizer's memcheck over a short run of each kernel
 #   speed     logits, plans, linear, divergence, masks, sets and overhead at the shapes of the targets
 #   size      131,072 tokens, whole training steps, where a linear loss spends its time; the trainer's tests; preferences
 #   tune      the linear loss's tile; block sizes and warps other than the defaults
-#   ncu       what Nsight Compute says of six kernels: DRAM, L2 hits, stalls
+#   ncu       what Nsight Compute says of some kernels: DRAM, L2 hits, stalls
 # Leaves in FOLDER one archive a round, ROUND.tar.gz, with machine.txt (clocks, power, versions, commit, command),
 # clocks.csv, PART.log of each part, and for the suites PART.json, PART.md and one PNG a shape. It is written anew after
 # every part and every 20 s, so that a round that is cut off has what it had measured by then. targets.md says which of
@@ -106,7 +106,7 @@ correct() {
     # Without torch's caching of memory: a read beyond a tensor would find the next one. Kernels as compiled above.
     part sanitizer 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
       --report-api-errors no --target-processes all python3 -m pytest -q tests/kernels tests/backend/test_find_support.py \
-      tests/bench/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
+      tests/backend/test_cuda_row_forward_gradient.py tests/bench/test_bench_read.py --ignore-glob '*_aot.py' -k "not cpp and ((float64 and 4097) \
       or (transforms_and_sizes and 4097) or (beside and 4097) or masked or strided or any_strides or segments_apart \
       or wide_row or long_segments or minus_infinity_is_a or (not_kept_is and bfloat16) \
       or (random_rows and triton) or test_bench_read)"
@@ -157,6 +157,7 @@ ncu() {
       --log-file "$here/ncu-$name.csv" python3 benchmarks/smoke.py --out "$here/ncu-$name" --only "$only" </dev/null
   done <<'PARTS'
 forward-gradient:forward-gradient, in place:^row_forward_gradient_kernel$:1
+forward-gradient-triton:forward-gradient, in place, by Triton:^row_forward_gradient_kernel$:1
 statistics:statistics:^row_statistics_kernel$:1
 gradient:gradient:^row_gradient_kernel$:1
 sets:loss over recorded sets:^(support_products|segment_sums)_kernel$:3

@@ -56,7 +56,7 @@ def scale(
     if entries == 0:
         return
     if not _is_dense(tensor) or out.stride() != tensor.stride():
-        # A view with gaps; this does not sync either. A factor without dimensions would be rounded to its dtype.
+        # A view with gaps; this does not sync either. Without dimensions the factor would be rounded to its dtype.
         torch.mul(tensor, factor.view((1,) * tensor.dim()), out=out)
         return
     with on_device(tensor):

@@ -219,7 +219,7 @@ inline Statistics finish(Sums sums, float target, bool valid, float outer) {
   const float difference = fmaf(outer, target - top, -log_sum);
   const float logprob = target == -INF && log_sum == log_sum ? target : difference;
   const float highest = top * outer;
-  const float rounded_off = highest - highest == 0.0f ? fmaf(top, outer, -highest) : 0.0f;
+  const float rounded_off = highest < INF && highest > -INF ? fmaf(top, outer, -highest) : 0.0f;
   return {valid ? logprob : NOT_A_NUMBER, entropy, empty ? -INF : highest, log_sum + rounded_off};
 }
 

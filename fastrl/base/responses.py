@@ -57,16 +57,18 @@ class Responses:
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
         self.count, self.length = 1, shape.numel()
         self.offsets: Tensor | None = None
-        self.wrong: Tensor | None = None  # bool 0-dim, where `check_cu_seqlens` may not read the values
+        self.wrong: Tensor | None = None  # bool (): whether they are, where `check_cu_seqlens` may not read
         if cu_seqlens is not None:
             self.count = cu_seqlens.shape[0] - 1
-            self.offsets = cu_seqlens.long()
+            self.offsets = given = cu_seqlens.long()
+            if not checks.values_are_checked(cu_seqlens):
+                # An index out of range would end the process's work on its GPU: results become NaN instead.
+                self.offsets = given.clamp(0, shape.numel()).cummax(0).values
+                self.wrong = (given != self.offsets).any() | (given[0] != 0) | (given[-1] != shape.numel())
             position = torch.arange(shape.numel(), device=device)
             self.owner = torch.searchsorted(self.offsets[1:].contiguous(), position, right=True)
-            if not checks.values_are_checked(cu_seqlens):
-                # An index out of range would end the process's work on its GPU: the values become NaN instead.
+            if self.wrong is not None:
                 self.owner.clamp_max_(max(self.count - 1, 0))
-                self.wrong = (self.offsets[0] != 0) | (self.offsets[-1] != shape.numel())
         elif len(shape) > 1:
             self.count, self.length = shape[:-1].numel(), shape[-1]
 
@@ -85,7 +87,7 @@ class Responses:
         return self._right(torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0))
 
     def _right(self, y: Tensor) -> Tensor:
-        """y (G,), or NaN if the responses do not cover the tokens."""
+        """y (G,), or NaN if cu_seqlens do not divide the tokens."""
         return y if self.wrong is None or not y.is_floating_point() else y.masked_fill(self.wrong, torch.nan)
 
     def ranks_sum(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastrl.backend.choice import forced, kernels
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
+from fastrl.base.responses import check_cu_seqlens
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.linear import forward_gradient as forward_gradient_ops
 from fastrl.linear import statistics as forward
@@ -96,7 +98,11 @@ def _ask(problem: Problem, call: LinearCall) -> _Host | None:
     size = batch.responses.count
     ends = batch.responses.offsets
     on_device = [batch.counts.double(), active.double(), *(() if ends is None else (ends[1:].double(),))]
-    on_host = [int(x) for x in torch.cat(on_device).tolist()]
+    values = torch.cat(on_device).tolist()
+    if math.isnan(sum(values)):  # the counts of responses that do not divide the tokens, which could not be read before
+        with checks.check_inputs():
+            check_cu_seqlens(problem.cu_seqlens, "targets", call.args.targets)
+    on_host = [int(x) for x in values]
     length = batch.responses.length
     rows = on_host[2 * size :] if ends is not None else [(i + 1) * length for i in range(size)]
     return _Host(on_host[:size], on_host[size : 2 * size], rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import cluster_emulation
 import kernel_cases as cases
@@ -222,16 +223,24 @@ def test_what_it_takes() -> None:
     assert not kernel.takes(torch.empty(2, 3, 1004, dtype=torch.float16)[:, :, :1000], None, h100)  # strides
 
 
-def test_where_it_is_faster() -> None:
-    h100 = 228 << 10
+def test_unasked_it_takes_rows_of_which_three_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    h100 = SimpleNamespace(major=9, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(kernel, "_wanted", None)
+    monkeypatch.setattr(kernel, "_has_nvrtc", lambda: True)
 
-    def faster(vocab: int, softcap: float = 0.0, multiprocessor: int = h100) -> bool:
-        return kernel.is_faster(vocab, Transform(softcap=softcap), multiprocessor)
+    def fits(vocab: int, t: Transform = PLAIN) -> bool:
+        return kernel.fits(torch.empty(1, 1, vocab, dtype=torch.bfloat16), None, t)
 
-    assert all(map(faster, (65544, 128256, 131072, 151936)))
-    assert not any(map(faster, (8192, 65536, 201088, 262144)))
-    assert not faster(151936, softcap=30.0)
-    assert not faster(151936, multiprocessor=164 << 10)
+    assert all(map(fits, (128256, 131072, 151936, 163832)))
+    assert not any(map(fits, (32768, 100352, 151937, 163840, 262144)))
+    assert not fits(151936, Transform(softcap=30.0))
+    shared = kernel.shared_bytes(max(kernel._FASTER), 4) + kernel._RESERVED
+    assert 3 * shared <= 228 << 10 < 3 * (shared + 8192)
+    h100.major = 10
+    assert not fits(151936)
 
 
 def test_it_can_be_asked_for_and_turned_off() -> None:
@@ -239,15 +248,14 @@ def test_it_can_be_asked_for_and_turned_off() -> None:
     assert kernel.fits(logits, None, PLAIN) is not EMULATED
     with kernel.use_clusters(False):
         assert not kernel.fits(logits, None, PLAIN)
-    assert kernel._wanted
 
 
 def test_without_nvrtc_tritons_kernel_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "why_unavailable", lambda: "no libnvrtc.so")
-    kernel._compiles.cache_clear()
+    kernel._has_nvrtc.cache_clear()
     with pytest.warns(UserWarning, match=r"slower.*no libnvrtc\.so"):
-        assert not kernel._compiles()
+        assert not kernel._has_nvrtc()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not kernel._compiles()  # told once
-    kernel._compiles.cache_clear()
+        assert not kernel._has_nvrtc()  # told once
+    kernel._has_nvrtc.cache_clear()

@@ -291,18 +291,19 @@ def test_a_wrong_num_tokens_gives_nan_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "DAPO"])
-@pytest.mark.parametrize("ends", [(0, 3, 6), (1, 3, 8), (0, 3, 9)], ids=str)
+@pytest.mark.parametrize("ends", [(0, 3, 6), (1, 3, 8), (0, 3, 9), (0, 3, 100_000), (0, 9, 2, 8), (-1, 3, 8)], ids=str)
 def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_read(
     name: str, ends: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, where an index out of range would end all of the process's work, and a read would wait."""
-    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: False)  # a GPU's are not; here as if on one
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: checks._always)  # on a CPU as on a GPU
     logits, tokens = torch.randn(8, 50, device=device, requires_grad=True), torch.zeros(8, device=device)
-    given = {"advantages": tokens[:2] + 1.5, "old_logprobs": tokens - 4, "ref_logprobs": tokens - 4.5}
+    given = {"old_logprobs": tokens - 4, "ref_logprobs": tokens - 4.5}
     given |= {"targets": tokens.long(), "objective": OBJECTIVES[name]}
 
     def gradient(*ends: int) -> Tensor:
         cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+        given["advantages"] = torch.ones(len(ends) - 1, device=device)
         loss = fastrl.logits_policy_loss(logits, **given, cu_seqlens=cu_seqlens).loss
         assert loss.isnan() == (ends != (0, 3, 8))
         found: Tensor = torch.autograd.grad(loss, logits)[0]
@@ -311,3 +312,11 @@ def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_rea
     wrong = gradient(*ends)
     assert (wrong.isnan() | (wrong == 0)).all()  # a NaN ratio is outside every clip: 0
     assert gradient(0, 3, 8).isfinite().all()
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    given |= {"cu_seqlens": cu_seqlens, "advantages": torch.ones(len(ends) - 1, device=device)}
+    hidden, weight = (torch.randn(n, 4, device=device, requires_grad=True) for n in (8, 50))
+    if name == "GSPO":  # its plan waits for the host anyway, which then can say what is wrong
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 8, got"):
+            fastrl.linear_policy_loss(hidden, weight, **given)
+    else:
+        assert fastrl.linear_policy_loss(hidden, weight, **given).loss.isnan()

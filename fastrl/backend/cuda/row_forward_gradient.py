@@ -1,6 +1,6 @@
 """Forward-gradient with a row on chip, in the shared memory of a cluster of blocks; csrc/cuda/ has the kernel.
 
-The Triton backend calls it wherever it `fits`: where it was timed and took less than Triton's own kernel.
+The Triton backend calls it on Hopper for the vocabularies of most models, where it takes less time than its own kernel.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ _VECTOR, _PIECE, _MAX_PIECES = 8, 4096, 28  # columns, columns, pieces: as in cs
 SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Shared), which the kernel's source asserts
 _RESERVED = 1024  # bytes of shared memory that CUDA takes per block
 
+#: Vocabularies for which the kernel is called unasked: from Llama 3's to the longest of which three blocks fit on a
+#: multiprocessor. Timed at 151,936 (docs/design.md).
+_FASTER = range(128_000, 163_840)
 _wanted: bool | None = None
 
 
@@ -148,28 +151,18 @@ def takes(logits: Tensor, out: Tensor | None, limit: int) -> bool:
 
 
 def fits(logits: Tensor, out: Tensor | None, transform: Transform) -> bool:
-    """Whether this kernel takes the call: it can, on an NVIDIA GPU that has clusters, and was faster there."""
+    """Whether this kernel takes the call: it can, on a GPU that has clusters, and is faster or was asked for."""
     if _wanted is False or not logits.is_cuda or torch.version.hip is not None:
         return False
     device = torch.cuda.get_device_properties(logits.device)
     if device.major < 9 or not takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0)):
         return False
-    shared = device.shared_memory_per_multiprocessor
-    return (_wanted or (device.major == 9 and is_faster(logits.shape[-1], transform, shared))) and _compiles()
-
-
-def is_faster(vocab: int, transform: Transform, multiprocessor: int) -> bool:
-    """Whether it takes less time than Triton's kernel on Hopper, whose multiprocessors have so much shared memory.
-
-    It does for 151,936 logits: four blocks share a row, which is too long for L2 to hold until it is read again, and
-    three fit on a multiprocessor. Beyond, and with a softcap, one that loads ahead took longer (docs/design.md).
-    """
-    segments = configuration(vocab, 2).segments
-    return not transform.softcap and segments == 4 and 3 * (shared_bytes(vocab, 4) + _RESERVED) <= multiprocessor
+    faster = device.major == 9 and logits.shape[-1] in _FASTER and not transform.softcap
+    return (_wanted or faster) and _has_nvrtc()
 
 
 @cache
-def _compiles() -> bool:
+def _has_nvrtc() -> bool:
     """Whether NVRTC is here; if not, a warning."""
     if (why := nvrtc.why_unavailable()) is not None:
         warnings.warn(
