@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -12,19 +14,30 @@ import find_support_aot
 import pair_aot
 import pytest
 import support_aot
-from machine_code import run_program
+from machine_code import asked, run_program
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 
 
-def compiled(program: ModuleType, slow: bool = False) -> dict[str, Any]:
-    return _compiled(program, slow)
+@cache
+def compiled(program: ModuleType) -> dict[str, Any]:
+    """Its fast cases, which one run needs all."""
+    return run_program(program, *(case.name for case in program.fast_cases()))
 
 
-@cache  # which takes compiled(aot) and compiled(aot, False) for two calls
-def _compiled(program: ModuleType, slow: bool) -> dict[str, Any]:
-    return run_program(program, *(case.name for case in (program.slow_cases() if slow else program.fast_cases())))
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Callable[[ModuleType, str], Any]]:
+    """A program's findings of a case, which is compiled now."""
+    with ExitStack() as stack:
+        programs: dict[ModuleType, Callable[[str], Any]] = {}
+
+        def ask(program: ModuleType, name: str) -> Any:
+            if program not in programs:
+                programs[program] = stack.enter_context(asked(program))
+            return programs[program](name)
+
+        yield ask
 
 
 def _assert_rows(case: aot.Case, found: dict[str, Any]) -> None:
@@ -93,8 +106,10 @@ def _cases(slow: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("program", "case", "slow"), [*_cases(slow=False), *_cases(slow=True)])
-def test_compiles_without_spills_and_with_wide_accesses(program: ModuleType, case: Any, slow: bool) -> None:
-    found = compiled(program, slow)[case.name]
+def test_compiles_without_spills_and_with_wide_accesses(
+    program: ModuleType, case: Any, slow: bool, ask: Callable[[ModuleType, str], Any]
+) -> None:
+    found = ask(program, case.name) if slow else compiled(program)[case.name]
     assert found["spills"] == 0
     assert found["atomics"] == 0  # the order of sums is fixed
     PROGRAMS[program](case, found)

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,23 +24,48 @@ GPUS = {
 VENDORS = ("sm_90", "gfx942")  # one of each, which the fast tests compile for
 
 
-def run_program(program: ModuleType, *arguments: str) -> Any:
-    """What an `aot` program writes; it runs by itself, for it may not see TRITON_INTERPRET."""
+def _command(program: ModuleType, *arguments: str) -> dict[str, Any]:
+    """An `aot` program in a process of its own, for it may not see TRITON_INTERPRET."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(program.__file__), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return {"args": [sys.executable, str(program.__file__), *arguments], "env": environment, "text": True}
+
+
+def run_program(program: ModuleType, *arguments: str) -> Any:
+    """What an `aot` program writes."""
+    done = subprocess.run(**_command(program, *arguments), capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
+@contextmanager
+def asked(program: ModuleType) -> Iterator[Callable[[str], Any]]:
+    """A function from a case's name to what the program finds, case by case: a run may want few of hundreds."""
+    with subprocess.Popen(**_command(program, "-"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def ask(name: str) -> Any:
+            process.stdin.write(name + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, f"{program.__name__} ended with {process.wait()} and said why on standard error"
+            return json.loads(answer)
+
+        yield ask
+
+
 def serve(fast: list[Any], slow: list[Any], compile_case: Any, launch_keys: Any) -> None:
-    """What such a program does: cases by name, or "keys", to JSON; without a name, or with "slow", a table to read."""
+    """What such a program does: cases by name, or "keys", to JSON; without a name, or with "slow", a table to read.
+
+    With "-" it reads a name a line, and answers in a line each.
+    """
     sys.path.insert(0, str(ROOT))
     names = sys.argv[1:]
+    chosen = {case.name: case for case in [*fast, *slow]}
     if names == ["keys"]:
         json.dump(launch_keys(), sys.stdout)
+    elif names == ["-"]:
+        for line in sys.stdin:
+            print(json.dumps(compile_case(chosen[line.strip()])), flush=True)
     elif names and names != ["slow"]:
-        chosen = {case.name: case for case in [*fast, *slow]}
         json.dump({name: compile_case(chosen[name]) for name in names}, sys.stdout)
     else:
         for case in [*fast, *(slow if names else [])]:
