@@ -10,6 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Read when torch is loaded, here and in every process that a test starts: threads that wait for each other sleep. If
+# they spun, they would take the core that what they wait for needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 # Triton reads its switch when a kernel is defined, so it is set before any test imports one.
@@ -32,9 +37,11 @@ if importlib.util.find_spec("hypothesis") is not None:  # not on every machine w
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
 
-# Workers side by side share the cores.
+# Workers side by side share the cores, and the processes that they start have one thread each.
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+if workers > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 SHADOW_MEMORY = "--shadow-memory"

@@ -91,6 +91,7 @@ def start(dtype: str, backend: str) -> subprocess.Popen[str]:
     """A process of tests/support/budget_child.py."""
     # Buffers come from the system and go back to it, so that a peak is not hidden by what an earlier one left.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "MALLOC_ARENA_MAX": "1"}
+    settings["OMP_NUM_THREADS"] = "2"  # some plans need memory per thread
     command = [sys.executable, str(SUPPORT / "budget_child.py"), dtype, backend]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, text=True, env=os.environ | settings)
