@@ -44,15 +44,14 @@ if workers > 1:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-SHADOW_MEMORY = "--shadow-memory"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(SHADOW_MEMORY, action="store_true", help="check which memory every interpreted kernel touches")
+    shadow = {"action": "store_const", "dest": "shadow_memory"}
+    parser.addoption("--shadow-memory", const="all", help="check the memory that interpreted kernels touch", **shadow)
+    parser.addoption("--shadow-memory-of-kernels", const="kernels", help="so in the kernels' own tests", **shadow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption(SHADOW_MEMORY) and not torch.cuda.is_available():  # compiled kernels are compute-sanitizer's
+    if config.getoption("shadow_memory") and not torch.cuda.is_available():  # compiled kernels are compute-sanitizer's
         config.pluginmanager.import_plugin("shadow_memory")
 
 

@@ -218,3 +218,22 @@ def test_the_plugin_fails_the_test_of_the_launch(pytester: pytest.Pytester) -> N
     result.assert_outcomes(passed=1, failed=2)
     line = "copy_kernel: 1 element(s) read outside the arguments, nearest: x_ptr, first 0 bytes behind its end, *"
     result.stdout.fnmatch_lines(["*test_wrong *", line, "*assert 1 == 0*", "*shadow memory*", line])
+
+
+@pytest.mark.parametrize(("option", "failed"), [("--shadow-memory-of-kernels", 2), ("--shadow-memory", 3)])
+def test_which_tests_are_looked_at(option: str, failed: int, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("""
+        def pytest_addoption(parser):
+            for option, value in {"--shadow-memory": "all", "--shadow-memory-of-kernels": "kernels"}.items():
+                parser.addoption(option, action="store_const", const=value, dest="shadow_memory")
+    """)
+    for folder in ("backend", "kernels", "losses"):
+        path = pytester.path / "tests" / folder / f"test_{folder}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(
+            "import torch, test_shadow_memory\n"
+            "def test_wrong():\n"
+            "    test_shadow_memory.copy_kernel[(1,)](torch.ones(2)[:1], torch.empty(2), 2, 0, 0, 1, SIZE=2)\n"
+        )
+    result = pytester.runpytest_inprocess("-p", "shadow_memory", "-p", "no:cacheprovider", option)
+    result.assert_outcomes(passed=3 - failed, failed=failed)

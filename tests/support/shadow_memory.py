@@ -10,7 +10,8 @@ Two kinds of faults are found that right numbers may hide:
 An element counts by its bytes, so it may be reached through other views or as another dtype. An access that leaves its
 tensor for another argument's memory is none outside: a pointer does not tell where it came from.
 
-As a pytest plugin, which `--shadow-memory` loads, it fails each test in which a launch has a finding.
+As a pytest plugin, which `--shadow-memory` loads, it fails each test in which a launch has a finding. It takes a third
+of the fast tests' time; `--shadow-memory-of-kernels` looks only at the tests whose subject the kernels are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 READ, WRITE = "read", "written"
 NOT_CHECKED = ("create_atomic_cas", "create_atomic_rmw")  # no kernel uses them
 SHOWN = 10  # findings, of one test
+KERNELS = ("tests/backend", "tests/kernels")  # whose tests are looked at if only kernels are
 
 Program = tuple[int, int, int]
 
@@ -254,10 +256,11 @@ class _Launch:
 
 
 class _Watch:
-    """The findings of the innermost `watch`, and the launch that runs."""
+    """The findings of the innermost `watch`, and the launch that runs, if it is looked at."""
 
     findings: list[Finding] | None = None
     launch: _Launch | None = None
+    paused = False
 
 
 def _with_launch(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,8 +280,9 @@ def _with_arguments(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(executor: GridExecutor, args: Any, kwargs: Any) -> Any:
         args_host, kwargs_host = inner(executor, args, kwargs)
-        arguments = inspect.getcallargs(executor.fn, *args_host, **kwargs_host)
-        _Watch.launch = _Launch(executor.fn.__name__, arguments)
+        if not _Watch.paused:
+            arguments = inspect.getcallargs(executor.fn, *args_host, **kwargs_host)
+            _Watch.launch = _Launch(executor.fn.__name__, arguments)
         return args_host, kwargs_host
 
     return call
@@ -286,14 +290,18 @@ def _with_arguments(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_load(inner: Callable[..., Any]) -> Callable[..., Any]:
     def call(builder: InterpreterBuilder, pointers: TensorHandle, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        return inner(builder, pointers, _Watch.launch.access(READ, builder, pointers, mask), *args, **kwargs)
+        if _Watch.launch is not None:
+            mask = _Watch.launch.access(READ, builder, pointers, mask)
+        return inner(builder, pointers, mask, *args, **kwargs)
 
     return call
 
 
 def _with_store(inner: Callable[..., Any]) -> Callable[..., Any]:
     def call(builder: InterpreterBuilder, pointers: TensorHandle, value: Any, mask: Any, *args: Any, **kw: Any) -> Any:
-        return inner(builder, pointers, value, _Watch.launch.access(WRITE, builder, pointers, mask), *args, **kw)
+        if _Watch.launch is not None:
+            mask = _Watch.launch.access(WRITE, builder, pointers, mask)
+        return inner(builder, pointers, value, mask, *args, **kw)
 
     return call
 
@@ -340,12 +348,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(stack.close)
 
 
-def pytest_report_header() -> str:
-    return "shadow memory: on"
+def _tests(config: pytest.Config) -> str:
+    """Which are looked at: "kernels" or "all"; no option may have loaded this."""
+    return config.getoption("shadow_memory", None) or "all"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"shadow memory: {_tests(config)}"
 
 
 def _judge(item: pytest.Item, when: str) -> Iterator[None]:
     """Fail a test for what its launches did; where it fails by itself, its report says it beside."""
+    folders = [item.config.rootpath / folder for folder in KERNELS]
+    # The patches stay: a fixture that makes others outlives the test.
+    _Watch.paused = _tests(item.config) == "kernels" and not any(map(item.path.is_relative_to, folders))
     findings = item.config.stash[_FINDINGS]
     try:
         result = yield
