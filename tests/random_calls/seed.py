@@ -12,6 +12,7 @@ SEED = "random_calls_seed"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-calls-seed", type=int, default=None, help="draw the same random calls as an earlier run")
+    parser.addoption("--random-calls-for", type=float, metavar="SECONDS", help="make as many as that takes, not 20,000")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,3 +52,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def random_calls_seed(request: pytest.FixtureRequest) -> int:
     """The run's seed."""
     return request.config.stash[KEY]
+
+
+@pytest.fixture
+def random_calls_for(request: pytest.FixtureRequest) -> float | None:
+    """The seconds that the run has for them, if they are bounded."""
+    return request.config.getoption("--random-calls-for")

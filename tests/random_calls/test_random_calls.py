@@ -1,5 +1,7 @@
 """20,000 random valid calls of the public functions against a float64 oracle of their own; each run draws new ones.
 
+With --random-calls-for it makes those that fit into that many seconds.
+
 The oracle (`exact_*.py`) shares nothing with fastrl: dense float64 logits, a response at a time, from the published
 formulas. What a value is allowed follows from how rounding enters its logits and from how far the exact value moves
 when the log-probabilities do; calls in which rounding may turn a decision (clipped or not) are left out and counted.
@@ -7,7 +9,9 @@ when the log-probabilities do; calls in which rounding may turn a decision (clip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,22 +38,34 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "part" in metafunc.fixturenames:
+        bounded = metafunc.config.getoption("--random-calls-for") is not None
+        metafunc.parametrize("part", range(1 if bounded else PARTS))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_calls(part: int, random_calls_seed: int, record_property: Callable[[str, Any], None]) -> None:
-    tally, wrong = Tally(), []
+def test_random_calls(
+    part: int, random_calls_seed: int, random_calls_for: float | None, record_property: Callable[[str, Any], None]
+) -> None:
+    tally, wrong, made = Tally(), [], 0
     first = random_calls_seed * PARTS * CALLS_A_PART + part * CALLS_A_PART
-    for seed in range(first, first + CALLS_A_PART):
+    seeds: Iterable[int] = range(first, first + CALLS_A_PART)
+    if random_calls_for is not None:
+        end = time.monotonic() + random_calls_for
+        seeds = itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
+    for seed in seeds:
+        made += 1
         try:
             check(seed, tally)
         except AssertionError as error:
             wrong.append(str(error))
     left_out = sum(tally.left_out.values())
-    record_property("random_calls", [CALLS_A_PART, left_out, len(wrong), max(tally.worst.values())[0]])
-    assert not wrong, f"{len(wrong)} of {CALLS_A_PART} calls gave wrong numbers, the first ones:\n" + "\n".join(
-        wrong[:5]
+    record_property("random_calls", [made, left_out, len(wrong), max(tally.worst.values())[0]])
+    assert not wrong, f"{len(wrong)} of {made} calls gave wrong numbers, the first ones:\n" + "\n".join(wrong[:5])
+    assert left_out < max(made, CALLS_A_PART) // 12, (
+        f"too many calls are too near a border to compare: {tally.left_out}"
     )
-    assert left_out < CALLS_A_PART // 12, f"too many calls are too near a border to compare: {tally.left_out}"
 
 
 @pytest.mark.parametrize("name", CALLS)
