@@ -1,4 +1,5 @@
 # Two commands matter: `make demo` trains a small model, `make test` runs the test suite. Both create .venv first.
+# `make slow` runs a share of the slow tests, `make slow SHARE=all` every one.
 # `make engine` creates .venv-engine, in which vLLM runs on a CPU for the tests marked `engine`.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo test engine lint format bench clean
+.PHONY: demo test slow engine lint format bench clean
 
 # A stamp that a later line of its rule failed after would pass for a whole environment.
 .DELETE_ON_ERROR:
@@ -25,6 +26,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(OPTIONS)
+
+slow: $(VENV)/.installed-test
+	$(BIN)/python tests/support/run_slow.py $(SHARE)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
     interpreter.quicken()
 
-pytest_plugins = ["random_calls.seed"]
+pytest_plugins = ["random_calls.seed", "shares"]
 
 if importlib.util.find_spec("hypothesis") is not None:  # not on every machine with a GPU
     from hypothesis import HealthCheck, settings

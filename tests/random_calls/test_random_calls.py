@@ -45,6 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every_share
 def test_random_calls(
     part: int, random_calls_seed: int, random_calls_for: float | None, record_property: Callable[[str, Any], None]
 ) -> None:
