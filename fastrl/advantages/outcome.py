@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.advantages.groups import centred, check_normalisation, normalised, number_between, rewards_and_groups
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES, discounted_sum, response_numbers, same_layout, token_mask
+from fastrl.base.responses import INTEGER_DTYPES, discounted_sum, responses_of, same_layout, token_mask
 
 
 def group_advantages(
@@ -107,16 +107,17 @@ def gae(
     same_layout("values", values, "rewards", rewards)
     valid = token_mask(mask, "rewards", rewards)
     number_between("gamma", gamma, 0.0, 1.0)
-    numbers, responses = response_numbers("rewards", rewards, cu_seqlens)
+    responses = responses_of("rewards", rewards, cu_seqlens)
+    numbers = responses.owners(rewards.device)
     if isinstance(lam, Tensor):
-        _check_lambdas(lam, responses, rewards)
+        _check_lambdas(lam, responses.count, rewards)
     else:
         number_between("lam", lam, 0.0, 1.0)
     if bootstrap is None:
-        final_values = rewards.new_zeros(responses, dtype=torch.float64)
+        final_values = rewards.new_zeros(responses.count, dtype=torch.float64)
     else:
         checks.tensor("bootstrap", bootstrap)
-        checks.shape("bootstrap", bootstrap, (responses,), "one per response")
+        checks.shape("bootstrap", bootstrap, (responses.count,), "one per response")
         checks.same_device("bootstrap", bootstrap, rewards, "rewards")
         final_values = bootstrap.detach().double()
 
@@ -137,7 +138,8 @@ def gae(
     returns = torch.empty_like(advantage)
     advantages[order] = advantage.masked_fill(skipped, 0.0)
     returns[order] = (advantage + value).masked_fill(skipped, 0.0)
-    return advantages.float().reshape(rewards.shape), returns.float().reshape(rewards.shape)
+    advantages, returns = (responses.right(x.float()).reshape(rewards.shape) for x in (advantages, returns))
+    return advantages, returns
 
 
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
@@ -204,7 +206,7 @@ def value_loss(
             raise ValueError("old_values must be a tensor shaped like values beside clip, got None")
     if old_values is not None:
         same_layout("old_values", old_values, "values", values)
-    response_numbers("values", values, cu_seqlens)
+    responses_of("values", values, cu_seqlens)
     total = checks.divisor("denominator", denominator, valid.sum())
 
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES, response_numbers, same_layout, token_mask
+from fastrl.base.responses import INTEGER_DTYPES, responses_of, same_layout, token_mask
 from fastrl.objectives.objective import KL_FORMULAS
 
 _REWARD_KINDS = ("k1", "k2", "k3")
@@ -54,9 +54,10 @@ def kl_penalized_rewards(
     beta = checks.scalar("beta", beta)
     if not isinstance(beta, Tensor) and beta < 0:
         raise ValueError(f"beta must be >= 0, got {beta!r}")
-    numbers, responses = response_numbers("logprobs", logprobs, cu_seqlens)
+    responses = responses_of("logprobs", logprobs, cu_seqlens)
+    numbers = responses.owners(logprobs.device)
     checks.tensor("scores", scores)
-    checks.shape("scores", scores, (responses,), "one per response")
+    checks.shape("scores", scores, (responses.count,), "one per response")
     checks.same_device("scores", scores, logprobs, "logprobs")
 
     with torch.no_grad():
@@ -67,11 +68,11 @@ def kl_penalized_rewards(
         rewards = (-beta * value(d, torch.zeros_like(d))).masked_fill(~valid, 0.0)
         # The last unmasked token of each response, -1 if there is none.
         position = torch.arange(d.numel(), device=d.device)
-        last = position.new_full((responses,), -1)
+        last = position.new_full((responses.count,), -1)
         last = last.scatter_reduce(0, numbers, position.masked_fill(~valid, -1), "amax")
         is_last = last[numbers] == position
         rewards = torch.where(is_last, rewards + scores.double()[numbers], rewards)
-        return rewards.float().reshape(logprobs.shape)
+        return responses.right(rewards.float()).reshape(logprobs.shape)
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl.advantages.groups import centred, group_numbers
 from fastrl.base import checks
-from fastrl.base.responses import discounted_sum, response_numbers, same_layout, token_mask
+from fastrl.base.responses import discounted_sum, responses_of, same_layout, token_mask
 
 
 def optimal_token_baseline_advantages(
@@ -58,8 +58,9 @@ def optimal_token_baseline_advantages(
     valid = token_mask(mask, "rewards", rewards).reshape(-1)
     if not isinstance(zero_tail, bool):
         raise TypeError(f"zero_tail must be a bool, got {type(zero_tail).__name__}")
-    numbers, responses = response_numbers("rewards", rewards, cu_seqlens)
-    groups = group_numbers(group_ids, responses, rewards.device)
+    responses = responses_of("rewards", rewards, cu_seqlens)
+    numbers = responses.owners(rewards.device)
+    groups = group_numbers(group_ids, responses.count, rewards.device)
 
     reward, logp, squares = (
         x.detach().reshape(-1).double().masked_fill(~valid, 0.0) for x in (rewards, logprobs, log_sum_sq_probs)
@@ -69,7 +70,7 @@ def optimal_token_baseline_advantages(
     norm = torch.expm1(logp).square() + (torch.expm1(squares) - torch.expm1(2 * logp)).clamp(min=0.0)
     weight = discounted_sum(norm.flip(0), numbers.flip(0), 1.0).flip(0)
 
-    counts = torch.zeros(responses, dtype=torch.int64, device=valid.device).index_add_(0, numbers, valid.long())
+    counts = torch.zeros(responses.count, dtype=torch.int64, device=valid.device).index_add_(0, numbers, valid.long())
     earlier = counts.cumsum(0) - counts
     step = valid.cumsum(0) - 1 - earlier[numbers]
     at_step = group_numbers(groups[numbers] * valid.numel() + step, valid.numel(), valid.device)
@@ -77,4 +78,4 @@ def optimal_token_baseline_advantages(
     advantages, compared = centred(to_go, present, at_step, weight)
     if zero_tail:
         advantages = torch.where(present & (compared == 1), to_go, advantages)
-    return advantages.float().reshape(rewards.shape)
+    return responses.right(advantages.float()).reshape(rewards.shape)

@@ -84,10 +84,10 @@ class Responses:
             return x.reshape(self.count, self.length).sum(-1)
         if x.numel() == 0:
             return x.new_zeros(self.count) + x.sum()
-        return self._right(torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0))
+        return self.right(torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0))
 
-    def _right(self, y: Tensor) -> Tensor:
-        """y (G,), or NaN if cu_seqlens do not divide the tokens."""
+    def right(self, y: Tensor) -> Tensor:
+        """y of any shape, or NaN if cu_seqlens do not divide the tokens."""
         return y if self.wrong is None or not y.is_floating_point() else y.masked_fill(self.wrong, torch.nan)
 
     def ranks_sum(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Responses:
 
     def shared(self, y: Tensor) -> Tensor:
         """`spread` without a copy if it can be: (N,), or a view (G, T)."""
-        return y[:, None].expand(self.count, self.length) if self.offsets is None else self._right(y)[self.owner]
+        return y[:, None].expand(self.count, self.length) if self.offsets is None else self.right(y)[self.owner]
 
     def number(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
         """(N,) bool -> (G,): how many of these tokens are chosen."""
@@ -139,8 +139,8 @@ class Responses:
         return torch.arange(self.count, device=device).repeat_interleave(self.length)
 
 
-def response_numbers(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
-    """The response number of each token, flattened `(N,)` int64, and the number of responses.
+def responses_of(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> Responses:
+    """The responses that the tokens belong to.
 
     Args:
         name: the name of `tokens` in errors.
@@ -153,8 +153,7 @@ def response_numbers(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> tu
     if cu_seqlens is None and tokens.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape (responses, time) or (tokens,), got {tuple(tokens.shape)}")
     checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, name, tokens)
-    responses = Responses(tokens.shape, checked, tokens.device)
-    return responses.owners(tokens.device), responses.count
+    return Responses(tokens.shape, checked, tokens.device)
 
 
 def discounted_sum(x: Tensor, key: Tensor, decay: float | Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from random_calls import exact_advantages as exact
 from refused import refused
 
+import fastrl
 from fastrl.advantages.outcome import gae, length_adaptive_lambda, value_loss
+from fastrl.base import checks
 
 NAN = math.nan
 
@@ -184,3 +186,20 @@ def test_bad_layouts(layout, function):
     tokens, cu_seqlens = layout
     ones = torch.ones(tokens)
     function(ones, ones, ones, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("ends", [(0, 3, 6), (1, 3, 8), (0, 3, 100_000), (0, 9, 2, 8)], ids=str)
+def test_cu_seqlens_that_do_not_divide_the_tokens_give_nan_where_they_are_not_read(
+    ends: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: checks._always)  # on a CPU as on a GPU
+    tokens, count = torch.rand(8, device=device), len(ends) - 1
+    layout = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
+    mask = torch.ones(8, dtype=torch.bool, device=device)
+    scores, groups = tokens[:count], torch.zeros(count, dtype=torch.int64, device=device)
+    for found in (
+        *fastrl.gae(tokens, tokens, mask, **layout),
+        fastrl.kl_penalized_rewards(scores, tokens, tokens, mask, beta=0.1, **layout),
+        fastrl.optimal_token_baseline_advantages(tokens, -tokens, -tokens - 1, mask, groups, **layout),
+    ):
+        assert found.isnan().all()
