@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` trains a small model, `make test` runs the test suite. Both create .venv first.
-# `make slow` runs a share of the slow tests, `make slow SHARE=all` every one.
+# `make slow` runs a share of the slow tests, `make slow SHARE=all` every one. `make faults` tries the tests themselves.
 # `make engine` creates .venv-engine, in which vLLM runs on a CPU for the tests marked `engine`.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo test slow engine lint format bench clean
+.PHONY: demo test slow faults engine lint format bench clean
 
 # A stamp that a later line of its rule failed after would pass for a whole environment.
 .DELETE_ON_ERROR:
@@ -29,6 +29,9 @@ test: $(VENV)/.installed-test
 
 slow: $(VENV)/.installed-test
 	$(BIN)/python tests/support/run_slow.py $(SHARE)
+
+faults: $(VENV)/.installed-test
+	$(BIN)/python tests/support/run_faults.py $(ONLY)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

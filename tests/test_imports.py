@@ -5,34 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
+
+from places import LEVELS, ROOT
 
 import fastrl
 
-ROOT = Path(__file__).resolve().parents[1]
-
-#: From the bottom up. The kernels are part of the backends; of the rest they import the plain tuples only.
-ORDER = (
-    "base",
-    "distributed",
-    "objectives",
-    "advantages",
-    "rewards",
-    "backend",
-    "planning",
-    "operators",
-    "sampling_mask",
-    "linear",
-    "losses",
-    "ledger",
-    "models",
-    "integrations",
-    "training",
-    "bench",
-)
+#: The kernels are part of the backends; of the rest they import the plain tuples only.
 TUPLES = ("fastrl.backend.contract", "fastrl.objectives.rows")
 #: Above the losses the package is used as its users do: by `import fastrl`.
-USERS = ORDER[ORDER.index("models") :]
+USERS = LEVELS[LEVELS.index("models") :]
 
 
 def modules() -> dict[str, set[str]]:
@@ -58,7 +39,7 @@ def imports(tree: ast.Module, names: set[str]) -> Iterator[str]:
 def folder(module: str) -> str:
     """The folder of a module, "" for those at the root."""
     parts = module.split(".")
-    return "backend" if parts[1:2] == ["kernels"] else parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
+    return "backend" if parts[1:2] == ["kernels"] else parts[1] if len(parts) > 1 and parts[1] in LEVELS else ""
 
 
 def test_imports_point_down() -> None:
@@ -69,7 +50,7 @@ def test_imports_point_down() -> None:
             up = (
                 own not in USERS
                 if other == "fastrl"
-                else not folder(other) or ORDER.index(folder(other)) > ORDER.index(own)
+                else not folder(other) or LEVELS.index(folder(other)) > LEVELS.index(own)
             )
             if up or (module.startswith("fastrl.kernels") and not other.startswith(("fastrl.kernels", *TUPLES))):
                 wrong.append(f"{module} imports {other}")
@@ -81,7 +62,7 @@ def test_no_modules_form_a_circle() -> None:
 
 
 def test_every_folder_says_what_it_is_for() -> None:
-    for name in ORDER:
+    for name in LEVELS:
         assert ast.get_docstring(ast.parse((ROOT / "fastrl" / name / "__init__.py").read_text())), name
     assert {p.name for p in (ROOT / "fastrl").glob("*.py")} == {"__init__.py", "cli.py", "doctor.py"}
 

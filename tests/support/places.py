@@ -4,3 +4,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, EXAMPLES, SUPPORT = ROOT / "benchmarks", ROOT / "examples", Path(__file__).resolve().parent
+
+#: The folders of the package from the bottom up: docs/design.md's list. Tests of what is above use what is below.
+LEVELS = (
+    "base",
+    "distributed",
+    "objectives",
+    "advantages",
+    "rewards",
+    "backend",
+    "planning",
+    "operators",
+    "sampling_mask",
+    "linear",
+    "losses",
+    "ledger",
+    "models",
+    "integrations",
+    "training",
+    "bench",
+)
