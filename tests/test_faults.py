@@ -25,7 +25,8 @@ def test_every_fault_has_one_place() -> None:
         text = (ROOT / fault.path).read_text(encoding="utf-8")
         changed = planted(fault, text)
         assert changed != text and len(changed) - len(text) == len(fault.wrong) - len(fault.right), fault
-        assert (ROOT / "tests" / fault.first).is_file(), fault.first
+        file, _, name = fault.first.partition("::")
+        assert f"def {name or 'test'}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), fault.first
         if fault.path.endswith(".py"):
             compile(changed, fault.path, "exec")
 

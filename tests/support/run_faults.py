@@ -5,7 +5,7 @@
 
 A fault is planted in a copy of the checkout, with its changes that are not committed, in a folder for temporary files:
 whatever happens, nothing of it stays in the checkout or in the caches. Its tests run in one process, with one thread,
-until one fails or its time is up: the file that should find it, then the tests of its folder, then those of the
+until one fails or its time is up: first the one that should find it, then those of its folder, then those of the
 folders above that, nearest first. As many faults as there are cores, 8 at most, are tried at the same time.
 
 In the end what found a fault is run without any: a test that fails then too, has found nothing.
