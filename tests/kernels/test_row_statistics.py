@@ -88,6 +88,16 @@ def test_target_anywhere_in_the_segments(position: int, device: str) -> None:
     cases.check(logits, torch.full_like(targets, position), c, h)
 
 
+def test_a_long_row_is_split(device: str) -> None:
+    # Triton: its gradient into spans of 65536 columns; where rows are few its statistics, too, into segments, which
+    # another kernel combines.
+    logits, targets, c, h = cases.random_rows(65536 + 4099, torch.float32, device, (1, 3))
+    targets[:2] = torch.tensor([65536 + 7, 7])
+    mask = torch.tensor([True, True, False], device=device)
+    found = cases.check(logits, targets, c, h, mask)
+    assert not any(values[2] for values in found)
+
+
 # --- hard rows --------------------------------------------------------------------------------------------------------
 
 
