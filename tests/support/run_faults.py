@@ -5,7 +5,7 @@
 
 A fault is planted in a copy of the checkout, with its changes that are not committed, in a folder for temporary files:
 whatever happens, nothing of it stays in the checkout or in the caches. Its tests run in one process, with one thread,
-until one fails or its time is up: first the one that should find it, then those of its folder, then those of the
+until one fails or its time is up: first the one that should find it, then its file, the folder, and the
 folders above that, nearest first. As many faults as there are cores, 8 at most, are tried at the same time.
 
 In the end what found a fault is run without any: a test that fails then too, has found nothing.
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from faults import FAULTS, Fault
 from places import LEVELS, ROOT
 
-SECONDS = 120  # for all tests of a fault; then it is missed
+SECONDS = 90  # for all tests of a fault; then it is missed
 WORKERS = min(os.cpu_count() or 1, 8)
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-q", "-rfE")
 #: A name may have spaces, in its parameters.
@@ -156,7 +156,8 @@ def attempt(runner: Runner, fault: Fault, copy: Path, env: dict[str, str]) -> Re
     right, began = file.read_text(encoding="utf-8"), time.monotonic()
     file.write_text(planted(fault, right), encoding="utf-8")
     try:
-        for tests in ([f"tests/{fault.first}"], [f"tests/{folder}" for folder in folders_of(fault.path)]):
+        places = (fault.first.partition("::")[0], *folders_of(fault.path))
+        for tests in ([f"tests/{fault.first}"], [f"tests/{place}" for place in places]):
             status, output = runner.run(copy, env, tests, SECONDS - (time.monotonic() - began))
             seconds = time.monotonic() - began
             if status is None:
