@@ -257,6 +257,17 @@ def test_only_the_row_with_the_nan_is_nan(bad: float, softcap: float, dtype: tor
     assert all(cases.same_bits(a[::3], b[::3]) for a, b in zip((*found, out[0]), sane, strict=True))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 25.0])
+def test_a_nan_among_minus_infinities_is_not_an_empty_row(softcap: float, device: str) -> None:
+    # The maximum of an empty slice of a vocabulary is -inf, and such a slice is left out.
+    logits = torch.full((1, 4, 1031), -torch.inf, device=device)
+    logits[0, torch.arange(3), torch.tensor([0, 700, 1030])] = torch.nan
+    targets = torch.tensor([0, 5, 5, 5], device=device)
+    found = cases.row_statistics(logits, targets, None, Transform(softcap=softcap))
+    assert all(statistic[:3].isnan().all() for statistic in found)
+    assert found.maximum[3] == -torch.inf
+
+
 def test_nan_of_any_payload(device: str) -> None:
     bits = torch.tensor([0x7F800001, 0x7FC00001, 0x7FFFFFFF, -1, -0x400000, -0x7FFFFF], dtype=torch.int32)
     logits = torch.zeros(1, len(bits), 64, device=device)
