@@ -116,6 +116,15 @@ def test_a_collective_by_hand() -> None:
     assert H100.collective(size, 1).seconds == 0
 
 
+def test_the_rank_that_has_most_is_modelled() -> None:
+    call = replace(GRPO, rows=100, all_rows=101, longest=10, vocab=1000)
+    part = Layout(3, 3, 9).part(call)
+    assert (part.rows, part.all_rows, part.longest, part.vocab) == (34, 34, 4, 334)
+    assert (part.shards, part.partial) == (3, True)
+    alone = Layout(1, 1, 1).part(call)
+    assert (alone.rows, alone.vocab, alone.shards, alone.partial) == (100, 1000, 1, False)
+
+
 def test_a_share_by_hand() -> None:
     """128k tokens over tp = 8 x cp = 4: one chunk of 32,768 rows x 18,992 entries."""
     share = made(1 << 17, Layout(8, 4, 32))

@@ -154,7 +154,7 @@ FAULTS = (
         "if (below > limit) break;",
         "if (below >= limit) break;",
         "a bound: top-k and top-p where the weights meet the limit",
-        "backend/test_find_support.py::test_limits_at_a_step_of_two_values",
+        "backend/test_find_support.py::test_random_rows",
     ),
     Fault(
         "csrc/support.cpp",
@@ -245,8 +245,8 @@ FAULTS = (
     Fault(
         "fastrl/objectives/evaluate.py",
         "f.difference(sampled, logp.detach()).where(batch.mask, 0.0)",
-        "f.difference(sampled, logp.detach())",
-        "a mask left out: the drift of a response",
+        "f.difference(logp.detach(), sampled).where(batch.mask, 0.0)",
+        "a sign: the drift of a response",
         "losses/test_policy_loss.py::test_loss_and_gradient_match_the_oracle",
     ),
     Fault(
@@ -333,7 +333,7 @@ FAULTS = (
         "rows, all_rows, longest = (-(-n // self.cp) for n",
         "rows, all_rows, longest = (n // self.cp for n",
         "a rounding: the rank with most tokens",
-        "planning/test_scaling.py::test_a_share_by_hand",
+        "planning/test_scaling.py::test_the_rank_that_has_most_is_modelled",
     ),
     # --- operators ----------------------------------------------------------------------------------------------------
     Fault(
@@ -355,7 +355,7 @@ FAULTS = (
         "if any(x._version != version for x, version in ctx.reads):",
         "if any(x._version < version for x, version in ctx.reads):",
         "an error swallowed: a tensor changed between two backwards",
-        "losses/test_entry_points.py::test_a_second_backward",
+        "losses/test_whole_responses.py::test_a_second_backward_computes_again_and_notices_a_changed_reference",
     ),
     Fault(
         "fastrl/operators/sharded.py",
