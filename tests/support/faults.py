@@ -536,7 +536,7 @@ FAULTS = (
         "        self.generator.manual_seed(self.seed)\n",
         "",
         "a stale seed: a resumed run draws prompts in another order",
-        "training/rl/test_dataset.py",
+        "training/common/test_prompts.py::test_a_position_that_was_saved_is_gone_on_from_exactly",
     ),
     Fault(
         "fastrl/training/common/checkpoint.py",
@@ -564,7 +564,7 @@ FAULTS = (
         "tokens = max(int(rollout.mask[rows].sum()), 1)",
         "tokens = max(int(rollout.mask.sum()), 1)",
         "a denominator: the whole rollout's in each minibatch",
-        "training/rl/test_update.py",
+        "training/rl/test_update.py::test_a_minibatch_is_averaged_over_its_own_tokens_and_sequences",
     ),
     Fault(
         "fastrl/training/rl/experience.py",
@@ -592,7 +592,7 @@ FAULTS = (
         "if not math.isfinite(loss + norm):",
         "if not math.isfinite(loss):",
         "an error swallowed: a gradient that is not finite",
-        "training/stages/test_stage_sft.py::test_a_loss_that_is_not_finite_stops_the_run",
+        "training/stages/test_stage_sft.py::test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_have_it",
     ),
     Fault(
         "fastrl/training/stages/dpo.py",

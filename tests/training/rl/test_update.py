@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from digit_models import OBJECTIVES
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
@@ -27,3 +28,14 @@ def test_bfloat16_products_keep_float32_weights(make_policy, bare_run):
     assert policy.weight.dtype == narrow.dtype == torch.float32
     error = float((narrow - exact).norm() / exact.norm())
     assert 1e-4 < error < 0.1  # some layers' relative roundings of 2^-9; exactly equal would mean float32 products
+
+
+@pytest.mark.parametrize("objective", ["token-mean", "seq-mean-token-mean"])
+def test_a_minibatch_is_averaged_over_its_own_tokens_and_sequences(make_policy, bare_run, objective):
+    policy = make_policy()
+    rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, sets=False))
+    rows = torch.tensor([2, 0])
+    of_rollout, _ = gradients(bare_run(policy, OBJECTIVES[objective], micro_batch_size=1), rollout, rows)
+    alone, _ = gradients(bare_run(policy, OBJECTIVES[objective]), rollout.select(rows))
+    assert alone.norm() > 0
+    torch.testing.assert_close(of_rollout, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))

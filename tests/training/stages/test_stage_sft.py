@@ -13,7 +13,7 @@ from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.stages.config import TokenTrainingConfig
-from fastrl.training.stages.loop import measure, save_model
+from fastrl.training.stages.loop import _update, measure, save_model
 from fastrl.training.stages.rows import Tokens
 from fastrl.training.stages.sft import SFT, Config, train
 
@@ -125,6 +125,15 @@ def test_a_run_is_not_replaced_unasked_nor_its_own_model(settings, write_rows, t
     model = {"path": str(tmp_path / "run" / "model")}
     with pytest.raises(ValueError, match=r"model\.path: .* lies in logging\.output_dir"):
         Config.model_validate(settings(path, model=model, logging={"overwrite": True}))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_have_it():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.tensor([0.5, torch.nan])
+    with pytest.raises(UserError, match=r"step 3: .*, got loss 1 and gradient norm nan"):
+        _update(optimizer, 1.0, 3, 1.0)
+    assert weight.tolist() == [1.0, 1.0]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path):
