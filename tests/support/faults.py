@@ -613,7 +613,7 @@ FAULTS = (
         "        if not apart:\n            self.drawn = number",
         "        self.drawn = number",
         "a stale seed: an evaluation uses up the run's",
-        "training/rl/test_evaluation.py::test_looking_does_not_change_what_is_learnt",
+        "training/engines/test_server_runs.py::test_an_evaluation_uses_up_no_seeds",
     ),
     Fault(
         "fastrl/training/engines/sampler.py",
@@ -627,6 +627,6 @@ FAULTS = (
         "for task in sorted(done, key=_failed):",
         "for task in done:",
         "an order: answers are lost beside one that failed",
-        "training/engines/test_server_answers.py::test_a_server_that_dies_in_the_middle_is_asked_for_the_rest_alone",
+        "training/engines/test_http.py",
     ),
 )
