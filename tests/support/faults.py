@@ -233,7 +233,7 @@ FAULTS = (
         "return where((a == b) & (a < -3e38), 0.0, a - b)",
         "return a - b",
         "a mask left out: NaN for tokens that neither policy can draw",
-        "losses/test_robustness.py",
+        "losses/test_robustness.py::test_probability_zero_everywhere",
     ),
     Fault(
         "fastrl/objectives/evaluate.py",
@@ -391,7 +391,7 @@ FAULTS = (
         "top_k = 0 if top_k >= logits.shape[-1] else top_k",
         "top_k = 0 if top_k > logits.shape[-1] else top_k",
         "a bound: a top-k of the whole vocabulary is recorded",
-        "sampling_mask/test_sampling_sources.py",
+        "sampling_mask/test_sampling_mask.py::test_what_truncates_nothing_records_nothing",
     ),
     # --- linear -------------------------------------------------------------------------------------------------------
     Fault(
@@ -399,7 +399,7 @@ FAULTS = (
         "None if h is None else h * scale, 1 / scale",
         "None if h is None else h, 1 / scale",
         "a scale: of two float16 gradients one has it",
-        "planning/test_plans.py::test_float16",
+        "planning/test_plans.py::test_frozen_head",
     ),
     Fault(
         "fastrl/linear/backward.py",
