@@ -24,6 +24,9 @@ endef
 demo: $(VENV)/.installed-demo
 	$(BIN)/fastrl train $(CONFIG)
 
+# Containers often forbid bytecode: then each of the many processes that tests start would compile the package again.
+test slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(OPTIONS)
 

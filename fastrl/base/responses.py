@@ -57,7 +57,7 @@ class Responses:
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
         self.count, self.length = 1, shape.numel()
         self.offsets: Tensor | None = None
-        self.wrong: Tensor | None = None  # bool (): whether they are, where `check_cu_seqlens` may not read
+        self.wrong: Tensor | None = None  # bool (): cu_seqlens are wrong, where they may not be read on the host
         if cu_seqlens is not None:
             self.count = cu_seqlens.shape[0] - 1
             self.offsets = given = cu_seqlens.long()

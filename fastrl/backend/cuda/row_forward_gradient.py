@@ -1,6 +1,7 @@
 """Forward-gradient with a row on chip, in the shared memory of a cluster of blocks; csrc/cuda/ has the kernel.
 
-The Triton backend calls it on Hopper for the vocabularies of most models, where it takes less time than its own kernel.
+The Triton backend calls it on Hopper for the vocabularies of most models. At 151,936 entries, the one size that was
+timed, it takes less time than that backend's own kernel.
 """
 
 from __future__ import annotations
