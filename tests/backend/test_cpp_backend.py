@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 import kernel_cases as cases
@@ -146,7 +147,22 @@ def test_properties(
     assert (found.entropy <= torch.tensor(float(vocab)).log() + 1e-5).all()
 
 
-@pytest.mark.parametrize("flags", [(), ("-march=x86-64-v3",)], ids=["no flags: 4 lanes", "AVX2: 8 lanes"])
+def test_threads_are_torchs_own() -> None:
+    """The library links no thread library of its own."""
+    needed = subprocess.run(["ldd", cpp_library.library()._name], capture_output=True, text=True, check=False)
+    if needed.returncode != 0:
+        pytest.skip("no ldd")
+    assert "libc" in needed.stdout
+    assert not any(name in needed.stdout for name in ("gomp", "libomp", "iomp", "torch"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="no flags: 4 lanes"),
+        pytest.param(("-march=x86-64-v3",), id="AVX2: 8 lanes", marks=pytest.mark.slow),
+    ],
+)
 def test_narrower_vectors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sources without this processor's own instructions."""
     monkeypatch.setattr(cpp_build, "_PROCESSOR_FLAGS", (flags,))

@@ -115,9 +115,9 @@ def test_processes_that_build_at_the_same_time(cache: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=300)[0] for process in processes] == ["42\n"] * 3
+    assert [process.communicate(timeout=300)[0] for process in processes] == ["42\n"] * 2
     assert len(os.listdir(cache)) == 1
 
 
@@ -156,14 +156,3 @@ def test_the_backend_says_why_it_is_unavailable(monkeypatch: pytest.MonkeyPatch)
 def test_a_torch_without_parallel_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
     assert "torch_parallel_for" in (cpp_backend.why_unavailable() or "")
-
-
-@needs_compiler
-def test_threads_are_torchs_own() -> None:
-    """The library links no thread library of its own."""
-    library = cpp_library.library()._name
-    needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=False)
-    if needed.returncode != 0:
-        pytest.skip("no ldd")
-    assert "libc" in needed.stdout
-    assert not any(name in needed.stdout for name in ("gomp", "libomp", "iomp", "torch"))

@@ -8,6 +8,7 @@ import torch
 import vocabulary
 from divergences import divergences
 from kernel_cases import DTYPES, PLAIN
+from pairs import pairs
 from torch import Tensor
 
 from fastrl.backend.choice import forced, kernels
@@ -143,22 +144,11 @@ def check(
     return found
 
 
-# A vector's and a block's end inside and outside the row; the interpreter takes a second for each case.
-SIZES = [(1, torch.float32), (31, torch.bfloat16), (1000, torch.float32), (2056, torch.bfloat16), (4097, torch.float16)]
-EVERY = [(vocab, dtype) for vocab in (1, 31, 1000, 2056, 4097, 40001) for dtype in DTYPES]
+# A vector's and a block's end inside and outside the row; several segments.
+SIZES = (1, 31, 1000, 2056, 4097, 40001)
 
 
-@pytest.mark.parametrize("d", KINDS, ids=IDS)
-@pytest.mark.parametrize(
-    ("backend", "vocab", "dtype"),
-    [
-        pytest.param(name, *size, marks=() if size in SIZES else pytest.mark.slow)
-        for name in ("torch", "cpp", "triton")
-        for size in EVERY
-    ],
-    indirect=["backend"],
-    ids=str,
-)
+@pytest.mark.parametrize(("vocab", "dtype", "d"), pairs(SIZES, DTYPES, KINDS), ids=str)
 def test_against_autograd(vocab: int, dtype: torch.dtype, d: Divergence, device: str) -> None:
     check(*random_pair(vocab, dtype, device, 3, seed=vocab), d, in_place=True)
 

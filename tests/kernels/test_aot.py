@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles
 
 @cache
 def compiled(program: ModuleType) -> dict[str, Any]:
-    """Its fast cases, which one run needs all."""
-    return run_program(program, *(case.name for case in program.fast_cases()))
+    """Its fast cases, which one run needs all, and the keys of its launches."""
+    return run_program(program, *(case.name for case in program.fast_cases()), "keys")
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("program", KERNELS, ids=lambda program: program.__name__)
 def test_lengths_numbers_and_strides_compile_nothing_new(program: ModuleType) -> None:
-    keys = run_program(program, "keys")
+    keys = compiled(program)["keys"]
     calls, kernels = KERNELS[program]
     assert set(keys) == {f"{name}_kernel" for name in kernels}
     for name, variants in kernels.items():

@@ -9,6 +9,7 @@ import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import DTYPES, OBJECTIVE, OPTIONAL, PLAIN
+from pairs import each, pairs
 from torch import Tensor
 
 import fastrl
@@ -45,18 +46,16 @@ def test_every_formula_has_parameters_here() -> None:
     assert cases.PARAMETERS.keys() == GATE_FORMULAS.keys()
 
 
-def _pairs() -> set[tuple[str, str, str]]:
-    """Every gate with every KL and every gate with every rollout correction."""
-    gates, kls, rollouts = (list(table) for table in (GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS))
-    return {(g, k, rollouts[(i + j) % len(rollouts)]) for i, g in enumerate(gates) for j, k in enumerate(kls)}
+FORMULAS = pairs(list(GATE_FORMULAS), list(KL_FORMULAS), list(ROLLOUT_FORMULAS))
 
 
+# In the interpreter each formula once, which is quick; all pairs are slow.
 @pytest.mark.parametrize(
     ("backend", "gate", "kl", "rollout"),
     [
-        pytest.param(backend, *names, marks=() if names in _pairs() else pytest.mark.slow)
-        for backend in ("cpp", "triton")
-        for names in itertools.product(GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS)
+        *(("cpp", *names) for names in FORMULAS),
+        *(("triton", *names) for names in each(GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS)),
+        *(pytest.param("triton", *names, marks=pytest.mark.slow) for names in FORMULAS),
     ],
     indirect=["backend"],
 )
@@ -81,9 +80,9 @@ def test_every_presence_of_inputs(backend: str, device: str) -> None:
         cases.check_forward_gradient(logits, targets, None, PLAIN, objective, inputs)
 
 
-@pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 31, 1000, 4097, 40001])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "name"), pairs((1, 31, 1000, 4097, 40001), DTYPES, ("identity", "scaled", "softcap")), ids=str
+)
 def test_transforms_and_sizes(vocab: int, dtype: torch.dtype, name: str, device: str) -> None:
     logits, targets, logprobs = _rows(vocab, dtype, device, (2, 2), seed=vocab)
     mask = torch.tensor([True, True, False, True], device=device)
@@ -92,9 +91,12 @@ def test_transforms_and_sizes(vocab: int, dtype: torch.dtype, name: str, device:
     cases.check_forward_gradient(logits, targets, mask, cases.transform(name, device), OBJECTIVE, inputs)
 
 
-@pytest.mark.parametrize("name", ["identity", "softcap"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1000, 4097, 40000])  # one block, a tail that no vector divides, several segments
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "name"),
+    # One block, a tail that no vector divides, several segments.
+    pairs((1000, 4097, 40000), DTYPES, ("identity", "softcap")),
+    ids=str,
+)
 def test_beside_the_logits_the_gradient_is_bitwise_the_same(
     vocab: int, dtype: torch.dtype, name: str, device: str
 ) -> None:
@@ -146,9 +148,11 @@ def test_on_policy_is_exactly_the_ratio_1_with_log_probabilities_of_row_statisti
     assert (result.terms[TERMS.index("kl")] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["identity", "scaled", "softcap"])
-@pytest.mark.parametrize("vocab", [1000, pytest.param(40001, marks=pytest.mark.slow), 70000])  # 1, 2 and 4 segments
+@pytest.mark.parametrize(
+    ("vocab", "name", "dtype"),
+    pairs((1000, 40001, 70000), ("identity", "scaled", "softcap"), DTYPES),  # 1, 2 and 4 segments
+    ids=str,
+)
 def test_a_forward_gradient_is_its_three_parts(
     vocab: int, name: str, dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -198,7 +202,7 @@ def test_no_rows(device: str) -> None:
 
 
 # 24: aligned by nature; 5003: never aligned; 1, 1 and several segments
-ROWS = list(itertools.product([24, 1000, 5003, 40000], DTYPES, [0.0, 15.0]))
+ROWS = pairs((24, 1000, 5003, 40000), DTYPES, (0.0, 15.0))
 INTERPRETED = list(zip([24, 1000, 40000], DTYPES, [0.0] * 3, strict=True))  # the interpreter is slow
 
 
@@ -206,7 +210,8 @@ INTERPRETED = list(zip([24, 1000, 40000], DTYPES, [0.0] * 3, strict=True))  # th
     ("backend", "vocab", "dtype", "softcap"),
     [
         *(("cpp", *x) for x in ROWS),
-        *(pytest.param("triton", *x, marks=() if x in INTERPRETED else pytest.mark.slow) for x in ROWS),
+        *(("triton", *x) for x in INTERPRETED),
+        *(pytest.param("triton", *x, marks=pytest.mark.slow) for x in ROWS if x not in INTERPRETED),
     ],
     indirect=["backend"],
     ids=str,

@@ -8,6 +8,7 @@ import kernel_cases as cases
 import pytest
 import support_cases
 import torch
+from pairs import pairs
 from torch import Tensor
 
 from fastrl.backend.choice import forced, kernels
@@ -45,6 +46,8 @@ VOCAB = 100
 SIZES = (5, 1, 0, 40, 3, 7, 0, 2)
 VALID = torch.tensor([True, True, True, True, False, True, False, True])
 HIDDEN = (24, 33, 1100)  # whole vectors; none whole; two chunks
+#: Of them, types, gaps between rows and a test's own switch.
+VARIANTS = pairs(HIDDEN, cases.DTYPES, (0, 3), (False, True))
 
 
 def _matrix(rows: int, hidden: int, dtype: torch.dtype, device: str, gap: int = 0) -> Tensor:
@@ -86,10 +89,7 @@ def _check_sums(
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("hidden_size", HIDDEN)
+@pytest.mark.parametrize(("hidden_size", "dtype", "gap", "bias"), VARIANTS, ids=str)
 def test_products_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, bias: bool, device: str) -> None:
     support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     hidden = _matrix(len(SIZES), hidden_size, dtype, device, gap)
@@ -141,10 +141,7 @@ def _gradient(support: Support) -> Tensor:
     return torch.randn(rows.numel()).to(rows.device).where(support.valid[rows], 0.0)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("hidden_size", HIDDEN)
+@pytest.mark.parametrize(("hidden_size", "dtype", "gap", "keep"), VARIANTS, ids=str)
 def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, keep: bool, device: str) -> None:
     support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     weight = _matrix(VOCAB, hidden_size, dtype, device, gap)
@@ -160,10 +157,7 @@ def test_hidden_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, 
     _check_sums(out, ids, gradient.nan_to_num(), weight[tokens], len(SIZES), before, "hidden")
 
 
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("hidden_size", HIDDEN)
+@pytest.mark.parametrize(("hidden_size", "dtype", "gap", "add"), VARIANTS, ids=str)
 def test_weight_against_float64(hidden_size: int, dtype: torch.dtype, gap: int, add: bool, device: str) -> None:
     support = support_cases.random_support(SIZES, VOCAB, device, VALID)
     hidden = _matrix(len(SIZES), hidden_size, dtype, device, gap)

@@ -6,14 +6,15 @@ findings; without names it prints the table of instructions per entry. It must n
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, programs, serve
+from pairs import each, pairs
 
 from fastrl.objectives.gates import GATE_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 
 
 @dataclass(frozen=True)
@@ -44,44 +45,34 @@ class Case:
 
 
 def fast_cases() -> list[Case]:
-    """Every kernel for one GPU of each vendor; for one also both common dtypes and some of the other variants."""
-    rows = ("statistics", "gradient", "forward-gradient")
-    found = [Case(kernel, gpu) for kernel in (*rows, "scale", "split", "beside") for gpu in VENDORS]
-    found += [Case(kernel, "sm_90", "fp32", entropy=kernel == "forward-gradient") for kernel in rows]
-    found += [Case(kernel, "sm_90", softcap=True) for kernel in rows]
-    found += [Case(kernel, "sm_90", aligned=False) for kernel in ("statistics", "gradient", "forward-gradient")]
-    found += [Case("gradient", "sm_90", entropy=True), Case("forward-gradient", "sm_90", entropy=True)]
-    found += [Case("forward-gradient", "sm_90", objective=("soft", "k3-unbiased", "truncate"))]
-    found += [Case("forward-gradient", "sm_90", stages=stages) for stages in (1, 2, 4)]
-    found += [Case(kernel, gpu, "fp32", out="bf16") for kernel in ("gradient", "beside") for gpu in VENDORS]
-    return found
+    """Every kernel for one GPU, the heaviest for one of another vendor, and each other variant of one of them."""
+    found = [Case(kernel, "sm_90") for kernel in ("statistics", "gradient", "forward-gradient", "scale", "split")]
+    found += [Case("forward-gradient", "gfx942"), Case("beside", "sm_90", "fp32", out="bf16")]
+    found += [Case("statistics", "sm_90", softcap=True), Case("statistics", "sm_90", aligned=False)]
+    found += [Case(kernel, "sm_90", entropy=True) for kernel in ("gradient", "forward-gradient")]
+    return found + [Case("forward-gradient", "sm_90", stages=stages) for stages in (1, 2, 4)]
 
 
 def slow_cases() -> list[Case]:
-    """The rest: all variants everywhere (in float16 on one GPU of each vendor), all gates, short rows."""
-    variants = itertools.product(
-        ("statistics", "split", "gradient", "forward-gradient", "beside"),
-        GPUS,
-        ("bf16", "fp16", "fp32"),
-        (True, False),
-        (False, True),
-        (False, True),
-    )
-    found = [Case(*v) for v in variants if not (v[0] in ("statistics", "split") and v[5])]
-    found = [case for case in found if (case.kernel != "beside" and case.dtype != "fp16") or case.gpu in VENDORS]
-    narrower = itertools.product(("gradient", "beside"), GPUS, ("fp32",), (True, False), (False, True), (False, True))
-    found += [Case(*v, out=out) for v in narrower for out in ("bf16", "fp16") if out == "bf16" or v[1] in VENDORS]
-    found += [Case("scale", gpu) for gpu in GPUS] + [Case("beside", gpu) for gpu in GPUS if gpu not in VENDORS]
+    """The rest: of all variants pairs for each GPU, as registers are its own; all gates; short rows."""
+    kernels = ("statistics", "split", "gradient", "forward-gradient", "beside", "scale")
+    dtypes = (("bf16", ""), ("fp16", ""), ("fp32", ""), ("fp32", "bf16"), ("fp32", "fp16"))
+
+    def possible(kernel: str, types: tuple[str, str], aligned: bool, softcap: bool, entropy: bool) -> bool:
+        if kernel == "scale":
+            return types == ("bf16", "") and aligned and not softcap and not entropy
+        if kernel in ("statistics", "split"):
+            return not types[1] and not entropy
+        return not types[1] or kernel != "forward-gradient"
+
+    variants = pairs(kernels, dtypes, (True, False), (False, True), (False, True), possible=possible)
+    found = [Case(kernel, gpu, dtype, *flags, out=out) for gpu in GPUS for kernel, (dtype, out), *flags in variants]
     found += [
         Case("forward-gradient", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)
     ]
     found += [Case("forward-gradient", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
-    kinds, corrections = ("k1", "none", "k2", "k1+", "k3+", "old-new"), ("none", "mask", "truncate")
-    found += [
-        Case("forward-gradient", gpu, objective=objective)
-        for gpu in VENDORS
-        for objective in zip(GATE_FORMULAS, itertools.cycle(kinds), itertools.cycle(corrections), strict=False)
-    ]
+    objectives = each(GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS)
+    found += [Case("forward-gradient", gpu, objective=objective) for gpu in VENDORS for objective in objectives]
     return [case for case in found if case not in set(fast_cases())]
 
 

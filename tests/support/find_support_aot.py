@@ -44,7 +44,8 @@ def _cases(gpus: Iterable[str]) -> list[Case]:
 
 
 def fast_cases() -> list[Case]:
-    return [*_cases(["sm_90"]), Case("choose", "gfx942", "bf16"), Case("write", "gfx942", "bf16", False, True, False)]
+    found = [Case("choose", "sm_90", "bf16"), Case("choose", "sm_90", "fp32", aligned=False, scaled=False, cuts=False)]
+    return [*found, Case("write", "sm_90", "bf16", False, True, False)]
 
 
 def slow_cases() -> list[Case]:

@@ -53,20 +53,20 @@ def asked(program: ModuleType) -> Iterator[Callable[[str], Any]]:
 
 
 def serve(fast: list[Any], slow: list[Any], compile_case: Any, launch_keys: Any) -> None:
-    """What such a program does: cases by name, or "keys", to JSON; without a name, or with "slow", a table to read.
+    """What such a program does: cases by name, and "keys", to JSON; without a name, or with "slow", a table to read.
 
     With "-" it reads a name a line, and answers in a line each.
     """
     sys.path.insert(0, str(ROOT))
     names = sys.argv[1:]
     chosen = {case.name: case for case in [*fast, *slow]}
-    if names == ["keys"]:
-        json.dump(launch_keys(), sys.stdout)
-    elif names == ["-"]:
+    if names == ["-"]:
         for line in sys.stdin:
             print(json.dumps(compile_case(chosen[line.strip()])), flush=True)
     elif names and names != ["slow"]:
-        json.dump({name: compile_case(chosen[name]) for name in names}, sys.stdout)
+        # Keys are recorded in the place of compilation, so they come last.
+        found = {name: compile_case(chosen[name]) for name in names if name != "keys"}
+        json.dump(found | ({"keys": launch_keys()} if "keys" in names else {}), sys.stdout)
     else:
         for case in [*fast, *(slow if names else [])]:
             print(f"{case.name:55}", *(f"{k}={v}" for k, v in compile_case(case).items()), flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -26,3 +26,9 @@ def pairs(*axes: Sequence[Any], possible: Callable[..., bool] = lambda *_: True)
         met = missing[best]
         missing = {case: rest for case, new in missing.items() if (rest := new - met)}
     return found
+
+
+def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each value of each axis is met: as many as the longest axis has, the others begun again."""
+    values = [list(axis) for axis in axes]
+    return [tuple(axis[i % len(axis)] for axis in values) for i in range(max(map(len, values)))]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
+from machine_code import GPUS, Recorder, compile_kernel, inspect, serve
+from pairs import pairs
 
 #: Kernels that read or write matrices, and those that do not.
 MATRIX = ("products", "weight", "hidden", "pieces")
@@ -36,25 +37,22 @@ class Case:
 
 
 def fast_cases() -> list[Case]:
-    """Every kernel with nothing, wide, for one GPU of each vendor; for one also with everything."""
-    found = []
-    for gpu in VENDORS:
-        found += [Case(kernel, gpu, "bf16", True) for kernel in MATRIX] + [Case(kernel, gpu) for kernel in ROW]
-    found += [Case(kernel, "sm_90", "fp32", True, kernel != "hidden") for kernel in MATRIX]
-    return found + [Case(kernel, "sm_90", everything=True) for kernel in OF_LOGITS]
+    """Every kernel for one GPU, with everything that it has; one of another vendor."""
+    found = [Case(kernel, "sm_90", "bf16", True, kernel != "hidden") for kernel in MATRIX]
+    found += [Case(kernel, "sm_90", everything=kernel in OF_LOGITS) for kernel in ROW]
+    return [*found, Case("weight", "gfx942", "bf16", True)]
 
 
 def slow_cases() -> list[Case]:
-    """The rest: all variants everywhere."""
-    found = [
-        Case(kernel, gpu, dtype, wide, everything)
-        for gpu in GPUS
-        for kernel in MATRIX
-        for dtype in ("bf16", "fp16", "fp32")
-        for wide in (False, True)
-        for everything in (False, True)
-        if not (kernel == "hidden" and everything)
-    ]
+    """The rest: of the variants of matrices pairs for each GPU, as registers are its own."""
+    variants = pairs(
+        MATRIX,
+        ("bf16", "fp16", "fp32"),
+        (False, True),
+        (False, True),
+        possible=lambda kernel, dtype, wide, everything: not (kernel == "hidden" and everything),
+    )
+    found = [Case(kernel, gpu, *others) for gpu in GPUS for kernel, *others in variants]
     found += [Case(kernel, gpu) for gpu in GPUS for kernel in ROW]
     found += [Case(kernel, gpu, everything=True) for gpu in GPUS for kernel in OF_LOGITS]
     return [case for case in found if case not in set(fast_cases())]
