@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pairs import pairs
+from pairs import each, pairs
 
 
 def met(cases: list[tuple[object, ...]]) -> set[tuple[tuple[int, object], ...]]:
@@ -30,3 +30,7 @@ def test_no_case_is_impossible_and_no_possible_pair_is_missed() -> None:
 
 def test_values_need_not_be_hashable_and_cases_do_not_change() -> None:
     assert pairs([[], [1]], [{}, {2: 3}]) == [([], {}), ([], {2: 3}), ([1], {}), ([1], {2: 3})]
+
+
+def test_each_value_is_met_in_as_few_cases_as_can_be() -> None:
+    assert each("abc", (1, 2), iter([None])) == [("a", 1, None), ("b", 2, None), ("c", 1, None)]

@@ -81,8 +81,8 @@ def text_of(shape: dict[str, int]) -> str:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run of all suites.
 
-    What torch.compile makes is traced and run, and not translated to C++, which takes minutes. Garbage is collected
-    hundreds of times, so what the contenders import is put out of its way first.
+    What torch.compile makes is traced and run, and not differentiated and translated, which takes minutes. Garbage is
+    collected hundreds of times, so what the contenders import is put out of its way first.
     """
     for name in ("torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot", *PEERS):
         with suppress(ImportError):
@@ -93,7 +93,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = dict.fromkeys(text_of(shape) for _, shape in SHAPES)
     shapes = [argument for text in texts for argument in ("--shape", text)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         assert main([*shapes, "--dtype", "float32", "--repeats", "1", "--out", str(out)]) == 0
     return out
 

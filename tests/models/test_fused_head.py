@@ -31,7 +31,7 @@ MODELS = {
     "cohere": {"logit_scale": 0.25},
     "phi": {},  # a bias
     "phi3": {},
-    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "falcon_h1": {"lm_head_multiplier": 0.5, "mamba_chunk_size": 16},
     "mixtral": {"num_local_experts": 4, "output_router_logits": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0},

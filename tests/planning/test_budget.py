@@ -156,7 +156,7 @@ def test_budgets_are_kept() -> None:
 
 
 @linux
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
 def test_budgets_are_kept_with_a_padded_vocabulary(dtype: str) -> None:
     """With half as many rows of padding as entries: budgets into which no copy of the head or its gradient fits."""
     chosen = [("forward-gradient", "GRPO", "hwb", 4 if dtype == "float32" else 22), ("recompute", "GRPO", "hw", 6)]

@@ -1,4 +1,4 @@
-"""Every tensor argument of every public function, without memory of its own: one process for each argument.
+"""Every tensor argument of every public function, without memory of its own: one process for each function.
 
 Run by `test_arguments_in_memory.py`. Each line of the output is a JSON list [function, argument, kind, outcome], where
 the outcome is the exception's type and text, "returned", or "died: SIGNAL" for a process that a kernel killed.
@@ -6,6 +6,7 @@ the outcome is the exception's type and text, "returned", or "died: SIGNAL" for 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -199,9 +200,10 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
     return "returned"
 
 
-def try_kinds(function: Callable[..., Any], given: dict[str, Any], argument: str, writable: int) -> None:
+def try_kinds(function: Callable[..., Any], given: dict[str, Any], writable: int) -> None:
+    tensors = [argument for argument, value in given.items() if isinstance(value, Tensor)]
     with os.fdopen(writable, "w", buffering=1) as lines:
-        for kind, make in KINDS.items():
+        for argument, (kind, make) in itertools.product(tensors, KINDS.items()):
             try:
                 unusual = make(given[argument].detach().clone())
             except (RuntimeError, ValueError, IndexError):  # a 0-dim tensor has no rows to be nested
@@ -210,25 +212,22 @@ def try_kinds(function: Callable[..., Any], given: dict[str, Any], argument: str
             print(json.dumps([argument, kind, outcome(function, {**given, argument: unusual})]), file=lines)
 
 
-def cases(name: str, function: Callable[..., Any], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(argument, kind, outcome) of every tensor argument, each of which is tried in a process of its own."""
-    for argument, value in given.items():
-        if not isinstance(value, Tensor):
-            continue
-        readable, writable = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                try_kinds(function, given, argument, writable)
-            finally:
-                os._exit(0)
-        os.close(writable)
-        with os.fdopen(readable) as lines:
-            told = {(a, kind): what for a, kind, what in map(json.loads, lines)}
-        _, status = os.waitpid(child, 0)
-        for (a, kind), what in told.items():
-            signalled = what == "died" and os.WIFSIGNALED(status)
-            yield a, kind, f"died: {signal.Signals(os.WTERMSIG(status)).name}" if signalled else what
+def cases(function: Callable[..., Any], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(argument, kind, outcome) of every tensor argument, tried in a process of their own: one may be its end."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            try_kinds(function, given, writable)
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as lines:
+        told = {(argument, kind): what for argument, kind, what in map(json.loads, lines)}
+    _, status = os.waitpid(child, 0)
+    for (argument, kind), what in told.items():
+        signalled = what == "died" and os.WIFSIGNALED(status)
+        yield argument, kind, f"died: {signal.Signals(os.WTERMSIG(status)).name}" if signalled else what
 
 
 if __name__ == "__main__":
@@ -238,6 +237,6 @@ if __name__ == "__main__":
     with fastrl.use_backend(sys.argv[1]):
         for name, (function, given) in functions().items():
             print(json.dumps([name, "", "plain", outcome(function, given)]), flush=True)
-            for case in cases(name, function, given):
+            for case in cases(function, given):
                 print(json.dumps([name, *case]), flush=True)
     dist.destroy_process_group()
