@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pairs import each, pairs
+from pairs import each, pairs, turned
 
 
 def met(cases: list[tuple[object, ...]]) -> set[tuple[tuple[int, object], ...]]:
@@ -34,3 +34,4 @@ def test_values_need_not_be_hashable_and_cases_do_not_change() -> None:
 
 def test_each_value_is_met_in_as_few_cases_as_can_be() -> None:
     assert each("abc", (1, 2), iter([None])) == [("a", 1, None), ("b", 2, None), ("c", 1, None)]
+    assert each("ab", turned(range(3), 4)) == [("a", 1), ("b", 2), ("a", 0)]

@@ -69,7 +69,7 @@ def assert_same_bits(found: list[fastrl.PolicyLoss]) -> None:
 
 @pytest.mark.parametrize(
     ("entry", "cut", "size", "packed", "options"),
-    [
+    [  # the first with every objective, the others with a third of them
         ("logprobs", "anywhere", 4, True, {"seed": 1}),
         ("logits", "anywhere", 4, False, {"seed": 2, "on_policy": True}),
         ("hidden", "anywhere", 4, True, {"seed": 3, "per_token": True}),
@@ -82,11 +82,13 @@ def assert_same_bits(found: list[fastrl.PolicyLoss]) -> None:
 def test_against_one_process(
     ranks: Ranks, entry: str, cut: str, size: int, packed: bool, options: dict[str, Any]
 ) -> None:
-    results = ranks.run(of_ranks, entry, cut, size, packed, list(EVERY), options)[:size]
+    seed = options["seed"]
+    names = list(EVERY) if seed == 1 else list(EVERY)[seed % 3 :: 3]
+    results = ranks.run(of_ranks, entry, cut, size, packed, names, options)[:size]
     problem = posed(**options)
-    for name, objective in EVERY.items():
+    for name in names:
         parts = [result[name] for result in results]
-        assert_same(whole(parts, MASK), by("logprobs", problem, objective), name)
+        assert_same(whole(parts, MASK), by("logprobs", problem, EVERY[name]), name)
         assert_same_bits([found[0] for found, _ in parts])
 
 

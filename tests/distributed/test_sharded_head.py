@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from objectives import OBJECTIVES
+from pairs import each, turned
 from problem import B, H, T
 from ranks import Ranks
 from shards import EVEN, LAYOUTS, Case, Shards, check_over_ranks, slow
@@ -43,10 +44,11 @@ def plans(case: Case) -> tuple[str, ...]:
 @pytest.mark.parametrize("on_policy", [False, slow(True)], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("name", fastrl.PRESETS)
 def test_every_preset_by_every_plan_over_any_shards(ranks: Ranks, name: str, on_policy: bool) -> None:
+    """For all presets together, each plan over each layout."""
     objective = OBJECTIVES[name].replace(entropy_coef=0.05)
     case = Case(objective, problem={"on_policy": on_policy})
-    layouts = [EVEN, LAYOUTS["padded"]] if on_policy else LAYOUTS.values()
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in plans(case) for x in layouts])
+    chosen = each(plans(case), turned(LAYOUTS.values(), list(fastrl.PRESETS).index(name)))
+    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan, x in chosen])
 
 
 @pytest.mark.parametrize("name", ["GRPO", "SAPO", "GSPO", "GMPO", "DeepSeekV32"])
@@ -81,7 +83,7 @@ def test_half_precision(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     half = dtype == torch.float16
     case = Case(objective, problem={"dtype": dtype}, upstream=65536.0 if half else 0.375)
     chosen = plans(case)[half:]
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in LAYOUTS.values()])
+    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan, x in each(chosen, LAYOUTS.values())])
     case = replace(case, problem={**LARGE, "dtype": dtype}, arguments=BUDGET, tile_bytes=SMALL_TILE // 2)
     check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in LARGE_LAYOUTS])
 

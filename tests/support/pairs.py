@@ -32,3 +32,10 @@ def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases in which each value of each axis is met: as many as the longest axis has, the others begun again."""
     values = [list(axis) for axis in axes]
     return [tuple(axis[i % len(axis)] for axis in values) for i in range(max(map(len, values)))]
+
+
+def turned(axis: Iterable[Any], by: int) -> list[Any]:
+    """The values, begun at another: so that `each` of several tests puts others side by side."""
+    values = list(axis)
+    by %= len(values)
+    return values[by:] + values[:by]
