@@ -19,7 +19,7 @@ def say_once(log: logging.Logger, line: str) -> None:
 
 def exchange(package: str, name: str, old: Any, new: Any) -> None:
     """Replace `old` by `new` in every loaded module of the package that holds it under this name."""
-    for path, module in list(sys.modules.items()):
+    for path, module in sys.modules.copy().items():  # in one go: what ends meanwhile may import
         if module is not None and (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is old:
             setattr(module, name, new)
 
