@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,14 +42,19 @@ def plans(case: Case) -> tuple[str, ...]:
     return "forward-gradient" if row_local else "whole-response", "recompute", "two-pass"
 
 
+def meetings(plans: Iterable[str], layouts: Iterable[Shards]) -> list[dict[str, Any]]:
+    """Variants of a case in which each plan and each layout is met. test_sharded_digits.py has all of their pairs."""
+    return [{"plan": plan, "shards": shards} for plan, shards in each(plans, layouts)]
+
+
 @pytest.mark.parametrize("on_policy", [False, slow(True)], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("name", fastrl.PRESETS)
 def test_every_preset_by_every_plan_over_any_shards(ranks: Ranks, name: str, on_policy: bool) -> None:
     """For all presets together, each plan over each layout."""
     objective = OBJECTIVES[name].replace(entropy_coef=0.05)
     case = Case(objective, problem={"on_policy": on_policy})
-    chosen = each(plans(case), turned(LAYOUTS.values(), list(fastrl.PRESETS).index(name)))
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan, x in chosen])
+    layouts = turned(LAYOUTS.values(), list(fastrl.PRESETS).index(name))
+    check_over_ranks(ranks, case, meetings(plans(case), layouts[: len(plans(case))]))
 
 
 @pytest.mark.parametrize("name", ["GRPO", "SAPO", "GSPO", "GMPO", "DeepSeekV32"])
@@ -72,7 +78,7 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_masks(ranks: Ranks, masked: str, name: str) -> None:
     case = Case(OBJECTIVES[name].replace(entropy_coef=0.05), problem=MASKS[masked])
     layouts = (EVEN, LAYOUTS["empty in the middle"])
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in plans(case) for x in layouts])
+    check_over_ranks(ranks, case, meetings(plans(case), layouts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -83,7 +89,7 @@ def test_half_precision(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     half = dtype == torch.float16
     case = Case(objective, problem={"dtype": dtype}, upstream=65536.0 if half else 0.375)
     chosen = plans(case)[half:]
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan, x in each(chosen, LAYOUTS.values())])
+    check_over_ranks(ranks, case, meetings(chosen, LAYOUTS.values()))
     case = replace(case, problem={**LARGE, "dtype": dtype}, arguments=BUDGET, tile_bytes=SMALL_TILE // 2)
     check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in LARGE_LAYOUTS])
 
@@ -123,7 +129,7 @@ def test_only_some_gradients(
         case = Case(objective, problem={"dtype": dtype}, needs=needs)
         chosen = (*plans(case)[:2], *more)
         layouts = (EVEN, LAYOUTS["empty in the middle"])
-        check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in layouts])
+        check_over_ranks(ranks, case, meetings(chosen, layouts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -163,13 +169,13 @@ def test_options(ranks: Ranks, option: str, name: str) -> None:
     objective = OBJECTIVES[name].replace(entropy_coef=0.05)
     case = Case(objective, arguments=OPTIONS[option], upstream=0.125)
     layouts = (EVEN, LAYOUTS["empty in the middle"])
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in plans(case) for x in layouts])
+    check_over_ranks(ranks, case, meetings(plans(case), layouts))
 
 
 @pytest.mark.parametrize("name", ["SAPO", "GSPO"])
 def test_without_a_bias_and_with_a_second_backward(ranks: Ranks, name: str) -> None:
     case = Case(OBJECTIVES[name].replace(entropy_coef=0.05), biased=False, backwards=2, upstream=3.0)
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in plans(case) for x in LAYOUTS.values()])
+    check_over_ranks(ranks, case, meetings(plans(case), LAYOUTS.values()))
     frozen = replace(case, needs=("hidden",))
     check_over_ranks(ranks, frozen, [{"plan": "frozen-head", "shards": x} for x in LAYOUTS.values()])
 
@@ -179,7 +185,7 @@ def test_without_a_bias_and_with_a_second_backward(ranks: Ranks, name: str) -> N
 def test_parts_of_the_gradient_of_hidden_sum_up_to_the_whole(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     case = Case(OBJECTIVES[name], problem={"dtype": dtype}, arguments={"reduce_hidden_grad": False})
     layouts = [x for x in LAYOUTS.values() if x.members == EVEN.members]
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in plans(case) for x in layouts])
+    check_over_ranks(ranks, case, meetings(plans(case), layouts))
     frozen = replace(case, needs=("hidden",))
     check_over_ranks(
         ranks, frozen, [{"plan": plan, "shards": x} for plan in ("frozen-head", "recompute") for x in layouts]
@@ -197,7 +203,7 @@ def test_a_packed_batch(ranks: Ranks, name: str) -> None:
             "advantages": torch.tensor([1.0, -2, 1]),
         },
     )
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in plans(case) for x in LAYOUTS.values()])
+    check_over_ranks(ranks, case, meetings(plans(case), LAYOUTS.values()))
 
 
 class Clipped:
@@ -216,7 +222,7 @@ class Clipped:
 def test_callables(ranks: Ranks, row_local: bool) -> None:
     case = Case(Clipped(row_local))
     chosen = ("forward-gradient" if row_local else "whole-response", "recompute", "two-pass")
-    check_over_ranks(ranks, case, [{"plan": plan, "shards": x} for plan in chosen for x in LAYOUTS.values()])
+    check_over_ranks(ranks, case, meetings(chosen, LAYOUTS.values()))
     large = replace(case, problem=LARGE, arguments=BUDGET, tile_bytes=SMALL_TILE)
     check_over_ranks(ranks, large, [{"plan": plan, "shards": x} for plan in chosen for x in LARGE_LAYOUTS])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from objectives import OBJECTIVES
+from pairs import each, turned
 from ranks import Ranks
 from shards import Case, Shards, check_over_ranks, slow
 
@@ -49,12 +50,12 @@ def posed(name: str, kind: str, dtype: torch.dtype = torch.float32, **more: Any)
 
 
 def variants(kind: str) -> list[dict[str, Any]]:
-    """Plans and shards; wide sets are dense, or gathered."""
+    """Each plan and each layout once; wide sets are dense, or gathered."""
     gathered = "recompute" if kind == "mixed" else "sparse"  # the first has rows without a set
     chosen: list[dict[str, Any]] = [{"plan": gathered, "gathers": True}]
     if kind not in ("narrow", "targets alone"):
         chosen += [{"plan": plan} for plan in ("recompute", "two-pass")]
-    return [{**x, "shards": shards} for x in chosen for shards in SHARDS]
+    return [{**x, "shards": shards} for x, shards in each(chosen, turned(SHARDS, KINDS.index(kind)))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
