@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -14,29 +12,17 @@ import find_support_aot
 import pair_aot
 import pytest
 import support_aot
-from machine_code import asked, run_program
+from machine_code import asked
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-
-
-@cache
-def compiled(program: ModuleType) -> dict[str, Any]:
-    """Its fast cases, which one run needs all, and the keys of its launches."""
-    return run_program(program, *(case.name for case in program.fast_cases()), "keys")
+Ask = Callable[[ModuleType, str], Any]
 
 
 @pytest.fixture(scope="module")
-def ask() -> Iterator[Callable[[ModuleType, str], Any]]:
-    """A program's findings of a case, which is compiled now."""
-    with ExitStack() as stack:
-        programs: dict[ModuleType, Callable[[str], Any]] = {}
-
-        def ask(program: ModuleType, name: str) -> Any:
-            if program not in programs:
-                programs[program] = stack.enter_context(asked(program))
-            return programs[program](name)
-
+def ask() -> Iterator[Ask]:
+    """A program's findings of a case, or its keys."""
+    with asked() as ask:
         yield ask
 
 
@@ -96,20 +82,17 @@ PROGRAMS = {
 }
 
 
-def _cases(slow: bool) -> list[Any]:
-    marks = pytest.mark.slow if slow else ()
+def _cases(marks: Any, of: str) -> list[Any]:
     return [
-        pytest.param(program, case, slow, marks=marks, id=f"{program.__name__}/{case.name}")
+        pytest.param(program, case, marks=marks, id=f"{program.__name__}/{case.name}")
         for program in PROGRAMS
-        for case in (program.slow_cases() if slow else program.fast_cases())
+        for case in getattr(program, of)()
     ]
 
 
-@pytest.mark.parametrize(("program", "case", "slow"), [*_cases(slow=False), *_cases(slow=True)])
-def test_compiles_without_spills_and_with_wide_accesses(
-    program: ModuleType, case: Any, slow: bool, ask: Callable[[ModuleType, str], Any]
-) -> None:
-    found = ask(program, case.name) if slow else compiled(program)[case.name]
+@pytest.mark.parametrize(("program", "case"), [*_cases((), "fast_cases"), *_cases(pytest.mark.slow, "slow_cases")])
+def test_compiles_without_spills_and_with_wide_accesses(program: ModuleType, case: Any, ask: Ask) -> None:
+    found = ask(program, case.name)
     assert found["spills"] == 0
     assert found["atomics"] == 0  # the order of sums is fixed
     PROGRAMS[program](case, found)
@@ -120,7 +103,7 @@ def test_compiles_without_spills_and_with_wide_accesses(
     [
         # A bfloat16 entry may cost 14.1 issue slots at an H200's read limit, 28.3 at read + write.
         (aot.Case("statistics", "sm_90"), [10.5]),
-        (aot.Case("gradient", "sm_90"), [7.5]),
+        pytest.param(aot.Case("gradient", "sm_90"), [7.5], marks=pytest.mark.slow),
         (aot.Case("gradient", "sm_90", entropy=True), [9.5]),
         (aot.Case("forward-gradient", "sm_90"), [10.5, 7.75]),
         (aot.Case("forward-gradient", "sm_90", entropy=True), [10.5, 9.75]),
@@ -131,8 +114,8 @@ def test_compiles_without_spills_and_with_wide_accesses(
     ],
     ids=lambda x: x.name if isinstance(x, aot.Case) else "",
 )
-def test_instructions_per_entry(case: aot.Case, limits: list[float]) -> None:
-    found = [loop["instructions"] for loop in compiled(aot)[case.name]["loops"]]
+def test_instructions_per_entry(case: aot.Case, limits: list[float], ask: Ask) -> None:
+    found = [loop["instructions"] for loop in ask(aot, case.name)["loops"]]
     assert all(n <= limit for n, limit in zip(found, limits, strict=True)), found
 
 
@@ -144,10 +127,10 @@ LIGHT = [
 
 
 @pytest.mark.parametrize("case", LIGHT, ids=lambda case: case.name)
-def test_loads_in_flight(case: aot.Case) -> None:
+def test_loads_in_flight(case: aot.Case, ask: Ask) -> None:
     # At 4.3 TB/s 33 KB arrive at a multiprocessor in a microsecond, about a load's time: twice that, during the
     # computation too, by the pipeline's copies to shared memory. The smallest GPUs have 99 KiB of it.
-    found = compiled(aot)[case.name]
+    found = ask(aot, case.name)
     assert all("LDGSTS" in name for loop in found["loops"] for name in loop["loads"])
     assert found["in_flight"] >= 64 << 10, found
     assert found["shared"] <= 64 << 10
@@ -166,43 +149,46 @@ def test_loads_in_flight(case: aot.Case) -> None:
     ],
     ids=lambda x: x.name if isinstance(x, aot.Case) else "",
 )
-def test_work_between_the_sweeps(case: aot.Case, instructions: int, shuffles: int, barriers: int) -> None:
-    found = compiled(aot)[case.name]["between"]
+def test_work_between_the_sweeps(case: aot.Case, instructions: int, shuffles: int, barriers: int, ask: Ask) -> None:
+    found = ask(aot, case.name)["between"]
     assert found["instructions"] * found["warps"] <= instructions, found
     assert found["shuffles"] * found["warps"] <= shuffles, found
     assert found["barriers"] <= barriers, found
 
 
-def test_every_number_of_stages_does_the_same_arithmetic() -> None:
+@pytest.mark.parametrize(
+    "stages", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_every_number_of_stages_does_the_same_arithmetic(stages: int, ask: Ask) -> None:
     # So a row's bits do not depend on it: the compiler moves loads, and sums are added as they were.
-    cases = (aot.Case("forward-gradient", "sm_90", stages=stages) for stages in (None, 1, 2, 4))
-    first, *others = ([x["arithmetic"] for x in compiled(aot)[case.name]["loops"]] for case in cases)
-    assert len(first) == 2 and all(other == first for other in others), (first, others)
+    cases = (aot.Case("forward-gradient", "sm_90", stages=x) for x in (None, stages))
+    first, other = ([x["arithmetic"] for x in ask(aot, case.name)["loops"]] for case in cases)
+    assert len(first) == 2 and other == first, (first, other)
 
 
-def test_special_functions_per_entry() -> None:
+def test_special_functions_per_entry(ask: Ask) -> None:
     # One exponential per entry and one per vector of eight.
-    (loop,) = compiled(aot)[aot.Case("statistics", "sm_90").name]["loops"]
+    (loop,) = ask(aot, aot.Case("statistics", "sm_90").name)["loops"]
     assert loop["special"] == 1.125
 
 
-def test_aligned_plain_and_forward_gradient_do_the_same_arithmetic() -> None:
+def test_aligned_plain_and_forward_gradient_do_the_same_arithmetic(ask: Ask) -> None:
     # What the bitwise equality of a row's statistics, at any address and in both kernels, rests on in the machine code.
     cases = (
         aot.Case("statistics", "sm_90"),
         aot.Case("statistics", "sm_90", aligned=False),
         aot.Case("forward-gradient", "sm_90"),
     )
-    first, *others = (compiled(aot)[case.name]["loops"][0]["arithmetic"] for case in cases)
+    first, *others = (ask(aot, case.name)["loops"][0]["arithmetic"] for case in cases)
     assert all(other == first for other in others), (first, others)
 
 
-def test_a_forward_gradient_reads_its_target_before_any_warp_may_overwrite_it() -> None:
+def test_a_forward_gradient_reads_its_target_before_any_warp_may_overwrite_it(ask: Ask) -> None:
     # The one narrow load is the target's logit; the fold's barriers stand between it and the gradient's stores. (The
     # stores ahead of everything are a masked row's zeros, whose program ends there or are placed last.) With one stage,
     # the sweep before the fold, which short rows skip, has none of these barriers.
     for stages in (None, 1):
-        order = compiled(aot)[aot.Case("forward-gradient", "sm_90", stages=stages).name]["order"].lstrip("s")
+        order = ask(aot, aot.Case("forward-gradient", "sm_90", stages=stages).name)["order"].lstrip("s")
         assert order.startswith("lbb"), order
         assert order.count("l") == 1
 
@@ -227,8 +213,8 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("program", KERNELS, ids=lambda program: program.__name__)
-def test_lengths_numbers_and_strides_compile_nothing_new(program: ModuleType) -> None:
-    keys = compiled(program)["keys"]
+def test_lengths_numbers_and_strides_compile_nothing_new(program: ModuleType, ask: Ask) -> None:
+    keys = ask(program, "keys")
     calls, kernels = KERNELS[program]
     assert set(keys) == {f"{name}_kernel" for name in kernels}
     for name, variants in kernels.items():

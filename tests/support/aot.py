@@ -6,15 +6,15 @@ findings; without names it prints the table of instructions per entry. It must n
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from machine_code import GPUS, VENDORS, Code, Recorder, compile_kernel, inspect, programs, serve
-from pairs import each, pairs
+from pairs import pairs
 
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
 
 
 @dataclass(frozen=True)
@@ -45,35 +45,51 @@ class Case:
 
 
 def fast_cases() -> list[Case]:
-    """Every kernel for one GPU, the heaviest for one of another vendor, and each other variant of one of them."""
-    found = [Case(kernel, "sm_90") for kernel in ("statistics", "gradient", "forward-gradient", "scale", "split")]
-    found += [Case("forward-gradient", "gfx942"), Case("beside", "sm_90", "fp32", out="bf16")]
-    found += [Case("statistics", "sm_90", softcap=True), Case("statistics", "sm_90", aligned=False)]
-    found += [Case(kernel, "sm_90", entropy=True) for kernel in ("gradient", "forward-gradient")]
-    return found + [Case("forward-gradient", "sm_90", stages=stages) for stages in (1, 2, 4)]
+    """Each kernel for one GPU of each vendor, each variant with some kernel, and what the tests compare."""
+    found = [Case("statistics", "sm_90"), Case("statistics", "sm_90", aligned=False)]
+    found += [Case("statistics", "sm_90", softcap=True), Case("split", "sm_90", "fp32")]
+    found += [Case("gradient", "sm_90", entropy=True), Case("gradient", "sm_90", aligned=False, softcap=True)]
+    found += [Case("forward-gradient", "sm_90", entropy=entropy) for entropy in (False, True)]
+    found += [Case("forward-gradient", "sm_90", stages=1)]
+    found += [Case("forward-gradient", "sm_90", "fp32", False, True, True, ("soft", "k3-unbiased", "truncate"))]
+    found += [Case(kernel, "gfx942") for kernel in ("statistics", "split")]
+    found += [Case("scale", gpu) for gpu in VENDORS]
+    found += [Case(kernel, gpu, "fp32", out="bf16") for kernel in ("gradient", "beside") for gpu in VENDORS]
+    return found
 
 
 def slow_cases() -> list[Case]:
-    """The rest: of all variants pairs for each GPU, as registers are its own; all gates; short rows."""
-    kernels = ("statistics", "split", "gradient", "forward-gradient", "beside", "scale")
-    dtypes = (("bf16", ""), ("fp16", ""), ("fp32", ""), ("fp32", "bf16"), ("fp32", "fp16"))
-
-    def possible(kernel: str, types: tuple[str, str], aligned: bool, softcap: bool, entropy: bool) -> bool:
-        if kernel == "scale":
-            return types == ("bf16", "") and aligned and not softcap and not entropy
-        if kernel in ("statistics", "split"):
-            return not types[1] and not entropy
-        return not types[1] or kernel != "forward-gradient"
-
-    variants = pairs(kernels, dtypes, (True, False), (False, True), (False, True), possible=possible)
-    found = [Case(kernel, gpu, dtype, *flags, out=out) for gpu in GPUS for kernel, (dtype, out), *flags in variants]
+    """The rest: each variant of each kernel everywhere, with all of them at once, all gates, short rows."""
+    kernels, flags, narrow = (
+        ("statistics", "split", "gradient", "forward-gradient", "beside"),
+        (True, False),
+        ("bf16", "fp16"),
+    )
+    places = list(itertools.product(kernels, GPUS))
+    variants = pairs(
+        places,
+        (*narrow, "fp32"),
+        flags,
+        flags,
+        flags,
+        possible=lambda place, *x: not (place[0] in kernels[:2] and x[3]),
+    )
+    found = [Case(*place, *v) for place, *v in variants]
+    narrower = pairs([x for x in places if x[0] in ("gradient", "beside")], narrow, flags, flags, flags)
+    found += [Case(*place, "fp32", *v, out=out) for place, out, *v in narrower]
+    found += [Case("beside", gpu, "fp32", False, True, True) for gpu in GPUS] + [Case("scale", gpu) for gpu in GPUS]
+    found += [Case("gradient", "sm_90"), *(Case("forward-gradient", "sm_90", stages=stages) for stages in (2, 4))]
     found += [
         Case("forward-gradient", "sm_90", objective=("gamma", "forward", "mask"), vocab=v) for v in (1000, 32768, 65536)
     ]
     found += [Case("forward-gradient", "sm_90", "fp32", softcap=True, entropy=True, vocab=v) for v in (1000, 32768)]
-    objectives = each(GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS)
-    found += [Case("forward-gradient", gpu, objective=objective) for gpu in VENDORS for objective in objectives]
-    return [case for case in found if case not in set(fast_cases())]
+    kinds, corrections = ("k1", "none", "k2", "k1+", "k3+", "old-new"), ("none", "mask", "truncate")
+    found += [
+        Case("forward-gradient", gpu, objective=objective)
+        for gpu in VENDORS
+        for objective in zip(GATE_FORMULAS, itertools.cycle(kinds), itertools.cycle(corrections), strict=False)
+    ]
+    return [case for case in dict.fromkeys(found) if case not in fast_cases()]
 
 
 # --- compilation, in the process that never sees TRITON_INTERPRET -----------------------------------------------------
@@ -223,4 +239,4 @@ def launch_keys() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    serve(fast_cases(), slow_cases(), compile_case, launch_keys)
+    serve(fast_cases(), slow_cases(), compile_case)

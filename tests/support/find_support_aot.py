@@ -7,11 +7,10 @@ object of findings; without names it prints a table. It must not see TRITON_INTE
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from machine_code import GPUS, Recorder, compile_kernel, inspect, serve
+from machine_code import GPUS, VENDORS, Recorder, compile_kernel, inspect, serve
 
 VOCABULARY = 151936
 
@@ -33,23 +32,24 @@ class Case:
         return "/".join([self.kernel, self.gpu, self.dtype, *flags])
 
 
-def _cases(gpus: Iterable[str]) -> list[Case]:
-    """Every GPU in two dtypes with everything, and its heaviest loads, those of unaligned rows."""
-    found = []
-    for gpu in gpus:
-        for dtype in ("bf16", "fp32"):
-            found += [Case("choose", gpu, dtype), Case("write", gpu, dtype, False, True, False)]
-        found += [Case("choose", gpu, "fp16", aligned=False), Case("choose", gpu, "bf16", scaled=False, cuts=False)]
-    return found
-
-
 def fast_cases() -> list[Case]:
-    found = [Case("choose", "sm_90", "bf16"), Case("choose", "sm_90", "fp32", aligned=False, scaled=False, cuts=False)]
-    return [*found, Case("write", "sm_90", "bf16", False, True, False)]
+    """Each kernel for one GPU of each vendor; with everything, and with nothing."""
+    found = [Case("choose", gpu, "bf16") for gpu in VENDORS] + [Case("choose", "sm_90", "fp32", False, False, False)]
+    return [
+        *found,
+        Case("write", "sm_90", "fp32", False, True, False),
+        Case("write", "gfx942", "bf16", False, True, False),
+    ]
 
 
 def slow_cases() -> list[Case]:
-    return [case for case in _cases(GPUS) if case not in fast_cases()]
+    """Every GPU in two dtypes with everything, and its heaviest loads, those of unaligned rows."""
+    found = []
+    for gpu in GPUS:
+        for dtype in ("bf16", "fp32"):
+            found += [Case("choose", gpu, dtype), Case("write", gpu, dtype, False, True, False)]
+        found += [Case("choose", gpu, "fp16", aligned=False), Case("choose", gpu, "bf16", scaled=False, cuts=False)]
+    return [case for case in found if case not in fast_cases()]
 
 
 def compile_case(case: Case) -> dict[str, Any]:
@@ -100,4 +100,4 @@ def launch_keys() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    serve(fast_cases(), slow_cases(), compile_case, launch_keys)
+    serve(fast_cases(), slow_cases(), compile_case)

@@ -9,7 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,26 +28,30 @@ GPUS = {
 VENDORS = ("sm_90", "gfx942")  # one of each, which the fast tests compile for
 
 
-def _command(program: ModuleType, *arguments: str) -> dict[str, Any]:
-    """An `aot` program in a process of its own, for it may not see TRITON_INTERPRET."""
+def _command(file: str | None, *arguments: str) -> dict[str, Any]:
+    """A program in a process of its own, for it may not see TRITON_INTERPRET."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    return {"args": [sys.executable, str(program.__file__), *arguments], "env": environment, "text": True}
+    return {"args": [sys.executable, str(file), *arguments], "env": environment, "text": True}
 
 
 def run_program(program: ModuleType, *arguments: str) -> Any:
     """What an `aot` program writes."""
-    done = subprocess.run(**_command(program, *arguments), capture_output=True)
+    done = subprocess.run(**_command(program.__file__, *arguments), capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
 @contextmanager
-def asked(program: ModuleType) -> Iterator[Callable[[str], Any]]:
-    """A function from a case's name to what the program finds, case by case: a run may want few of hundreds."""
-    with subprocess.Popen(**_command(program, "-"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def asked() -> Iterator[Callable[[ModuleType, str], Any]]:
+    """A function from an `aot` program and a case's name, or "keys", to what it finds.
 
-        def ask(name: str) -> Any:
-            process.stdin.write(name + "\n")
+    One process compiles for all of them, when it is asked first: a run may want few of hundreds.
+    """
+    with subprocess.Popen(**_command(__file__), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        @cache
+        def ask(program: ModuleType, name: str) -> Any:
+            process.stdin.write(f"{program.__name__} {name}\n")
             process.stdin.flush()
             answer = process.stdout.readline()
             assert answer, f"{program.__name__} ended with {process.wait()} and said why on standard error"
@@ -52,21 +60,29 @@ def asked(program: ModuleType) -> Iterator[Callable[[str], Any]]:
         yield ask
 
 
-def serve(fast: list[Any], slow: list[Any], compile_case: Any, launch_keys: Any) -> None:
-    """What such a program does: cases by name, and "keys", to JSON; without a name, or with "slow", a table to read.
+def _answer() -> None:
+    """The process of `asked`: a line for each that it reads."""
+    sys.path.insert(0, str(ROOT))
+    import_module("fastrl.backend.triton.backend")  # once, for those processes too that are forked below
+    chosen = cache(lambda program: {case.name: case for case in [*program.fast_cases(), *program.slow_cases()]})
+    for line in sys.stdin:
+        module, name = line.rstrip().split(" ", 1)
+        program = import_module(module)
+        if name == "keys":  # which replaces the kernels
+            with ProcessPoolExecutor(1, get_context("fork")) as pool:
+                found = pool.submit(program.launch_keys).result()
+        else:
+            found = program.compile_case(chosen(program)[name])
+        print(json.dumps(found), flush=True)
 
-    With "-" it reads a name a line, and answers in a line each.
-    """
+
+def serve(fast: list[Any], slow: list[Any], compile_case: Any) -> None:
+    """What such a program does: cases by name, to JSON; without a name, or with "slow", a table to read."""
     sys.path.insert(0, str(ROOT))
     names = sys.argv[1:]
-    chosen = {case.name: case for case in [*fast, *slow]}
-    if names == ["-"]:
-        for line in sys.stdin:
-            print(json.dumps(compile_case(chosen[line.strip()])), flush=True)
-    elif names and names != ["slow"]:
-        # Keys are recorded in the place of compilation, so they come last.
-        found = {name: compile_case(chosen[name]) for name in names if name != "keys"}
-        json.dump(found | ({"keys": launch_keys()} if "keys" in names else {}), sys.stdout)
+    if names and names != ["slow"]:
+        chosen = {case.name: case for case in [*fast, *slow]}
+        json.dump({name: compile_case(chosen[name]) for name in names}, sys.stdout)
     else:
         for case in [*fast, *(slow if names else [])]:
             print(f"{case.name:55}", *(f"{k}={v}" for k, v in compile_case(case).items()), flush=True)
@@ -189,3 +205,7 @@ class Recorder:
     def launch(self, *args: Any, **kwargs: Any) -> None:
         _, specialization, options = self.bind(*args, **kwargs)
         self.keys.append(str((specialization, options)))
+
+
+if __name__ == "__main__":
+    _answer()

@@ -6,6 +6,7 @@ findings; without names it prints a table. It must not see TRITON_INTERPRET.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +38,22 @@ KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
 def fast_cases() -> list[Case]:
-    found = [Case("both", "jsd", "sm_90"), Case("gradient", "reverse_kl", "sm_90")]
-    return [*found, Case("both", "forward_kl", "sm_90", "fp32", "bf16", False, True)]
+    """Each kind; the last is the heaviest."""
+    found = [
+        Case("both", "forward_kl", "sm_90"),
+        Case("gradient", "reverse_kl", "sm_90"),
+        Case("both", "jsd", "gfx942"),
+    ]
+    return [*found, Case("both", "jsd", "sm_90", "fp32", "bf16", False, True)]
 
 
 def slow_cases() -> list[Case]:
+    """Each variant of each part everywhere, and the heaviest."""
     parts, dtypes = ("statistics", "gradient", "both"), (("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "bf16"))
-    variants = pairs(parts, KINDS, dtypes, (True, False), (False, True))
-    found = [Case(part, kind, gpu, *types, *flags) for gpu in GPUS for part, kind, types, *flags in variants]
-    return [case for case in found if case not in fast_cases()]
+    variants = pairs(list(itertools.product(parts, GPUS)), KINDS, dtypes, (True, False), (False, True))
+    found = [Case(part, kind, gpu, *types, *flags) for (part, gpu), kind, types, *flags in variants]
+    found += [Case("both", "jsd", gpu, *types, False, True) for gpu in GPUS for types in dtypes[1:]]
+    return [case for case in dict.fromkeys(found) if case not in fast_cases()]
 
 
 def compile_case(case: Case) -> dict[str, Any]:
@@ -92,4 +100,4 @@ def launch_keys() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    serve(fast_cases(), slow_cases(), compile_case, launch_keys)
+    serve(fast_cases(), slow_cases(), compile_case)

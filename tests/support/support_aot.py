@@ -6,6 +6,7 @@ findings; without names it prints a table, with the name slow a longer one. It m
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from types import ModuleType
@@ -37,25 +38,27 @@ class Case:
 
 
 def fast_cases() -> list[Case]:
-    """Every kernel for one GPU, with everything that it has; one of another vendor."""
-    found = [Case(kernel, "sm_90", "bf16", True, kernel != "hidden") for kernel in MATRIX]
-    found += [Case(kernel, "sm_90", everything=kernel in OF_LOGITS) for kernel in ROW]
-    return [*found, Case("weight", "gfx942", "bf16", True)]
+    """Every kernel, for one vendor with nothing; for the other those that are not simple, some with everything."""
+    found = [Case(kernel, "gfx942", "bf16", True) for kernel in MATRIX] + [Case(kernel, "gfx942") for kernel in ROW]
+    found += [Case(kernel, "sm_90", "bf16", True) for kernel in ("products", "hidden")] + [Case("restrict", "sm_90")]
+    found += [Case(kernel, "sm_90", "fp32", True, True) for kernel in ("weight", "pieces")]
+    return found + [Case(kernel, "sm_90", everything=True) for kernel in OF_LOGITS]
 
 
 def slow_cases() -> list[Case]:
-    """The rest: of the variants of matrices pairs for each GPU, as registers are its own."""
+    """The rest: each variant of each kernel everywhere."""
+    flags = (True, False)
     variants = pairs(
-        MATRIX,
+        list(itertools.product(MATRIX, GPUS)),
         ("bf16", "fp16", "fp32"),
-        (False, True),
-        (False, True),
-        possible=lambda kernel, dtype, wide, everything: not (kernel == "hidden" and everything),
+        flags,
+        flags,
+        possible=lambda place, *x: not (place[0] == "hidden" and x[2]),
     )
-    found = [Case(kernel, gpu, *others) for gpu in GPUS for kernel, *others in variants]
+    found = [Case(*place, *v) for place, *v in variants]
     found += [Case(kernel, gpu) for gpu in GPUS for kernel in ROW]
     found += [Case(kernel, gpu, everything=True) for gpu in GPUS for kernel in OF_LOGITS]
-    return [case for case in found if case not in set(fast_cases())]
+    return [case for case in found if case not in fast_cases()]
 
 
 # --- compilation, in the process that never sees TRITON_INTERPRET -----------------------------------------------------
@@ -202,4 +205,4 @@ def launch_keys() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    serve(fast_cases(), slow_cases(), compile_case, launch_keys)
+    serve(fast_cases(), slow_cases(), compile_case)
