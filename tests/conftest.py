@@ -84,6 +84,15 @@ def backend_device(backend: str) -> str:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tensors so small that others would wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[dict[str, Any]]]:
     """watch(module, name): the keyword arguments of each call of that function from now on."""
 

@@ -16,7 +16,6 @@ import fastrl
 from fastrl.backend.torch import backend as torch_backend
 from fastrl.linear import head as products
 from fastrl.losses import call
-from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
 # Several chunks and slices, the last of each ragged, of the smallest tile that is ever chosen (64 x 128).
@@ -70,15 +69,6 @@ def check(found: Found, truth: Found, same: Found, dtype: torch.dtype) -> None:
         values = (getattr(x, name).detach().reshape(-1) for x, _ in (found, truth, same))
         assert_as_good_as_torch(*values, MARGIN, name)
     assert_loss_as_good_as_torch(found, truth, same, MARGIN + GRADIENT[dtype])
-
-
-@pytest.fixture(params=["tiles", "one tile"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the logits are cut into small tiles."""
-    if request.param == "tiles":
-        for device in ("cpu", "cuda"):
-            monkeypatch.setitem(tiling.TILE_BYTES, device, 64 * 128 * 6)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # Several slices of the smallest tile that is ever chosen (64 x 128), the last of them ragged; no multiple of a vector.
 RESPONSES, LENGTH, WIDTH, VOCAB, PADDING = 2, 34, 16, 301, 19
 ROWS = (RESPONSES, LENGTH)
@@ -22,15 +22,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Tensors = dict[str, Tensor]
 SLOW = "Triton's interpreter is slow, and the loops around the kernels are the same for all backends"
 INTERPRETED_PLANS = [("tiles", torch.bfloat16, "two-pass"), ("tiles", torch.float32, "forward-gradient")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def posed(device: str, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -139,14 +130,6 @@ def heads(device: str, dtype: torch.dtype, fill: float) -> tuple[Tensors, Tensor
     plain = posed(device, dtype)
     filled = {name: x if name == "hidden" else padded(x, 0, fill) for name, x in plain.items()}
     return plain, filled, {"weight": 0, "bias": 0}
-
-
-@pytest.fixture(params=["tiles", "one tile"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "tiles":
-        for device in ("cpu", "cuda"):
-            monkeypatch.setitem(tiling.TILE_BYTES, device, 64 * 128 * 6)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from fused_heads import VOCAB, assert_same, gradients, make_batch, trainers_log
 from places import EXAMPLES
 from tiny_models import tiny_model
-from transformers import Trainer, TrainingArguments
 from vocabulary import target_stats, transformed
 
 import fastrl.models.lm_head as module
 from fastrl.bench.measure import Outcome, Run, peak_temporary_bytes
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head, remove_fused_lm_head
 
-VOCAB = 50
 # What differs between their heads is the first thing that an adapter gets wrong.
 MODELS = {
     "llama": {"tie_word_embeddings": False},
@@ -51,26 +49,7 @@ def make(kind, **values):
 
 @pytest.fixture
 def batch():
-    """Two sequences, one left-padded, and some tokens that do not count."""
-    input_ids = torch.randint(VOCAB, (2, 9))
-    mask = torch.ones_like(input_ids)
-    mask[1, :3] = 0
-    labels = input_ids.masked_fill(mask == 0, -100)
-    labels[0, :4] = -100
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def agree(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        # Both sum some 10 float32 terms, in other orders.
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()) + 1e-7, msg=name)
+    return make_batch()
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -84,7 +63,7 @@ def test_loss_and_gradients_are_the_models_own(batch, kind):
     torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
     assert (getattr(own, "aux_loss", None) is not None) == ("output_router_logits" in MODELS[kind])
     torch.testing.assert_close(getattr(out, "aux_loss", None), getattr(own, "aux_loss", None))
-    agree(gradients(model, out.loss), expected)
+    assert_same(gradients(model, out.loss), expected)
 
 
 def test_numbers_are_aligned_with_labels(batch):
@@ -154,7 +133,7 @@ def test_through_peft(batch):
     model = peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     expected = gradients(model, model(**batch).loss)
     fused_lm_head(model)
-    agree(gradients(model, model(**batch, return_token_stats=True).loss), expected)
+    assert_same(gradients(model, model(**batch, return_token_stats=True).loss), expected)
 
 
 def test_a_head_that_computes_something_else_is_refused(monkeypatch):
@@ -178,39 +157,15 @@ def test_a_head_that_computes_something_else_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_trainer_takes_the_same_steps_without_logits(tmp_path, watch, accumulation):
-    rows = [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in torch.randint(VOCAB, (12, 8)).tolist()]
-
-    def run(model, **options):
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=5,
-            per_device_train_batch_size=3,
-            gradient_accumulation_steps=accumulation,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            eval_strategy="steps",
-            eval_steps=5,
-            disable_tqdm=True,
-            max_grad_norm=1e9,
-        )
-        trainer = Trainer(
-            model, arguments, train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:5]), **options
-        )
-        trainer.train()
-        names = ("loss", "grad_norm", "eval_loss")
-        return [log[name] for log in trainer.state.log_history for name in names if name in log]
-
     model = make("qwen2")
     other = fused_lm_head(copy.deepcopy(model))
     calls = watch(module, "linear_cross_entropy")
-    expected = run(model)
-    found = run(other, compute_loss_func=compute_loss_func(other))
+    steps = {"steps": 5, "learning_rate": 1e-2, "accumulation": accumulation}
+    expected = trainers_log(model, tmp_path, **steps)
+    found = trainers_log(other, tmp_path, **steps, compute_loss_func=compute_loss_func(other))
     assert len(calls) == 5 * accumulation
     # Five steps of Adam carry roundings of 1e-7 on.
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 def test_the_loss_function_keeps_the_budget_and_leaves_generate_alone(batch, watch):

@@ -3,12 +3,12 @@
 import peft
 import pytest
 import torch
+from fused_heads import VOCAB, assert_same, gradients, make_batch
 from tiny_models import tiny_model
 
 from fastrl.integrations.transformers import LMHead, compute_loss_func, fused_lm_head
 from fastrl.losses.low_rank import low_rank_token_logprobs
 
-VOCAB = 50
 LORA = {"r": 3, "lora_alpha": 12, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False}
 
 
@@ -16,22 +16,6 @@ def make(kind="qwen3", values=None, **options):
     torch.manual_seed(0)
     base = tiny_model(kind, vocab_size=VOCAB, head_dim=8, initializer_range=0.3, **(values or {}))
     return peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **(LORA | options))).eval()
-
-
-def make_batch():
-    torch.manual_seed(1)
-    input_ids = torch.randint(VOCAB, (2, 9))
-    mask = torch.ones_like(input_ids)
-    mask[1, :3] = 0
-    labels = input_ids.masked_fill(mask == 0, -100)
-    labels[0, :4] = -100
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def agree(model, batch, rtol=1e-4, of_largest=1e-5):
@@ -51,10 +35,7 @@ def agree(model, batch, rtol=1e-4, of_largest=1e-5):
         module.training = training
     for loss, values in found:
         torch.testing.assert_close(loss, own, rtol=rtol, atol=0)
-        assert values.keys() == expected.keys()
-        for name, value in expected.items():
-            atol = of_largest * float(value.abs().max()) + 1e-8
-            torch.testing.assert_close(values[name], value, rtol=rtol, atol=atol, msg=name)
+        assert_same(values, expected, rtol, of_largest)
     return list(expected)
 
 

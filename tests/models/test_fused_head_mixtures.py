@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from datasets import Dataset
+from fused_heads import VOCAB, assert_same, gradients, make_batch, trainers_log
 from tiny_models import tiny_model
-from transformers import Trainer, TrainingArguments
 
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head
 from fastrl.models.balancing import asks_for_routers
 
-VOCAB = 50
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Where a family keeps the numbers of experts, and the factor.
@@ -35,27 +33,6 @@ def make(kind, **values):
     return tiny_model(kind, vocab_size=VOCAB, **values)
 
 
-def make_batch():
-    """Two sequences, one left-padded: padding is not routed."""
-    torch.manual_seed(1)
-    input_ids = torch.randint(VOCAB, (2, 9))
-    mask = torch.ones_like(input_ids)
-    mask[1, :3] = 0
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def agree(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()) + 1e-7, msg=name)
-
-
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("mixtral", "jetmoe") else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
 )
@@ -68,7 +45,7 @@ def test_the_loss_is_the_familys_own(kind):
     assert own.aux_loss.item() > 0.1
     torch.testing.assert_close(out.aux_loss, own.aux_loss)
     torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
-    agree(gradients(model, out.loss), expected)
+    assert_same(gradients(model, out.loss), expected)
 
     without = model(**batch, output_router_logits=False, return_token_stats=True)
     assert without.aux_loss is None and (out.loss - without.loss * without_items(batch, 7)).item() > 0.03
@@ -77,7 +54,7 @@ def test_the_loss_is_the_familys_own(kind):
     labels = batch.pop("labels")
     loss = loss_of(model(**batch), labels, 7)
     torch.testing.assert_close(loss, own.loss, rtol=1e-5, atol=0)
-    agree(gradients(model, loss), expected)
+    assert_same(gradients(model, loss), expected)
 
 
 def without_items(batch, count):
@@ -101,35 +78,9 @@ def test_a_mixture_balanced_by_a_bias_has_none():
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_trainer_takes_the_same_steps(tmp_path, accumulation):
-    torch.manual_seed(2)
-    rows = [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in torch.randint(VOCAB, (12, 8)).tolist()]
-
-    def run(model, **options):
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=3,
-            gradient_accumulation_steps=accumulation,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            eval_strategy="steps",
-            eval_steps=4,
-            disable_tqdm=True,
-            max_grad_norm=1e9,
-        )
-        trainer = Trainer(
-            model, arguments, train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:5]), **options
-        )
-        trainer.train()
-        names = ("loss", "grad_norm", "eval_loss")
-        return [log[name] for log in trainer.state.log_history for name in names if name in log]
-
     model = make("qwen3_moe")
     other = fused_lm_head(copy.deepcopy(model))
-    expected = run(model)
-    found = run(other, compute_loss_func=compute_loss_func(other))
-    assert len(found) == 9
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
+    steps = {"steps": 4, "learning_rate": 1e-3, "accumulation": accumulation}
+    expected = trainers_log(model, tmp_path, **steps)
+    found = trainers_log(other, tmp_path, **steps, compute_loss_func=compute_loss_func(other))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,8 @@ from fastrl.objectives import formulas
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS, CALLS_A_PART = 20, 1_000
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
