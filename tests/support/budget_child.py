@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -149,6 +150,7 @@ def workspace(plan: memory.Plan, width: int, dtype: torch.dtype) -> int:
     return max((_product_workspace(tile.rows, width, tile.columns, x) for tile in tiles for x in dtypes), default=0)
 
 
+@cache
 def _product_workspace(n: int, width: int, vocab: int, dtype: torch.dtype) -> int:
     h, w, z = (torch.ones(shape, dtype=dtype) for shape in ((n, width), (vocab, width), (n, vocab)))
     dh, dw = torch.ones_like(h), torch.ones_like(w)

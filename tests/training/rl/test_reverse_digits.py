@@ -43,6 +43,10 @@ class Learned(Exception):
     """A run that has nothing more to show."""
 
 
+#: Often, so that a run ends soon after it has learnt.
+OFTEN = {"every": 5}
+
+
 @pytest.fixture
 def until_it_has_learnt(monkeypatch):
     """Ends a run within its steps; the example shows that what is learnt stays."""
@@ -65,7 +69,7 @@ def test_a_recipe_learns_from_the_example(example_run, summary_of, name):
     teacher = max((folder / "checkpoints").iterdir())
     assert teacher.name == "step-000120"  # the recipe's name for it
     with pytest.raises(Learned):
-        summary_of(RECIPES[name], distillation={"teacher": str(teacher)})
+        summary_of(RECIPES[name], distillation={"teacher": str(teacher)}, evaluation=OFTEN)
 
 
 @pytest.mark.slow
@@ -73,7 +77,7 @@ def test_a_recipe_learns_from_the_example(example_run, summary_of, name):
 @pytest.mark.parametrize("name", ["bnpo", "reinforce"])
 def test_another_objective_learns(summary_of, name):
     with pytest.raises(Learned):
-        summary_of(EXAMPLE, objective={"name": name})
+        summary_of(EXAMPLE, objective={"name": name}, evaluation=OFTEN)
 
 
 @pytest.mark.slow
@@ -81,7 +85,7 @@ def test_another_objective_learns(summary_of, name):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in DISTILLATION])
 def test_a_recipe_learns(summary_of, name):
     with pytest.raises(Learned):
-        summary_of(RECIPES[name])
+        summary_of(RECIPES[name], evaluation=OFTEN)
 
 
 @pytest.mark.slow
