@@ -253,4 +253,5 @@ def test_all_of_them(failed: str, slow: Callable[..., tuple[int, list[str]]]) ->
     status, commands = slow("all", **{failed: 1})
     assert status == 1
     assert len(commands) == 4
+    assert "--dist worksteal" in commands[0] and "--dist loadfile" in commands[-1]
     assert not any(option in " ".join(commands) for option in ("--share", "--stop-after", "--random-calls-for"))

@@ -36,6 +36,8 @@ PYTEST = (sys.executable, "-m", "pytest")
 WORKERS = ("--numprocesses", "auto", "--maxprocesses", "8")
 # Tests are dealt to the workers one by one, in their order; with worksteal each worker would begin elsewhere in it.
 IN_ORDER = ("--dist", "load", "--maxschedchunk", "1")
+# Tests of a server wait for it a good part of their time; those of a file share one.
+TWO_FILES = ("--numprocesses", "2", "--dist", "loadfile")
 
 
 def git(root: Path, *arguments: str) -> list[str] | None:
@@ -102,7 +104,7 @@ def main(share: str = "") -> int:
     """The exit status: not 0 if a test failed."""
     if share == "all":
         slow = call(*PYTEST, "-m", "slow and not engine", *WORKERS, "--dist", "worksteal", "--shadow-memory")
-        engine = engine_tests()
+        engine = engine_tests(*TWO_FILES)
         return (call(*engine) if engine else 0) or slow
     number = int(share) if share else this_share(ROOT)
     mine, first = f"--share={number}/{SHARES}", touched(ROOT)
