@@ -85,7 +85,7 @@ def backend_device(backend: str) -> str:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For tensors so small that others would wait."""
+    """Of torch's, where tensors are too small to share."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

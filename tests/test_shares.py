@@ -232,7 +232,7 @@ def test_an_engine_has_the_rest_of_the_time(
     assert status == 1
     assert make == "make engine"
     assert "--stop-after=480" in run
-    assert "--share=3/12" in engine and "--stop-after=380" in engine
+    assert "--share=3/12" in engine and "--stop-after=380" in engine and "--dist loadfile" in engine
 
 
 def test_a_change_to_an_engine_runs_all_of_its_tests_first(slow: Callable[..., tuple[int, list[str]]]) -> None:
@@ -253,5 +253,5 @@ def test_all_of_them(failed: str, slow: Callable[..., tuple[int, list[str]]]) ->
     status, commands = slow("all", **{failed: 1})
     assert status == 1
     assert len(commands) == 4
-    assert "--dist worksteal" in commands[0] and "--dist loadfile" in commands[-1]
+    assert "--dist worksteal" in commands[0]
     assert not any(option in " ".join(commands) for option in ("--share", "--stop-after", "--random-calls-for"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_heads import VOCAB, assert_same, gradients, make_batch, trainers_log
+from fused_heads import VOCAB, assert_gradients_close, gradients, make_batch, trainer_log
 from places import EXAMPLES
 from tiny_models import tiny_model
 from vocabulary import target_stats, transformed
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_the_models_own(batch, kind):
     torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
     assert (getattr(own, "aux_loss", None) is not None) == ("output_router_logits" in MODELS[kind])
     torch.testing.assert_close(getattr(out, "aux_loss", None), getattr(own, "aux_loss", None))
-    assert_same(gradients(model, out.loss), expected)
+    assert_gradients_close(gradients(model, out.loss), expected)
 
 
 def test_numbers_are_aligned_with_labels(batch):
@@ -133,7 +133,7 @@ def test_through_peft(batch):
     model = peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     expected = gradients(model, model(**batch).loss)
     fused_lm_head(model)
-    assert_same(gradients(model, model(**batch, return_token_stats=True).loss), expected)
+    assert_gradients_close(gradients(model, model(**batch, return_token_stats=True).loss), expected)
 
 
 def test_a_head_that_computes_something_else_is_refused(monkeypatch):
@@ -161,8 +161,8 @@ def test_trainer_takes_the_same_steps_without_logits(tmp_path, watch, accumulati
     other = fused_lm_head(copy.deepcopy(model))
     calls = watch(module, "linear_cross_entropy")
     steps = {"steps": 5, "learning_rate": 1e-2, "accumulation": accumulation}
-    expected = trainers_log(model, tmp_path, **steps)
-    found = trainers_log(other, tmp_path, **steps, compute_loss_func=compute_loss_func(other))
+    expected = trainer_log(model, tmp_path, **steps)
+    found = trainer_log(other, tmp_path, **steps, compute_loss_func=compute_loss_func(other))
     assert len(calls) == 5 * accumulation
     # Five steps of Adam carry roundings of 1e-7 on.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fused_heads import VOCAB, assert_same, gradients, make_batch, trainers_log
+from fused_heads import VOCAB, assert_gradients_close, gradients, make_batch, trainer_log
 from tiny_models import tiny_model
 
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head
@@ -45,7 +45,7 @@ def test_the_loss_is_the_familys_own(kind):
     assert own.aux_loss.item() > 0.1
     torch.testing.assert_close(out.aux_loss, own.aux_loss)
     torch.testing.assert_close(out.loss, own.loss, rtol=1e-5, atol=0)
-    assert_same(gradients(model, out.loss), expected)
+    assert_gradients_close(gradients(model, out.loss), expected)
 
     without = model(**batch, output_router_logits=False, return_token_stats=True)
     assert without.aux_loss is None and (out.loss - without.loss * without_items(batch, 7)).item() > 0.03
@@ -54,7 +54,7 @@ def test_the_loss_is_the_familys_own(kind):
     labels = batch.pop("labels")
     loss = loss_of(model(**batch), labels, 7)
     torch.testing.assert_close(loss, own.loss, rtol=1e-5, atol=0)
-    assert_same(gradients(model, loss), expected)
+    assert_gradients_close(gradients(model, loss), expected)
 
 
 def without_items(batch, count):
@@ -81,6 +81,6 @@ def test_trainer_takes_the_same_steps(tmp_path, accumulation):
     model = make("qwen3_moe")
     other = fused_lm_head(copy.deepcopy(model))
     steps = {"steps": 4, "learning_rate": 1e-3, "accumulation": accumulation}
-    expected = trainers_log(model, tmp_path, **steps)
-    found = trainers_log(other, tmp_path, **steps, compute_loss_func=compute_loss_func(other))
+    expected = trainer_log(model, tmp_path, **steps)
+    found = trainer_log(other, tmp_path, **steps, compute_loss_func=compute_loss_func(other))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)

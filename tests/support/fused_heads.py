@@ -32,17 +32,17 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(
+def assert_gradients_close(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-4, of_largest: float = 1e-5
 ) -> None:
-    """Sums of some 10 float32 terms, in other orders: but for so much of the entry, or of the tensor's largest."""
+    """But for rtol of an entry and so much of its tensor's largest: sums of 10 to 30 float32 terms, in other orders."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         atol = of_largest * float(value.abs().max()) + 1e-8
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
 
 
-def trainers_log(
+def trainer_log(
     model: nn.Module, folder: Path, steps: int, learning_rate: float, accumulation: int, **options: Any
 ) -> Tensor:
     """Each step's loss and gradients' norm, then the evaluation's loss, as transformers' Trainer logs them."""

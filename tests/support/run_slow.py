@@ -37,7 +37,7 @@ WORKERS = ("--numprocesses", "auto", "--maxprocesses", "8")
 # Tests are dealt to the workers one by one, in their order; with worksteal each worker would begin elsewhere in it.
 IN_ORDER = ("--dist", "load", "--maxschedchunk", "1")
 # Tests of a server wait for it a good part of their time; those of a file share one.
-TWO_FILES = ("--numprocesses", "2", "--dist", "loadfile")
+ENGINE_WORKERS = ("--numprocesses", "2", "--dist", "loadfile")
 
 
 def git(root: Path, *arguments: str) -> list[str] | None:
@@ -90,7 +90,7 @@ def engine_tests(*options: str) -> list[str]:
     """The command that runs the tests of a real server, in an environment made here; none if there is none to run."""
     # Looking for them in all files takes as long as collecting the whole suite, which most shares need not wait for.
     files = [str(x) for x in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.engine" in x.read_text("utf-8")]
-    command = [*PYTEST, "-m", "engine", *options, *files]
+    command = [*PYTEST, "-m", "engine", *ENGINE_WORKERS, *options, *files]
     looked = subprocess.run([*command, "--collect-only", "-qq"], cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
     if looked.returncode == 5:
         return []
@@ -104,7 +104,7 @@ def main(share: str = "") -> int:
     """The exit status: not 0 if a test failed."""
     if share == "all":
         slow = call(*PYTEST, "-m", "slow and not engine", *WORKERS, "--dist", "worksteal", "--shadow-memory")
-        engine = engine_tests(*TWO_FILES)
+        engine = engine_tests()
         return (call(*engine) if engine else 0) or slow
     number = int(share) if share else this_share(ROOT)
     mine, first = f"--share={number}/{SHARES}", touched(ROOT)

@@ -43,13 +43,9 @@ class Learned(Exception):
     """A run that has nothing more to show."""
 
 
-#: Often, so that a run ends soon after it has learnt.
-OFTEN = {"every": 5}
-
-
 @pytest.fixture
-def until_it_has_learnt(monkeypatch):
-    """Ends a run within its steps; the example shows that what is learnt stays."""
+def must_learn(monkeypatch, summary_of):
+    """must_learn(path, **tables): a run ends when it has learnt; the example shows that what is learnt stays."""
     write = RunLog.write
 
     def write_until(log, step, numbers, samples=()):
@@ -58,34 +54,33 @@ def until_it_has_learnt(monkeypatch):
         if numbers.get("eval/exact_match", 0) >= 0.95 and counts:
             raise Learned
 
+    def must_learn(path, **tables):
+        with pytest.raises(Learned):
+            summary_of(path, evaluation={"every": 5}, **tables)  # often, so that it ends soon
+
     monkeypatch.setattr(RunLog, "write", write_until)
+    return must_learn
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("until_it_has_learnt")
 @pytest.mark.parametrize("name", DISTILLATION)
-def test_a_recipe_learns_from_the_example(example_run, summary_of, name):
+def test_a_recipe_learns_from_the_example(example_run, must_learn, name):
     folder, _ = example_run
     teacher = max((folder / "checkpoints").iterdir())
     assert teacher.name == "step-000120"  # the recipe's name for it
-    with pytest.raises(Learned):
-        summary_of(RECIPES[name], distillation={"teacher": str(teacher)}, evaluation=OFTEN)
+    must_learn(RECIPES[name], distillation={"teacher": str(teacher)})
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("until_it_has_learnt")
 @pytest.mark.parametrize("name", ["bnpo", "reinforce"])
-def test_another_objective_learns(summary_of, name):
-    with pytest.raises(Learned):
-        summary_of(EXAMPLE, objective={"name": name}, evaluation=OFTEN)
+def test_another_objective_learns(must_learn, name):
+    must_learn(EXAMPLE, objective={"name": name})
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("until_it_has_learnt")
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in DISTILLATION])
-def test_a_recipe_learns(summary_of, name):
-    with pytest.raises(Learned):
-        summary_of(RECIPES[name], evaluation=OFTEN)
+def test_a_recipe_learns(must_learn, name):
+    must_learn(RECIPES[name])
 
 
 @pytest.mark.slow
