@@ -195,12 +195,18 @@ def test_a_url_that_is_none(make_sampler, url):
         make_sampler(url)
 
 
-def test_a_server_that_comes_late(server, make_sampler, capfd):
+def test_a_server_that_comes_late(server, make_sampler, monkeypatch):
+    said = []
+
+    def say(text):
+        said.append(text)
+        if len(said) == 1:
+            server.start()
+
+    monkeypatch.setattr("fastrl.training.engines.sampler.say", say)
     server.stop()
-    threading.Timer(0.3, server.start).start()
     rollout = make_sampler(server.url).draw(ROWS)
     assert len(rollout.input_ids) == len(ROWS)
-    said = capfd.readouterr().err.splitlines()
     assert len(said) == 2 and "trying again for up to 5 s" in said[0] and said[1].endswith("going on")
 
 
@@ -209,14 +215,17 @@ def test_a_server_that_dies_in_the_middle_is_asked_for_the_rest_alone(server, ma
     whole = make_sampler(server.url).draw(ROWS)
     server.calls.clear()
     sampler = make_sampler(server.url)
-    draw, kept, once = sampler.ask(ROWS), [], threading.Lock()
+    draw, kept, restarted = sampler.ask(ROWS), [], threading.Event()
+    all_four = threading.Barrier(4)  # none of their connections ends before the server does
 
     def dies(make):
-        while len(draw.done) < 2:
-            time.sleep(0.001)
-        if once.acquire(blocking=False):
+        if all_four.wait(60) == 0:
+            while len(draw.done) < 2:
+                time.sleep(0.001)
             kept.extend(draw.requests[index].id for index in draw.done)
             server.restart()
+            restarted.set()
+        restarted.wait(60)
         return RESET
 
     server.instead[GENERATE] = first(None, None, *[dies] * 4)
