@@ -79,7 +79,8 @@ def low_rank_token_logprobs(
         least = plans.least_budget(inputs, name) + held
         raise BudgetTooSmall(
             f"memory_budget is too small for a head with adapters of rank {rank}: got {budget} bytes, the smallest"
-            f" possible is {least} ({text(least)})"
+            f" possible is {least} ({text(least)})",
+            least,
         )
     args = call.args
     checks.targets_in_range(args.targets, args.mask, call.vocab)

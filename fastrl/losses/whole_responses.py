@@ -7,7 +7,6 @@ logits of whole units, responses or pairs, until then (3U); the others compute t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -83,10 +82,17 @@ def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, 
     valid = call.args.mask
     ones = torch.ones(units.shape, dtype=torch.float64, device=units.device) if valid is None else valid.double()
     counts = [int(n) for n in ones.new_zeros(count).index_add_(0, units, ones).tolist()]
-    with nullcontext() if plans.forced() == "whole-response" else suppress(BudgetTooSmall):
+    try:
         by_plan = planned(call, RESPONSE, rows=sum(counts), longest=max(counts, default=0))
         if by_plan.plan.name == "whole-response":
             return by_plan, counts
+    except BudgetTooSmall as whole:
+        if plans.forced() == "whole-response":
+            raise
+        try:
+            return planned(call, ANY), []
+        except BudgetTooSmall as other:
+            raise min(whole, other, key=lambda error: error.least) from None
     return planned(call, ANY), []
 
 

@@ -12,7 +12,18 @@ _SMALL = 4 << 30  # free bytes to assume if the system reports none
 
 
 class BudgetTooSmall(ValueError):
-    """No plan fits the budget; the message names the smallest possible one."""
+    """No plan fits the budget. Its arguments: a message that names the smallest possible one, and that in bytes.
+
+    Without an `__init__`, which torch.compile cannot trace.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def least(self) -> int:
+        """The smallest possible budget in bytes."""
+        return int(self.args[1])
 
 
 def parse_budget(value: object, name: str = "memory_budget") -> int | None:

@@ -236,7 +236,8 @@ def _refuse(call: Call, names: tuple[str, ...], size: int, source: str) -> NoRet
     problem = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
     problem += " with float32 logits" if call.float32_logits else ""
     raise BudgetTooSmall(
-        f"{source} is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})"
+        f"{source} is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})",
+        least,
     )
 
 

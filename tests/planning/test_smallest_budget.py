@@ -175,6 +175,21 @@ def test_what_an_error_names_is_accepted(data: st.DataObject) -> None:
     check(case.run, (data.draw(st.integers(0, 1)),))
 
 
+def test_a_loss_of_responses_names_the_least_of_both_its_ways() -> None:
+    """Whole responses, which are short here, or log-probabilities and a backward that forms the logits again."""
+    hidden, weight = torch.randn(2, 32, 1, requires_grad=True), torch.randn(129, 1)
+    targets = torch.zeros(2, 32, dtype=torch.int64)
+    given = {"targets": targets, "mask": torch.ones(2, 32), "ref_logprobs": torch.zeros(2)}
+
+    def run(budget: int | str) -> None:
+        found = fastrl.linear_kto_loss(
+            hidden, weight, **given, desirable=torch.tensor([True, False]), memory_budget=budget
+        )
+        found.loss.backward()
+
+    check(run)
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -> None:
