@@ -6,7 +6,9 @@ from importlib import import_module
 
 import pytest
 
+import fastrl
 from fastrl.backend import contract
+from fastrl.backend.choice import forced
 
 pytest.importorskip("triton")
 
@@ -18,3 +20,11 @@ def test_every_backend_has_every_function_of_the_contract() -> None:
     )
     assert cpp == triton == torch
     assert contract.__doc__ is not None and all(f"{name}(" in contract.__doc__ for name in torch)
+
+
+def test_the_choice_of_an_outer_context_outlives_an_inner_one() -> None:
+    with fastrl.use_backend("torch"):
+        with fastrl.use_backend("cpp"):
+            assert forced() == "cpp"
+        assert forced() == "torch"
+    assert forced() == ""

@@ -211,6 +211,12 @@ def test_of_equal_entries_the_last_stay(device: str) -> None:
     assert [row.tolist() for row in check(logits, 1.0, 2, 0.6, 0.0)] == [[1, 3, 4]]
 
 
+def test_of_equal_entries_in_several_blocks_the_last_stay(device: str) -> None:
+    """A row is written in blocks, of 1,024 entries in Triton's kernel; all of the first is dropped here."""
+    found = check(torch.zeros(1, 1, 1500, device=device), 1.0, 0, 0.2, 0.0)
+    assert found[0][-1] == 1499
+
+
 def test_ties_are_those_after_the_division(device: str) -> None:
     pair = torch.tensor([2.0 - 2.0**-23, 2.0 - 2.0**-22])
     assert pair[0] > pair[1] and pair[0] / 1.9 == pair[1] / 1.9

@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from fastrl.backend.cuda.row_forward_gradient import use_clusters
+from fastrl.backend.torch import rows, support
 
 
 @pytest.fixture(autouse=True)
 def tritons_kernels() -> Iterator[None]:
     with use_clusters(False):
         yield
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch takes a block of rows at a time: here so small a one that few rows make several."""
+    for module in (rows, support):
+        monkeypatch.setattr(module, "BLOCK_ENTRIES", 1500)
 
 
 @pytest.fixture(autouse=True, scope="session")

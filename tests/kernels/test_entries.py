@@ -10,6 +10,7 @@ from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Best, Entries
 
 VOCAB, ROWS = 700, 6
+SLICES = [(0, VOCAB)], [(0, 256), (256, VOCAB)], [(512, VOCAB), (0, 512)]
 
 
 def _entries(generator: torch.Generator) -> Entries:
@@ -31,7 +32,7 @@ def _best(logits: Tensor, entries: Entries) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("slices", [[(0, VOCAB)], [(0, 256), (256, VOCAB)], [(512, VOCAB), (0, 512)]], ids=str)
+@pytest.mark.parametrize("slices", SLICES, ids=str)
 def test_of_equal_entries_the_lowest_is_the_best(
     slices: list[tuple[int, int]], dtype: torch.dtype, backend: str, backend_device: str
 ) -> None:
@@ -52,3 +53,17 @@ def test_of_equal_entries_the_lowest_is_the_best(
     assert list(zip(best.ids.tolist(), best.values.tolist(), strict=True)) == expected
     asked = logits.to(backend_device)[entries.rows(), entries.token_ids.long()].float()
     assert torch.equal(values.nan_to_num(9.0), asked.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("slices", SLICES, ids=str)
+def test_each_gradient_reaches_its_entry(slices: list[tuple[int, int]], backend: str, backend_device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    entries = _entries(generator)
+    gradient = torch.randn(entries.token_ids.shape, generator=generator)
+    expected = torch.zeros(ROWS, VOCAB).index_put((entries.rows(), entries.token_ids.long()), gradient)
+    entries, gradient = Entries(*(x.to(backend_device) for x in entries)), gradient.to(backend_device)
+    rows = torch.arange(ROWS, device=backend_device)
+    for first, end in slices:
+        out = torch.zeros(1, ROWS, end - first, device=backend_device)
+        kernels(backend, out).scatter_entries(gradient, first, rows, entries, out)
+        assert torch.equal(out[0].cpu(), expected[:, first:end])

@@ -164,6 +164,19 @@ def test_a_callable_may_return_a_constant(backend: str, backend_device: str, row
     assert out.metrics["clip_frac"].isnan() and out.metrics["gate_mean"].isnan()
 
 
+def test_nan_reaches_the_gradients_of_a_head_where_the_loss_stops_its_row(backend: str, backend_device: str) -> None:
+    """As from 0 * NaN in torch: a step with such a gradient is known to be wrong."""
+    head = Problem(backend_device).head
+    hidden, weight = head["hidden"].detach()[0].clone(), head["weight"].detach().requires_grad_()
+    hidden[1, 0] = torch.nan
+    hidden.requires_grad_()
+    logprobs = fastrl.linear_token_logprobs(hidden, weight, torch.zeros(T, dtype=torch.int64, device=weight.device))
+    stopped = torch.arange(T, device=weight.device) == 1
+    torch.where(stopped, 0.0, logprobs.logprobs).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad.isnan().all(1).tolist() == stopped.tolist() and weight.grad.isnan().any()
+
+
 def test_gates_with_a_ratio_of_their_own(backend: str, backend_device: str) -> None:
     assert Objective(gate=fastrl.GammaWeight()).ratio == "sequence-product"
     assert Objective(gate=fastrl.GeometricMean()).ratio == "sequence"

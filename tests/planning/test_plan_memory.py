@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from allocated import allocations
 from hypothesis import example, given
 from hypothesis import strategies as st
 from refused import refused
@@ -21,7 +23,7 @@ from fastrl.planning import budget as budgets
 from fastrl.planning import plans as memory
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Call, use_plan
-from fastrl.planning.tiling import Needs, Pass
+from fastrl.planning.tiling import PIECE_BYTES, Needs, Pass
 
 MIB = 2**20
 calls = st.builds(
@@ -116,6 +118,28 @@ def test_one_chunk_needs_no_float32_sums_of_the_weights_gradient() -> None:
     assert fastrl.plan_memory(8192, 2048, 151936, budget="4GiB", device="cuda").chosen.one_chunk
     several = fastrl.plan_memory(16384, *sizes, budget="8GiB", device="cuda").chosen
     assert not several.one_chunk and several.temporary_bytes > 4 * 4096 * 151936
+
+
+@pytest.mark.parametrize("plan", ["recompute", "two-pass"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_pass_over_one_chunk_holds_no_more_than_was_planned(dtype: torch.dtype, plan: str) -> None:
+    """In float16, whose scale is undone, dL/dweight is a float32 sum first: 16 MiB here."""
+    hidden, weight = (torch.randn(n, 512).to(dtype).requires_grad_() for n in (8, 8192))
+    targets = torch.zeros(8, dtype=torch.int64)
+
+    def call() -> None:
+        logprobs = fastrl.linear_token_logprobs(hidden, weight, targets, memory_budget="1GiB").logprobs
+        logprobs.sum().backward()
+
+    with fastrl.use_backend("torch"), use_plan(plan):
+        held = max(accumulate(allocations(call)))
+    gradients = hidden.nbytes + weight.nbytes
+    known = Call(8, 512, 8192, dtype, "cpu", Needs(True, True, False), backend="torch")
+    (planned,) = (one for one in memory.possible_plans(known, 1 << 30) if one.name == plan)
+    assert planned.tiles["statistics"] == (8, 8192)
+    # Planned for the worst: what is held beside the passes, and the pieces of sums that one chunk does not form.
+    unused = known.held(plan) + 2 * PIECE_BYTES
+    assert held - gradients <= planned.temporary_bytes <= held - gradients + unused
 
 
 def test_without_a_budget_the_cheapest_plan_up_to_half_of_the_free_memory(

@@ -101,7 +101,7 @@ def test_when_the_sum_of_dl_dhidden_is_hidden(tp: int, most: int) -> None:
 
 
 def test_a_collective_by_hand() -> None:
-    """8 ranks in a node; 16 in two; 4 with one in each node. 1 GB each."""
+    """8 ranks in a node; 16 in two; 12 in two; 4 with one in each node. 1 GB each."""
     size = 1e9
     inside = H100.collective(size, 8)
     assert inside.nvlink == pytest.approx(7 / 8 * size) and inside.network == 0
@@ -110,6 +110,7 @@ def test_a_collective_by_hand() -> None:
     assert both.network == pytest.approx(2 * 15 / 16 * size / 8) and both.nvlink == pytest.approx(7 * both.network)
     assert both.wire == pytest.approx(both.network / 46e9)  # 8 adapters at 46 GB/s are slower than 370
     assert both.latency == pytest.approx(8.4e-6 + 28 * 3.4e-6 + 2 * 14e-6)
+    assert H100.collective(size, 12).network == pytest.approx(11 / 12 * size / 8)
     apart = H100.collective(size, 4, stride=8)
     assert apart.nvlink == 0 and apart.wire == pytest.approx(3 / 4 * size / 46e9)
     assert H100.collective(8, 4, stride=8).latency == pytest.approx(6.6e-6 + 3 * 2.7e-6)  # LL, for few bytes

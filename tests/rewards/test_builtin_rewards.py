@@ -54,6 +54,7 @@ def test_a_text_full_of_boxes_takes_no_longer_than_it_is():
         (r"<think>perhaps \boxed{5}, or", ""),
         (r"<think>t</think> \boxed{5} <think>or \boxed{6}", "5"),
         ("<answer>6", "<answer>6"),
+        ("<answer>6</answer> or <answer>", "6"),
         (" 321 ", "321"),
         ("####", ""),
     ],

@@ -78,6 +78,24 @@ def test_padded() -> None:
         SamplingMask.padded([one, two], 1)
 
 
+def test_what_a_mask_knows_of_itself_is_what_it_holds() -> None:
+    one, two = SamplingMask.from_lists([[1], [], [2, 3]]), SamplingMask.from_lists([[4]])
+    made = {
+        "read": one,
+        "padded": SamplingMask.padded([one, two], 4),
+        "concat": SamplingMask.concat([one, two]),
+        "index": one.index(torch.tensor([1, 1, 0])),
+        "to": one.to("cpu"),
+        "with_targets": one.with_targets(torch.tensor([9, 9, 9])),
+    }
+    for name, mask in made.items():
+        lengths, most = mask.lengths, int(mask.token_ids.max())
+        assert (mask.longest, mask.unrecorded) == (int(lengths.max()), int((lengths == 0).sum())), name
+        mask.check_vocab(most + 1)
+        with pytest.raises(ValueError, match=f"token id {most}, outside"):
+            mask.check_vocab(most)
+
+
 def test_the_callers_memory_is_its_own() -> None:
     """What was checked stays as it was, whatever becomes of the buffers."""
     ids, offsets = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 1, 2])

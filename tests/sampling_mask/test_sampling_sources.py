@@ -159,6 +159,7 @@ HOW = re.escape("return_sampling_mask=True), or vllm serve --return-sampling-mas
         ([completion(ONE), CompletionOutput(1, [4])], "mask[1].sampling_mask"),
         ([RequestOutput([1], [CompletionOutput(0, [4])])], "mask[0].outputs[0].sampling_mask"),
         (Mask(None), "mask.token_ids"),
+        ({"sampling_mask": None}, "mask.sampling_mask"),
     ],
 )
 def test_what_vllm_did_not_record_says_how_to_record_it(record: Any, where: str) -> None:

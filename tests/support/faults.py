@@ -99,6 +99,21 @@ FAULTS = (
         "a bound: one tie too many stays",
         "backend/test_find_support.py::test_of_equal_entries_the_last_stay",
     ),
+    Fault(
+        "kernels/entries.py",
+        "here = (ids >= first) & (ids.to(tl.int64) < first.to(tl.int64) + width)",
+        "here = (ids > first) & (ids.to(tl.int64) < first.to(tl.int64) + width)",
+        "a bound: the gradient of a slice's first entry",
+        "kernels/test_entries.py::test_each_gradient_reaches_its_entry",
+        "def scatter_entries_kernel(",
+    ),
+    Fault(
+        "kernels/find_support.py",
+        "(seen + tl.cumsum(ties, 0) > dropped)",
+        "(tl.cumsum(ties, 0) > dropped)",
+        "a count: ties in the blocks before",
+        "backend/test_find_support.py::test_of_equal_entries_in_several_blocks_the_last_stay",
+    ),
     # --- C++ and CUDA -------------------------------------------------------------------------------------------------
     Fault(
         "csrc/rows.h",
@@ -213,6 +228,13 @@ FAULTS = (
         "a bound: a rank that holds padding alone",
         "distributed/test_sharded_head.py",
     ),
+    Fault(
+        "fastrl/distributed/shards.py",
+        "if given is not None and given != start:",
+        "if given and given != start:",
+        "a truth value: a start of 0 is not checked",
+        "distributed/test_groups.py::test_shards_leave_out_padding_and_may_be_uneven_or_empty",
+    ),
     # --- objectives ---------------------------------------------------------------------------------------------------
     Fault(
         "fastrl/objectives/formulas.py",
@@ -292,6 +314,13 @@ FAULTS = (
         "a hole: an answer in a thought that was cut off counts",
         "rewards/test_builtin_rewards.py",
     ),
+    Fault(
+        "fastrl/rewards/answers.py",
+        'text.rfind("<answer>", 0, end)',
+        'text.rfind("<answer>")',
+        "a bound: an answer that begins after the last one's end",
+        "rewards/test_builtin_rewards.py::test_where_a_final_answer_is_looked_for",
+    ),
     # --- backend, planning --------------------------------------------------------------------------------------------
     Fault(
         "fastrl/backend/torch/rows.py",
@@ -334,6 +363,34 @@ FAULTS = (
         "rows, all_rows, longest = (n // self.cp for n",
         "a rounding: the rank with most tokens",
         "planning/test_scaling.py::test_the_rank_that_has_most_is_modelled",
+    ),
+    Fault(
+        "fastrl/backend/choice.py",
+        "    finally:\n        _forced = previous",
+        '    finally:\n        _forced = ""',
+        "a restored value: the outer of two contexts",
+        "backend/test_contract.py::test_the_choice_of_an_outer_context_outlives_an_inner_one",
+    ),
+    Fault(
+        "fastrl/backend/torch/support.py",
+        "transform._replace(temperatures=t[rows])",
+        "transform._replace(temperatures=t[: rows.stop - rows.start])",
+        "an offset: temperatures of the second block of rows",
+        "kernels/test_support_statistics.py::test_gradient_against_float64",
+    ),
+    Fault(
+        "fastrl/planning/tiling.py",
+        '("weight", "both") and narrow and (n < rows or half)',
+        '("weight", "both") and narrow and n < rows',
+        "a case: float16's sums where a tile holds all rows",
+        "planning/test_plan_memory.py::test_a_pass_over_one_chunk_holds_no_more_than_was_planned",
+    ),
+    Fault(
+        "fastrl/planning/devices.py",
+        "nodes = -(-ranks // inside)",
+        "nodes = ranks // inside",
+        "a rounding: the nodes of 12 devices",
+        "planning/test_scaling.py::test_a_collective_by_hand",
     ),
     # --- operators ----------------------------------------------------------------------------------------------------
     Fault(
@@ -393,6 +450,20 @@ FAULTS = (
         "a bound: a top-k of the whole vocabulary is recorded",
         "sampling_mask/test_sampling_mask.py::test_what_truncates_nothing_records_nothing",
     ),
+    Fault(
+        "fastrl/sampling_mask/mask.py",
+        "return cls._made(joined.token_ids, offsets_of(lengths.view(-1)))",
+        "return cls._made(joined.token_ids, offsets_of(lengths.view(-1)), joined._facts)",
+        "a stale count: unrecorded rows of padding",
+        "sampling_mask/test_sampling_mask.py::test_what_a_mask_knows_of_itself_is_what_it_holds",
+    ),
+    Fault(
+        "fastrl/sampling_mask/sources.py",
+        "if mask is None and tokens is not None and len(tokens) == 0:",
+        "if mask is None and not tokens:",
+        "a condition: a completion without token ids passes for an empty one",
+        "sampling_mask/test_sampling_sources.py::test_what_vllm_did_not_record_says_how_to_record_it",
+    ),
     # --- linear -------------------------------------------------------------------------------------------------------
     Fault(
         "fastrl/linear/backward.py",
@@ -442,6 +513,13 @@ FAULTS = (
         "alone = shard",
         "a sum: dL/dhidden of dense rows is added up over the group twice",
         "distributed/test_sharded_supports.py::test_every_kind_of_support",
+    ),
+    Fault(
+        "fastrl/linear/backward.py",
+        "active = order_of_active(mask, c, num_tokens, h, stats.logprobs)",
+        "active = order_of_active(mask, c, num_tokens, h)",
+        "a NaN is lost: in a row whose coefficient is 0",
+        "losses/test_robustness.py::test_nan_reaches_the_gradients_of_a_head_where_the_loss_stops_its_row",
     ),
     # --- losses -------------------------------------------------------------------------------------------------------
     Fault(
@@ -628,5 +706,12 @@ FAULTS = (
         "for task in done:",
         "an order: answers are lost beside one that failed",
         "training/engines/test_http.py",
+    ),
+    Fault(
+        "fastrl/training/common/data.py",
+        "ids = ids[: len(ids) - ids[::-1].index(eos)]",
+        "ids = ids[: ids.index(eos) + 1]",
+        "the first for the last: EOS in a transcript",
+        "training/stages/test_stage_sft.py::test_a_chat_completion_ends_with_eos_and_not_with_what_the_template_writes_behind_it",
     ),
 )

@@ -12,6 +12,7 @@ from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.common.transcript import Transcript
 from fastrl.training.stages.config import TokenTrainingConfig
 from fastrl.training.stages.loop import _update, measure, save_model
 from fastrl.training.stages.rows import Tokens
@@ -155,6 +156,10 @@ def test_a_chat_completion_ends_with_eos_and_not_with_what_the_template_writes_b
     tokenizer.chat_template = CHAT
     assert PromptFormat(tokenizer).pair(prompt, "21", "x") == PromptFormat(tokenizer).pair("12=", "21", "x")
     assert PromptFormat(tokenizer).pair("12=", "21", "x") == ([3, 4, 1], [4, 3, 0])
+    turns = Transcript(
+        "21 12 3", [{"role": "assistant", "content": "21"}, *prompt, {"role": "assistant", "content": "3"}]
+    )
+    assert PromptFormat(tokenizer).pair(prompt, turns, "x")[1] == [4, 3, 0, 1, 3, 4, 1, 5, 0]
     tokenizer.chat_template = CHAT.replace("{{ eos_token }}=", "")  # a template that writes none
     assert PromptFormat(tokenizer).pair(prompt, "21", "x") == ([3, 4, 1], [4, 3, 0])
     tokenizer.chat_template = "{{ messages | length }}" + CHAT
