@@ -22,6 +22,8 @@ _COPY, _READ = "a copy of as many bytes", "a read of as many bytes"
 _PRODUCTS = "the bare matrix products"
 #: The number of times that a plan computes the logits, if more than once.
 _FORWARDS = {"recompute": 2, "two-pass": 3}
+#: The products of 2U to 5U, by their places in `ceilings.PRODUCTS`.
+_IN_A_ROW = ((0, 1), (0, 1, 2), (0, 0, 1, 2), (0, 0, 0, 1, 2))
 #: With fewer tokens, fixed costs hide what grows with the number of tokens.
 _FEWEST_TOKENS = 256
 
@@ -87,7 +89,8 @@ def run_plans(bench: Bench) -> Section:
     of memory is held against the same limit.
 
     U is one product of N x V x H: the logits (once; twice in recompute, three times in two-pass), and the gradients
-    that are needed. Each is measured alone in the same run.
+    that are needed. Each is measured alone in the same run; and, where that takes little time, those of each floor in a
+    row, during which a GPU may have to lower its clock.
     """
     problem = bench.problem(linear_problem, clipped=0.0)
     bare = Workload(
@@ -99,8 +102,16 @@ def run_plans(bench: Bench) -> Section:
     )
     rows = [replace(row, is_limit=True) for row in bench.measure_workload(bare)]
     times = [row.seconds for row in rows]
+    in_a_row = Workload(
+        "bare products in a row",
+        "those of each floor one after the other, as a call computes them",
+        [_products(problem, f"{len(chosen)}U", chosen) for chosen in _IN_A_ROW],
+        None,
+    )
     section = bench.section(floors(times))
     bench.add(section, bare, rows)
+    if bench.shape["N"] < workloads.MANY_TOKENS:
+        bench.add(section, in_a_row, [replace(row, is_limit=True) for row in bench.measure_workload(in_a_row)])
     for definition in workloads.plans(bench.shape["N"]):
         workload = definition.on(problem)
         for contender in workload.contenders:

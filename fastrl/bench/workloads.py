@@ -17,7 +17,7 @@ from fastrl.bench.problems import Expected, Problem
 
 _LOGITS = ("logits",)
 _LOSS = "PPO's clipped loss (off-policy)"
-_MANY_TOKENS = 65536
+MANY_TOKENS = 65536
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def plans(tokens: int) -> list[Definition]:
 
     both_gradients = "PPO's clipped loss (off-policy, nothing clipped) and its gradients for hidden states and weight"
     unlimited, largest = ours("fastrl, no budget"), ours("fastrl, budget 1GiB", budget="1GiB")
-    if tokens >= _MANY_TOKENS:
+    if tokens >= MANY_TOKENS:
         return [definition("loss and gradients", both_gradients, unlimited, largest)]
     # A response's gradient needs the log-probabilities of the whole response first.
     gspo = ours("fastrl, whole-response", forced="whole-response", objective=fastrl.GSPO(plain.CLIP, plain.CLIP))

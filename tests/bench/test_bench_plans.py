@@ -95,8 +95,9 @@ def test_the_whole_suite_at_a_small_shape() -> None:
     section = suites.run_plans(bench("plans", 96, 16, 600))
     rows = {row.contender: row for row in section.rows}
     bare = [row for row in section.rows if row.is_limit]
-    assert [row.workload for row in bare] == ["bare products"] * 3
-    times = [row.milliseconds_median or 0.0 for row in bare]
+    assert [row.workload for row in bare] == ["bare products"] * 3 + ["bare products in a row"] * 4
+    assert [row.contender for row in bare[3:]] == ["2U", "3U", "4U", "5U"]
+    times = [row.milliseconds_median or 0.0 for row in bare[:3]]
     expected = {
         "fastrl, no budget": ("forward-gradient", "3U", sum(times)),
         "fastrl, recompute": ("recompute", "4U", sum(times) + times[0]),
