@@ -61,10 +61,10 @@ inline void arrival_init(Arrival* arrival) {
 // Between the initialisations and the loads: the unit that copies must see them too.
 inline void arrivals_are_initialised() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Both addresses and `bytes` are multiples of 16. What is read is not read again: L2 may drop it first.
+// Both addresses and `bytes` are multiples of 16. L2 keeps what is read: in place, its lines are soon written.
 inline void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival) {
   unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)), "r"(bytes)
                : "memory");
   asm volatile(
@@ -97,7 +97,7 @@ inline uint4 load_words(const void* from) {
 }
 
 inline void store_words(void* to, uint4 words) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
                "r"(words.w)
                : "memory");
 }
