@@ -154,9 +154,9 @@ def _mean_by_weight(head: Head, args: VocabularyArguments, shard: VocabularyShar
     vocab, width = head.weight.shape
     step = max(1, _PIECE_BYTES // (4 * width))
     total = torch.zeros(width, dtype=torch.float64, device=head.weight.device)
-    # A sum on a GPU reads a half-precision operand directly; on a CPU it would copy it whole.
-    whole = head.weight.is_cuda or head.weight.dtype == torch.float32
-    for part in slices(vocab, max(vocab, 1) if whole else step):  # a shard may be empty
+    # A CPU copies an operand of half precision; a GPU holds up to 140 MB of partial sums from 1,024 rows on.
+    rows = 1000 if head.weight.is_cuda else step if head.weight.dtype != torch.float32 else max(vocab, 1)
+    for part in slices(vocab, rows):  # a shard may be empty
         total += head.weight[part].sum(0, dtype=torch.float32)
     if head.bias is not None:
         total = torch.cat([total, head.bias.double().sum()[None]])

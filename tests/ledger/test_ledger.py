@@ -32,6 +32,7 @@ SHAPES = {
     (8192, 4096, 262144): (1.07, 1.08),
     (32768, 4096, 151936): (1.10, 1.08),
 }
+MIB = 1 << 20
 BOTH, FROZEN = ("hidden", "weight"), ("hidden",)
 
 
@@ -87,6 +88,14 @@ def test_launches_of_the_other_plans_do_not_grow(
     plan: str, gradients: tuple[str, ...], objective: Any, most: int
 ) -> None:
     assert linear(TARGET, objective, gradients=gradients, plan=plan, longest=1024).count <= most
+
+
+@pytest.mark.parametrize("plan", ["forward-gradient", "recompute", "two-pass"])
+def test_a_gradient_of_a_bias_is_a_product(plan: str) -> None:
+    """torch's reduction over the rows of a tile would hold 140 MB of partial sums on a GPU."""
+    ledger = linear((8192, 1024, 32768), gradients=("hidden", "weight", "bias"), budget="256MiB", plan=plan)
+    assert not [x for x in ledger.launches if x.name == "sum" and x.traffic.read > MIB]
+    assert [x for x in ledger.launches if x.name.startswith("product 1 x ")]
 
 
 def test_recorded_sets() -> None:
