@@ -167,6 +167,8 @@ class _Recorder(TorchDispatchMode):
             self.ledger.syncs.append(name)
             shape = [args[0].numel(), args[0].dim()]
             result = self._shapes(torch.empty, (shape,), {"dtype": torch.int64, "device": "meta"})
+        elif isinstance(kwargs.get("out"), Tensor):
+            result = kwargs["out"]  # has its shape; torch 2.11 cannot form that of a product to another dtype
         else:
             result = self._shapes(func, args, kwargs)
         with _quiet():

@@ -139,7 +139,8 @@ class Operator(Generic[P, R]):
             for i, parameter in enumerate(self._parameters):
                 if i >= len(args) and parameter.name not in kwargs:
                     break
-                unpacked += parameter.unpacked(args[i] if i < len(args) else kwargs[parameter.name])
+                # Not by +=, in which torch.compile of torch 2.11 cannot add a named tuple to a list.
+                unpacked.extend(parameter.unpacked(args[i] if i < len(args) else kwargs[parameter.name]))
             else:
                 return unpacked
         names = ", ".join(parameter.name for parameter in self._parameters)

@@ -74,7 +74,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Such tests are not in a plain run, which would find nothing under their names."""
-    failed = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    reports = (report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, []))
+    failed = [report for report in reports if isinstance(report, pytest.TestReport)]  # not of a collection
     alone = {report.nodeid: marker for marker in ("slow", "engine") for report in failed if marker in report.keywords}
     for name, marker in alone.items():
         command = f".venv/bin/python -m pytest -m {marker} {shlex.quote(name)}"
