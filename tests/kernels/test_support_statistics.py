@@ -250,7 +250,9 @@ def test_only_the_row_with_the_nan_is_nan(kind: str, device: str) -> None:
         assert torch.equal(a[[0, 2]], b[[0, 2]])
 
 
-def test_a_row_is_bitwise_the_same_anywhere(device: str) -> None:
+def test_a_row_is_bitwise_the_same_anywhere(device: str, backend: str) -> None:
+    if backend == "torch" and device == "cuda":
+        pytest.skip("torch's sums on a GPU depend on how many rows there are")
     values, targets, support = _case(device)
     t = Transform(0.8, None, 1.3, 30.0)
     ones = torch.ones(len(SIZES), device=device)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from fused_heads import VOCAB, assert_gradients_close, gradients, make_batch, trainer_log
 from tiny_models import tiny_model
 
@@ -39,6 +40,8 @@ def make(kind, **values):
 def test_the_loss_is_the_familys_own(kind):
     model, batch = make(kind), make_batch()
     own = model(**batch, num_items_in_batch=7)
+    if kind == "jetmoe" and own.aux_loss is None:
+        pytest.skip(f"{kind} has no auxiliary loss in transformers {transformers.__version__}")
     expected = gradients(model, own.loss)
     fused_lm_head(model)
     out = model(**batch, num_items_in_batch=7, return_token_stats=True)
