@@ -43,9 +43,9 @@ def measured(found: list[list[dict[str, Any]]]) -> dict[str, tuple[str, str]]:
 
 
 def test_ratios_to_the_limit_and_to_others() -> None:
-    rows = [row("fastrl, in place", 2.5), row("eager torch", 10.0), row("Liger triton_grpo_loss", None)]
+    rows = [row("fastrl, in place", 2.7), row("eager torch", 10.8), row("Liger triton_grpo_loss", None)]
     assert measured([rows]) == {
-        "ours / its limit": ("1.250", "NO"),
+        "ours / its limit": ("1.350", "NO"),
         "eager torch / ours": ("4.000", "NO"),
         "Liger triton_grpo_loss / ours": ("", "not measured"),
     }
@@ -58,13 +58,11 @@ def test_the_other_may_belong_to_another_workload_of_the_same_run() -> None:
     assert measured([rows[:1], rows[1:]]) == {"ours / loss over the whole vocabulary": ("", "not measured")}
 
 
-@pytest.mark.parametrize(("vocab", "milliseconds", "reached"), [(151936, 2.2, "yes"), (262144, 2.21, "NO")])
-def test_a_limit_is_met_by_a_tenth_more_than_it_and_by_no_other_share(
-    vocab: int, milliseconds: float, reached: str
-) -> None:
+@pytest.mark.parametrize(("vocab", "milliseconds", "reached"), [(151936, 2.6, "yes"), (262144, 2.61, "NO")])
+def test_a_limit_is_met_by_its_share_and_by_no_more(vocab: int, milliseconds: float, reached: str) -> None:
     rows = [row("fastrl, in place", milliseconds, shape={"N": 8192, "V": vocab})]
     assert [line[5] for line in targets.lines([rows]) if line[1] and line[2] == "ours / its limit"] == [reached]
-    assert {target.bound for target in targets.TARGETS if target.words == "ours / its limit"} == {1.10}
+    assert {target.bound for target in targets.TARGETS if target.words == "ours / its limit"} == {1.10, 1.15, 1.30}
 
 
 def test_a_dearer_plan_than_the_cheapest_is_named() -> None:

@@ -1,7 +1,7 @@
 """Forward-gradient with a row on chip, in the shared memory of a cluster of blocks; csrc/cuda/ has the kernel.
 
-The Triton backend calls it on Hopper for the vocabularies of most models. At 151,936 entries, the one size that was
-timed, it takes less time than that backend's own kernel.
+The Triton backend calls it on Hopper for the vocabularies of most models, where it takes less time than that backend's
+own kernel.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _VECTOR, _PIECE, _MAX_PIECES = 8, 4096, 28  # columns, columns, pieces: as in cs
 SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Shared), which the kernel's source asserts
 _RESERVED = 1024  # bytes of shared memory that CUDA takes per block
 
-#: Vocabularies for which the kernel is called unasked: from Llama 3's to the longest of which three blocks fit on a
-#: multiprocessor. Timed at 151,936 (docs/design.md).
-_FASTER = range(128_000, 163_840)
+#: Vocabularies for which the kernel is called unasked: those of one block a row, and those of four of which two or more
+#: fit on a multiprocessor. Timed on an H200 at thirteen sizes (docs/design.md).
+_FASTER = (range(16_384, 32_769), range(98_304, 245_760))
 _wanted: bool | None = None
 
 
@@ -158,7 +158,7 @@ def fits(logits: Tensor, out: Tensor | None, transform: Transform) -> bool:
     device = torch.cuda.get_device_properties(logits.device)
     if device.major < 9 or not takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0)):
         return False
-    faster = device.major == 9 and logits.shape[-1] in _FASTER and not transform.softcap
+    faster = device.major == 9 and any(logits.shape[-1] in sizes for sizes in _FASTER) and not transform.softcap
     return (_wanted or faster) and _has_nvrtc()
 
 
