@@ -37,7 +37,7 @@ def configuration(vocab: int, itemsize: int, warp: int = _WARP) -> Configuration
 
     The second sweep of `row_forward_gradient` should find its rows in L2. So the longer the row, the more warps work on
     it and the fewer rows are in flight. 16384 columns per step mean a program per multiprocessor, or 40 MB of bfloat16
-    rows of 151,936 logits, of which an H200 found nothing again; shorter rows leave room for 2 or 4 programs.
+    rows of 151,936 logits, of which an H200 found half again; shorter rows leave room for 2 or 4 programs.
 
     A step of a multiprocessor's programs is 32 KiB of a 2-byte type, 64 KiB of a 4-byte one. The stages keep 64 KiB on
     the way during the computation: at 4.3 TB/s, 33 KB arrive at a multiprocessor in a microsecond, about a load's time.
