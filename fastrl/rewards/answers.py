@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import Any
+
+from fastrl.rewards.quantities import Quantity, quantity_of
 
 # A text, or the messages of a chat.
 Completion = str | Sequence[dict[str, Any]]
 
-_NUMBER = r"[-+]?(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!)\d{3})+|\d+)?(?:\.\d+)?"
-# A currency before a number, and up to three words of a unit after it, are not part of its value.
-_QUANTITY = re.compile(rf"\\?[$€£]?\s*(?P<number>{_NUMBER})\s*(?:\\?%|\\?[$€£]|[^\W\d_]+(?:[ -][^\W\d_]+){{0,2}})?")
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 _BRACES = re.compile(r"\\boxed\s+(?P<bare>[^\\{}$\s]+)|(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _LONGEST = 1000  # characters: what is longer is compared as it is
@@ -118,32 +116,31 @@ def same_answer(answer: str, reference: str) -> bool:
     r"""Whether two answers are the same text, or the same number.
 
     Without `$...$` and `\(...\)` around them, `\text{}`, spaces, a final full stop, and `\left`, `\right`, `\dfrac` for
-    `\frac`; the case of letters counts. A number is compared by its value (1,234 = 1234.0), without a currency before
-    it and a percent sign or a unit of up to three words after it.
+    `\frac`; the case of letters counts. Numbers are compared by their exact values (1,234 = 1234.0 = 1.234e3, 5% =
+    0.05). A unit, a currency or "x =" may be missing on one side; where both have one, it is the same
+    (`fastrl.rewards.quantities`).
     """
     if max(len(answer), len(reference)) > _LONGEST:
         return answer.strip() == reference.strip()
-    number = number_of(reference)
-    if number is not None:
-        return number_of(answer) == number
+    pair = quantity(answer), quantity(reference)
+    if pair[0] is not None and pair[1] is not None:
+        return pair[0].same(pair[1])
     return _normal(answer) == _normal(reference)
 
 
-def number_of(answer: str) -> Decimal | None:
-    """The value of an answer that is a number, with or without a currency or a unit; None for any other."""
-    match = _QUANTITY.fullmatch(unwrapped(answer))
-    number = re.sub(r",|\{,\}|\\,|\\!", "", match["number"]) if match else ""
-    return Decimal(number) if re.search(r"\d", number) else None
+def quantity(answer: str) -> Quantity | None:
+    """The number that an answer is, with its unit; None for any other."""
+    return quantity_of(unwrapped(answer))
 
 
 def unwrapped(answer: str) -> str:
     r"""An answer without what `undelimited` leaves out, and with the text in `\text{}` for that."""
-    return re.sub(r"~|\\[ ;:]", " ", _WRAPPER.sub(r" \1 ", undelimited(answer))).strip()
+    return re.sub(r"~|\\[ ;:]|\\,(?!\d)", " ", _WRAPPER.sub(r" \1 ", undelimited(answer))).strip()
 
 
 def undelimited(answer: str) -> str:
-    """An answer without the signs of a formula around it, Markdown's emphasis, and a final full stop."""
-    text = answer.strip().removesuffix(".").strip()
+    """An answer without a formula's signs around it, Markdown's emphasis, and a final full stop; "-" for U+2212."""
+    text = answer.replace("\N{MINUS SIGN}", "-").strip().removesuffix(".").strip()
     for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
             text = text[len(left) : len(text) - len(right)].strip()

@@ -14,8 +14,8 @@ def exact(prompts: Sequence[Any], completions: Completions, *, column: str = "an
 
     The final answer is the last one that the completion marks, by `\boxed{...}`, `####` or `<answer>...</answer>`, else
     all of its text; what precedes `</think>`, or follows a `<think>` that is not closed, is left out. Answers are equal
-    as texts (but for spaces, dollar signs, `\text{}`) or as numbers: 1,234 is 1234.00 and 1234 dollars. See
-    `fastrl.rewards.answers`.
+    as texts (but for spaces, dollar signs, `\text{}`) or as numbers: 1,234 is 1234.00 and 1234 dollars, and not 1234x.
+    See `fastrl.rewards.answers`.
 
     column: the reference, text or a number, of which the final answer is taken too, so that GSM8K's column "answer" and
         MATH's "solution" can be used as they are. A list holds several right answers. Dots reach into nested values.

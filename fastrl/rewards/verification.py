@@ -1,23 +1,36 @@
 """The reward `math`: mathematical equality, by the library math-verify."""
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from fastrl.base.dependencies import how_to_install
-from fastrl.rewards.answers import marked_answer, references, same_answer, text_of, undelimited, without_thoughts
+from fastrl.rewards.answers import (
+    final_answer,
+    marked_answer,
+    quantity,
+    references,
+    same_answer,
+    text_of,
+    undelimited,
+    without_thoughts,
+)
 from fastrl.rewards.functions import Completions
 
+_FORMULA = re.compile(r"\\\[.*?\\\]|\\\(.*?\\\)|\$\$.*?\$\$", re.DOTALL)
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?P<unit>[^{}]*)\}(?P<power>\s*\^\s*\{?\d\}?)?$")
 _LONGEST = 300  # characters of an answer that is parsed: a thousand brackets take seconds, and no reference is as long
 
 
 def math(prompts: Sequence[Any], completions: Completions, *, column: str = "answer", **columns: Any) -> list[float]:
     r"""1 if the completion's final answer is mathematically equal to the column's, else 0; by math-verify.
 
-    So `\boxed{\frac{1}{2}}` is 0.5, `x^2+1` is `1+x^2`, and sets, intervals, matrices and percentages are compared as
-    such. The answer is the one that `exact` finds where the completion marks one (of several the last); else what
-    math-verify finds in its text ("the answer is $...$", the last formula or number). What `exact` takes as equal is
-    equal here. An answer that cannot be parsed is compared as text, and 0 if that differs.
+    So `\boxed{\frac{1}{2}}` is 0.5, `x^2+1` is `1+x^2`, and sets, intervals and matrices are compared as such. The
+    answer is the one that `exact` finds where the completion marks one (of several the last); else what math-verify
+    finds in the last sentence or line that has a number or a formula. What `exact` takes as equal is equal here, and of
+    two numbers it alone decides. Where both sides are exact (no decimals), they are compared exactly: math-verify takes
+    2^-99 for 2^-98. `\text{}` units at the end may be missing on one side. An answer that cannot be parsed is 0.
 
     column: as in `exact`.
 
@@ -43,15 +56,53 @@ def math(prompts: Sequence[Any], completions: Completions, *, column: str = "ans
         )
         return found
 
+    def equal(reference: str, given: str, answer: list[Any]) -> bool:
+        if quantity(given) is not None and quantity(reference) is not None:
+            return False  # of two numbers, `same_answer` has said that they differ
+        units = _unit(reference), _unit(given)
+        if None not in units and units[0] != units[1]:
+            return False
+        expected = parsed(reference)
+        return bool(verify(expected, answer, timeout_seconds=None)) and not _exactly_different(expected, answer)
+
     def is_right(text: str, accepted: list[str]) -> bool:
-        marked = marked_answer(text)
-        if marked is not None and any(same_answer(marked, reference) for reference in accepted):
+        if any(same_answer(final_answer(text), reference) for reference in accepted):
             return True
-        if marked is None:
-            answer = parse(without_thoughts(text)[-_LONGEST:], parsing_timeout=None)
-        else:
-            answer = parsed(marked)
-        return bool(answer) and any(verify(parsed(reference), answer, timeout_seconds=None) for reference in accepted)
+        marked = marked_answer(text)
+        given = _last_statement(text) if marked is None else marked
+        answer = parse(given[-_LONGEST:], parsing_timeout=None) if marked is None else parsed(given)
+        return bool(answer) and any(equal(reference, given, answer) for reference in accepted)
 
     found = references(columns, column, len(completions))
     return [float(is_right(text_of(text), accepted)) for text, accepted in zip(completions, found, strict=True)]
+
+
+def _last_statement(text: str) -> str:
+    """The last sentence or line, outside of thoughts, with a number or a formula: what precedes it may be withdrawn."""
+    text = _FORMULA.sub(lambda formula: formula[0].replace("\n", " "), without_thoughts(text))
+    statements = re.split(r"(?<=[.!?])\s+|\n+", text)
+    return next((x for x in reversed(statements) if re.search(r"\d|\$|\\[(\[]", x)), "")
+
+
+def _unit(answer: str) -> str | None:
+    found = _UNIT.search(undelimited(answer))
+    return None if found is None else "".join(found[0].split())
+
+
+def _exactly_different(expected: list[Any], answer: list[Any]) -> bool:
+    """Whether both, as `parse` gives them, are exact and differ: numbers, or a number in a set, tuple or interval."""
+    from sympy import Basic, Equality, FiniteSet, Float, Interval, Tuple
+
+    def differ(a: Any, b: Any) -> bool:
+        a, b = (x.rhs if isinstance(x, Equality) else x for x in (a, b))
+        if getattr(a, "is_number", False) and getattr(b, "is_number", False):
+            if a == b or a.has(Float) or b.has(Float):
+                return False
+            return (a.doit() - b.doit()).equals(0) is False
+        ours, others = ((x.start, x.end) if isinstance(x, Interval) else getattr(x, "args", ()) for x in (a, b))
+        containers = (FiniteSet, Interval, Tuple)
+        both = isinstance(a, containers) and isinstance(b, containers)
+        return both and any(all(differ(x, y) for y in others) for x in ours)
+
+    pairs = [(a, b) for a in expected for b in answer if isinstance(a, Basic) and isinstance(b, Basic)]
+    return bool(pairs) and all(differ(a, b) for a, b in pairs)

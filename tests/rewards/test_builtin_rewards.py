@@ -1,6 +1,7 @@
 """The built-in reward functions: what users of GSM8K, MATH and DAPO-Math give and expect, and what is refused."""
 
 import pytest
+from answer_pairs import DIFFERENT, MATHEMATICAL, SAME
 
 from fastrl import rewards
 from fastrl.rewards.answers import final_answer, last_boxed
@@ -65,49 +66,27 @@ def test_where_a_final_answer_is_looked_for(text, answer):
 
 # --- exact ------------------------------------------------------------------------------------------------------------
 
-SAME = [
-    ("1,234", "1234"),
-    ("1234.00", "1234"),
-    (r"1{,}234", "1234"),
-    (r"1\,234", "1234"),
-    ("$1,234.50", "1234.5"),
-    (r"\$18", "18"),
-    ("18 dollars", "18"),
-    ("18 dollars per day.", "18"),
-    (r"18\text{ cm}", "18"),
-    (r"50\%", "50"),
-    ("-5", "-5"),
-    ("+.5", "0.5"),
-    ("**42**", "42"),
-    (r"$\frac{1}{2}$", r"\dfrac{1}{2}"),
-    (r"\text{East}", "East"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
-    ("x + 1", "x+1"),
-]
-DIFFERENT = [
-    ("43", "42"),
-    ("-5", "5"),
-    ("1,23", "123"),
-    ("12", "1234"),
-    ("42 is what I take it to be", "42"),
-    ("east", "East"),
-    ("18 19", "18"),
-    ("", "42"),
-    ("A", "B"),
-    ("0.1", "0.10000000000000000001"),
-]
+
+def both_ways(pairs):
+    return [pair for a, b in pairs for pair in ((a, b), (b, a)) if pair[1]]  # no reference is empty
 
 
-@pytest.mark.parametrize(("given", "reference"), SAME)
+@pytest.mark.parametrize(("given", "reference"), both_ways(SAME))
 def test_answers_that_are_the_same(given, reference):
-    assert score(rewards.exact, BOXED % given, reference) == 1.0
-    assert score(rewards.exact, f"#### {given}", reference) == 1.0
-    assert score(rewards.exact, given, BOXED % reference) == 1.0
+    assert score(rewards.exact, BOXED % given, reference) == score(rewards.math, BOXED % given, reference) == 1.0
+    assert score(rewards.exact, f"#### {given}", BOXED % reference) == 1.0
+    assert score(rewards.exact, given, reference) == score(rewards.math, given, reference) == 1.0
 
 
-@pytest.mark.parametrize(("given", "reference"), DIFFERENT)
-def test_answers_that_differ(given, reference):
+@pytest.mark.parametrize(("given", "reference"), both_ways(MATHEMATICAL))
+def test_answers_that_are_mathematically_the_same(given, reference):
     assert score(rewards.exact, BOXED % given, reference) == 0.0
+    assert score(rewards.math, BOXED % given, reference) == 1.0
+
+
+@pytest.mark.parametrize(("given", "reference"), both_ways(DIFFERENT))
+def test_answers_that_differ(given, reference):
+    assert score(rewards.exact, BOXED % given, reference) == score(rewards.math, BOXED % given, reference) == 0.0
     assert score(rewards.exact, given, f"solution\n#### {reference}") == 0.0
 
 
@@ -215,16 +194,7 @@ def test_wrong_arguments_are_refused_before_there_are_completions(function, argu
 # --- math -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "reference"), SAME)
-def test_what_is_exact_is_equal(given, reference):
-    assert score(rewards.math, BOXED % given, reference) == 1.0
-
-
 EQUAL = [
-    (r"\boxed{\frac{2}{4}}", "0.5"),
-    (r"\boxed{\frac{1}{\frac{2}{3}}}", r"\frac{3}{2}"),
-    (r"\boxed{1+x^2}", "x^2+1"),
-    (r"\boxed{2\sqrt{3}}", r"$\sqrt{12}$"),
     (r"\boxed{(4, 3)} no, \boxed{(3,4)}", "(3,4)"),
     (r"\boxed{x=5}", "5"),
     (r"\boxed{10\text{ cm}^2}", "10"),
@@ -233,9 +203,12 @@ EQUAL = [
     ("<think>9</think><answer>$\\frac{10}{2}$</answer>", "5"),
     ("The final answer is $\\frac{10}{2}$. I hope it is correct.", "5"),
     ("she has 72 apples", "#### 72"),
+    ("so \\[\n42\n\\]\nI hope it is correct.", "42"),
+    ("41? No. The answer is 42, as 6 times 7.", "42"),
 ]
 UNEQUAL = [
-    (r"\boxed{\frac{1}{3}}", "0.5"),
+    ("The answer is 42. Wait, maybe 43", "42"),
+    ("The answer is 42\nWait, maybe 43", "42"),
     (r"\boxed{5} or \boxed{6}", "5"),
     (r"\boxed{5, 6}", "5"),
     (r"\boxed{\text{neve}}", r"\text{even}"),
