@@ -22,6 +22,12 @@ def text_of(completion: Completion) -> str:
     return content if isinstance(content, str) else ""
 
 
+def texts_of(completions: Sequence[Completion], opened: Sequence[str] | None) -> list[str]:
+    """The completions' texts, each after what its prompt opened (`<think>`), if anything."""
+    texts = [text_of(completion) for completion in completions]
+    return texts if opened is None else [start + text for start, text in zip(opened, texts, strict=True)]
+
+
 def without_thoughts(text: str) -> str:
     """What follows the last `</think>`, up to a `<think>` that is not closed: such a thought was cut off."""
     return text.rpartition("</think>")[2].partition("<think>")[0]

@@ -4,12 +4,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fastrl.rewards.answers import Completion, final_answer, references, same_answer, text_of
+from fastrl.rewards.answers import Completion, final_answer, references, same_answer, text_of, texts_of
 
 Completions = Sequence[Completion]
 
 
-def exact(prompts: Sequence[Any], completions: Completions, *, column: str = "answer", **columns: Any) -> list[float]:
+def exact(
+    prompts: Sequence[Any],
+    completions: Completions,
+    *,
+    column: str = "answer",
+    opened: Sequence[str] | None = None,
+    **columns: Any,
+) -> list[float]:
     r"""1 if the completion's final answer is the column's, else 0.
 
     The final answer is the last one that the completion marks, by `\boxed{...}`, `####` or `<answer>...</answer>`, else
@@ -19,11 +26,13 @@ def exact(prompts: Sequence[Any], completions: Completions, *, column: str = "an
 
     column: the reference, text or a number, of which the final answer is taken too, so that GSM8K's column "answer" and
         MATH's "solution" can be used as they are. A list holds several right answers. Dots reach into nested values.
+    opened: of each completion, what its prompt ends with that is the completion's own, `<think>` or nothing; given by
+        the trainer.
     """
     found = references(columns, column, len(completions))
     return [
-        float(any(same_answer(final_answer(text_of(completion)), reference) for reference in accepted))
-        for completion, accepted in zip(completions, found, strict=True)
+        float(any(same_answer(final_answer(text), reference) for reference in accepted))
+        for text, accepted in zip(texts_of(completions, opened), found, strict=True)
     ]
 
 
@@ -92,6 +101,7 @@ def format(
     completions: Completions,
     *,
     template: str = "<think>...</think><answer>...</answer>",
+    opened: Sequence[str] | None = None,
     **columns: Any,
 ) -> list[float]:
     """1 if the completion has the template's form, else 0.
@@ -99,8 +109,8 @@ def format(
     Each of its tags occurs once, and in its order. `...` stands for any text that is not blank; between tags without
     it, before the first and after the last, there is only space.
 
-    template: tags, and `...` between them. Where the prompt ends in `<think>` already:
-        `...</think><answer>...</answer>`; for a final text without tags: `<think>...</think>...`.
+    template: tags, and `...` between them; for a final text without tags: `<think>...</think>...`.
+    opened: as in `exact`: a `<think>` that the prompt ends with counts as the completion's.
     """
     if not isinstance(template, str):
         raise ValueError(f"template: expected text, got {template!r}")
@@ -108,7 +118,7 @@ def format(
     tags, gaps = gaps[1::2], [gap.strip() for gap in gaps[::2]]
     if not tags or len(set(tags)) < len(tags) or not set(gaps) <= {"", "..."}:
         raise ValueError(f"template: expected different tags, and ... or nothing between them, got {template!r}")
-    return [float(_has_form(text_of(completion), tags, gaps)) for completion in completions]
+    return [float(_has_form(text, tags, gaps)) for text in texts_of(completions, opened)]
 
 
 def _has_form(text: str, tags: list[str], gaps: list[str]) -> bool:

@@ -12,7 +12,7 @@ from fastrl.rewards.answers import (
     quantity,
     references,
     same_answer,
-    text_of,
+    texts_of,
     undelimited,
     without_thoughts,
 )
@@ -23,7 +23,14 @@ _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?P<unit>[^{}]*)\}(?P<power>\s*\
 _LONGEST = 300  # characters of an answer that is parsed: a thousand brackets take seconds, and no reference is as long
 
 
-def math(prompts: Sequence[Any], completions: Completions, *, column: str = "answer", **columns: Any) -> list[float]:
+def math(
+    prompts: Sequence[Any],
+    completions: Completions,
+    *,
+    column: str = "answer",
+    opened: Sequence[str] | None = None,
+    **columns: Any,
+) -> list[float]:
     r"""1 if the completion's final answer is mathematically equal to the column's, else 0; by math-verify.
 
     So `\boxed{\frac{1}{2}}` is 0.5, `x^2+1` is `1+x^2`, and sets, intervals and matrices are compared as such. The
@@ -32,7 +39,7 @@ def math(prompts: Sequence[Any], completions: Completions, *, column: str = "ans
     two numbers it alone decides. Where both sides are exact (no decimals), they are compared exactly: math-verify takes
     2^-99 for 2^-98. `\text{}` units at the end may be missing on one side. An answer that cannot be parsed is 0.
 
-    column: as in `exact`.
+    column, opened: as in `exact`.
 
     There is no limit to the time that sympy may take (`9^{9^{9^9}}`): math-verify's own needs signals in the main
     thread, so it is off here, and a config needs reward.workers, whose timeout ends the call. ImportError without
@@ -74,7 +81,8 @@ def math(prompts: Sequence[Any], completions: Completions, *, column: str = "ans
         return bool(answer) and any(equal(reference, given, answer) for reference in accepted)
 
     found = references(columns, column, len(completions))
-    return [float(is_right(text_of(text), accepted)) for text, accepted in zip(completions, found, strict=True)]
+    texts = texts_of(completions, opened)
+    return [float(is_right(text, accepted)) for text, accepted in zip(texts, found, strict=True)]
 
 
 def _last_statement(text: str) -> str:

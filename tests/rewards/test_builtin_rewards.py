@@ -168,6 +168,28 @@ def test_format(text, template, reward):
     assert score(rewards.format, text, **({} if template is None else {"template": template})) == reward
 
 
+OPENED = ["<think>\n"]
+
+
+@pytest.mark.parametrize("function", [rewards.exact, rewards.math])
+def test_a_thought_that_the_prompt_opened_holds_no_answer_until_it_ends(function):
+    cut_off = r"so it is \boxed{42}, or"
+    assert score(function, cut_off) == 1.0
+    assert score(function, cut_off, opened=OPENED) == 0.0
+    assert score(function, r"so it is 41.</think>It is \boxed{42}", opened=OPENED) == 1.0
+    chat = [{"role": "assistant", "content": "42"}]
+    assert function(["?"], [chat], answer=["42"], opened=OPENED) == [0.0]
+
+
+def test_what_the_prompt_opened_counts_for_the_format():
+    text = "a</think><answer>b</answer>"
+    assert score(rewards.format, text) == 0.0
+    assert score(rewards.format, text, opened=OPENED) == 1.0
+    assert score(rewards.format, f"<think>{text}", opened=OPENED) == 0.0  # twice
+    assert score(rewards.format, text, opened=OPENED, template="...</think><answer>...</answer>") == 1.0
+    assert score(rewards.format, "</think><answer>b</answer>", opened=OPENED) == 0.0
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "expected"),
     [

@@ -3,6 +3,7 @@
 Every error names the file and the line, or the dataset and the row.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from fastrl.training.common.data_config import DatasetConfig, PromptsConfig
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.common.transcript import messages_of
 
+_LONGEST_OPENING = 16  # tokens, of a tokenizer of characters
 # Names of the reward function's own arguments.
 RESERVED = ("prompts", "completions")
 
@@ -31,6 +33,7 @@ class Example:
     columns: dict[str, Any]
     token_ids: list[int]
     source: str = ""  # file:line
+    opened: str = ""  # "<think>\n" or the like, if the prompt as the model reads it ends so
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ class PromptFormat:
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
         return token_ids
+
+    def opened(self, token_ids: list[int]) -> str:
+        """The `<think>`, with the space after it, that a prompt's tokens end with: the completion is its thought."""
+        end = re.search(r"<think>\s*$", str(self.tokenizer.decode(token_ids[-_LONGEST_OPENING:])))
+        return "" if end is None else end[0]
 
     def _message_ids(self, messages: list[dict[str, Any]], where: str, **options: Any) -> list[int]:
         if self.tokenizer.chat_template is None:
@@ -195,7 +203,8 @@ def prompt_rows(source: Source, prompts: PromptFormat) -> Iterator[tuple[str, di
 def as_example(row: dict[str, Any], prompts: PromptFormat, where: str) -> Example:
     """The example of one of `prompt_rows`. Raises UserError if its prompt has no tokens."""
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    return Example(row["prompt"], columns, prompts.token_ids(row["prompt"], where), where)
+    token_ids = prompts.token_ids(row["prompt"], where)
+    return Example(row["prompt"], columns, token_ids, where, prompts.opened(token_ids))
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: Any) -> list[int]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 BUILT_IN = "fastrl.rewards."
+_GIVEN = ("prompts", "completions", "opened")  # by the trainer, not by a config
 
 
 class Prompted(Protocol):
@@ -50,6 +51,10 @@ class Prompted(Protocol):
     def source(self) -> str:
         """file:line."""
 
+    @property
+    def opened(self) -> str:
+        """The `<think>` with which the prompt ends as the model reads it, or nothing."""
+
 
 Steps = list[tuple[int, float]]  # a completion's steps: (characters up to its end, reward)
 
@@ -65,6 +70,7 @@ class RewardFunction:
     name: str
     source: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    takes_opened: bool = False  # whether it has a parameter of this name
 
     def __call__(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[float | None]:
         """One finite float or None per completion; `examples[i]` is the prompt of `completions[i]`.
@@ -115,6 +121,8 @@ class RewardFunction:
         columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
         texts = [as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
         prompts = [example.prompt for example in examples]
+        if self.takes_opened:
+            columns["opened"] = [example.opened for example in examples]
         results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
         return wait_for(results) if inspect.isawaitable(results) else results
 
@@ -204,20 +212,26 @@ def load_reward(source: str, arguments: dict[str, Any] | None = None) -> RewardF
     """
     name, arguments = name_of(source), arguments or {}
     function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source)
-    if arguments:
-        try:
-            parameters = inspect.signature(function).parameters.keys() - {"prompts", "completions"}
-        except ValueError:  # something compiled, whose names are not known
-            raise UserError(f"reward.arguments.{name}: {source} does not say which parameters it has") from None
-        for argument in arguments:  # not in its **columns: a misspelt name would be lost there
-            if argument not in parameters:
-                raise UserError(f"reward.arguments.{name}: {source} has no parameter {argument!r}")
+    parameters = _parameters(function)
+    if arguments and parameters is None:
+        raise UserError(f"reward.arguments.{name}: {source} does not say which parameters it has")
+    for argument in arguments:  # not in its **columns: a misspelt name would be lost there
+        if argument not in (parameters or ()) or argument in _GIVEN:
+            raise UserError(f"reward.arguments.{name}: {source} has no parameter {argument!r}")
     if source.startswith(BUILT_IN):
         try:
             function(prompts=[], completions=[], **arguments)
         except (ImportError, TypeError, ValueError) as error:
             raise UserError(f"reward.arguments.{name}: {error}") from error
-    return RewardFunction(function, name, source, arguments)
+    return RewardFunction(function, name, source, arguments, "opened" in (parameters or ()))
+
+
+def _parameters(function: Callable[..., Any]) -> set[str] | None:
+    """The names of a function's parameters; None for something compiled that does not say."""
+    try:
+        return set(inspect.signature(function).parameters)
+    except ValueError:
+        return None
 
 
 def _built_in(source: str) -> Callable[..., Any]:

@@ -46,6 +46,7 @@ class Task(NamedTuple):
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     source: str
+    opened: str
     completion: str
 
 

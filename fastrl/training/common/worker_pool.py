@@ -157,8 +157,8 @@ class PooledFunction:
     def _tasks(self, examples: Sequence[Prompted], completions: Sequence[str], steps: bool) -> list[Task]:
         seed = random.getrandbits(31)  # the run's own random numbers decide the functions'
         return [
-            Task(self.number, steps, i, seed + i, example.prompt, example.columns, example.source, completion)
-            for i, (example, completion) in enumerate(zip(examples, completions, strict=True))
+            Task(self.number, steps, i, seed + i, x.prompt, x.columns, x.source, x.opened, completion)
+            for i, (x, completion) in enumerate(zip(examples, completions, strict=True))
         ]
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from digit_models import TOKENIZER
 from mistakes import error_of
 from transformers import AutoTokenizer
@@ -31,6 +32,25 @@ def tokenizer():
 
 def text_of(tokenizer, example):
     return tokenizer.decode(example.token_ids).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("begin", "opened"),
+    [
+        ("<think>\n", "<think>\n"),
+        ("<think>", "<think>"),
+        ("<think>\n\n</think>\n\n", ""),
+        ("<think> short", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_prompt_opens_is_the_completions(write_rows, begin, opened):
+    template = "{{ messages[0].content }}:{% if add_generation_prompt %}" + begin + "{% endif %}"
+    tokenizer = byte_tokenizer("</s>", chat_template=template)
+    rows = [{"prompt": [{"role": "user", "content": "1 < 2"}]}, {"prompt": f"1 < 2:{begin}"}]
+    for row in rows:  # of a dataset all prompts have one form
+        ((example,), _) = load_examples(Source(str(write_rows([row]))), PromptFormat(tokenizer))
+        assert example.opened == opened and tokenizer.decode(example.token_ids) == f"1 < 2:{begin}"
 
 
 USER, SYSTEM = {"role": "user", "content": "12"}, {"role": "system", "content": "7"}

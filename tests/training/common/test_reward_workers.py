@@ -426,7 +426,7 @@ def start():
 thread = threading.Thread(target=start)  # whose end is not the workers'
 thread.start()
 thread.join()
-example = SimpleNamespace(prompt="p", columns={}, source="")
+example = SimpleNamespace(prompt="p", columns={}, source="", opened="")
 print([int(pid) for pid in function([example] * 20, ["a"] * 20)], flush=True)
 if sys.argv[2] == "busy":
     def kill():

@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from dataclasses import replace
 
 import pytest
 from mistakes import error_of
@@ -39,6 +40,19 @@ def test_it_is_called_as_trl_calls_it(load):
 def test_chat_prompts_get_completions_as_messages(load):
     reward = load("def reward(prompts, completions):\n    return [c[0]['content'] == 'hi' for c in completions]\n")
     assert reward([Example([{"role": "user", "content": "?"}], {}, [1])], ["hi"]) == [1.0]
+
+
+def test_what_the_prompt_opened_is_passed_to_functions_that_name_it(load):
+    rows = [Example("1=", {}, [1], "", "<think>\n"), Example("2=", {}, [2])]
+    named = load("def reward(prompts, completions, opened, **columns):\n    return [len(x) for x in opened]\n")
+    assert named(rows, ["a", "b"]) == [8.0, 0.0]
+    others = load("def reward(prompts, completions, **columns):\n    return [len(columns)] * 2\n")
+    assert others(rows, ["a", "b"]) == [0.0, 0.0]
+    exact = load_reward("fastrl.rewards.exact")
+    rows = [replace(example, columns={"answer": "5"}) for example in rows]
+    assert exact(rows, ["5", "5"]) == [0.0, 1.0]
+    with pytest.raises(UserError, match="has no parameter 'opened'"):
+        load_reward("fastrl.rewards.exact", {"opened": [""]})
 
 
 def test_the_function_of_the_page_on_data_reads_what_its_config_gives_it(tmp_path):
