@@ -134,7 +134,10 @@ class RolloutConfig(Section):
     batch_size: int | None = Field(None, ge=1)
     """Sequences generated at a time; the default is all of them."""
     dynamic_sampling: bool = False
-    """DAPO's: groups whose rewards are all equal are left out, and other prompts sampled in their place."""
+    """DAPO's: groups whose rewards are all equal are left out, and other prompts sampled in their place. Compared is
+    what the reward functions earned together, before reward.overlong_cache takes its price of length."""
+    dynamic_sampling_reward: str | None = None
+    """Compare the rewards of this function alone, such as "exact"; the others differ in every group, or nearly so."""
     max_refills: int = Field(3, ge=0)
     """How often dynamic sampling may do so in a step; after that the step uses the groups it has."""
     keep_routing: bool = False

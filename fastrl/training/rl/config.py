@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fastrl.training.common.data_config import HeldOutConfig, PromptsConfig
+from fastrl.training.common.reward import name_of
 from fastrl.training.common.sections import (
     Budget,
     FileLocation,
@@ -294,6 +295,14 @@ class Config(Section):
             raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
         if single and self.rewarded and (self.advantages.grouped or self.rollout.dynamic_sampling):
             raise ValueError("rollout.num_generations: expected at least 2 to compare a prompt's completions, got 1")
+        compared = self.rollout.dynamic_sampling_reward
+        names = [*map(name_of, self.reward.functions), *(["model"] if self.reward.model is not None else [])]
+        if compared is not None and not self.rollout.dynamic_sampling:
+            raise ValueError("rollout.dynamic_sampling_reward: means nothing without rollout.dynamic_sampling = true")
+        if compared is not None and compared not in names:
+            raise ValueError(
+                f"rollout.dynamic_sampling_reward: expected one of the rewards, {', '.join(names)}, got {compared!r}"
+            )
         if (estimator == "gae") != (self.critic is not None):
             raise ValueError('advantages.estimator = "gae" and a [critic] table go together')
         if (estimator == "process") != (self.reward.steps is not None):

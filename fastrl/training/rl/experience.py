@@ -75,13 +75,14 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     """Sample completions with their rewards until the batch is full or the refills are used up."""
     settings, rewards, steps_reward = run.config.rollout, run.config.reward, run.functions.steps
     rollouts: list[Rollout] = []
-    values: list[float | None] = []
+    earned: list[float | None] = []
+    values: list[float | None] = []  # what was earned, less the price of length
     groups: list[int] = []
     steps: list[Steps] = []
     samples: list[dict[str, object]] = []
     by_scorer: dict[str, list[float | None]] = {}
     kept: list[int] = []
-    compared: Sequence[Hashable] = values
+    compared: Sequence[Hashable] = []
     decoupled = run.config.advantages.estimator == "decoupled" and run.config.rewarded
     numbers["time/generate"] = numbers["time/reward"] = 0.0
     for _ in range(1 + settings.max_refills if settings.dynamic_sampling else 1):
@@ -95,9 +96,10 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
             run.rollouts.begin(run.step, numbers)
         texts = completion_texts(run.policy, rollout)
         with timed("time/reward", numbers):
-            new_rewards, parts = run.rewards.parts(examples, texts)
+            new_earned, parts = run.rewards.parts(examples, texts)
             steps += steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
-        new_rewards = _priced(new_rewards, rollouts[-1], rewards.overlong_cache)
+        new_rewards = _priced(new_earned, rollouts[-1], rewards.overlong_cache)
+        earned += new_earned
         groups += [first_group + row // settings.num_generations for row in range(len(texts))]
         values += new_rewards
         for name, scores in parts.items():
@@ -107,7 +109,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
             examples[shown], texts[shown], new_rewards[shown], _origins(run, rollout)[shown], strict=True
         ):
             samples.append({"prompt": example.prompt, "completion": text, "reward": value, **origin})
-        compared = list(zip(*by_scorer.values(), strict=True)) if decoupled else values
+        compared = _compared_rewards(run, earned, by_scorer)
         kept = list(range(len(values)))
         if run.config.rewarded:
             kept = _kept(values, compared, groups, settings.dynamic_sampling)
@@ -152,6 +154,25 @@ def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> 
     lengths = rollout.completion_mask.sum(1)  # of which rollout.max_new_tokens is the limit, tools' tokens included
     prices = overlong_penalty(lengths, max_length=rollout.targets.shape[1], cache=cache).tolist()
     return [None if value is None else value + price for value, price in zip(values, prices, strict=True)]
+
+
+def _compared_rewards(
+    run: Run, earned: list[float | None], by_scorer: dict[str, list[float | None]]
+) -> Sequence[Hashable]:
+    """What tells the completions of a group apart: what they earned, each of it where advantages are decoupled, or the
+    reward that the config names. In float32, as advantages are formed: there 0.1 + 0.2 and 0.3 are equal."""
+    chosen = run.config.rollout.dynamic_sampling_reward
+    if chosen is not None:
+        columns = [by_scorer[chosen]]
+    elif run.config.rewarded and run.config.advantages.estimator == "decoupled":
+        columns = list(by_scorer.values())
+    else:
+        columns = [earned]
+    rounded = [_rewards(column, torch.device("cpu")).tolist() for column in columns]
+    return [
+        tuple(None if math.isnan(x) else x for x in row)  # NaN is not even itself
+        for row in zip(*rounded, strict=True)
+    ]
 
 
 def _rewards(values: Sequence[float | None], device: torch.device) -> Tensor:

@@ -49,6 +49,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
         ("training.minibatches", "9999", "training.minibatches: expected at most the rollout's 1024 sequences"),
         ("optimizer.weight_decay", "inf", "optimizer.weight_decay"),
         ("reward.overlong_cache", "9", "reward.overlong_cache: expected at most rollout.max_new_tokens = 4"),
+        ("rollout.dynamic_sampling_reward", "x", "means nothing without rollout.dynamic_sampling = true"),
         ("training.device", "meta", "training.device: cannot use 'meta'"),
         ("evaluation.k", "[]", "evaluation.k"),
     ],

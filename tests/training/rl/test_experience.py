@@ -42,6 +42,8 @@ def rising(prompts, completions, answer):
     return [float(i % 4) for i in range(len(prompts))]
 def falling(prompts, completions, answer):
     return [3.0 - i % 4 for i in range(len(prompts))]
+def sums(prompts, completions, answer):
+    return [0.1 + 0.2 if i % 2 else 0.3 for i in range(len(prompts))]
 def below(prompts, completions, answer):
     return [float(i) - 0.5 for i in range(len(prompts))]
 """
@@ -128,6 +130,30 @@ def test_groups_of_equal_rewards_are_sampled_anew(collected):
     assert len(found) == 6 and all(sorted(rewards) == [0, 0, 0, 1] for rewards in found)
     assert len(run.rollouts.prompts.order) == 800 - 6 - 3  # no more than were missing
     assert numbers["without_reward"] == 0 and numbers["reward"] == (3 + 3) / (ROWS + 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("functions", "reward", "compared", "kept"),
+    [
+        (["equal"], {"overlong_cache": 2}, None, 0),  # only the price of length differs
+        (["rising"], {"overlong_cache": 2}, None, 1),
+        (["sums"], {}, None, 0),  # equal in float32
+        (["equal", "rising"], {"weights": [1.0, 0.5]}, None, 1),
+        (["equal", "rising"], {"weights": [1.0, 0.5]}, "equal", 0),
+        (["equal", "rising"], {"weights": [1.0, 0.5]}, "rising", 1),
+        (["rising", "falling"], {"weights": [1.0, 1.0]}, "falling", 1),  # their sums are equal
+    ],
+)
+def test_what_was_earned_decides_which_groups_are_kept(collected, functions, reward, compared, kept):
+    settings = {"dynamic_sampling": True, "max_refills": 0, "dynamic_sampling_reward": compared}
+    _, numbers, _ = collected(*functions, reward=reward, rollout=settings)
+    assert numbers["kept"] == kept and numbers["without_variance"] == 1 - kept
+
+
+def test_the_reward_that_dynamic_sampling_compares_is_one_of_the_configs(configure):
+    settings = {"dynamic_sampling": True, "dynamic_sampling_reward": "exact"}
+    with pytest.raises(UserError, match="expected one of the rewards, rising, falling, got 'exact'"):
+        configure("rising", "falling", rollout=settings)
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "batch", "gae"])
