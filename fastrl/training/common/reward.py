@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import numbers
 import sys
 import threading
 import traceback
@@ -147,12 +146,23 @@ class RewardFunction:
     def _number(self, value: Any, index: int, examples: Sequence[Prompted], first: int) -> float | None:
         if value is None:
             return None
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        number = _as_float(value)
+        if number is None or not math.isfinite(number):
             raise UserError(
                 f"{self.source}: reward {first + index} must be a finite number or None, got {value!r} "
                 f"({type(value).__name__}); its prompt is {examples[index].prompt!r}"
             )
+        return number
+
+
+def _as_float(value: Any) -> float | None:
+    """A real scalar of any kind: Python's, NumPy's, a Decimal, a Fraction, a tensor without dimensions; else None."""
+    if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
+        return None
+    try:
         return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a complex tensor's is the last
+        return None
 
 
 def as_trl(example: Prompted, completion: str) -> str | list[dict[str, Any]]:
@@ -253,7 +263,10 @@ def import_function(source: str, what: str, otherwise: str = "") -> Callable[...
     file, separator, name = source.rpartition(":")
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f'{what}: expected "path/to/file.py:function"{otherwise}, got {source!r}')
-    module = _import(Path(file), what)
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file ({what})")
+    module = _import(path, path.resolve())
     function = getattr(module, name, None)
     if not callable(function):
         available = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
@@ -262,9 +275,14 @@ def import_function(source: str, what: str, otherwise: str = "") -> Callable[...
     return checked
 
 
-def _import(path: Path, what: str) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file ({what})")
+def forget_files() -> None:
+    """Have files run anew from now on: a run does not begin with what an earlier one in this process left in them."""
+    _import.cache_clear()
+
+
+@cache
+def _import(path: Path, resolved: Path) -> ModuleType:
+    """The file's module, which a run runs once: a reward and a tool in it share what it holds."""
     spec = importlib.util.spec_from_file_location(f"fastrl_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: cannot be imported as a Python module")

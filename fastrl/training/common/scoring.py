@@ -7,7 +7,7 @@ from typing import Protocol
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
 from fastrl.training.common.data import Example
-from fastrl.training.common.reward import BUILT_IN, RewardFunction, load_reward, name_of
+from fastrl.training.common.reward import BUILT_IN, RewardFunction, forget_files, load_reward, name_of
 from fastrl.training.common.sections import RewardConfig
 from fastrl.training.common.worker_pool import FAILURES, PooledFunction, WorkerPool
 
@@ -62,6 +62,7 @@ class RewardFunctions:
         Raises UserError for one that cannot be loaded, equal names of outcome functions or of metrics, and arguments
         for a function that there is none of.
         """
+        forget_files()
         for what, sources in (("reward functions", config.functions), ("evaluation.metrics", metrics)):
             names = [name_of(source) for source in sources]
             if len(set(names)) < len(names):

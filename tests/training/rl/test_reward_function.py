@@ -10,7 +10,7 @@ from places import ROOT
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
-from fastrl.training.common.reward import load_reward
+from fastrl.training.common.reward import forget_files, load_reward
 
 EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, [2])]
 
@@ -18,6 +18,7 @@ EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, 
 @pytest.fixture
 def load(tmp_path):
     def load(body):
+        forget_files()
         (tmp_path / "mine.py").write_text(body)
         return load_reward(f"{tmp_path / 'mine.py'}:reward")
 
@@ -65,7 +66,23 @@ def test_the_function_of_the_page_on_data_reads_what_its_config_gives_it(tmp_pat
     assert reward(rows, ["#### 1200", "#### 12", "1200"]) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("value", ["[1, None]", "(True, None)", "__import__('numpy').array([1.0, None])"])
+NUMPY, TORCH = "__import__('numpy')", "__import__('torch')"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[1, None]",
+        "(True, None)",
+        f"{NUMPY}.array([1.0, None])",
+        f"[{NUMPY}.bool_(True), None]",
+        f"[{NUMPY}.array(1), None]",
+        f"[{TORCH}.tensor(1.0), None]",
+        f"[{TORCH}.tensor(True), None]",
+        "[__import__('decimal').Decimal('1.0'), None]",
+        "[__import__('fractions').Fraction(2, 2), None]",
+    ],
+)
 def test_numbers_and_none_are_rewards(load, value):
     assert load(returning(value))(EXAMPLES, ["a", "b"]) == [1.0, None]
 
@@ -80,12 +97,31 @@ def test_numbers_and_none_are_rewards(load, value):
         ("[0.0, 'high']", "reward 1 must be a finite number or None, got 'high' (str); its prompt is '2='"),
         ("[float('nan'), 0]", "reward 0 must be a finite number or None, got nan"),
         ("[0, float('inf')]", "reward 1 must be"),
+        ("[0, '1.0']", "reward 1 must be a finite number or None, got '1.0' (str)"),
+        ("[0, 1j]", "reward 1 must be"),
+        (f"[0, {NUMPY}.array([1.0])]", "reward 1 must be"),
+        (f"[0, {TORCH}.tensor([1.0])]", "reward 1 must be"),
+        (f"[0, {TORCH}.tensor(1j)]", "reward 1 must be"),
+        ("[0, __import__('decimal').Decimal('NaN')]", "reward 1 must be"),
+        ("[10 ** 400, 0]", "reward 0 must be"),
         ("[0, 1 / 0]", "raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_bad_result_names_function_file_and_index(load, value, expected):
     error = error_of(load(returning(value)), EXAMPLES, ["a", "b"])
     assert "mine.py:reward: " in error and expected in error
+
+
+def test_a_file_is_run_once_for_all_its_functions(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "seen = []\ndef reward(prompts, completions, **columns):\n    seen.append(1)\n    return [len(seen)] * 2\n"
+        "def tool(prompts, completions, **columns):\n    return [len(seen)] * 2\n"
+    )
+    reward, tool = (load_reward(f"{tmp_path / 'mine.py'}:{name}") for name in ("reward", "tool"))
+    assert reward(EXAMPLES, ["a", "b"]) == tool(EXAMPLES, ["a", "b"]) == [1.0, 1.0]
+    forget_files()
+    again = load_reward(f"{tmp_path / 'mine.py'}:reward")
+    assert again(EXAMPLES, ["a", "b"]) == [1.0, 1.0]
 
 
 def test_an_exception_inside_is_located(load):
