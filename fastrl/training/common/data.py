@@ -71,12 +71,21 @@ class PromptFormat:
     def token_ids(self, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
         """The model's input for what `prompt` returned. Raises UserError naming `where` if there is none."""
         if isinstance(prompt, str):
-            token_ids = _ids(prompt, self.tokenizer, where)
+            token_ids = self._open_ids(prompt, where)
         else:
             token_ids = self._message_ids(prompt, where, add_generation_prompt=True)
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
         return token_ids
+
+    def _open_ids(self, text: str, where: str) -> list[int]:
+        """The text's tokens with what the tokenizer puts before them, but not what it appends, such as EOS: the
+        completion goes on behind the text."""
+        ids, plain = (_ids(text, self.tokenizer, where, add_special_tokens=special) for special in (True, False))
+        added = self.tokenizer.added_tokens_decoder.items()
+        special_ids = {token_id for token_id, token in added if token.special} | {*self.tokenizer.all_special_ids}
+        appended = _trailing(ids, special_ids) - _trailing(plain, special_ids)
+        return ids[: max(len(ids) - appended, 1)]  # the first may be all that stands before the text
 
     def opened(self, token_ids: list[int]) -> str:
         """The `<think>`, with the space after it, that a prompt's tokens end with: the completion is its thought."""
@@ -212,6 +221,11 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: A
         return list(tokenizer(text, **options)["input_ids"])
     except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
         raise UserError(f"{where}: the tokenizer cannot read the text: {error}") from error
+
+
+def _trailing(ids: list[int], among: set[int]) -> int:
+    """How many of the last tokens are among these."""
+    return next((count for count, token in enumerate(reversed(ids)) if token not in among), len(ids))
 
 
 def _check_messages(prompt: Any, where: str) -> None:

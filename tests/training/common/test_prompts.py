@@ -7,6 +7,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from digit_models import TOKENIZER
 from mistakes import error_of
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from fastrl.training.common import sources
@@ -51,6 +52,22 @@ def test_what_a_prompt_opens_is_the_completions(write_rows, begin, opened):
     for row in rows:  # of a dataset all prompts have one form
         ((example,), _) = load_examples(Source(str(write_rows([row]))), PromptFormat(tokenizer))
         assert example.opened == opened and tokenizer.decode(example.token_ids) == f"1 < 2:{begin}"
+
+
+@pytest.mark.parametrize("appends", ["$A </s>", "<s> $A </s>", "<s> $A", "$A </s> <s>"])
+@pytest.mark.parametrize("text", ["12=", "12</s>", ""])
+def test_a_prompt_does_not_end_with_what_the_tokenizer_appends(write_rows, appends, text):
+    """A prompt with EOS at its end would have ended already. Those that the text has itself stay."""
+    tokenizer = byte_tokenizer("</s>", "<s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(appends, None, [("</s>", 0), ("<s>", 1)])
+    formats = PromptFormat(tokenizer)
+    before = [1] if appends.startswith("<s>") else []
+    expected = before + tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not expected:  # there must be something
+        assert formats.token_ids(text, "x") == [0]
+        return
+    assert formats.token_ids(text, "x") == expected
+    assert formats.pair(text, "3", "x") == (expected, [*tokenizer("3", add_special_tokens=False)["input_ids"], 0])
 
 
 USER, SYSTEM = {"role": "user", "content": "12"}, {"role": "system", "content": "7"}
