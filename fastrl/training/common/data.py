@@ -19,6 +19,7 @@ from fastrl.training.common.checksums import digest
 from fastrl.training.common.data_config import DatasetConfig, PromptsConfig
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.common.transcript import messages_of
+from fastrl.training.common.turn_end import special_ids, turn_end
 
 _LONGEST_OPENING = 16  # tokens, of a tokenizer of characters
 # Names of the reward function's own arguments.
@@ -53,6 +54,8 @@ class PromptFormat:
         """A row's prompt with the system prompt. Raises UserError naming `where` if it is of no form that is known."""
         if not isinstance(prompt, str):
             _check_messages(prompt, where)
+            # Parquet fills the keys that a message lacks with None.
+            prompt = [{k: x for k, x in message.items() if x is not None or k == "content"} for message in prompt]
         elif self.system_prompt is None:
             if self.template:
                 raise UserError(
@@ -73,7 +76,7 @@ class PromptFormat:
         if isinstance(prompt, str):
             token_ids = self._open_ids(prompt, where)
         else:
-            token_ids = self._message_ids(prompt, where, add_generation_prompt=True)
+            token_ids = self._own_ids(self._rendered(prompt, where, add_generation_prompt=True), where)
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
         return token_ids
@@ -82,9 +85,8 @@ class PromptFormat:
         """The text's tokens with what the tokenizer puts before them, but not what it appends, such as EOS: the
         completion goes on behind the text."""
         ids, plain = (_ids(text, self.tokenizer, where, add_special_tokens=special) for special in (True, False))
-        added = self.tokenizer.added_tokens_decoder.items()
-        special_ids = {token_id for token_id, token in added if token.special} | {*self.tokenizer.all_special_ids}
-        appended = _trailing(ids, special_ids) - _trailing(plain, special_ids)
+        special = special_ids(self.tokenizer)
+        appended = _trailing(ids, special) - _trailing(plain, special)
         return ids[: max(len(ids) - appended, 1)]  # the first may be all that stands before the text
 
     def opened(self, token_ids: list[int]) -> str:
@@ -92,22 +94,26 @@ class PromptFormat:
         end = re.search(r"<think>\s*$", str(self.tokenizer.decode(token_ids[-_LONGEST_OPENING:])))
         return "" if end is None else end[0]
 
-    def _message_ids(self, messages: list[dict[str, Any]], where: str, **options: Any) -> list[int]:
+    def _rendered(self, messages: list[dict[str, Any]], where: str, **options: Any) -> str:
         if self.tokenizer.chat_template is None:
             raise UserError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")
         try:
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.template))
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.template))
         except Exception as error:  # a template raises what it likes
             raise UserError(f"{where}: the tokenizer's chat template fails on the prompt: {error}") from error
-        # The template writes the special tokens itself.
+
+    def _own_ids(self, text: str, where: str) -> list[int]:
+        """The tokens of a text that has all its special tokens."""
         return _ids(text, self.tokenizer, where, add_special_tokens=False)
 
     def pair(self, prompt: Any, completion: str, where: str) -> tuple[list[int], list[int]]:
-        """The tokens of a row's prompt, and of a completion that ends with EOS: the same for every command.
+        """The tokens of a row's prompt, and of a completion that ends as one that is sampled: in every command alike.
 
-        Strings are tokenized separately, as in sampling. The completion of chat messages is what the chat template
-        writes for an assistant's message, or a transcript's, after them. Raises UserError naming `where` if there are
-        none.
+        Strings are tokenized separately, as in sampling, and end with EOS. The completion of chat messages is what the
+        chat template writes for an assistant's message, or a transcript's, after them, up to the token that ends the
+        turn (`turn_end`, or EOS): what is written behind it, such as a newline, is never sampled. Where the template
+        does not write the prompt and the whole completion so, as those that drop thoughts, it is the completion's own
+        text, and that token. Raises UserError naming `where` for what could not be sampled.
         """
         prompt = self.prompt(prompt, where)
         prompt_ids = self.token_ids(prompt, where)
@@ -115,18 +121,50 @@ class PromptFormat:
         if eos is None:
             raise UserError(f"{where}: a completion ends with EOS, but the tokenizer names no EOS token")
         if isinstance(prompt, str):
-            ids = _ids(completion, self.tokenizer, where, add_special_tokens=False)
-        else:
-            ids = self._message_ids([*prompt, *messages_of(completion)], where)
-            if ids[: len(prompt_ids)] != prompt_ids:
-                raise UserError(
-                    f"{where}: the chat template writes the prompt differently once an assistant's message follows, so "
-                    "the completion's tokens cannot be told from the prompt's"
-                )
-            ids = ids[len(prompt_ids) :]
-            if eos in ids:  # what a template writes after it, such as a newline, is never sampled
-                ids = ids[: len(ids) - ids[::-1].index(eos)]
-        return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
+            ids = self._own_ids(completion, where)
+            return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
+        written = self._written_ids(prompt, prompt_ids, completion, where)
+        ids = self._answer_ids(prompt_ids, completion, where) if written is None else written
+        places = [place for place, token in enumerate(ids) if token in (eos, self._turn_end)]
+        if places:  # of a transcript's turns the last one
+            return prompt_ids, ids[: 1 + (places[-1] if len(messages_of(completion)) > 1 else places[0])]
+        return prompt_ids, [*ids, eos if written is not None or self._turn_end is None else self._turn_end]
+
+    def _written_ids(
+        self, prompt: list[dict[str, Any]], prompt_ids: list[int], completion: str, where: str
+    ) -> list[int] | None:
+        """What the template writes for the completion's messages after the prompt's tokens; None if it does not."""
+        messages = messages_of(completion)
+        begin = self._rendered(prompt, where, add_generation_prompt=True)
+        text = self._rendered([*prompt, *messages], where)
+        ids, rest = self._own_ids(text, where), text.removeprefix(begin)
+        if all(str(message.get("content") or "").strip() in rest for message in messages):
+            if ids[: len(prompt_ids)] == prompt_ids:
+                return ids[len(prompt_ids) :]
+            if len(rest) < len(text):
+                return self._own_ids(rest, where)  # its first token may join with the prompt's last one
+        if len(messages) > 1:
+            raise UserError(
+                f"{where}: the chat template writes the prompt, or a message, differently once others follow, so the "
+                "completion's tokens cannot be told from the prompt's"
+            )
+        return None
+
+    def _answer_ids(self, prompt_ids: list[int], completion: str, where: str) -> list[int]:
+        """The tokens of the completion's own text, after the thought that the prompt opened, if it did."""
+        opened = self.opened(prompt_ids)
+        if opened and "</think>" not in completion:
+            raise UserError(
+                f"{where}: the chat template ends the prompt with {opened!r}, so a completion needs the end of that "
+                f"thought, </think>, got {completion[:60]!r}"
+            )
+        if opened and (thought := completion.lstrip()).startswith("<think>"):
+            completion = thought.removeprefix("<think>").lstrip("\n" if opened.endswith("\n") else "")
+        return self._own_ids(completion, where)
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        return turn_end(self.tokenizer)
 
 
 @dataclass(frozen=True)

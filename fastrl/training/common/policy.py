@@ -22,6 +22,7 @@ from fastrl.models.lm_head import TOLERANCE, LMHead
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
+from fastrl.training.common.turn_end import turn_end
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,10 @@ def reference_of(policy: Policy) -> Policy:
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's EOS first, then the other tokens at which the generation config stops."""
+    """The tokenizer's EOS first, then the other tokens at which the generation config stops, and the chat template's
+    end of a turn, which a base model's generation config may lack."""
     extra = model.generation_config.eos_token_id
-    candidates = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra])]
+    candidates = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra]), turn_end(tokenizer)]
     return list(dict.fromkeys(token for token in candidates if token is not None))
 
 

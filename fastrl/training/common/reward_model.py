@@ -59,9 +59,9 @@ class RewardModel:
 
         Raises UserError naming the prompt of a sequence that is too long.
         """
-        sequences, limit = [], max_positions(self.model)
+        sequences, limit, prompts = [], max_positions(self.model), PromptFormat(self.tokenizer)
         for example, completion in zip(examples, completions, strict=True):
-            prompt_ids, completion_ids = PromptFormat(self.tokenizer).pair(example.prompt, completion, example.source)
+            prompt_ids, completion_ids = prompts.pair(example.prompt, completion, example.source)
             sequences.append(prompt_ids + completion_ids)
             if limit is not None and len(sequences[-1]) > limit:
                 raise UserError(

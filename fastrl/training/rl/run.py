@@ -1,5 +1,6 @@
 """All objects of a run, made from its config: models, objective, rewards, data, what changes by step; checkpoints."""
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,12 @@ def _sampler(config: Config, prompts: PromptFormat, room: Room) -> PromptSampler
     if data.streaming:
         return StreamSampler(replace(data.source, streaming=True), prompts, room, seed, data.shuffle_buffer)
     examples, dropped = load_examples(data.source, prompts, room)
+    if len(examples) < (wanted := config.rollout.prompts_per_step):
+        print(
+            f"fastrl: warning: data.path has {len(examples)} prompts and a step draws {wanted}: it draws some of them"
+            " several times, each as a group of its own",
+            file=sys.stderr,
+        )
     return PromptSampler(examples, seed, dropped)
 
 

@@ -1,6 +1,7 @@
 """The loop that the training stages share: shuffled batches, accumulated gradients, AdamW, a model at the end."""
 
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -137,6 +138,8 @@ def train_policy(
         reader = Reader.of(data, policy.tokenizer, training.max_length, *stage.models)
         rows, held_out = reader.load(data.source, parse), reader.load(data.eval_source, parse)
         lengths = [len(tokens.completion) for tokens in completions(rows + held_out)]
+        if empty := lengths.count(1):  # the end of the turn alone
+            print(f"fastrl: warning: {empty} of {len(lengths)} completions are empty", file=sys.stderr)
         largest = largest_call(training, lengths, per_row, objective)
         check_budget(training, config.model, device, calls(largest), policy)
         return fit(stage, rows, held_out, config, name, checkpoint)

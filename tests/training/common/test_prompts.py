@@ -54,6 +54,14 @@ def test_what_a_prompt_opens_is_the_completions(write_rows, begin, opened):
         assert example.opened == opened and tokenizer.decode(example.token_ids) == f"1 < 2:{begin}"
 
 
+def test_keys_that_parquet_fills_with_none_are_not_there(write_rows):
+    template = "{% for m in messages %}{{ m.content }}{% if 'name' in m %}!{% endif %}{% endfor %}"
+    tokenizer = byte_tokenizer("</s>", chat_template=template)
+    rows = [{"prompt": [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "a"}]}]
+    ((example,), _) = load_examples(Source(str(write_rows(rows))), PromptFormat(tokenizer))
+    assert tokenizer.decode(example.token_ids) == "12!" and "name" not in example.prompt[0]
+
+
 @pytest.mark.parametrize("appends", ["$A </s>", "<s> $A </s>", "<s> $A", "$A </s> <s>"])
 @pytest.mark.parametrize("text", ["12=", "12</s>", ""])
 def test_a_prompt_does_not_end_with_what_the_tokenizer_appends(write_rows, appends, text):

@@ -162,6 +162,7 @@ def test_a_chat_completion_ends_with_eos_and_not_with_what_the_template_writes_b
     assert PromptFormat(tokenizer).pair(prompt, turns, "x")[1] == [4, 3, 0, 1, 3, 4, 1, 5, 0]
     tokenizer.chat_template = CHAT.replace("{{ eos_token }}=", "")  # a template that writes none
     assert PromptFormat(tokenizer).pair(prompt, "21", "x") == ([3, 4, 1], [4, 3, 0])
-    tokenizer.chat_template = "{{ messages | length }}" + CHAT
-    with pytest.raises(UserError, match="x: the chat template writes the prompt differently"):
-        PromptFormat(tokenizer).pair(prompt, "21", "x")
+    tokenizer.chat_template = "{{ messages | length }}" + CHAT  # not as it wrote the prompt before
+    assert PromptFormat(tokenizer).pair(prompt, "21", "x") == ([3, 3, 4, 1], [4, 3, 0])
+    with pytest.raises(UserError, match="x: the chat template writes the prompt, or a message, differently"):
+        PromptFormat(tokenizer).pair(prompt, turns, "x")

@@ -1,0 +1,30 @@
+"""The token with which a chat template ends the assistant's message: rollouts stop there, and so do training data."""
+
+from transformers import PreTrainedTokenizerBase
+
+_CONTENT = "what the assistant says"
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first special token behind an assistant's message, such as `<|im_end|>`, which need not be the EOS.
+
+    None if the tokenizer has no chat template, or that writes none, or writes no such conversation.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    messages = [{"role": "user", "content": "what the user says"}, {"role": "assistant", "content": _CONTENT}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        behind = tokenizer(text.rpartition(_CONTENT)[2], add_special_tokens=False)["input_ids"]
+    except (
+        Exception
+    ):  # a template raises what it likes, and a small vocabulary has no newline; the rows' own error names it
+        return None
+    special = special_ids(tokenizer)
+    return next((token for token in behind if token in special), None)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokenizer's special tokens, with those that it has no name for."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token_id for token_id, token in added if token.special} | {*tokenizer.all_special_ids}

@@ -1,0 +1,177 @@
+"""What is trained of a chat's answer is what is sampled, token by token: ten templates, rebuilt in their structure."""
+
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+
+from fastrl.base.errors import UserError
+from fastrl.training.common.data import PromptFormat
+from fastrl.training.common.policy import _eos_token_ids
+from fastrl.training.common.turn_end import turn_end
+from fastrl.training.stages import dpo, reward_model, sft
+from fastrl.training.stages.rows import Reader
+
+
+class Form(NamedTuple):
+    """A chat template, and what it should make of the question "1?"."""
+
+    special: list[str]  # EOS first
+    template: str
+    prompt: str
+    end: str  # the token at which a turn ends
+    written: Mapping[str, str] = MappingProxyType({})  # answers trained as another text than their own; "": refused
+
+
+CHATML = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+_TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ CONTENT }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+OPENED{% endif %}"""
+_AFTER = "m.content.split('</think>')[-1].lstrip('\\n')"
+#: Qwen3's: of the last answer the thought is written, empty if it has none.
+_THOUGHT = (
+    "{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ m.content.split('</think>')[0].removeprefix('<think>').strip('\\n') if '</think>' in m.content else '' }}\n"
+    "</think>\n\n{{ " + _AFTER + " }}{% else %}{{ " + _AFTER + " }}{% endif %}"
+)
+_ASKED = "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+PLAIN, THOUGHT, ENDED = "two", "<think>\n1 + 1\n</think>\n\ntwo", "1 + 1\n</think>\n\ntwo"
+FORMS = {
+    "ChatML, base model": Form(
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        _TURNS.replace("CONTENT", "m.content").replace("OPENED", ""),
+        _ASKED,
+        "<|im_end|>",
+    ),
+    "Llama 3": Form(
+        ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "Gemma": Form(
+        ["<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
+        "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<bos><start_of_turn>user\n1?<end_of_turn>\n<start_of_turn>model\n",
+        "<end_of_turn>",
+    ),
+    "Phi": Form(
+        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}",
+        "<|user|>\n1?<|end|>\n<|assistant|>\n",
+        "<|end|>",
+    ),
+    "Mistral": Form(
+        ["</s>", "<s>", "[INST]", "[/INST]"],
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+        "<s>[INST] 1?[/INST]",
+        "</s>",
+        {PLAIN: " two", THOUGHT: f" {THOUGHT}", ENDED: f" {ENDED}"},
+    ),
+    "R1": Form(
+        ["<|end_of_sentence|>", "<|begin_of_sentence|>", "<|User|>", "<|Assistant|>"],
+        "<|begin_of_sentence|>{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+        "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+        "<|begin_of_sentence|><|User|>1?<|Assistant|><think>\n",
+        "<|end_of_sentence|>",
+        {PLAIN: "", THOUGHT: ENDED, ENDED: ENDED},
+    ),
+    "QwQ": Form(
+        CHATML,
+        _TURNS.replace("CONTENT", _AFTER).replace("OPENED", "<think>\n"),
+        f"{_ASKED}<think>\n",
+        "<|im_end|>",
+        {PLAIN: "", THOUGHT: ENDED, ENDED: ENDED},
+    ),
+    "Qwen3": Form(
+        CHATML,
+        _TURNS.replace("{{ CONTENT }}", _THOUGHT).replace("OPENED", ""),
+        _ASKED,
+        "<|im_end|>",
+        {PLAIN: "<think>\n\n</think>\n\ntwo", ENDED: THOUGHT},
+    ),
+    "Qwen3.5": Form(
+        CHATML,
+        _TURNS.replace("{{ CONTENT }}", _THOUGHT).replace("OPENED", "<think>\n"),
+        f"{_ASKED}<think>\n",
+        "<|im_end|>",
+        {PLAIN: "\n</think>\n\ntwo", THOUGHT: ENDED, ENDED: ENDED},
+    ),
+    "GLM": Form(
+        ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>"],
+        "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "[gMASK]<sop><|user|>\n1?<|assistant|>\n",
+        "<|endoftext|>",
+    ),
+}
+QUESTION = [{"role": "user", "content": "1?"}]
+
+
+def made(name):
+    form = FORMS[name]
+    return form, byte_tokenizer(*form.special, chat_template=form.template)
+
+
+@pytest.mark.parametrize("answer", [PLAIN, THOUGHT, ENDED], ids=["plain", "thought", "ended"])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_trained_is_what_is_sampled(name, answer):
+    form, tokenizer = made(name)
+    prompts = PromptFormat(tokenizer)
+    sampled = form.written.get(answer, answer)
+    if not sampled:
+        with pytest.raises(UserError, match=r"x: the chat template ends the prompt with '<think>\\n', .* got 'two'"):
+            prompts.pair(QUESTION, answer, "x")
+        return
+    prompt_ids, ids = prompts.pair(QUESTION, answer, "x")
+    assert tokenizer.decode(prompt_ids) == form.prompt and prompt_ids == prompts.token_ids(QUESTION, "x")
+    own = tokenizer(sampled, add_special_tokens=False)["input_ids"]
+    assert ids == [*own, tokenizer.convert_tokens_to_ids(form.end)], tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rollouts_stop_where_training_data_do(name):
+    form, tokenizer = made(name)
+    end = tokenizer.convert_tokens_to_ids(form.end)
+    assert turn_end(tokenizer) == (None if name == "GLM" else end)
+    stops = _eos_token_ids(SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None)), tokenizer)
+    assert stops[0] == 0 and end in stops
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_command_reads_rows_alike(name):
+    _, tokenizer = made(name)
+    answers = [THOUGHT, THOUGHT.replace("two", "three")]
+    pairs = [PromptFormat(tokenizer).pair(QUESTION, answer, "x") for answer in answers]
+    reader = Reader(PromptFormat(tokenizer), None)
+    row = {"prompt": QUESTION, "completion": answers[0], "chosen": answers[0], "rejected": answers[1]}
+    trained = sft.parse(reader, row, "x")
+    assert (trained.prompt, trained.completion) == pairs[0]
+    compared = dpo.parse(reader, row, "x")
+    assert [(x.prompt, x.completion) for x in (compared.chosen, compared.rejected)] == pairs
+    ranked = reward_model.parse(reader, {k: x for k, x in row.items() if k != "completion"}, "x")
+    assert ranked.sequences == [prompt + ids for prompt, ids in pairs]
+
+
+def test_an_answer_that_holds_the_end_of_a_turn_ends_there():
+    """As a completion would that sampled it."""
+    _, tokenizer = made("Llama 3")
+    _, ids = PromptFormat(tokenizer).pair(QUESTION, "one<|eot_id|>two", "x")
+    assert tokenizer.decode(ids) == "one<|eot_id|>"
+
+
+def test_a_tokenizer_without_a_template_or_with_one_that_fails_ends_turns_by_eos():
+    assert turn_end(byte_tokenizer("</s>")) is None
+    assert turn_end(byte_tokenizer("</s>", chat_template="{{ raise_exception('no') }}")) is None
+    assert turn_end(byte_tokenizer("</s>", chat_template="{{ messages[-1].content }}!")) is None
