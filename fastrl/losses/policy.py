@@ -78,7 +78,8 @@ def policy_loss(
         entropy_threshold: train only on tokens with at least this entropy; replaces the threshold that
             `top_entropy_fraction` computes.
         cu_seqlens: (B + 1,) int32, rising from 0 to N.
-        denominator: replaces the local number of tokens (token-mean) or of responses (the other aggregations).
+        denominator: replaces the local number of tokens (token-mean) or of responses (the other aggregations). A
+            response without a valid token is one of them, as in TRL; verl leaves it out, and so does its adapter.
         cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
             parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
             cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and

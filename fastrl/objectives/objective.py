@@ -174,10 +174,10 @@ class Objective:
     """A policy objective, `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
     gate: f; ratio: the level of the ratio that the gate reads; kl: the term beta kl, or None; entropy_coef: alpha, a
-    float or a 0-dim tensor; aggregate: w; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio:
-    every exponent is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats),
-    top_entropy_fraction (0 to 1) and future_kl are factors of omega; a CovarianceClip makes f of some tokens 0, a
-    CovarianceKL adds to it.
+    float or a 0-dim tensor; aggregate: w, which in the seq-mean ones divides by the number of all responses, those
+    without a valid token too; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio: every exponent
+    is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats), top_entropy_fraction (0
+    to 1) and future_kl are factors of omega; a CovarianceClip makes f of some tokens 0, a CovarianceKL adds to it.
     """
 
     gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default

@@ -102,6 +102,20 @@ def test_a_packed_batch_equals_the_padded_one(name: str, lengths: list[int], see
     torch.testing.assert_close(b.metrics, a.metrics, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_a_response_without_a_valid_token_is_one_of_the_responses(aggregate: str) -> None:
+    """As in TRL: of three of which one has no token, the mean divides by three; `denominator` says otherwise."""
+    mask = torch.tensor([[1, 1], [0, 0], [1, 0]])
+    objective = fastrl.REINFORCE(aggregate=aggregate, max_length=1)
+    given = {"objective": objective, "advantages": torch.tensor([1.0, 1.0, 1.0]), "mask": mask}
+    logprobs = torch.full((3, 2), -1.0)
+    tokens = {"seq-mean-token-mean": 2}.get(aggregate, 3)
+    alone = fastrl.policy_loss(logprobs[[0, 2]], **given | {"mask": mask[[0, 2]], "advantages": torch.ones(2)}).loss
+    assert alone.abs() == pytest.approx(tokens / 2)
+    assert fastrl.policy_loss(logprobs, **given).loss == pytest.approx(float(alone) * 2 / 3)
+    assert fastrl.policy_loss(logprobs, **given, denominator=2).loss == pytest.approx(float(alone))
+
+
 def test_on_policy_all_gates_have_the_gradient_of_reinforce() -> None:
     """At r = 1 every gate's weight is 1, whatever its value."""
     case = Case.make(1, True, False)

@@ -203,7 +203,8 @@ class RewardConfig(Section):
     overlong_cache: int | None = Field(None, ge=0)
     """DAPO's soft punishment: the reward falls by up to 1 over this many tokens before rollout.max_new_tokens."""
     overlong_filter: bool = False
-    """DAPO's filter: completions that were cut off at rollout.max_new_tokens do not count in the loss."""
+    """DAPO's filter: no token of a completion that was cut off at rollout.max_new_tokens enters the loss. The number of
+    completions by which the seq-mean aggregations divide still counts it."""
 
     @property
     def functions(self) -> list[str]:
