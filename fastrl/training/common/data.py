@@ -3,9 +3,11 @@
 Every error names the file and the line, or the dataset and the row.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,12 +73,15 @@ class PromptFormat:
             raise UserError(f"{where}: the prompt has a system message already; leave data.system_prompt out")
         return [{"role": "system", "content": self.system_prompt}, *prompt]
 
-    def token_ids(self, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
-        """The model's input for what `prompt` returned. Raises UserError naming `where` if there is none."""
+    def token_ids(self, prompt: str | list[dict[str, Any]], where: str, tools: Any = None) -> list[int]:
+        """The model's input for what `prompt` returned, and the row's field `tools`, which a chat template describes.
+
+        Raises UserError naming `where` if there is none.
+        """
         if isinstance(prompt, str):
             token_ids = self._open_ids(prompt, where)
         else:
-            token_ids = self._own_ids(self._rendered(prompt, where, add_generation_prompt=True), where)
+            token_ids = self._own_ids(self._rendered(prompt, where, tools, add_generation_prompt=True), where)
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens, got {prompt!r}")
         return token_ids
@@ -94,11 +99,12 @@ class PromptFormat:
         end = re.search(r"<think>\s*$", str(self.tokenizer.decode(token_ids[-_LONGEST_OPENING:])))
         return "" if end is None else end[0]
 
-    def _rendered(self, messages: list[dict[str, Any]], where: str, **options: Any) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], where: str, tools: Any, **options: Any) -> str:
         if self.tokenizer.chat_template is None:
             raise UserError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")
+        options |= {**self.template, **described_tools(tools, where)}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.template))
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template raises what it likes
             raise UserError(f"{where}: the tokenizer's chat template fails on the prompt: {error}") from error
 
@@ -106,7 +112,7 @@ class PromptFormat:
         """The tokens of a text that has all its special tokens."""
         return _ids(text, self.tokenizer, where, add_special_tokens=False)
 
-    def pair(self, prompt: Any, completion: str, where: str) -> tuple[list[int], list[int]]:
+    def pair(self, prompt: Any, completion: str, where: str, tools: Any = None) -> tuple[list[int], list[int]]:
         """The tokens of a row's prompt, and of a completion that ends as one that is sampled: in every command alike.
 
         Strings are tokenized separately, as in sampling, and end with EOS. The completion of chat messages is what the
@@ -116,14 +122,14 @@ class PromptFormat:
         text, and that token. Raises UserError naming `where` for what could not be sampled.
         """
         prompt = self.prompt(prompt, where)
-        prompt_ids = self.token_ids(prompt, where)
+        prompt_ids = self.token_ids(prompt, where, tools)
         eos: Any = self.tokenizer.eos_token_id
         if eos is None:
             raise UserError(f"{where}: a completion ends with EOS, but the tokenizer names no EOS token")
         if isinstance(prompt, str):
             ids = self._own_ids(completion, where)
             return prompt_ids, ids if ids[-1:] == [eos] else [*ids, eos]
-        written = self._written_ids(prompt, prompt_ids, completion, where)
+        written = self._written_ids(prompt, prompt_ids, completion, where, tools)
         ids = self._answer_ids(prompt_ids, completion, where) if written is None else written
         places = [place for place, token in enumerate(ids) if token in (eos, self._turn_end)]
         if places:  # of a transcript's turns the last one
@@ -131,12 +137,12 @@ class PromptFormat:
         return prompt_ids, [*ids, eos if written is not None or self._turn_end is None else self._turn_end]
 
     def _written_ids(
-        self, prompt: list[dict[str, Any]], prompt_ids: list[int], completion: str, where: str
+        self, prompt: list[dict[str, Any]], prompt_ids: list[int], completion: str, where: str, tools: Any
     ) -> list[int] | None:
         """What the template writes for the completion's messages after the prompt's tokens; None if it does not."""
         messages = messages_of(completion)
-        begin = self._rendered(prompt, where, add_generation_prompt=True)
-        text = self._rendered([*prompt, *messages], where)
+        begin = self._rendered(prompt, where, tools, add_generation_prompt=True)
+        text = self._rendered([*prompt, *messages], where, tools)
         ids, rest = self._own_ids(text, where), text.removeprefix(begin)
         if all(str(message.get("content") or "").strip() in rest for message in messages):
             if ids[: len(prompt_ids)] == prompt_ids:
@@ -250,7 +256,7 @@ def prompt_rows(source: Source, prompts: PromptFormat) -> Iterator[tuple[str, di
 def as_example(row: dict[str, Any], prompts: PromptFormat, where: str) -> Example:
     """The example of one of `prompt_rows`. Raises UserError if its prompt has no tokens."""
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    token_ids = prompts.token_ids(row["prompt"], where)
+    token_ids = prompts.token_ids(row["prompt"], where, row.get("tools"))
     return Example(row["prompt"], columns, token_ids, where, prompts.opened(token_ids))
 
 
@@ -259,6 +265,32 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str, **options: A
         return list(tokenizer(text, **options)["input_ids"])
     except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
         raise UserError(f"{where}: the tokenizer cannot read the text: {error}") from error
+
+
+def described_tools(tools: Any, where: str) -> dict[str, Any]:
+    """The chat template's argument for a row's field `tools`: the functions that it describes, as JSON schemas.
+
+    A list, or its JSON; nothing for None. Raises UserError naming `where` for anything else.
+    """
+    if tools is None:
+        return {}
+    read = tools
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            read = json.loads(tools)
+    if not isinstance(read, list) or not all(isinstance(tool, dict) for tool in read):
+        raise UserError(
+            f"{where}: tools: expected a list of tables for the chat template, or its JSON, got {tools!r}; data.fields "
+            "gives a column of another kind another name"
+        )
+    return {"tools": _without_none(read)}
+
+
+def _without_none(value: Any) -> Any:
+    """The value without the keys that Parquet fills with None."""
+    if isinstance(value, dict):
+        return {key: _without_none(x) for key, x in value.items() if x is not None}
+    return [_without_none(x) for x in value] if isinstance(value, list) else value
 
 
 def _trailing(ids: list[int], among: set[int]) -> int:

@@ -61,7 +61,8 @@ class RewardModel:
         """
         sequences, limit, prompts = [], max_positions(self.model), PromptFormat(self.tokenizer)
         for example, completion in zip(examples, completions, strict=True):
-            prompt_ids, completion_ids = prompts.pair(example.prompt, completion, example.source)
+            tools = example.columns.get("tools")
+            prompt_ids, completion_ids = prompts.pair(example.prompt, completion, example.source, tools)
             sequences.append(prompt_ids + completion_ids)
             if limit is not None and len(sequences[-1]) > limit:
                 raise UserError(

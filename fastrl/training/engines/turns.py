@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
+from fastrl.training.common.data import Example, described_tools
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import as_trl, describe_error, import_function, wait_for
 from fastrl.training.common.transcript import Transcript
@@ -207,7 +207,8 @@ class Tools:
         prompt = dialogue.example.prompt
         assert not isinstance(prompt, str)  # the caller's check
         marked = [*prompt, *dialogue.messages[:-1], {"role": "assistant", "content": PLACE}, *answer]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.template}
+        tools = described_tools(dialogue.example.columns.get("tools"), dialogue.example.source)
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.template, **tools}
         try:
             return str(self.policy.tokenizer.apply_chat_template(marked, **options))
         except Exception as error:  # a template raises what it likes

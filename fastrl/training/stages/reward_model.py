@@ -102,7 +102,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
     """Parse a row of the dataset in either form; its other fields are ignored."""
     if "responses" not in row and "chosen" in row:
         return Ranked([reader.tokens(row, name, where).all for name in ("chosen", "rejected")], [1, 2])
-    prompt, responses, ranks = (field_of(row, name, where) for name in ("prompt", "responses", "ranks"))
+    responses, ranks = (field_of(row, name, where) for name in ("responses", "ranks"))
     if not isinstance(responses, list) or len(responses) < 2:
         raise UserError(f"{where}: responses: expected a list of at least two strings, got {responses!r}")
     well_formed = isinstance(ranks, list) and all(type(rank) is int and rank >= 1 for rank in ranks)
@@ -110,7 +110,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
         raise UserError(
             f"{where}: ranks: expected {len(responses)} integers, one per response and 1 the best, got {ranks!r}"
         )
-    answers = (reader.answer(prompt, text, where, f"responses[{i}]") for i, text in enumerate(responses))
+    answers = (reader.answer(row, text, where, f"responses[{i}]") for i, text in enumerate(responses))
     return Ranked([tokens.all for tokens in answers], ranks)
 
 

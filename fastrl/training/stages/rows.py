@@ -54,13 +54,14 @@ class Reader:
 
     def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:
         """The row's prompt with the completion in field `name`. Raises UserError naming `where`."""
-        return self.answer(field_of(row, "prompt", where), field_of(row, name, where), where, name)
+        return self.answer(row, field_of(row, name, where), where, name)
 
-    def answer(self, prompt: Any, completion: Any, where: str, name: str) -> Tokens:
-        """A prompt with a completion from the field `name`. Raises UserError naming `where`."""
+    def answer(self, row: dict[str, Any], completion: Any, where: str, name: str) -> Tokens:
+        """The row's prompt with a completion from the field `name`. Raises UserError naming `where`."""
         if not isinstance(completion, str):
             raise UserError(f"{where}: {name}: expected a string, got {completion!r}")
-        tokens = Tokens(*self.prompts.pair(prompt, completion, where))
+        prompt = field_of(row, "prompt", where)
+        tokens = Tokens(*self.prompts.pair(prompt, completion, where, row.get("tools")))
         if self.limit is not None and len(tokens.all) > self.limit:
             raise UserError(
                 f"{where}: the prompt with {name} and EOS has {len(tokens.all)} tokens, expected at most {self.limit} "

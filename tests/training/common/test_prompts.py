@@ -10,10 +10,12 @@ from mistakes import error_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from fastrl.base.errors import UserError
 from fastrl.training.common import sources
 from fastrl.training.common.data import PromptFormat, PromptSampler, Room, load_examples
 from fastrl.training.common.sources import Source
 from fastrl.training.common.streaming import StreamSampler
+from fastrl.training.stages.rows import Reader
 
 #: The digits of the messages, of the system's twice, and "=" where a completion begins unless it is told otherwise.
 TEMPLATE = (
@@ -60,6 +62,35 @@ def test_keys_that_parquet_fills_with_none_are_not_there(write_rows):
     rows = [{"prompt": [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "a"}]}]
     ((example,), _) = load_examples(Source(str(write_rows(rows))), PromptFormat(tokenizer))
     assert tokenizer.decode(example.token_ids) == "12!" and "name" not in example.prompt[0]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [(None, "1:"), ([TOOL], "add|1:"), (json.dumps([TOOL]), "add|1:"), ([TOOL | {"strict": None}], "add|1:")],
+)
+def test_a_rows_tools_are_the_templates(write_rows, tools, text):
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{{ '?' if 'strict' in t else '|' }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer("</s>", chat_template=template)
+    row = {"prompt": [{"role": "user", "content": "1"}], "tools": tools}
+    prompts = PromptFormat(tokenizer)
+    ((example,), _) = load_examples(Source(str(write_rows([row]))), prompts)
+    assert tokenizer.decode(example.token_ids) == text
+    assert prompts.pair(row["prompt"], "2", "x", tools)[0] == example.token_ids
+    assert tokenizer.decode(Reader(prompts, None).tokens(row | {"chosen": "2"}, "chosen", "x").all) == f"{text}2</s>"
+
+
+@pytest.mark.parametrize("tools", ["add", ["add"], 3, '{"name": "add"}'])
+def test_a_column_of_tools_that_is_no_list_of_tables_is_refused(tools):
+    prompts = PromptFormat(byte_tokenizer("</s>", chat_template="{{ messages[0].content }}"))
+    with pytest.raises(UserError, match="x: tools: expected a list of tables for the chat template"):
+        prompts.token_ids([{"role": "user", "content": "1"}], "x", tools)
+    assert prompts.token_ids("1", "x", tools)  # which no template sees
 
 
 @pytest.mark.parametrize("appends", ["$A </s>", "<s> $A </s>", "<s> $A", "$A </s> <s>"])

@@ -312,12 +312,13 @@ def test_a_text_goes_on_in_a_chats_message(policy, draw, write_tools):
 
 
 def test_the_templates_arguments_are_those_of_the_prompts(policy, write_tools):
-    policy.tokenizer.chat_template = TEMPLATE + "{{ '5' if thinking }}"
+    policy.tokenizer.chat_template = TEMPLATE + "{{ '5' if thinking }}{{ tools | length }}"
     answer = 'return [[{"role": "user", "content": "8"}] if len(c) == 1 else None for c in completions]'
-    script = Script(policy, {"12<eos>=": "3.", "12<eos>=3<eos>8<eos>=5": "9."})
+    script = Script(policy, {"12<eos>=": "3.", "12<eos>=3<eos>8<eos>=56": "9."})
     turns = Turns(script, Tools(write_tools(answer), policy, {"thinking": True}), 8)
     sampler = CompletionSampler(turns, policy, RolloutConfig(max_new_tokens=8), 0)
-    assert completion_texts(policy, sampler.draw(CHAT)) == ["38=59"]
+    chat = [replace(CHAT[0], columns={"tools": [{"type": "function"}] * 6})]
+    assert completion_texts(policy, sampler.draw(chat)) == ["38=569"]
 
 
 @pytest.mark.parametrize(
