@@ -65,7 +65,7 @@ def math(
 
     def equal(reference: str, given: str, answer: list[Any]) -> bool:
         if quantity(given) is not None and quantity(reference) is not None:
-            return False  # of two numbers, `same_answer` has said that they differ
+            return same_answer(given, reference)
         units = _unit(reference), _unit(given)
         if None not in units and units[0] != units[1]:
             return False
@@ -78,6 +78,8 @@ def math(
         marked = marked_answer(text)
         given = _last_statement(text) if marked is None else marked
         answer = parse(given[-_LONGEST:], parsing_timeout=None) if marked is None else parsed(given)
+        if marked is None and answer:
+            given = _with_what_follows(given, str(answer[-1]))
         return bool(answer) and any(equal(reference, given, answer) for reference in accepted)
 
     found = references(columns, column, len(completions))
@@ -90,6 +92,12 @@ def _last_statement(text: str) -> str:
     text = _FORMULA.sub(lambda formula: formula[0].replace("\n", " "), without_thoughts(text))
     statements = re.split(r"(?<=[.!?])\s+|\n+", text)
     return next((x for x in reversed(statements) if re.search(r"\d|\$|\\[(\[]", x)), "")
+
+
+def _with_what_follows(statement: str, found: str) -> str:
+    """What was found in a statement, up to the next punctuation mark: "5" in "she has 5 million." is not 5."""
+    at = statement.rfind(found)
+    return found if at < 0 else re.split(r"[.,;:!?)](?:\s|$)|\$|\\[)\]]", statement[at:])[0].strip()
 
 
 def _unit(answer: str) -> str | None:

@@ -225,10 +225,16 @@ EQUAL = [
     ("<think>9</think><answer>$\\frac{10}{2}$</answer>", "5"),
     ("The final answer is $\\frac{10}{2}$. I hope it is correct.", "5"),
     ("she has 72 apples", "#### 72"),
+    ("It takes 5 minutes, I think", "5 minutes"),
+    ("She has 5 million.", "5000000"),
     ("so \\[\n42\n\\]\nI hope it is correct.", "42"),
     ("41? No. The answer is 42, as 6 times 7.", "42"),
 ]
 UNEQUAL = [
+    ("She has 5 million.", "5"),
+    ("It takes 5 minutes, I think", "5 hours"),
+    ("That is 5%.", "5"),
+    ("It makes 10 a (or so).", "10 b"),
     ("The answer is 42. Wait, maybe 43", "42"),
     ("The answer is 42\nWait, maybe 43", "42"),
     (r"\boxed{5} or \boxed{6}", "5"),
