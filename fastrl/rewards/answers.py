@@ -9,7 +9,7 @@ from fastrl.rewards.quantities import Quantity, quantity_of
 # A text, or the messages of a chat.
 Completion = str | Sequence[dict[str, Any]]
 
-_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 _BRACES = re.compile(r"\\boxed\s+(?P<bare>[^\\{}$\s]+)|(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _LONGEST = 1000  # characters: what is longer is compared as it is
 
@@ -154,6 +154,6 @@ def undelimited(answer: str) -> str:
 
 
 def _normal(answer: str) -> str:
-    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,!]", "", unwrapped(answer))
+    text = re.sub(r"\\[,!]", " ", re.sub(r"\\left(?![a-z])|\\right(?![a-z])", "", unwrapped(answer)))
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
-    return "".join(text.split())
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(text.split()))  # "1 1/2" is not 11/2

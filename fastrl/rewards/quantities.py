@@ -6,29 +6,32 @@ from typing import NamedTuple
 
 _NUMBER = re.compile(
     r"(?:(?P<name>\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=\s*)?(?P<sign>[-+]?)\s*(?P<currency>\\?[$€£])?\s*(?P<inner>[-+]?)"
-    r"(?P<digits>(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!)\d{3})+|\d+)?(?:\.\d+)?)"
+    r"(?P<digits>(?:\d{1,3}(?:(?:,\\!\s?|,|\{,\}|\\,|\\!)\d{3})+|\d+)?(?:\.\d+)?)"
     r"(?:[eE](?P<e>[-+]?\d{1,4})|\s*(?:\\times|\\cdot|[×*])\s*10\s*\^\s*\{?\s*(?P<power>[-+]?\d{1,4})\s*\}?)?"
 )
 # What may stand behind a number: each with the spaces before it.
 _BEHIND = re.compile(
-    r"(?P<space>\s*)(?:(?P<percent>\\?%|per\s?cent(?![^\W\d_]))|(?P<sign>\\?[$€£]|°|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z]))"
+    r"(?P<space>\s*)(?:(?P<percent>\\?%|per\s?cents?(?![^\W\d_]))|(?P<sign>\\?[$€£]|°|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z]))"
     r"|(?P<power>\^\s*\{?\s*[23]\s*\}?|[²³])|(?P<word>/|[^\W\d_²³]+)|(?P<hyphen>-))"
 )
 _MOST_WORDS = 4
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"c": "celsius", "f": "fahrenheit"}  # of degrees; alone they are variables
 _SIGNS = {"$": "dollar", "€": "euro", "£": "pound"}
 _SHORT = {
     **{"m": "meter", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "metre": "meter", "mi": "mile"},
     **{"centimetre": "centimeter", "millimetre": "millimeter", "kilometre": "kilometer", "litre": "liter"},
-    **{"g": "gram", "kg": "kilogram", "mg": "milligram", "l": "liter", "ml": "milliliter", "oz": "ounce"},
+    **{"g": "gram", "kg": "kilogram", "mg": "milligram", "ml": "milliliter", "oz": "ounce"},
     **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "ft": "foot", "feet": "foot"},
-    **{"in": "inch", "inche": "inch", "yd": "yard", "lb": "pound", "c": "celsius", "f": "fahrenheit", "sq": "square"},
+    **{"in": "inch", "inche": "inch", "yd": "yard", "lb": "pound", "sq": "square"},
     **{"/": "per", "people": "person", "children": "child", "hz": "hertz", "kw": "kilowatt", "am": "am", "pm": "pm"},
 }
 _NOT_UNITS = """dozen half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth
-    hundred thousand million billion trillion and not plus minus over mod squared cubed factorial sqrt log sin cos tan
-    pi infinity alpha beta gamma delta epsilon theta lambda phi rho sigma tau omega"""
-# They make another number, or a formula, of the one before them.
+    one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty hundred thousand million
+    billion trillion lakh crore grand pair gross pct infinity pi alpha beta gamma delta epsilon theta lambda phi rho
+    sigma tau omega and not plus minus less more over mod choose divided multiplied squared cubed factorial sqrt log exp
+    sin cos tan maybe wrong"""
+# With one of them behind it, a number is another number ("two dozen") or a formula.
 _NO_UNITS = set(_NOT_UNITS.split())
 
 
@@ -76,6 +79,8 @@ def quantity_of(text: str) -> Quantity | None:
                 return None
             if at == number.end() and word.removesuffix("s") in _POWERS_OF_TEN:
                 exponent += _POWERS_OF_TEN[word.removesuffix("s")]
+            elif unit[-1:] == ["degree"] and word in _SCALES:
+                unit.append(_SCALES[word])
             elif (name := _unit(word)) is None:
                 return None
             else:
@@ -85,16 +90,23 @@ def quantity_of(text: str) -> Quantity | None:
         at = found.end()
     if len(unit) > _MOST_WORDS:
         return None
-    digits = re.sub(r",|\{,\}|\\,|\\!", "", number["digits"])
+    digits = re.sub(r"[^\d.]", "", number["digits"])
     value = Decimal(f"{number['sign']}{number['inner']}{digits}E{exponent}")
     return Quantity(number["name"], value, " ".join(unit) or None)
 
 
 def _unit(word: str) -> str | None:
     """The unit's name in the singular; None for what is none."""
-    single = word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
-    if single in _NO_UNITS:
-        return None
+    return None if is_no_unit(word) else _SHORT.get(_singular(word), _singular(word))
+
+
+def is_no_unit(word: str) -> bool:
+    """Whether a word behind a number makes a formula or another number of it: "dozen", "squared", a single letter."""
+    single = _singular(word.lower())
     if single in _SHORT:
-        return _SHORT[single]
-    return single if len(word) > 2 else None
+        return False
+    return len(word) < 3 or single in _NO_UNITS or "illion" in single or single.startswith("arc")
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word

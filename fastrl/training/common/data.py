@@ -91,8 +91,9 @@ class PromptFormat:
         completion goes on behind the text."""
         ids, plain = (_ids(text, self.tokenizer, where, add_special_tokens=special) for special in (True, False))
         special = special_ids(self.tokenizer)
-        appended = _trailing(ids, special) - _trailing(plain, special)
-        return ids[: max(len(ids) - appended, 1)]  # the first may be all that stands before the text
+        if not plain:  # what stands before it alone
+            return [token for token in ids if token == self.tokenizer.bos_token_id][:1]
+        return ids[: len(ids) - _trailing(ids, special) + _trailing(plain, special)]
 
     def opened(self, token_ids: list[int]) -> str:
         """The `<think>`, with the space after it, that a prompt's tokens end with: the completion is its thought."""

@@ -121,7 +121,7 @@ class RewardFunction:
         texts = [as_trl(example, text) for example, text in zip(examples, completions, strict=True)]
         prompts = [example.prompt for example in examples]
         if self.takes_opened:
-            columns["opened"] = [example.opened for example in examples]
+            columns.setdefault("opened", [example.opened for example in examples])  # a dataset's own column is before
         results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
         return wait_for(results) if inspect.isawaitable(results) else results
 
@@ -157,7 +157,9 @@ class RewardFunction:
 
 def _as_float(value: Any) -> float | None:
     """A real scalar of any kind: Python's, NumPy's, a Decimal, a Fraction, a tensor without dimensions; else None."""
-    if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
+    if isinstance(value, str | bytes | bytearray | complex) or getattr(value, "ndim", 0) != 0:
+        return None
+    if getattr(getattr(value, "dtype", None), "kind", "f") not in "biuf":  # NumPy's: a text, a complex number
         return None
     try:
         return float(value)
@@ -266,7 +268,7 @@ def import_function(source: str, what: str, otherwise: str = "") -> Callable[...
     path = Path(file)
     if not path.is_file():
         raise UserError(f"{path}: no such file ({what})")
-    module = _import(path, path.resolve())
+    module = _import(path.resolve())
     function = getattr(module, name, None)
     if not callable(function):
         available = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
@@ -281,7 +283,7 @@ def forget_files() -> None:
 
 
 @cache
-def _import(path: Path, resolved: Path) -> ModuleType:
+def _import(path: Path) -> ModuleType:
     """The file's module, which a run runs once: a reward and a tool in it share what it holds."""
     spec = importlib.util.spec_from_file_location(f"fastrl_reward_{path.stem}", path)
     if spec is None or spec.loader is None:

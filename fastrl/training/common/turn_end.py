@@ -16,9 +16,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         behind = tokenizer(text.rpartition(_CONTENT)[2], add_special_tokens=False)["input_ids"]
-    except (
-        Exception
-    ):  # a template raises what it likes, and a small vocabulary has no newline; the rows' own error names it
+    # A template raises what it likes, and a small vocabulary lacks letters: the error of a row says so.
+    except Exception:
         return None
     special = special_ids(tokenizer)
     return next((token for token in behind if token in special), None)

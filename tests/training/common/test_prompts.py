@@ -100,10 +100,12 @@ def test_a_prompt_does_not_end_with_what_the_tokenizer_appends(write_rows, appen
     tokenizer = byte_tokenizer("</s>", "<s>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(appends, None, [("</s>", 0), ("<s>", 1)])
     formats = PromptFormat(tokenizer)
-    before = [1] if appends.startswith("<s>") else []
+    tokenizer.bos_token = "<s>"
+    before = [1] if "<s> $A" in appends or (not text and "<s>" in appends) else []
     expected = before + tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not expected:  # there must be something
-        assert formats.token_ids(text, "x") == [0]
+    if not expected:
+        with pytest.raises(UserError, match="x: the prompt has no tokens"):
+            formats.token_ids(text, "x")
         return
     assert formats.token_ids(text, "x") == expected
     assert formats.pair(text, "3", "x") == (expected, [*tokenizer("3", add_special_tokens=False)["input_ids"], 0])

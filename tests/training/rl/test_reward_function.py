@@ -103,6 +103,8 @@ def test_numbers_and_none_are_rewards(load, value):
         (f"[0, {TORCH}.tensor([1.0])]", "reward 1 must be"),
         (f"[0, {TORCH}.tensor(1j)]", "reward 1 must be"),
         ("[0, __import__('decimal').Decimal('NaN')]", "reward 1 must be"),
+        (f"[0, {NUMPY}.array('5')]", "reward 1 must be"),
+        (f"[0, {NUMPY}.complex128(1)]", "reward 1 must be"),
         ("[10 ** 400, 0]", "reward 0 must be"),
         ("[0, 1 / 0]", "raised ZeroDivisionError: division by zero"),
     ],
@@ -119,6 +121,9 @@ def test_a_file_is_run_once_for_all_its_functions(tmp_path):
     )
     reward, tool = (load_reward(f"{tmp_path / 'mine.py'}:{name}") for name in ("reward", "tool"))
     assert reward(EXAMPLES, ["a", "b"]) == tool(EXAMPLES, ["a", "b"]) == [1.0, 1.0]
+    (tmp_path / "link").symlink_to(tmp_path)
+    linked = load_reward(f"{tmp_path / 'link' / 'mine.py'}:reward")
+    assert linked(EXAMPLES, ["a", "b"]) == [2.0, 2.0]
     forget_files()
     again = load_reward(f"{tmp_path / 'mine.py'}:reward")
     assert again(EXAMPLES, ["a", "b"]) == [1.0, 1.0]
