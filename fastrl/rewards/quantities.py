@@ -16,9 +16,10 @@ _BEHIND = re.compile(
 )
 _MOST_WORDS = 4
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALES = {"c": "celsius", "f": "fahrenheit"}  # of degrees; alone they are variables
+_OF_DEGREES = {"c": "celsius", "f": "fahrenheit"}  # alone they are variables
 _SIGNS = {"$": "dollar", "€": "euro", "£": "pound"}
-_SHORT = {
+# Short, irregular and British names. Words of one or two letters that are not here are variables.
+_UNIT_NAMES = {
     **{"m": "meter", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "metre": "meter", "mi": "mile"},
     **{"centimetre": "centimeter", "millimetre": "millimeter", "kilometre": "kilometer", "litre": "liter"},
     **{"g": "gram", "kg": "kilogram", "mg": "milligram", "ml": "milliliter", "oz": "ounce"},
@@ -26,13 +27,13 @@ _SHORT = {
     **{"in": "inch", "inche": "inch", "yd": "yard", "lb": "pound", "sq": "square"},
     **{"/": "per", "people": "person", "children": "child", "hz": "hertz", "kw": "kilowatt", "am": "am", "pm": "pm"},
 }
-_NOT_UNITS = """dozen half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth
+_WORDS = """dozen half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth
     one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty hundred thousand million
     billion trillion lakh crore grand pair gross pct infinity pi alpha beta gamma delta epsilon theta lambda phi rho
     sigma tau omega and not plus minus less more over mod choose divided multiplied squared cubed factorial sqrt log exp
     sin cos tan maybe wrong"""
 # With one of them behind it, a number is another number ("two dozen") or a formula.
-_NO_UNITS = set(_NOT_UNITS.split())
+_NO_UNITS = set(_WORDS.split())
 
 
 class Quantity(NamedTuple):
@@ -79,8 +80,8 @@ def quantity_of(text: str) -> Quantity | None:
                 return None
             if at == number.end() and word.removesuffix("s") in _POWERS_OF_TEN:
                 exponent += _POWERS_OF_TEN[word.removesuffix("s")]
-            elif unit[-1:] == ["degree"] and word in _SCALES:
-                unit.append(_SCALES[word])
+            elif unit[-1:] == ["degree"] and word in _OF_DEGREES:
+                unit.append(_OF_DEGREES[word])
             elif (name := _unit(word)) is None:
                 return None
             else:
@@ -97,13 +98,13 @@ def quantity_of(text: str) -> Quantity | None:
 
 def _unit(word: str) -> str | None:
     """The unit's name in the singular; None for what is none."""
-    return None if is_no_unit(word) else _SHORT.get(_singular(word), _singular(word))
+    return None if is_no_unit(word) else _UNIT_NAMES.get(_singular(word), _singular(word))
 
 
 def is_no_unit(word: str) -> bool:
     """Whether a word behind a number makes a formula or another number of it: "dozen", "squared", a single letter."""
     single = _singular(word.lower())
-    if single in _SHORT:
+    if single in _UNIT_NAMES:
         return False
     return len(word) < 3 or single in _NO_UNITS or "illion" in single or single.startswith("arc")
 

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[-+]?\\?[$€£]?\d[^\s;:!?)]*")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?P<unit>[^{}]*)\}(?P<power>\s*\^\s*\{?\d\}?)?$")
 # What math-verify drops of an answer as if it were a unit: a letter, a base, a prime.
 _DROPPED = re.compile(r"[-+]?[\d.,]+\s*[^\W\d_]+|.*\d_\{?\d+\}?|.*'+")
-_ROUNDING = 1e-6  # of decimals, relative
+_ROUNDING = 1e-6  # of decimals: relative, where math-verify's six digits are absolute
 _WORDS = "a i of is in to or on at so as by we he it if and not more less over for that which who this because"
 _PROSE = set(_WORDS.split())  # words behind a number that say nothing of it
 _READ = 2000  # characters at the end of a text in which an unmarked answer is looked for

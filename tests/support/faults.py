@@ -646,8 +646,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/rl/experience.py",
-        "compared = _compared_rewards(run, earned, by_scorer)",
-        "compared = _compared_rewards(run, values, by_scorer)",
+        "_compared_rewards(settings.dynamic_sampling_reward, decoupled, earned, by_scorer)",
+        "_compared_rewards(settings.dynamic_sampling_reward, decoupled, values, by_scorer)",
         "a number: the price of length in what dynamic sampling compares",
         "training/rl/test_experience.py::test_what_was_earned_decides_which_groups_are_kept",
     ),

@@ -32,7 +32,7 @@ SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Share
 _RESERVED = 1024  # bytes of shared memory that CUDA takes per block
 
 #: Vocabularies for which the kernel is called unasked: those of one block a row, and those of four of which two or more
-#: fit on a multiprocessor. Timed on an H200 at thirteen sizes (docs/design.md).
+#: fit on a multiprocessor. Timed on an H200 at fourteen sizes (docs/design.md).
 _FASTER = (range(16_384, 32_769), range(98_304, 245_760))
 _wanted: bool | None = None
 

@@ -21,7 +21,7 @@ from fastrl.training.common.checksums import digest
 from fastrl.training.common.data_config import DatasetConfig, PromptsConfig
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.common.transcript import messages_of
-from fastrl.training.common.turn_end import special_ids, turn_end
+from fastrl.training.common.turn_end import turn_end
 
 _LONGEST_OPENING = 16  # tokens, of a tokenizer of characters
 # Names of the reward function's own arguments.
@@ -90,10 +90,10 @@ class PromptFormat:
         """The text's tokens with what the tokenizer puts before them, but not what it appends, such as EOS: the
         completion goes on behind the text."""
         ids, plain = (_ids(text, self.tokenizer, where, add_special_tokens=special) for special in (True, False))
-        special = special_ids(self.tokenizer)
         if not plain:  # what stands before it alone
             return [token for token in ids if token == self.tokenizer.bos_token_id][:1]
-        return ids[: len(ids) - _trailing(ids, special) + _trailing(plain, special)]
+        ends = range(len(plain), len(ids) + 1)
+        return next((ids[:end] for end in ends if ids[end - len(plain) : end] == plain), ids)
 
     def opened(self, token_ids: list[int]) -> str:
         """The `<think>`, with the space after it, that a prompt's tokens end with: the completion is its thought."""
@@ -292,11 +292,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(x) for key, x in value.items() if x is not None}
     return [_without_none(x) for x in value] if isinstance(value, list) else value
-
-
-def _trailing(ids: list[int], among: set[int]) -> int:
-    """How many of the last tokens are among these."""
-    return next((count for count, token in enumerate(reversed(ids)) if token not in among), len(ids))
 
 
 def _check_messages(prompt: Any, where: str) -> None:

@@ -19,11 +19,6 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     # A template raises what it likes, and a small vocabulary lacks letters: the error of a row says so.
     except Exception:
         return None
-    special = special_ids(tokenizer)
+    added = tokenizer.added_tokens_decoder.items()  # with those that the tokenizer has no name for
+    special = {token_id for token_id, token in added if token.special} | {*tokenizer.all_special_ids}
     return next((token for token in behind if token in special), None)
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokenizer's special tokens, with those that it has no name for."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {token_id for token_id, token in added if token.special} | {*tokenizer.all_special_ids}

@@ -109,7 +109,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
             examples[shown], texts[shown], new_rewards[shown], _origins(run, rollout)[shown], strict=True
         ):
             samples.append({"prompt": example.prompt, "completion": text, "reward": value, **origin})
-        compared = _compared_rewards(run, earned, by_scorer)
+        compared = _compared_rewards(settings.dynamic_sampling_reward, decoupled, earned, by_scorer)
         kept = list(range(len(values)))
         if run.config.rewarded:
             kept = _kept(values, compared, groups, settings.dynamic_sampling)
@@ -157,14 +157,13 @@ def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> 
 
 
 def _compared_rewards(
-    run: Run, earned: list[float | None], by_scorer: dict[str, list[float | None]]
+    chosen: str | None, decoupled: bool, earned: list[float | None], by_scorer: dict[str, list[float | None]]
 ) -> Sequence[Hashable]:
-    """What tells the completions of a group apart: what they earned, each of it where advantages are decoupled, or the
-    reward that the config names. In float32, as advantages are formed: there 0.1 + 0.2 and 0.3 are equal."""
-    chosen = run.config.rollout.dynamic_sampling_reward
+    """What tells the completions of a group apart: the chosen reward, each one where advantages are decoupled, or what
+    was earned in all. In float32, as advantages are formed: there 0.1 + 0.2 and 0.3 are equal."""
     if chosen is not None:
         columns = [by_scorer[chosen]]
-    elif run.config.rewarded and run.config.advantages.estimator == "decoupled":
+    elif decoupled:
         columns = list(by_scorer.values())
     else:
         columns = [earned]

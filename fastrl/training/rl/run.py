@@ -162,8 +162,8 @@ def _sampler(config: Config, prompts: PromptFormat, room: Room) -> PromptSampler
     examples, dropped = load_examples(data.source, prompts, room)
     if len(examples) < (wanted := config.rollout.prompts_per_step):
         print(
-            f"fastrl: warning: data.path has {len(examples)} prompts and a step draws {wanted}: it draws some of them"
-            " several times, each as a group of its own",
+            f"fastrl: warning: data.path: a step draws {wanted} prompts of {len(examples)}, some of them several times,"
+            " each time as a group of its own",
             file=sys.stderr,
         )
     return PromptSampler(examples, seed, dropped)

@@ -36,6 +36,12 @@ def test_a_run_leaves_metrics_a_summary_events_and_checkpoints(make_config):
     assert json.loads((run / "config.json").read_text())["rollout"]["num_generations"] == 4
 
 
+def test_fewer_prompts_than_a_step_draws_are_told(trained, write_rows, capsys):
+    rows = str(write_rows([{"prompt": "12=", "answer": "21"}, {"prompt": "3=", "answer": "3"}]))
+    trained(data={"path": rows}, training={"steps": 1})
+    assert "data.path: a step draws 6 prompts of 2, some of them several times" in capsys.readouterr().err
+
+
 def test_a_checkpoint_reloads_and_can_be_trained_further(trained, spy):
     seen = spy(module, "save_checkpoint", lambda _, run: run.policy.model.state_dict())
     config = trained()

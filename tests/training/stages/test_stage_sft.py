@@ -145,6 +145,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path)
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_empty_completions_are_counted(settings, write_rows, capsys):
+    rows = [{"prompt": "12=", "completion": "21"}] * 7 + [{"prompt": "12=", "completion": ""}]
+    train(Config.model_validate(settings(write_rows(rows))))
+    assert "fastrl: warning: 1 of 8 completions are empty\n" in capsys.readouterr().err
+
+
 CHAT = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}={% else %}{{ eos_token }}={% endif %}{% endfor %}"
 )
