@@ -5,12 +5,17 @@ from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
 from byte_tokenizer import byte_tokenizer
+from run_files import write_json_lines
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import PromptFormat
 from fastrl.training.common.policy import _eos_token_ids
 from fastrl.training.common.turn_end import turn_end
+from fastrl.training.rl import train, update
+from fastrl.training.rl.config import Config
 from fastrl.training.stages import dpo, reward_model, sft
 from fastrl.training.stages.rows import Reader
 
@@ -162,6 +167,103 @@ def test_every_command_reads_rows_alike(name):
     assert [(x.prompt, x.completion) for x in (compared.chosen, compared.rejected)] == pairs
     ranked = reward_model.parse(reader, {k: x for k, x in row.items() if k != "completion"}, "x")
     assert ranked.sequences == [prompt + ids for prompt, ids in pairs]
+
+
+def talkative(folder, tokenizer, end):
+    """A saved model that says `two` in any order, and ends its turn with one token in four, whatever was said."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, model.lm_head.weight):
+            weight.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)  # hidden states are 1 everywhere
+        model.lm_head.weight[:, 0] = -40.0
+        model.lm_head.weight[[*tokenizer("two")["input_ids"], end], 0] = 0.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tables(folder, name):
+    return {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "rows.jsonl")},
+        "training": {"device": "cpu", "threads": 1},
+        "logging": {"output_dir": str(folder / name), "tensorboard": False},
+    }
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Prompt and trained tokens of each row that a policy computes, and the sequences that a reward model scores."""
+    found = {"rows": [], "sequences": []}
+
+    def rows(compute):
+        def spy(policy, batch, packing):
+            for ids, used, trained in zip(batch.input_ids, batch.attention_mask, batch.mask, strict=True):
+                prompt, completion = ids[: batch.prompt_length], ids[batch.prompt_length :]
+                found["rows"].append((prompt[used[: batch.prompt_length]].tolist(), completion[trained].tolist()))
+            return compute(policy, batch, packing)
+
+        return spy
+
+    def sequences(score):
+        def spy(model, given):
+            found["sequences"].extend(given)
+            return score(model, given)
+
+        return spy
+
+    for module in (sft, dpo, update):
+        monkeypatch.setattr(module, "hidden_states", rows(module.hidden_states))
+    monkeypatch.setattr(reward_model, "score_sequences", sequences(reward_model.score_sequences))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_whole_runs(name, tmp_path, computed):
+    """Of `train` on completions that the model ends itself, and of the others on answers to the same prompt."""
+    form, tokenizer = made(name)
+    end = tokenizer.convert_tokens_to_ids(form.end)
+    talkative(tmp_path / "model", tokenizer, end)
+    answers = [THOUGHT, THOUGHT.replace("two", "three")]
+    row = {"prompt": QUESTION, "answer": "", "completion": answers[0], "chosen": answers[0], "rejected": answers[1]}
+    write_json_lines(tmp_path / "rows.jsonl", [row])
+    prompt = tokenizer(form.prompt, add_special_tokens=False)["input_ids"]
+
+    rollout = {"prompts_per_step": 1, "num_generations": 8, "max_new_tokens": 64}
+    more = {
+        "rollout": rollout,
+        "reward": {"function": "fastrl.rewards.length", "arguments": {"length": {"minimum": 4}}},
+        "objective": {"name": "grpo"},
+    }
+    given = tables(tmp_path, "train") | more
+    train.train(Config(**given | {"training": given["training"] | {"steps": 1}}))
+    sampled, computed["rows"] = computed["rows"], []
+    letters = set(tokenizer("two")["input_ids"])
+    assert len(sampled) == 8
+    for asked, said in sampled:
+        assert asked == prompt and said[-1] == end and set(said[:-1]) <= letters
+
+    written = form.written.get(THOUGHT, THOUGHT)
+    own = tokenizer([written, written.replace("two", "three")], add_special_tokens=False)["input_ids"]
+    pairs = [(prompt, [*ids, end]) for ids in own]
+    for module, expected in ((sft, pairs[:1]), (dpo, pairs)):
+        module.train(module.Config(**tables(tmp_path, module.__name__)))
+        assert computed["rows"] == expected, module
+        computed["rows"] = []
+    reward_model.train(reward_model.Config(**tables(tmp_path, "reward")))
+    assert computed["sequences"][:2] == [asked + said for asked, said in pairs]
 
 
 def test_an_answer_that_holds_the_end_of_a_turn_ends_there():
