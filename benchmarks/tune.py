@@ -48,7 +48,7 @@ from fastrl.planning import tiling
 
 HEAD = "head"
 ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "forward-gradient": row_forward_gradient}
-CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
+CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
 _REPEATS, _SECONDS = 20, 0.5
 
 Choice = dict[str, Any]

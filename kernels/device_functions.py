@@ -526,6 +526,8 @@ def store_row_terms(
     p3,
     rollout_low,
     rollout_high,
+    reject_low,
+    reject_high,
     max_log_ratio,
     logprobs_ptr,
     entropies_ptr,
@@ -569,6 +571,8 @@ def store_row_terms(
         p3,
         rollout_low,
         rollout_high,
+        reject_low,
+        reject_high,
         max_log_ratio,
     )
     tl.store(logprobs_ptr + row, logprob)

@@ -97,6 +97,8 @@ def row_forward_gradient_kernel(
     p3: tl.float32,
     rollout_low: tl.float32,
     rollout_high: tl.float32,
+    reject_low: tl.float32,
+    reject_high: tl.float32,
     max_log_ratio: tl.float32,
     OBJECTIVE: tl.constexpr,  # device function: scalars -> eight terms, c = dL/dlogp, h = dL/dH
     SOFTCAP: tl.constexpr,
@@ -169,6 +171,8 @@ def row_forward_gradient_kernel(
         p3,
         rollout_low,
         rollout_high,
+        reject_low,
+        reject_high,
         max_log_ratio,
         out_ptr,
         out_ptr + stride_out,
@@ -241,7 +245,7 @@ def row_forward_gradient(
     mask: Tensor | None,  # (N,) bool
     transform: Transform,
     objective: Any,  # device function
-    parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
+    parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, reject_low, reject_high, max_log_ratio
     inputs: RowInputs,
     gradient: Tensor | None,  # (A, B, V), rows equally far apart, maybe narrower; or None: over the logits
 ) -> LossTerms:

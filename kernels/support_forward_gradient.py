@@ -78,6 +78,8 @@ def support_forward_gradient_kernel(
     p3: tl.float32,
     rollout_low: tl.float32,
     rollout_high: tl.float32,
+    reject_low: tl.float32,
+    reject_high: tl.float32,
     max_log_ratio: tl.float32,
     OBJECTIVE: tl.constexpr,  # device function: scalars -> eight terms, c = dL/dlogp, h = dL/dH
     SOFTCAP: tl.constexpr,
@@ -124,6 +126,8 @@ def support_forward_gradient_kernel(
         p3,
         rollout_low,
         rollout_high,
+        reject_low,
+        reject_high,
         max_log_ratio,
         logprobs_ptr,
         entropies_ptr,
@@ -157,7 +161,7 @@ def support_forward_gradient(
     support: Support,
     transform: Transform,
     objective: Any,  # device function
-    parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, max_log_ratio
+    parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, reject_low, reject_high, max_log_ratio
     inputs: RowInputs,
     gradient: Tensor,  # (nnz,) float32, may be values
 ) -> LossTerms:

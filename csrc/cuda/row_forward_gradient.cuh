@@ -40,7 +40,7 @@ struct Arguments {
   const float* inputs[INPUTS];  // (N,), or null, in the order of Input; the threshold is one number
   float* results;              // (2 + 8, N): logprobs, entropy, the objective's terms
   long long stride_a, stride_b, out_stride_a, out_stride_b;
-  double parameters[7];  // p0..p3, rollout_low, rollout_high, max_log_ratio
+  double parameters[9];  // p0..p3, rollout_low, rollout_high, reject_low, reject_high, max_log_ratio
   int rows, columns_b, vocab;
   float temperature, logit_scale, softcap;
 };
@@ -405,7 +405,7 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
     const double* p = arguments.parameters;
     const auto terms = objective(found.logprob, found.entropy, old, own(REF, found.logprob), own(ROLLOUT, old),
                                  x[ADVANTAGE], x[POLICY_WEIGHT], x[KL_WEIGHT], x[ENTROPY_WEIGHT], x[ENTROPY_THRESHOLD],
-                                 p[0], p[1], p[2], p[3], p[4], p[5], p[6]);
+                                 p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8]);
     if (segment == 0) {
       float* results = arguments.results + row;
       const long long rows = arguments.rows;

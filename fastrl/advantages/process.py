@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.advantages.groups import group_numbers
 from fastrl.advantages.outcome import group_advantages
 from fastrl.base import checks
+from fastrl.base.groups import group_numbers
 from fastrl.base.responses import INTEGER_DTYPES, check_cu_seqlens
 
 
@@ -66,7 +66,7 @@ def process_advantages(
         )
 
     present = ends >= 0
-    groups = group_numbers(group_ids, size, step_rewards.device).repeat_interleave(steps)
+    groups = group_numbers(group_ids, size, step_rewards.device, "step_rewards").repeat_interleave(steps)
     rewards = step_rewards.detach().double().where(present, torch.nan).reshape(-1)
     advantages = group_advantages(rewards, groups, scale=scale, ddof=ddof, eps=eps).view(size, steps).double()
 

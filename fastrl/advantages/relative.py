@@ -8,16 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.advantages.groups import (
-    centred,
-    check_normalisation,
-    divided,
-    group_numbers,
-    group_sum,
-    normalised,
-    rewards_and_groups,
-)
+from fastrl.advantages.groups import centred, check_normalisation, divided, normalised, rewards_and_groups
 from fastrl.base import checks
+from fastrl.base.groups import group_numbers, group_sum
 from fastrl.base.responses import INTEGER_DTYPES, discounted_sum
 
 
@@ -159,7 +152,7 @@ def decoupled_group_advantages(
         raise ValueError(f"rewards must have shape (responses, rewards), got {tuple(rewards.shape)}")
     check_normalisation(scale, ddof, eps)
     size, columns = rewards.shape
-    groups = group_numbers(group_ids, size, rewards.device)
+    groups = group_numbers(group_ids, size, rewards.device, "rewards")
     present = ~torch.isnan(rewards)
     total = rewards.new_zeros(size, dtype=torch.float64)
     for column, weight in enumerate(_weights(weights, columns, rewards)):

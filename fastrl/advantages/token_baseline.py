@@ -7,8 +7,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from fastrl.advantages.groups import centred, group_numbers
+from fastrl.advantages.groups import centred
 from fastrl.base import checks
+from fastrl.base.groups import group_numbers
 from fastrl.base.responses import discounted_sum, responses_of, same_layout, token_mask
 
 
@@ -60,7 +61,7 @@ def optimal_token_baseline_advantages(
         raise TypeError(f"zero_tail must be a bool, got {type(zero_tail).__name__}")
     responses = responses_of("rewards", rewards, cu_seqlens)
     numbers = responses.owners(rewards.device)
-    groups = group_numbers(group_ids, responses.count, rewards.device)
+    groups = group_numbers(group_ids, responses.count, rewards.device, "rewards")
 
     reward, logp, squares = (
         x.detach().reshape(-1).double().masked_fill(~valid, 0.0) for x in (rewards, logprobs, log_sum_sq_probs)
@@ -73,7 +74,7 @@ def optimal_token_baseline_advantages(
     counts = torch.zeros(responses.count, dtype=torch.int64, device=valid.device).index_add_(0, numbers, valid.long())
     earlier = counts.cumsum(0) - counts
     step = valid.cumsum(0) - 1 - earlier[numbers]
-    at_step = group_numbers(groups[numbers] * valid.numel() + step, valid.numel(), valid.device)
+    at_step = group_numbers(groups[numbers] * valid.numel() + step, valid.numel(), valid.device, "mask")
     present = valid & ~torch.isnan(to_go)
     advantages, compared = centred(to_go, present, at_step, weight)
     if zero_tail:

@@ -107,7 +107,7 @@ class Responses:
         return x
 
     def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss 0-dim, sums (k,) and a maximum 0-dim over all tokens from those over these tokens.
+        """The loss 0-dim, sums (k,) and maxima (m,) over all tokens from those over these tokens.
 
         The gradient of the loss alone stays, with respect to these tokens.
         """

@@ -45,6 +45,6 @@ class SpreadResponses(Responses):
         return x[first : first + own]
 
     def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The whole loss 0-dim, sums (k,) and maximum 0-dim, from those of each rank's tokens; one collective."""
-        whole, maximum = whole_sum(torch.cat([loss[None], sums.to(loss.dtype)]), largest[None], self._group)
-        return whole[0], whole[1:].detach().to(sums.dtype), maximum[0]
+        """The whole loss 0-dim, sums (k,) and maxima (m,), from those of each rank's tokens; one collective."""
+        whole, maxima = whole_sum(torch.cat([loss[None], sums.to(loss.dtype)]), largest, self._group)
+        return whole[0], whole[1:].detach().to(sums.dtype), maxima

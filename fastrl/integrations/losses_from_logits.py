@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from fastrl import logits_policy_loss, policy_loss, token_logprobs
-from fastrl.losses.problem import make_problem
-from fastrl.objectives.evaluate import objective_loss
+from fastrl.objectives.batch import make_batch
+from fastrl.objectives.evaluate import check_requirements, objective_loss
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.rows import TERMS
 
 #: The optional arguments of `policy_loss`, except those that `token_losses` names or does not have.
 _OPTIONAL = {name for name, argument in inspect.signature(policy_loss).parameters.items() if argument.default is None}
-_OPTIONAL -= {"entropy", "denominator", "cp_group"}
+_OPTIONAL -= {"entropy", "denominator", "group_ids", "cp_group"}
 SlimeLoss = Callable[[Any, Mapping[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -45,7 +45,7 @@ def token_losses(
 ) -> TokenLosses:
     """The per-token terms that `fastrl.policy_loss` sums, for callers who aggregate themselves.
 
-    Args: those of `fastrl.policy_loss` except `denominator`; the objective's aggregation is not read.
+    Args: those of `fastrl.policy_loss` except those of the aggregation, which is not read: `denominator`, `group_ids`.
 
     Returns: TokenLosses.
 
@@ -56,17 +56,15 @@ def token_losses(
         raise TypeError(f"token_losses has no argument {sorted(unknown)[0]!r}")
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     optional: dict[str, Any] = dict.fromkeys(_OPTIONAL) | inputs
-    problem = make_problem(
-        objective, logprobs, "logprobs", entropy is not None, None, dtype, advantages=advantages, **optional
-    )
-    batch = problem.batch
+    batch = make_batch(logprobs, "logprobs", advantages=advantages, dtype=dtype, **optional)
+    check_requirements(objective, batch, entropy is not None)
     terms, _ = objective_loss(
         objective,
         batch,
         batch.flat(logprobs.to(dtype)),
         None if entropy is None else batch.flat(entropy.to(dtype)),
         batch.mask.to(dtype),
-        problem.cu_seqlens,
+        optional["cu_seqlens"],
     )
     row = {name: terms[i].view(batch.shape) for i, name in enumerate(TERMS)}
     return TokenLosses(row["loss"], row["kl"].detach(), row["side"].detach())
@@ -195,9 +193,17 @@ class NeMoPolicyLoss:
         objective: any `fastrl.Objective`.
         temperature: divides the logits.
         inplace: whether the backward writes the gradient over the logits.
+
+    Raises:
+        ValueError: for the aggregation prompt-mean: NeMo-RL tells a loss neither the prompts nor their number.
     """
 
     def __init__(self, objective: Objective, *, temperature: float = 1.0, inplace: bool = False) -> None:
+        if objective.aggregate == "prompt-mean":
+            raise ValueError(
+                "objective.aggregate must be over tokens or responses for NeMo-RL, which tells a loss neither the"
+                " prompts nor their number; got 'prompt-mean'"
+            )
         self.objective, self.temperature, self.inplace = objective, temperature, inplace
 
     @property

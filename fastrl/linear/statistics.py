@@ -195,7 +195,7 @@ def chunk_statistics(
 
 
 #: With `_slope_inputs`, the row-local objective whose gradient is that of logp (c = 1) or of the entropy (h = 1).
-_SLOPE = RowObjective("reinforce", (0.0, 0.0, 0.0, 0.0), "none", "none", 0.0, 0.0, 20.0)
+_SLOPE = RowObjective("reinforce", (0.0, 0.0, 0.0, 0.0))
 
 
 def _slope_inputs(vector: int, like: Tensor) -> RowInputs:

@@ -92,7 +92,7 @@ def _ask(problem: Problem, call: LinearCall) -> _Host | None:
     batch = problem.batch
     active = batch.counts
     if isinstance(problem.objective, Objective):
-        _, inputs, _ = row_objective(problem.objective, batch, problem.weights)
+        _, inputs, *_ = row_objective(problem.objective, batch, problem.weights)
         not_idle = forward_gradient_ops.active_rows(inputs)
         active = batch.counts.where(batch.responses.sum(not_idle.to(batch.counts.dtype)) > 0, 0)
     size = batch.responses.count
@@ -112,14 +112,14 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
     """The forward-gradient plan: the forward computes the loss and its gradients."""
     call, plan = by_plan.call, by_plan.plan
     if isinstance(problem.objective, Objective):
-        spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
+        spec, inputs, clamped, marks = row_objective(problem.objective, problem.batch, problem.weights)
         arguments = (*call.args, inputs, spec, call.needs, forced(), call.num_tokens, plan.pass_budget, plan.one_chunk)
         if call.shard is not None:
             compute = partial(row_local_gradients, shard=call.shard)
             loss, result = _attached(problem, call, lambda head: compute(head, *arguments))
-            return from_terms(problem, result, loss, clamped=clamped)
+            return from_terms(problem, result, loss, clamped=clamped, marks=marks)
         loss, *terms, _, _, _ = linear_forward_gradient(call.head, *arguments)
-        return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
+        return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
     # A row-local callable runs in torch between each chunk's statistics and its gradient.
     used = forward.order(call.args.mask, call.args.targets.shape[0], call.num_tokens)
     chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
@@ -137,10 +137,10 @@ def _sparse(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> Polic
     if not row_local or by_plan.supports is None or by_plan.call.shard is not None:
         return _from_statistics(problem, by_plan, host)
     assert isinstance(objective, Objective)
-    spec, inputs, clamped = row_objective(objective, problem.batch, problem.weights)
+    spec, inputs, clamped, marks = row_objective(objective, problem.batch, problem.weights)
     support = by_plan.supports.support
     loss, *terms, _ = support_linear_loss(head, args.targets, args.transform, support, inputs, spec, forced())
-    return from_terms(problem, LossTerms(*terms), loss, clamped=clamped)
+    return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
 
 
 def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:

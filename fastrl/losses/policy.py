@@ -16,6 +16,7 @@ Gradients come back by the operator's backward, or from the forward by `operator
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def policy_loss(
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    group_ids: Tensor | Sequence[Hashable] | None = None,
     cp_group: Any = None,
     position_ids: Tensor | None = None,
 ) -> PolicyLoss:
@@ -78,8 +80,12 @@ def policy_loss(
         entropy_threshold: train only on tokens with at least this entropy; replaces the threshold that
             `top_entropy_fraction` computes.
         cu_seqlens: (B + 1,) int32, rising from 0 to N.
-        denominator: replaces the local number of tokens (token-mean) or of responses (the other aggregations). A
-            response without a valid token is one of them, as in TRL; verl leaves it out, and so does its adapter.
+        denominator: replaces the local number of tokens (token-mean), of prompts (prompt-mean) or of responses (the
+            other aggregations). A response without a valid token is one of them, as in TRL; verl leaves it out, and so
+            does its adapter. A tensor (B,), one per response, replaces 1 / w of its tokens, whatever the aggregation:
+            for prompt-mean over several micro-batches, the number of prompts times the prompt's number of valid tokens.
+        group_ids: (B,), the prompt of each response, an integer tensor or a list of anything hashable, as in
+            `fastrl.group_advantages`; read by prompt-mean alone, and required by it unless denominator is (B,).
         cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
             parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
             cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and
@@ -123,6 +129,7 @@ def policy_loss(
             entropy_weights=entropy_weights,
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
+            group_ids=group_ids,
             position_ids=position_ids,
         )
         needs_gradient = torch.is_grad_enabled() and logprobs.requires_grad
@@ -145,6 +152,7 @@ def logits_policy_loss(
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    group_ids: Tensor | Sequence[Hashable] | None = None,
     temperature: float | Tensor = 1.0,
     sampling_mask: SamplingMask | None = None,
     logit_scale: float = 1.0,
@@ -195,6 +203,7 @@ def logits_policy_loss(
             entropy_weights=entropy_weights,
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
+            group_ids=group_ids,
             position_ids=position_ids,
         )
         consume = consumes(logits, inplace)
@@ -231,7 +240,7 @@ def _logits_forward_gradient(
     """Computes the gradient in the forward, over the logits or in a buffer of its own."""
     checks.targets_in_range(args.targets, args.mask, vocab)
     assert isinstance(problem.objective, Objective)
-    spec, inputs, clamped = row_objective(problem.objective, problem.batch, problem.weights)
+    spec, inputs, clamped, marks = row_objective(problem.objective, problem.batch, problem.weights)
     forward_terms: list[LossTerms] = []
 
     def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -254,7 +263,7 @@ def _logits_forward_gradient(
 
     reads = (args.targets, args.mask, args.transform.temperatures, *inputs)
     loss = attach_gradients(run, (logits,), backend, consume=consume, reads=reads)
-    return from_terms(problem, forward_terms[0], loss, clamped=clamped)
+    return from_terms(problem, forward_terms[0], loss, clamped=clamped, marks=marks)
 
 
 def linear_policy_loss(
@@ -273,6 +282,7 @@ def linear_policy_loss(
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    group_ids: Tensor | Sequence[Hashable] | None = None,
     temperature: float | Tensor = 1.0,
     sampling_mask: SamplingMask | None = None,
     logit_scale: float = 1.0,
@@ -342,6 +352,7 @@ def linear_policy_loss(
             entropy_weights=entropy_weights,
             entropy_threshold=entropy_threshold,
             cu_seqlens=cu_seqlens,
+            group_ids=group_ids,
             position_ids=position_ids,
         )
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace

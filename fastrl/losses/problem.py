@@ -34,6 +34,11 @@ class PolicyLoss(NamedTuple):
     weight on grad log pi, 1 on-policy), approx_kl (k3, old to new), clip_frac, clip_frac_low, clip_frac_high: means
     over valid tokens; ratio_max; ratio_clamped, masked_off_policy, tokens, and for Clip-Cov and KL-Cov
     chosen_by_covariance: numbers of tokens.
+
+    With a rollout correction also, of rho before any bound, each valid token with its own or its response's:
+    rollout_weight_mean; rollout_ess, the effective sample size `(sum rho)^2 / (n sum rho^2)` as a share of the tokens;
+    rollout_frac_low, rollout_frac_high and rollout_frac_rejected, the shares below low, above high, and whose weight is
+    0; rollout_log_weight_mean and rollout_log_weight_max, of log rho and of its size, which is not clamped.
     """
     logprobs: Tensor
     """Detached float32, shaped like targets; 0 where masked."""
@@ -62,9 +67,13 @@ def make_problem(
 ) -> Problem:
     """Checks the arguments that all entry points share."""
     settings = settings_of(objective)
-    if denominator is not None:
-        denominator = checks.scalar("denominator", denominator, positive=True)
     batch = make_batch(targets, targets_name, dtype=dtype, **inputs)
+    if isinstance(denominator, Tensor) and denominator.dim():
+        checks.in_memory("denominator", denominator)
+        checks.shape("denominator", denominator, (batch.responses.count,), "one per response, or be 0-dim")
+        checks.same_device("denominator", denominator, targets, targets_name)
+    elif denominator is not None:
+        denominator = checks.scalar("denominator", denominator, positive=True)
     check_requirements(settings, batch, has_entropy)
     weights = batch.aggregation_weights(settings, denominator).to(dtype)
     return Problem(objective, batch, weights, inputs["cu_seqlens"], has_entropy)
@@ -80,7 +89,7 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
     if not isinstance(problem.objective, Objective):  # a callable's result may have no graph
         loss = loss + torch.nan_to_num(0 * logp).sum()
     return PolicyLoss(
-        *loss_and_metrics(loss, terms, batch, flat_entropy, marks),
+        *loss_and_metrics(problem.objective, loss, terms, batch, logp, flat_entropy, marks),
         logp.detach().float().view(batch.shape),
         None if flat_entropy is None else flat_entropy.detach().float().view(batch.shape),
     )
@@ -94,12 +103,12 @@ def from_terms(
     clamped: Tensor | None = None,
     marks: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> PolicyLoss:
-    """A PolicyLoss from the terms of `row_forward_gradient`, and the marks that `objective_loss` makes."""
+    """A PolicyLoss from the terms of `row_forward_gradient`, and what was found outside it."""
     batch, terms = problem.batch, result.terms
     if clamped is not None:
         terms = torch.cat([terms[:-1], torch.maximum(terms[-1], clamped.where(batch.mask, 0.0))[None]])
     return PolicyLoss(
-        *loss_and_metrics(loss, terms, batch, result.entropy, marks),
+        *loss_and_metrics(problem.objective, loss, terms, batch, result.logprobs, result.entropy, marks),
         result.logprobs.view(batch.shape),
         result.entropy.view(batch.shape),
     )

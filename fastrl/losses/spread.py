@@ -133,7 +133,7 @@ def over_cp_group(
     settings = settings_of(objective)
     if settings.future_kl is not None and batch.old is not None and batch.positions is None:
         raise ValueError("position_ids is needed by the objective's FutureKL beside cp_group, got None")
-    names = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs"}
+    names = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs", "groups": "group_ids"}
     optional = (*names, "token_weights", "entropy_weights", "entropy_threshold")
     same = {
         **_draws_from(problem),

@@ -64,6 +64,11 @@ def maximum(a: Tensor, b: Value) -> Tensor:
     return torch.maximum(a, b)
 
 
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    """x, or the bound that it is beyond; passes the gradient at the bounds themselves."""
+    return torch.clamp(x, low, high)
+
+
 def where(condition: Tensor, a: Value, b: Value) -> Tensor:
     """a if the condition is true, else b; two floats give float32 on its device, whatever torch's defaults are."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.base import checks
+from fastrl.base.groups import group_numbers, group_sum
 from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
 from fastrl.distributed.groups import agree
 from fastrl.distributed.responses import SpreadResponses
@@ -39,6 +40,7 @@ class Batch:
     counts: Tensor  # (G,) the number of valid tokens per response, on all ranks that hold some
     tokens: Tensor  # 0-dim, the number of valid tokens, on all ranks that hold some
     own_tokens: Tensor  # 0-dim, the number of valid tokens of this batch
+    groups: Tensor | None = None  # (G,) int64, the number of each response's prompt, from 0 on
     positions: Tensor | None = None  # (N,) int64, the order of each response's tokens where they lie over ranks
     draws: Tensor | None = None  # (M,) float64, a CovarianceClip's number of each token, in the order of all_tokens
 
@@ -95,14 +97,25 @@ class Batch:
         return batch
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
-        """w (N,): the aggregation's weight of each token, 0 where masked."""
+        """w (N,): the aggregation's weight of each token, 0 where masked.
+
+        Raises ValueError if the aggregation is over prompts, and neither their numbers nor their sizes were given.
+        """
         counts = self.counts
         divisor: float | Tensor = max(self.responses.count, 1)
-        if denominator is not None:
-            divisor = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
-        elif objective.aggregate == "token-mean":
+        if isinstance(denominator, Tensor):
+            denominator = denominator.detach().to(counts.dtype)
+            if denominator.dim() == 1:  # 1 / w of each response's tokens; maybe 0 where there are none
+                return self.responses.divided(self.mask, denominator).where(self.mask, 0.0)
+        if objective.aggregate == "token-mean" and denominator is None:
             divisor = self.tokens.clamp_min(1)
-        if objective.aggregate == "seq-mean-token-mean":
+        if objective.aggregate == "prompt-mean":
+            if self.groups is None:
+                raise ValueError("group_ids is needed by the objective's aggregate='prompt-mean', got None")
+            counts, divisor = group_sum(counts, self.groups), self.groups.amax() + 1 if self.responses.count else 1
+        if denominator is not None:
+            divisor = denominator
+        if objective.aggregate in ("seq-mean-token-mean", "prompt-mean"):
             return self.responses.divided(self.mask, counts.clamp_min(1) * divisor)
         if objective.aggregate == "seq-mean-token-sum-norm" and objective.max_length:
             divisor = divisor * objective.max_length
@@ -141,6 +154,7 @@ def make_batch(
     entropy_weights: object,
     entropy_threshold: object,
     cu_seqlens: object,
+    group_ids: object = None,
     position_ids: object = None,
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
@@ -181,6 +195,9 @@ def make_batch(
         checks.shape("position_ids", position_ids, targets.shape, f"the shape of {targets_name}")
         checks.same_device("position_ids", position_ids, targets, targets_name)
         position_ids = position_ids.long().reshape(-1)
+    groups = None
+    if group_ids is not None:
+        groups = group_numbers(group_ids, responses.count, targets.device, targets_name)
     threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
     counts = responses.number(counted, dtype)
     return Batch(
@@ -199,5 +216,6 @@ def make_batch(
         counts=counts,
         tokens=(tokens := counts.sum()),
         own_tokens=tokens,
+        groups=groups,
         positions=position_ids,
     )

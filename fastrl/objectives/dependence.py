@@ -68,8 +68,8 @@ def why_not_row_local(objective: Objective | Callable[..., Any], given: Given) -
         return "off_policy_delta reads a whole response"
     if _needs_quantile(objective, given):
         return "a top-entropy fraction without a threshold reads the whole batch"
-    if correction is not None and correction.level == "sequence" and not given.old:
-        return "a sequence-level rollout correction reads a whole response"
+    if correction is not None and correction.level != "token" and not given.old:
+        return f"the {correction.level} level of a rollout correction reads a whole response"
     if kl is not None and kl.weighted and (given.threshold or (correction is not None and not given.old)):
         return "the KL term is multiplied by weights that kernels find themselves"
     if objective.ratio == "token":

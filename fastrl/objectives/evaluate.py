@@ -19,10 +19,10 @@ from fastrl.base.derivative import with_derivative
 from fastrl.objectives import formulas as f
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.gates import DETACHED_GATES, GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS, CovarianceClip, CovarianceKL, Objective
+from fastrl.objectives.objective import KL_FORMULAS, CovarianceClip, CovarianceKL, Objective, RolloutCorrection
 from fastrl.objectives.other_tokens import chosen_by_covariance, drawn, future_weights
 from fastrl.objectives.presets import PRESETS
-from fastrl.objectives.rows import MARKS, TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import MARKS, NO_CORRECTION, TERMS, RowInputs, RowObjective
 
 
 class LossContext(NamedTuple):
@@ -122,17 +122,21 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
     return _Ratio(log, active, level, clamped)
 
 
-def rollout_weights(objective: Objective, batch: Batch, old: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _log_rho(correction: RolloutCorrection, batch: Batch, old: Tensor) -> Tensor:
+    """log rho (N,) at the correction's level, detached, not clamped."""
+    log_rho: Tensor = f.difference(old.detach(), batch.rollout)
+    if correction.level == "token":
+        return log_rho
+    total = batch.responses.sum(log_rho.where(batch.mask, 0.0))
+    if correction.level == "sequence-mean":
+        total = total / batch.counts.clamp_min(1)
+    return batch.responses.spread(total)
+
+
+def _rollout_weights(correction: RolloutCorrection, log_rho: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     """Detached rollout-correction weights (N,), and 1 where log rho was clamped."""
-    correction = objective.rollout_correction
-    if correction is None or batch.rollout is None:
-        return None, None
-    log_rho = f.difference(old.detach(), batch.rollout)
-    if correction.level == "sequence":
-        log_rho = batch.responses.spread(batch.responses.sum(log_rho.where(batch.mask, 0.0)))
-    clamped = f.clamp(log_rho, objective.max_log_ratio)
-    weight = ROLLOUT_FORMULAS[correction.mode](clamped, correction.low, correction.high)
-    return weight, 1 - f.within(log_rho, clamped)
+    clamped = f.clamp(log_rho, bound)
+    return f.rollout_weight(clamped, *correction.parameters()), 1 - f.within(log_rho, clamped)
 
 
 def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> Tensor | None:
@@ -169,9 +173,12 @@ def _quantile(values: Tensor, batch: Batch, q: float) -> Tensor:
 
 def _token_weights(
     objective: Objective, batch: Batch, token: _Ratio, old: Tensor, entropy: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """omega (N,) or None for ones, the off-policy mask, and of each exponent 1 where it was clamped."""
-    rho, rho_clamped = rollout_weights(objective, batch, old)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor]]:
+    """omega (N,) or None for ones, the off-policy mask, log rho, and of each exponent 1 where it was clamped."""
+    correction, log_rho, rho, rho_clamped = objective.rollout_correction, None, None, None
+    if correction is not None:
+        log_rho = _log_rho(correction, batch, old)
+        rho, rho_clamped = _rollout_weights(correction, log_rho, objective.max_log_ratio)
     future, future_clamped = None, None
     if objective.future_kl is not None and batch.old is not None:  # on-policy it is 1
         future, future_clamped = future_weights(objective.future_kl, batch, token.log, objective.max_log_ratio)
@@ -180,7 +187,7 @@ def _token_weights(
     high_entropy = None if entropy is None else _entropy_weights(objective, batch, entropy)
     kept = None if dropped is None else 1 - dropped
     clamped = [x for x in (rho_clamped, future_clamped) if x is not None]
-    return _product(batch.token_weights, rho, kept, high_entropy, future), dropped, clamped
+    return _product(batch.token_weights, rho, kept, high_entropy, future), dropped, log_rho, clamped
 
 
 def _product(*factors: Tensor | None) -> Tensor | None:
@@ -233,7 +240,7 @@ def objective_loss(
     own = settings.ratio == "token" and (batch.rollout is None or not settings.gate.reads_rollout)
     token = ratio if own else _token_ratio(logp, old, settings.max_log_ratio)
     clamped = ratio.clamped
-    omega, dropped, omega_clamped = _token_weights(settings, batch, token, old, entropy)
+    omega, dropped, log_rho, omega_clamped = _token_weights(settings, batch, token, old, entropy)
     chosen = None
     kept = weighted = weights if omega is None else weights * omega
     if isinstance(objective, Objective):
@@ -270,16 +277,15 @@ def objective_loss(
         approx_kl = f.kl_old_new_value(token.log, token.log)
         rest = torch.stack([policy, kl, ratio.log.exp(), weight, side, approx_kl, clamped])
         rest = rest.where(batch.mask, 0.0)
-    marks = {name: x for name, x in zip(MARKS, (dropped, chosen), strict=True) if x is not None}
+    marks = {name: x for name, x in zip(MARKS, (dropped, chosen, log_rho), strict=True) if x is not None}
     return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), marks
 
 
 def marks_of(objective: Objective | CustomObjective) -> list[str]:
     """The names of the marks that `objective_loss` makes for an objective."""
     settings = settings_of(objective)
-    return [
-        name for name, x in zip(MARKS, (settings.off_policy_delta, settings.covariance), strict=True) if x is not None
-    ]
+    makers = (settings.off_policy_delta, settings.covariance, settings.rollout_correction)
+    return [name for name, x in zip(MARKS, makers, strict=True) if x is not None]
 
 
 def _distance(rule: CovarianceKL, token: _Ratio, kept: Tensor) -> Tensor:
@@ -327,12 +333,38 @@ def _custom_value(
     return value.reshape(-1).to(logp.dtype)
 
 
+def _raw_weights(
+    correction: RolloutCorrection, batch: Batch, log_rho: Tensor, bound: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Of rho before any bound: sums over the valid tokens, from which metrics are made, and the largest |log rho|."""
+    log_rho = log_rho.where(batch.mask, 0.0)
+    rho = f.clamp(log_rho, min(bound, 40.0)).exp()  # float32 holds its square
+    low, high = correction.kept
+    rows = {
+        "rho": rho,
+        "rho^2": rho.square(),
+        "rollout_frac_low": rho < correction.low,
+        "rollout_frac_high": rho > correction.high,
+        "rollout_frac_rejected": (rho < low) | (rho > high),
+    }
+    sums = torch.stack([x.to(log_rho.dtype) for x in rows.values()]).where(batch.mask, 0.0).float().sum(-1)
+    largest = log_rho.abs().amax() if log_rho.numel() else log_rho.sum()
+    return {**dict(zip(rows, sums.unbind(), strict=True)), "rollout_log_weight_mean": log_rho.float().sum()}, largest
+
+
 def loss_and_metrics(
-    loss: Tensor, terms: Tensor, batch: Batch, entropy: Tensor | None, marks: Mapping[str, Tensor]
+    objective: Objective | CustomObjective,
+    loss: Tensor,
+    terms: Tensor,
+    batch: Batch,
+    logp: Tensor,
+    entropy: Tensor | None,
+    marks: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss over all ranks' tokens, and detached float32 scalars: means over valid tokens, and counts. No host sync.
 
-    loss (0-dim) is that of this batch; terms (len(TERMS), N), entropy (N,) and marks (N,) are 0 where masked.
+    loss (0-dim) is that of this batch; terms (len(TERMS), N), logp, entropy and the marks that are counted, all (N,),
+    are 0 where masked. A kernel that finds a token's rho itself leaves no log rho in the marks.
     """
     terms = terms.detach().float()
     ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
@@ -341,9 +373,19 @@ def loss_and_metrics(
     more = {"clipped": torch.linalg.vector_norm(side, 1)}  # side is +1, -1 or 0, so its sum separates the two
     if entropy is not None:
         more["entropy"] = entropy.detach().float().sum()
-    more |= {name: x.float().sum() for name, x in marks.items()}
+    counted = {name: x for name, x in marks.items() if name != "log_rho"}
+    more |= {name: x.float().sum() for name, x in counted.items()}
+    maxima = (ratio.amax() if terms.shape[1] else zero)[None]
+    settings = settings_of(objective)
+    correction = settings.rollout_correction
+    if correction is not None:
+        log_rho = marks.get("log_rho")
+        if log_rho is None:
+            log_rho = _log_rho(correction, batch, logp if batch.old is None else batch.old)
+        raw, largest = _raw_weights(correction, batch, log_rho, settings.max_log_ratio)
+        more, maxima = more | raw, torch.cat([maxima, largest[None].float()])
     sums = torch.cat([terms.sum(-1), *(x[None] for x in more.values())])
-    loss, sums, ratio_max = batch.responses.totals(loss, sums, ratio.amax() if terms.shape[1] else zero)
+    loss, sums, maxima = batch.responses.totals(loss, sums, maxima)
     tokens = batch.tokens.float()
     names = (*TERMS, *more)
     total = dict(zip(names, sums.unbind(), strict=True))
@@ -354,7 +396,7 @@ def loss_and_metrics(
         "kl": mean["kl"],
         "entropy": torch.full_like(zero, torch.nan) if entropy is None else mean["entropy"],
         "ratio_mean": mean["ratio"],
-        "ratio_max": ratio_max,
+        "ratio_max": maxima[0],
         "clip_frac": mean["clipped"],
         "clip_frac_low": mean["clipped"] - clipped_high,
         "clip_frac_high": clipped_high,
@@ -362,8 +404,20 @@ def loss_and_metrics(
         "approx_kl": mean["approx_kl"],
         "ratio_clamped": total["clamped"],
         "masked_off_policy": zero,
-        **{name: total[name] for name in marks},
+        **{name: total[name] for name in counted},
+        **({} if correction is None else _correction_metrics(mean, maxima[1])),
         "tokens": tokens,
+    }
+
+
+def _correction_metrics(mean: Mapping[str, Tensor], largest: Tensor) -> dict[str, Tensor]:
+    """What a rollout correction adds to the metrics."""
+    shares = ("rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected", "rollout_log_weight_mean")
+    return {
+        "rollout_weight_mean": mean["rho"],
+        "rollout_ess": mean["rho"] * torch.nan_to_num(mean["rho"] / mean["rho^2"]),  # 0 for a batch without tokens
+        **{name: mean[name] for name in shares},
+        "rollout_log_weight_max": largest,
     }
 
 
@@ -375,18 +429,22 @@ def _weights_beside_policy(objective: Objective, weights: Tensor, policy: Tensor
     return None if kl is None else ((policy if kl.weighted else weights) * f.detach(kl.coef)).contiguous()
 
 
-def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[RowObjective, RowInputs, Tensor | None]:
-    """A row-local objective as the kernels take it, and 1 where an exponent was clamped outside the kernels.
+def row_objective(
+    objective: Objective, batch: Batch, weights: Tensor
+) -> tuple[RowObjective, RowInputs, Tensor | None, dict[str, Tensor]]:
+    """A row-local objective as the kernels take it, 1 where an exponent was clamped outside the kernels, and marks.
 
     weights (N,) are the aggregation's. On-policy, the ratio is 1 at every level and the coefficients are those of the
     token level, so the kernels implement the token level only.
     """
     omega = batch.token_weights
     correction, kl, clamped = objective.rollout_correction, objective.kl, None
+    marks: dict[str, Tensor] = {}
     weighted = kl is not None and kl.weighted
     in_kernel = correction is not None and correction.level == "token" and not weighted
-    if batch.old is not None and not in_kernel:
-        rho, clamped = rollout_weights(objective, batch, batch.old)
+    if correction is not None and batch.old is not None and not in_kernel:
+        marks["log_rho"] = _log_rho(correction, batch, batch.old)
+        rho, clamped = _rollout_weights(correction, marks["log_rho"], objective.max_log_ratio)
         omega = _product(omega, rho)
     policy = (weights if omega is None else weights * omega).contiguous()
     entropy_weights = None
@@ -397,9 +455,7 @@ def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[
         gate=objective.gate.formula,
         gate_parameters=objective.gate.parameters(),
         kl="none" if kl is None else kl.kind,
-        rollout=correction.mode if correction is not None and in_kernel else "none",
-        rollout_low=0.0 if correction is None else correction.low,
-        rollout_high=0.0 if correction is None else correction.high,
+        rollout_parameters=correction.parameters() if correction is not None and in_kernel else NO_CORRECTION,
         max_log_ratio=objective.max_log_ratio,
     )
     inputs = RowInputs(
@@ -412,4 +468,4 @@ def row_objective(objective: Objective, batch: Batch, weights: Tensor) -> tuple[
         entropy_weights=entropy_weights,
         entropy_threshold=batch.entropy_threshold,
     )
-    return spec, inputs, clamped
+    return spec, inputs, clamped, marks

@@ -30,6 +30,7 @@ that is constant in the first derivative is detached for the second.
 # mypy: disable-error-code="no-untyped-def"
 
 from fastrl.objectives.arithmetic import (
+    clip,
     detach,
     exp,
     exp_of_exp,
@@ -88,7 +89,7 @@ def reinforce_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3):
 def clip_value(log_ratio, logp, advantage, low, high, dual, delta):
     ratio = exp(log_ratio)
     unclipped = minimum(ratio, delta) * advantage
-    clipped = minimum(maximum(ratio, 1.0 - low), 1.0 + high) * advantage
+    clipped = clip(ratio, 1.0 - low, 1.0 + high) * advantage
     loss = -minimum(unclipped, clipped)
     return where(advantage < 0.0, minimum(loss, -dual * advantage), loss)
 
@@ -126,7 +127,7 @@ def soft_weight(log_ratio, logp, active, advantage, tau_pos, tau_neg, p2, p3):
 
 
 def stop_gradient_clip_weight(log_ratio, logp, active, advantage, cap, low, p2, p3):
-    return detach(maximum(minimum(exp(log_ratio), cap), low))
+    return detach(clip(exp(log_ratio), low, cap))
 
 
 def stop_gradient_clip_value(log_ratio, logp, advantage, cap, low, p2, p3):
@@ -145,7 +146,7 @@ def stop_gradient_clip_side(log_ratio, logp, advantage, cap, low, p2, p3):
 def gamma_weight(log_ratio, logp, active, advantage, k_pos, lam_pos, k_neg, lam_neg):
     k = where(advantage >= 0.0, k_pos + 0.0 * advantage, k_neg)
     lam = where(advantage >= 0.0, lam_pos + 0.0 * advantage, lam_neg)
-    log_w = minimum(maximum(log_ratio, -18.420680743952367), 20.0)  # [ln 1e-8, 20]
+    log_w = clip(log_ratio, -18.420680743952367, 20.0)  # [ln 1e-8, 20]
     return detach(exp_of_exp(log_w, lam, k * log_w))
 
 
@@ -176,7 +177,7 @@ def ratio_mask_side(log_ratio, logp, advantage, low, high, p2, p3):
 
 
 def tapered_weight(log_ratio, logp, active, advantage, low, high, p2, p3):
-    return detach(where(advantage > 0.0, 1.0, maximum(minimum(exp(log_ratio), high), low)))
+    return detach(where(advantage > 0.0, 1.0, clip(exp(log_ratio), low, high)))
 
 
 def tapered_value(log_ratio, logp, advantage, low, high, p2, p3):
@@ -320,24 +321,17 @@ def kl_old_new_k2_gradient(d, log_ratio, active_d, active):
 # --- rollout correction: the weight of a token (or a response) from log rho = log old - log rollout -------------------
 
 
-def rollout_none(log_rho, low, high):
-    return 0.0 * log_rho + 1.0
-
-
-def rollout_truncate(log_rho, low, high):
-    return maximum(minimum(exp(log_rho), high), low)
-
-
-def rollout_mask(log_rho, low, high):
+def rollout_weight(log_rho, low, high, reject_low, reject_high):
+    # 1 for low = high = 1 and no rejection
     rho = exp(log_rho)
-    return where((rho >= low) & (rho <= high), rho, 0.0)
+    return where((rho < reject_low) | (rho > reject_high), 0.0, clip(rho, low, high))
 
 
 # --- clamped exponents ------------------------------------------------------------------------------------------------
 
 
 def clamp(x, bound):
-    return minimum(maximum(x, -bound), bound)
+    return clip(x, -bound, bound)
 
 
 def difference(a, b):
@@ -364,7 +358,6 @@ def token_terms(
     gate_baseline,
     kl_value,
     kl_gradient,
-    rollout_weight,
     logp,
     entropy,
     old,
@@ -381,6 +374,8 @@ def token_terms(
     p3,
     rollout_low,
     rollout_high,
+    reject_low,
+    reject_high,
     max_log_ratio,
 ):
     # Absent inputs arrive as neutral values: old = logp, ref = logp, rollout = old, entropy_threshold = -1e30.
@@ -399,7 +394,7 @@ def token_terms(
     active_d = free_d * is_possible
     raw_rho = difference(old, rollout)
     log_rho = clamp(raw_rho, max_log_ratio)
-    rho = rollout_weight(log_rho, rollout_low, rollout_high)
+    rho = rollout_weight(log_rho, rollout_low, rollout_high, reject_low, reject_high)
     kept = where(entropy >= entropy_threshold, rho, 0.0) * policy_weight
 
     weight = gate_weight(log_ratio, logp, active, advantage, p0, p1, p2, p3)

@@ -8,18 +8,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.objectives import formulas as f
-from fastrl.objectives.gates import Clip, Formula, Gate, RatioLevel, check_number
+from fastrl.objectives.gates import ABSENT, Clip, Formula, Gate, RatioLevel, check_number
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+]
+CorrectionLevel = Literal["token", "sequence", "sequence-mean"]
 RATIO_LEVELS = ("token", "sequence", "sequence-token", "sequence-product")
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+CORRECTION_LEVELS: tuple[str, ...] = get_args(CorrectionLevel)
 
 #: KL kind -> (value, its derivative in logp), see `formulas`; k1+ and k3+ have k2's derivative (straight-through)
 KL_FORMULAS: dict[str, tuple[Formula, Formula]] = {
@@ -34,8 +38,6 @@ KL_FORMULAS: dict[str, tuple[Formula, Formula]] = {
     "old-new": (f.kl_old_new_value, f.kl_old_new_gradient),
     "old-new-k2": (f.kl_old_new_k2_value, f.kl_old_new_k2_gradient),
 }
-#: rollout correction mode -> weight
-ROLLOUT_FORMULAS: dict[str, Formula] = {"none": f.rollout_none, "truncate": f.rollout_truncate, "mask": f.rollout_mask}
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,55 @@ class KL:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """A detached weight computed from `rho = exp(old - rollout)`, at the token or the sequence level.
+    """A detached weight of the policy term, from rho: how much likelier the old policy finds what the engine sampled.
+
+    level: rho is `exp(old - rollout)` of each token ("token"), the product of these over the response's valid tokens
+    ("sequence", the unbiased one, whose spread grows with the length), or their geometric mean ("sequence-mean", which
+    is biased, and of one size whatever the length). A response's tokens share its rho.
 
     mode: "truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0.
+
+    reject: bounds (low, high) outside which the weight is 0, whatever the mode; None rejects nothing. As all weights
+    of tokens, it takes nothing out of denominators, nor out of a KL or entropy term.
     """
 
-    level: Literal["token", "sequence"] = "token"
+    level: CorrectionLevel = "token"
     mode: Literal["truncate", "mask"] = "truncate"
     low: float = 0.0
     high: float = 2.0
+    reject: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.level not in ("token", "sequence"):
-            raise ValueError(f"RolloutCorrection.level must be 'token' or 'sequence', got {self.level!r}")
+        if self.level not in CORRECTION_LEVELS:
+            raise ValueError(
+                f"RolloutCorrection.level must be one of {', '.join(CORRECTION_LEVELS)}, got {self.level!r}"
+            )
         if self.mode not in ("truncate", "mask"):
             raise ValueError(f"RolloutCorrection.mode must be 'truncate' or 'mask', got {self.mode!r}")
         check_number("RolloutCorrection.low", self.low, 0.0)
         check_number("RolloutCorrection.high", self.high, self.low, strict=True)
+        if self.reject is None:
+            return
+        if not isinstance(self.reject, tuple | list) or len(self.reject) != 2:
+            raise TypeError(f"RolloutCorrection.reject must be None or two numbers, (low, high), got {self.reject!r}")
+        object.__setattr__(self, "reject", tuple(self.reject))
+        check_number("RolloutCorrection.reject[0]", self.reject[0], 0.0)
+        check_number("RolloutCorrection.reject[1]", self.reject[1], self.reject[0], strict=True)
+        if self.mode == "mask" and not self.kept[0] < self.kept[1]:
+            raise ValueError(
+                f"RolloutCorrection.reject must overlap [{self.low:g}, {self.high:g}], outside which mode 'mask' keeps"
+                f" nothing, got {self.reject!r}"
+            )
+
+    @property
+    def kept(self) -> tuple[float, float]:
+        """The bounds on rho outside which the weight is 0."""
+        low, high = (0.0, ABSENT) if self.reject is None else self.reject
+        return (low, high) if self.mode == "truncate" else (max(low, self.low), min(high, self.high))
+
+    def parameters(self) -> tuple[float, float, float, float]:
+        """The arguments of `formulas.rollout_weight` after log rho: the bounds of a clip, then those of rejection."""
+        return (*((self.low, self.high) if self.mode == "truncate" else (0.0, ABSENT)), *self.kept)
 
 
 @dataclass(frozen=True)
@@ -175,9 +209,11 @@ class Objective:
 
     gate: f; ratio: the level of the ratio that the gate reads; kl: the term beta kl, or None; entropy_coef: alpha, a
     float or a 0-dim tensor; aggregate: w, which in the seq-mean ones divides by the number of all responses, those
-    without a valid token too; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio: every exponent
-    is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats), top_entropy_fraction (0
-    to 1) and future_kl are factors of omega; a CovarianceClip makes f of some tokens 0, a CovarianceKL adds to it.
+    without a valid token too, and in "prompt-mean" (ScaleRL, arXiv:2510.13786) by the number of prompts and by that of
+    the valid tokens of a prompt's responses; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio:
+    every exponent is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats),
+    top_entropy_fraction (0 to 1) and future_kl are factors of omega; a CovarianceClip makes f of some tokens 0, a
+    CovarianceKL adds to it.
     """
 
     gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default

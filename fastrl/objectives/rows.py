@@ -10,8 +10,12 @@ from torch import Tensor
 #: them.
 TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clamped")
 
-#: The tokens that `evaluate.objective_loss` marks, each under the name of the metric that counts them.
-MARKS = ("masked_off_policy", "chosen_by_covariance")
+#: What metrics read of each token beside the terms: marks, under the name of the metric that counts them, and log rho.
+MARKS = ("masked_off_policy", "chosen_by_covariance", "log_rho")
+
+
+#: The rollout parameters of no correction: the weight is 1.
+NO_CORRECTION = (1.0, 1.0, 0.0, 1e30)
 
 
 class RowObjective(NamedTuple):
@@ -19,11 +23,9 @@ class RowObjective(NamedTuple):
 
     gate: str  # a key of fastrl.objectives.gates.GATE_FORMULAS
     gate_parameters: tuple[float, float, float, float]
-    kl: str  # a key of fastrl.objectives.objective.KL_FORMULAS; "none"
-    rollout: str  # a key of fastrl.objectives.objective.ROLLOUT_FORMULAS; "none"
-    rollout_low: float
-    rollout_high: float
-    max_log_ratio: float
+    kl: str = "none"  # a key of fastrl.objectives.objective.KL_FORMULAS
+    rollout_parameters: tuple[float, float, float, float] = NO_CORRECTION  # see RolloutCorrection.parameters
+    max_log_ratio: float = 20.0
 
 
 class RowInputs(NamedTuple):

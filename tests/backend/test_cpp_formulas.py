@@ -16,7 +16,7 @@ from fastrl.backend.cpp import formulas as cpp_formulas
 from fastrl.backend.cpp.formulas import TranslationError, translate_source
 from fastrl.objectives import formulas
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 
 FORMULAS = [
     function
@@ -29,15 +29,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 #: the header's tables -> how many arguments their functions take
-TABLES = {
-    "GATE_VALUE": 7,
-    "GATE_WEIGHT": 8,
-    "GATE_SIDE": 7,
-    "GATE_BASELINE": 2,
-    "KL_VALUE": 2,
-    "KL_GRADIENT": 4,
-    "ROLLOUT_WEIGHT": 3,
-}
+TABLES = {"GATE_VALUE": 7, "GATE_WEIGHT": 8, "GATE_SIDE": 7, "GATE_BASELINE": 2, "KL_VALUE": 2, "KL_GRADIENT": 4}
 
 
 def argument_names(function: object) -> list[str]:
@@ -121,7 +113,7 @@ def test_formula_against_torch(library: ctypes.CDLL, function: object) -> None:
 def test_tables_are_in_the_order_of_the_dictionaries(library: ctypes.CDLL) -> None:
     columns = [*zip(*GATE_FORMULAS.values(), strict=True), *zip(*KL_FORMULAS.values(), strict=True)]
     x = [0.5, -0.4, 1.0, -0.7, 0.2, 0.3, 3.0, 2.0]
-    for (table, count), functions in zip(TABLES.items(), [*columns, ROLLOUT_FORMULAS.values()], strict=True):
+    for (table, count), functions in zip(TABLES.items(), columns, strict=True):
         assert library[f"size_{table}"]() == len(functions)
         for i, function in enumerate(functions):
             expected = function(*(torch.tensor(v, dtype=torch.float64) for v in x[:count]))

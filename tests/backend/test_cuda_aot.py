@@ -17,18 +17,18 @@ from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.backend.cuda.row_forward_gradient import Variant
 from fastrl.kernels.configuration import configuration
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 
 pytest.importorskip("triton")  # its wheel has the disassembler
 pytestmark = pytest.mark.skipif(nvrtc.why_unavailable() is not None, reason=f"no NVRTC: {nvrtc.why_unavailable()}")
 TARGETS = ("sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow))
 MULTIPROCESSOR, BLOCK, RESERVED = 228 << 10, 227 << 10, 1 << 10  # bytes of shared memory of these GPUs
-BF16, CLIP = torch.bfloat16, ("clip", "k3", "none")
+BF16, CLIP = torch.bfloat16, ("clip", "k3")
 
 VARIANTS = [
     Variant(BF16, 4, 256, False, False, *CLIP),
     Variant(BF16, 4, 256, False, True, *CLIP),
-    Variant(BF16, 4, 512, False, True, "soft", "k3-unbiased", "mask"),
+    Variant(BF16, 4, 512, False, True, "soft", "k3-unbiased"),
     Variant(torch.float16, 1, 256, False, True, *CLIP),
     Variant(BF16, 4, 256, True, False, *CLIP),
 ]
@@ -37,9 +37,9 @@ MORE = [
         Variant, itertools.product(kernel._ELEMENTS, (2,), (256,), (False, True), (False, True), *zip(CLIP))
     ),
     *(
-        Variant(BF16, segments, threads, softcap, True, gate, kl, rollout)
+        Variant(BF16, segments, threads, softcap, True, gate, kl)
         for (segments, threads), softcap in itertools.product(((4, 256), (4, 512), (1, 256)), (False, True))
-        for gate, kl, rollout in zip(GATE_FORMULAS, KL_FORMULAS, itertools.cycle(ROLLOUT_FORMULAS), strict=False)
+        for gate, kl in zip(GATE_FORMULAS, KL_FORMULAS, strict=False)
     ),
 ]
 

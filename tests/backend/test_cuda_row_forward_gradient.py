@@ -22,7 +22,7 @@ from fastrl.backend.cuda import nvrtc
 from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.backend.torch import rows as reference
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ pytestmark = [
     ),
 ]
 DTYPES = (torch.bfloat16, torch.float16)
-REINFORCE = RowObjective("reinforce", (0.0,) * 4, "none", "none", 0.0, 0.0, 20.0)
+REINFORCE = RowObjective("reinforce", (0.0,) * 4)
 #: One vector; one piece but a vector; one and a vector; tails of one, two and four blocks; whole steps and no tail.
 SIZES = (8, 4088, 4104, 24576, 40000, 70000, 98304)
 
@@ -106,8 +106,8 @@ def test_transforms_and_sizes_against_float64(vocab: int, dtype: torch.dtype, na
 def test_every_objective_against_float64(gate: str, kl: str) -> None:
     logits, targets, logprobs = rows(48, torch.bfloat16, (2, 10), len(kl))
     inputs = cases.random_inputs(logprobs)
-    for rollout, bound in itertools.product(ROLLOUT_FORMULAS, (2.0, 20.0)):
-        objective = RowObjective(gate, cases.PARAMETERS[gate], kl, rollout, 0.6, 1.5, bound)
+    for rollout, bound in itertools.product(cases.CORRECTIONS.values(), (2.0, 20.0)):
+        objective = RowObjective(gate, cases.PARAMETERS[gate], kl, rollout, bound)
         check(logits, targets, None, PLAIN, objective, inputs)
 
 

@@ -165,6 +165,7 @@ def one_differs(names: list[str]) -> list[str]:
             head["hidden"] = head["hidden"].detach().view(12, -1)
             given = {k: x.view(12) if isinstance(x, torch.Tensor) and x.dim() == 2 else x for k, x in given.items()}
             given |= {"cu_seqlens": torch.tensor([0, 3, 7, 12], dtype=torch.int32), "advantages": torch.ones(12)}
+            del given["group_ids"]
         if name == "sampling_mask":
             given |= {"sampling_mask": SUPPORTS[0], "targets": torch.zeros(3, 4, dtype=torch.int64)}
         if name == "mask":

@@ -201,6 +201,7 @@ def test_a_packed_batch(ranks: Ranks, name: str) -> None:
         arguments={
             "cu_seqlens": torch.tensor([0, 3, 7, 7], dtype=torch.int32),
             "advantages": torch.tensor([1.0, -2, 1]),
+            "group_ids": torch.tensor([0, 1, 0]),
         },
     )
     check_over_ranks(ranks, case, meetings(plans(case), LAYOUTS.values()))

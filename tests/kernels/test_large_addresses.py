@@ -24,7 +24,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 IDENTITY = Transform()
 BACKENDS = [triton_backend] if torch.cuda.is_available() else [triton_backend, cpp_backend]
-CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
+CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
 V = 1000
 BEYOND = 2**31 + 4096  # entries from one row to the next
 

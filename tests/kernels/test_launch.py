@@ -16,7 +16,7 @@ backend = pytest.importorskip("fastrl.backend.triton.backend")
 from fastrl.kernels import combine_splits, row_divergence, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402
 
-CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 2.0, 20.0)
+CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
 
 
 class Recorder:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import fastrl
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-REINFORCE = RowObjective("reinforce", (0.0,) * 4, "none", "none", 0.0, 0.0, 20.0)
+REINFORCE = RowObjective("reinforce", (0.0,) * 4)
 #: All inputs, none, each alone, and all but each.
 PRESENCES = [OPTIONAL, (), *((x,) for x in OPTIONAL), *(tuple(set(OPTIONAL) - {x}) for x in OPTIONAL)]
 
@@ -46,7 +46,7 @@ def test_every_formula_has_parameters_here() -> None:
     assert cases.PARAMETERS.keys() == GATE_FORMULAS.keys()
 
 
-FORMULAS = pairs(list(GATE_FORMULAS), list(KL_FORMULAS), list(ROLLOUT_FORMULAS))
+FORMULAS = pairs(list(GATE_FORMULAS), list(KL_FORMULAS), list(cases.CORRECTIONS))
 
 
 # In the interpreter each formula once, which is quick; all pairs are slow.
@@ -54,7 +54,7 @@ FORMULAS = pairs(list(GATE_FORMULAS), list(KL_FORMULAS), list(ROLLOUT_FORMULAS))
     ("backend", "gate", "kl", "rollout"),
     [
         *(("cpp", *names) for names in FORMULAS),
-        *(("triton", *names) for names in each(GATE_FORMULAS, KL_FORMULAS, ROLLOUT_FORMULAS)),
+        *(("triton", *names) for names in each(GATE_FORMULAS, KL_FORMULAS, cases.CORRECTIONS)),
         *(pytest.param("triton", *names, marks=pytest.mark.slow) for names in FORMULAS),
     ],
     indirect=["backend"],
@@ -67,7 +67,7 @@ def test_every_objective(backend: str, gate: str, kl: str, rollout: str, device:
     for seed, present in enumerate(PRESENCES if cpp else PRESENCES[:1]):
         inputs = cases.random_inputs(logprobs, present, seed)
         for bound in bounds if seed == 0 else bounds[seed % 2 :][:1]:
-            objective = RowObjective(gate, cases.PARAMETERS[gate], kl, rollout, 0.6, 1.5, bound)
+            objective = RowObjective(gate, cases.PARAMETERS[gate], kl, cases.CORRECTIONS[rollout], bound)
             cases.check_forward_gradient(logits, targets, None, PLAIN, objective, inputs)
 
 

@@ -37,6 +37,8 @@ def _terms(
     p3,
     low,
     high,
+    reject_low,
+    reject_high,
     bound,
     c_ptr,
     kl_ptr,
@@ -64,6 +66,8 @@ def _terms(
         p3,
         low,
         high,
+        reject_low,
+        reject_high,
         bound,
     )
     tl.store(c_ptr + offsets, c)
@@ -73,9 +77,7 @@ def _terms(
 def _run(objective: Objective, device: str, policy_weight: float, s: Sweep = TOKENS) -> tuple[Tensor, Tensor]:
     """c and the KL, with a KL coefficient of 1."""
     kind = "none" if objective.kl is None else objective.kl.kind
-    row = RowObjective(
-        objective.gate.formula, objective.gate.parameters(), kind, "none", 0.0, 0.0, objective.max_log_ratio
-    )
+    row = RowObjective(objective.gate.formula, objective.gate.parameters(), kind, max_log_ratio=objective.max_log_ratio)
     terms, numbers = device_objective(row)
     logp, old, ref, a = (t.float().to(device) for t in (s.logp, s.logp - s.x, s.logp + s.d, s.a))
     c, kl = torch.empty_like(old), torch.empty_like(old)

@@ -15,7 +15,7 @@ from fastrl.backend.torch import rows as reference
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-REINFORCE = RowObjective("reinforce", (0.0,) * 4, "none", "none", 0.0, 0.0, 20.0)
+REINFORCE = RowObjective("reinforce", (0.0,) * 4)
 VOCAB = 1000
 # A few entries, one, none, a block and one entry more, several blocks, one row that does not count, and two idle rows.
 SIZES = (8, 1, 0, 257, 3, 700, 2, 5, 5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import naive_losses as oracle
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from objectives import OBJECTIVES
 
 import fastrl
-from fastrl.objectives.objective import Objective
+from fastrl.objectives.objective import AGGREGATIONS, Objective
 
 # Two algorithms' float64 sums of some dozen terms: agreement to a few hundred roundings.
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -51,7 +53,12 @@ class Case:
     @property
     def arguments(self) -> dict[str, torch.Tensor]:
         """What the loss reads beside the log-probabilities and the entropies."""
-        return {"advantages": self.advantages, "mask": self.mask, **self.optional}
+        return {"advantages": self.advantages, "mask": self.mask, "group_ids": self.prompts, **self.optional}
+
+    @property
+    def prompts(self) -> torch.Tensor:
+        """Two, whose responses take turns."""
+        return torch.arange(len(self.mask)) % 2
 
     def oracle(self, objective: Objective, threshold: float | None = None) -> tuple[torch.Tensor, ...]:
         logp, entropy = self.logp.clone().requires_grad_(), self.entropy.clone().requires_grad_()
@@ -60,7 +67,8 @@ class Case:
         for i, keep in enumerate(self.mask):
             advantages = self.advantages[i] if self.advantages.dim() > 1 else self.advantages[i].expand(len(keep))
             optional = {names.get(k, k): v[i][keep] for k, v in self.optional.items()}
-            rows.append(oracle.Response(logp[i][keep], advantages[keep], entropy=entropy[i][keep], **optional))
+            given = {"entropy": entropy[i][keep], "prompt": int(self.prompts[i]), **optional}
+            rows.append(oracle.Response(logp[i][keep], advantages[keep], **given))
         loss = oracle.policy_loss(rows, objective, threshold)
         gradients = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
         return loss, *gradients
@@ -91,7 +99,8 @@ def test_a_packed_batch_equals_the_padded_one(name: str, lengths: list[int], see
     case = Case.make(seed, on_policy, False, tuple(lengths))
     keep, objective = case.mask, OBJECTIVES[name]
     cu_seqlens = torch.tensor([0, *keep.sum(1)]).cumsum(0).int()
-    packed = {"advantages": case.advantages, **{k: v[keep] for k, v in case.optional.items()}}
+    packed = {"advantages": case.advantages, "group_ids": case.prompts.tolist()}
+    packed |= {k: v[keep] for k, v in case.optional.items()}
 
     one, two = case.logp.clone().requires_grad_(), case.logp[keep].requires_grad_()
     a = fastrl.policy_loss(one, objective=objective, **case.arguments)
@@ -241,6 +250,101 @@ def test_metrics_say_what_happened() -> None:
     assert all(value.dtype == torch.float32 and value.dim() == 0 for value in out.metrics.values())
 
 
+def corrected(level: str, **options: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weights of tokens with rho 2, 1/4, 4, masked, and of a second response with 1, 1, masked, masked; metrics."""
+    rho = torch.tensor([[2.0, 0.25, 4.0, 9.0], [1.0, 1.0, 9.0, 9.0]])
+    logp = torch.zeros(2, 4, requires_grad=True)
+    out = fastrl.policy_loss(
+        logp,
+        objective=fastrl.REINFORCE(rollout_correction=fastrl.RolloutCorrection(level, **options)),
+        advantages=torch.ones(2),
+        old_logprobs=torch.zeros(2, 4),
+        rollout_logprobs=-rho.log(),
+        mask=torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+        denominator=1,
+    )
+    out.loss.backward()
+    return -logp.grad, {k.removeprefix("rollout_"): v.item() for k, v in out.metrics.items() if "rollout" in k}
+
+
+def test_levels_of_a_rollout_correction() -> None:
+    ones = torch.ones(2, 1)
+    for level, rho in (("token", [2.0, 0.25, 4.0]), ("sequence", [2.0] * 3), ("sequence-mean", [2 ** (1 / 3)] * 3)):
+        weights, metrics = corrected(level, high=100.0)
+        torch.testing.assert_close(weights[0], torch.tensor([*rho, 0.0]))
+        torch.testing.assert_close(weights[1:, :2], ones.T)
+        every = torch.tensor([*rho, 1.0, 1.0])
+        expected = {"weight_mean": every.mean(), "ess": every.sum() ** 2 / (5 * every.square().sum())}
+        expected |= {"frac_low": 0.0, "frac_high": 0.0, "frac_rejected": 0.0}
+        expected |= {"log_weight_mean": math.log(2) / 5 * (1 if level != "sequence" else 3)}
+        expected |= {"log_weight_max": every.log().abs().max()}
+        assert metrics == pytest.approx({k: float(x) for k, x in expected.items()}), level
+
+
+def test_truncation_and_rejection_combine() -> None:
+    rows = [  # the weights of the tokens with rho 2, 1/4, 4, 1, 1; the shares below low, above high, of weight 0
+        (("truncate", 0.5, 1.5, None), (1.5, 0.5, 1.5, 1, 1), (0.2, 0.4, 0.0)),
+        (("mask", 0.5, 2.5, None), (2, 0, 0, 1, 1), (0.2, 0.2, 0.4)),
+        (("truncate", 0.5, 1.5, (0.1, 3.0)), (1.5, 0.5, 0, 1, 1), (0.2, 0.4, 0.2)),
+        (("truncate", 0.0, 1.5, [0.2, 2.5]), (1.5, 0.25, 0, 1, 1), (0.0, 0.4, 0.2)),
+        (("mask", 0.2, 3.0, (0.9, 9.0)), (2, 0, 0, 1, 1), (0.0, 0.2, 0.4)),
+    ]
+    for (mode, low, high, reject), weights, shares in rows:
+        found, metrics = corrected("token", mode=mode, low=low, high=high, reject=reject)
+        assert [*found[0, :3], *found[1, :2]] == pytest.approx(weights), mode
+        assert [metrics[f"frac_{x}"] for x in ("low", "high", "rejected")] == pytest.approx(shares), mode
+
+
+def test_a_rejected_response_stays_in_the_denominator_and_in_the_kl() -> None:
+    ratios = torch.tensor([[0.0, 0.0], [3.0, 3.0]])
+    correction = fastrl.RolloutCorrection("sequence-mean", reject=(0.5, 2.0))
+    logp = torch.zeros(2, 2, requires_grad=True)
+    given = {"old_logprobs": torch.zeros(2, 2), "rollout_logprobs": -ratios, "ref_logprobs": torch.ones(2, 2)}
+    out = fastrl.policy_loss(
+        logp, objective=fastrl.GRPO(kl_coef=1.0, rollout_correction=correction), advantages=torch.ones(2), **given
+    )
+    out.loss.backward()
+    assert out.metrics["policy_loss"] == -0.5 and out.metrics["rollout_frac_rejected"] == 0.5
+    assert (logp.grad[1] != 0).all()
+    torch.testing.assert_close(logp.grad[0] - logp.grad[1], torch.full((2,), -0.25))
+
+
+def test_metrics_of_weights_whose_squares_overflow() -> None:
+    objective = fastrl.PPO(rollout_correction=fastrl.RolloutCorrection(), max_log_ratio=80.0)
+    given = {"old_logprobs": torch.zeros(1, 2), "rollout_logprobs": torch.tensor([[-70.0, 0.0]])}
+    found = fastrl.policy_loss(torch.zeros(1, 2), objective=objective, advantages=torch.ones(1), **given).metrics
+    assert found["rollout_ess"] == 0.5 and found["rollout_log_weight_max"] == 70 and found["rollout_weight_mean"] > 1e17
+
+
+def test_prompts_of_a_mean_over_prompts() -> None:
+    """Prompt 5 has 5 valid tokens in two responses, prompt -1 has 2; a prompt without valid tokens counts as one."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
+    each = torch.tensor([5, 5, 2, 1])
+    for ids in (torch.tensor([5, -1, 5, 9])[[0, 2, 1, 3]], [(5,), (5,), None, "x"], torch.tensor([5, 5, 0, 1]).byte()):
+        logp = torch.zeros(4, 3, requires_grad=True)
+        given = {"objective": fastrl.PPO(aggregate="prompt-mean"), "advantages": -torch.ones(4), "mask": mask}
+        fastrl.policy_loss(logp, group_ids=ids, **given).loss.backward()
+        torch.testing.assert_close(logp.grad, mask / (3.0 * each[:, None]))
+        logp.grad = None
+        fastrl.policy_loss(logp, group_ids=ids, denominator=torch.tensor(7), **given).loss.backward()
+        torch.testing.assert_close(logp.grad, mask / (7.0 * each[:, None]))
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def test_a_denominator_for_each_response_replaces_the_aggregation(aggregate: str) -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
+    logp = torch.zeros(3, 3, requires_grad=True)
+    out = fastrl.policy_loss(
+        logp,
+        objective=fastrl.PPO(aggregate=aggregate, max_length=9),
+        advantages=-torch.ones(3),
+        mask=mask,
+        denominator=torch.tensor([4, 10, 0]),  # a response without a token may have 0
+    )
+    out.loss.backward()
+    torch.testing.assert_close(logp.grad, mask / torch.tensor([4.0, 10.0, 1.0])[:, None])
+
+
 def test_a_token_that_gmpo_clips_has_no_weight() -> None:
     """Ratios (2, 1, 0.5), A = (1, 1, -1), clip 0.4: c is 0 for the first and the last token, whatever their mean is."""
     logp = torch.tensor([[2.0, 1.0, 0.5]]).log().requires_grad_()
@@ -272,7 +376,8 @@ def test_nothing_divides_by_zero(name: str, shape: tuple[int, ...], mask: torch.
     logp = torch.full(shape, 0.0 if mask is None else torch.nan, requires_grad=True)
     numbers = {k: torch.full(shape, torch.nan) for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
     count = shape[0] if len(shape) > 1 else 1
-    out = fastrl.policy_loss(logp, objective=OBJECTIVES[name], advantages=torch.ones(count), mask=mask, **numbers)
+    numbers |= {"advantages": torch.ones(count), "group_ids": torch.zeros(count, dtype=torch.int64)}
+    out = fastrl.policy_loss(logp, objective=OBJECTIVES[name], mask=mask, **numbers)
     out.loss.backward()
     assert out.loss == 0
     torch.testing.assert_close(logp.grad, torch.zeros(shape))

@@ -58,7 +58,7 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     frozen = head.unpadded()._replace(hidden=leaves.hidden)
     a = torch.linspace(-1, 1, y.numel(), device=y.device)
     inputs = RowInputs(a, a.abs(), stats.logprobs - 0.1, entropy_weights=a.abs())
-    objective = RowObjective("clip", (0.2, 0.2, 1e30, 1e30), "none", "none", 0.0, 0.0, 20.0)
+    objective = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
     row = (y, m, transform)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (rows.row_statistics, (logits.clone().requires_grad_(), *row, V, backend, False)),

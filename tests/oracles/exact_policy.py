@@ -31,7 +31,8 @@ class Batch:
     token_weights: Tensor | None = None
     entropy_weights: Tensor | None = None
     threshold: float | None = None
-    denominator: float | None = None
+    denominator: float | list[float] | None = None  # of the batch, or of each response
+    groups: list[Any] | None = None  # the prompt of each response
     draws: Tensor | None = None  # Clip-Cov's: the smallest win
 
     @classmethod
@@ -97,15 +98,16 @@ class _Evaluation:
         self.magnitude = {name: torch.zeros((), dtype=torch.float64) for name in terms}
         self.weights, self.c_magnitude = torch.zeros_like(logp), torch.zeros_like(logp)
         names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy", "chosen")
+        names += ("rho", "log_rho", "rejected")
         self.token: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in names}
         self.top = self._top_entropy()
         self.weight_of_future, self.pull = self._future(), torch.zeros_like(logp)
         self.chosen = self._chosen()
         self.losses = self._custom_losses() if self.custom is not None else None
-        for response in batch.responses:
+        for number, response in enumerate(batch.responses):
             rows = [t for t in response if batch.mask[t]]
             if rows:
-                self._add(rows)
+                self._add(rows, self._weight(number))
 
     @property
     def loss(self) -> Tensor:
@@ -204,12 +206,20 @@ class _Evaluation:
         losses = self.custom(logp - self.old[rows], self.batch.advantages[rows], context)
         return torch.zeros_like(self.logp).index_add(0, rows, losses)
 
-    def _weight(self, tokens: int) -> float:
-        """The aggregation's weight of each of a response's tokens."""
-        kind, denominator = self.objective.aggregate, self.batch.denominator
+    def _weight(self, number: int) -> float:
+        """The aggregation's weight of each token of a response."""
+        kind, denominator, responses = self.objective.aggregate, self.batch.denominator, self.batch.responses
+        if isinstance(denominator, list):
+            return 1 / denominator[number]
         if kind == "token-mean":
             return 1 / (self.batch.tokens if denominator is None else denominator)
-        responses = len(self.batch.responses) if denominator is None else denominator
+        lengths = [int(self.batch.mask[response].sum()) for response in responses]
+        if kind == "prompt-mean":
+            groups = self.batch.groups
+            own = sum(length for length, group in zip(lengths, groups, strict=True) if group == groups[number])
+            return 1 / (own * (len(set(groups)) if denominator is None else denominator))
+        tokens = lengths[number]
+        responses = len(responses) if denominator is None else denominator
         length = {"seq-mean-token-mean": tokens, "seq-mean-token-sum": 1}.get(kind, self.objective.max_length)
         return 1 / (responses * length)
 
@@ -267,18 +277,23 @@ class _Evaluation:
         correction = objective.rollout_correction
         if correction is not None:
             log = old - batch.rollout[rows]
-            log = self._clamp(log.sum() if correction.level == "sequence" else log, rows).expand(len(rows))
-            for bound in (correction.low, correction.high):
+            log = {"token": log, "sequence": log.sum(), "sequence-mean": log.mean()}[correction.level].expand(len(rows))
+            self.token["log_rho"][rows] = log
+            log = self._clamp(log, rows)
+            bounds = (correction.low, correction.high)
+            for bound in (*bounds, *(correction.reject or ())):
                 self.borders.append(log - math.log(bound) if bound else torch.full_like(log, INFINITY))
-            rho = log.exp()
-            inside = (rho >= correction.low) & (rho <= correction.high)
-            mask = correction.mode == "mask"
-            omega = omega * (torch.where(inside, rho, 0.0) if mask else rho.clamp(correction.low, correction.high))
+            self.token["rho"][rows] = rho = log.exp()
+            weight = rho.clamp(*bounds) if correction.mode == "truncate" else _inside(rho, bounds)
+            if correction.reject is not None:
+                weight = torch.where(_inside(rho, correction.reject) == 0, 0.0, weight)
+            self.token["rejected"][rows] = (weight == 0).double()
+            omega = omega * weight
         return omega.detach()
 
-    def _add(self, rows: list[int]) -> None:
-        objective, batch, n = self.objective, self.batch, len(rows)
-        advantage, w = batch.advantages[rows], self._weight(n)
+    def _add(self, rows: list[int], w: float) -> None:
+        objective, batch = self.objective, self.batch
+        advantage = batch.advantages[rows]
         if self.losses is not None:
             log = (self.logp[rows] - self.old[rows]).detach()
             unknown = torch.full_like(log, math.nan)
@@ -400,6 +415,26 @@ class _Evaluation:
             **({"chosen_by_covariance": token["chosen"].sum()} if self.objective.covariance is not None else {}),
             "tokens": torch.tensor(float(self.batch.tokens), dtype=torch.float64),
         }
+        if self.objective.rollout_correction is not None:
+            metrics |= self._of_raw_weights(token)
         scales = {name: metrics[name].abs() for name in metrics}
-        scales |= {"kl": absolute["kl"], "approx_kl": mean["ratio"] + 1}
+        scales |= {"kl": absolute["kl"], "approx_kl": mean["ratio"] + 1, "rollout_log_weight_mean": absolute["log_rho"]}
         return metrics, scales
+
+    def _of_raw_weights(self, token: dict[str, Tensor]) -> dict[str, Tensor]:
+        correction, rho, n = self.objective.rollout_correction, token["rho"], max(self.batch.tokens, 1)
+        zero = torch.zeros((), dtype=torch.float64)
+        return {
+            "rollout_weight_mean": rho.sum() / n,
+            "rollout_ess": rho.sum() ** 2 / (n * (rho**2).sum()) if self.batch.tokens else zero,
+            "rollout_frac_low": (rho < correction.low).double().sum() / n,
+            "rollout_frac_high": (rho > correction.high).double().sum() / n,
+            "rollout_frac_rejected": token["rejected"].sum() / n,
+            "rollout_log_weight_mean": token["log_rho"].sum() / n,
+            "rollout_log_weight_max": token["log_rho"].abs().max() if self.batch.tokens else zero,
+        }
+
+
+def _inside(rho: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """rho, or 0 outside the bounds."""
+    return torch.where((rho >= bounds[0]) & (rho <= bounds[1]), rho, 0.0)

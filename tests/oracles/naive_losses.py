@@ -22,6 +22,7 @@ class Response:
     rollout: Tensor | None = None
     entropy: Tensor | None = None
     token_weights: Tensor | None = None
+    prompt: int = 0
 
 
 def policy_loss(responses: list[Response], objective: Objective, entropy_threshold: float | None = None) -> Tensor:
@@ -31,7 +32,9 @@ def policy_loss(responses: list[Response], objective: Objective, entropy_thresho
     joined = {
         name: None if value is None else torch.cat([vars(r)[name] for r in responses])
         for name, value in vars(responses[0]).items()
+        if name != "prompt"
     }
     logp, entropy = joined.pop("logp"), joined.pop("entropy")
     mask = torch.ones(sum(lengths), dtype=torch.bool)
-    return exact_loss(objective, Batch(rows, mask, threshold=entropy_threshold, **joined), logp, entropy)
+    batch = Batch(rows, mask, threshold=entropy_threshold, groups=[r.prompt for r in responses], **joined)
+    return exact_loss(objective, batch, logp, entropy)

@@ -248,7 +248,7 @@ def test_launches_of_the_functions_that_sum(ranks: int, monkeypatch: pytest.Monk
         total = responses.ranks_sum(x)
     with counted() as back:
         total.backward(upstream)
-    loss, terms, largest = torch.rand((), requires_grad=True), torch.rand(10), torch.rand(())
+    loss, terms, largest = torch.rand((), requires_grad=True), torch.rand(10), torch.rand(1)
     with counted() as packing:
         responses.totals(loss, terms, largest)
     assert summing.total == back.total == scaling._SUM
@@ -277,7 +277,7 @@ def test_launches_to_combine_and_of_the_objective() -> None:
         whole = Combined(torch.zeros(10, dtype=torch.int64))
         whole.add(ranks, torch.ones(8, 10, dtype=torch.bool))
         torch.stack(whole.finish())
-    objective = RowObjective("clip", (0.2, 0.2, 0.0, 0.0), "none", "none", 0.0, 0.0, 20.0)
+    objective = RowObjective("clip", (0.2, 0.2, 0.0, 0.0))
     with counted() as evaluating:
         row_terms(*torch.rand(2, 10), None, objective, RowInputs(torch.ones(10), torch.ones(10), old=torch.rand(10)))
     assert combining.total == pytest.approx(scaling._COMBINE, rel=0.1)

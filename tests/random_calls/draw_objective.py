@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastrl
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
 RATIOS = ("token", "sequence", "sequence-token", "sequence-product")
 NEEDY = ("PPOKL", "DrGRPO", "DeepSeekV32", "DRO", "ClipCov")  # of required arguments, or a generator
 KINDS = ("k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2")
@@ -74,9 +74,13 @@ def _fields(draw: Draw, chance: float) -> dict[str, Any]:
         fields["aggregate"] = draw.choice(AGGREGATIONS)
         fields["max_length"] = draw.randint(1, 40)
     if draw.often(chance * 0.6):
-        level, mode = draw.choice(("token", "sequence")), draw.choice(("truncate", "mask"))
+        level, mode = draw.choice(("token", "sequence", "sequence-mean")), draw.choice(("truncate", "mask"))
         low = draw.choice((0.0, 0.5, 0.9))
-        fields["rollout_correction"] = fastrl.RolloutCorrection(level, mode, low, low + draw.choice((0.2, 1.5, 4.0)))
+        bounds = (low, low + draw.choice((0.2, 1.5, 4.0)))
+        reject = draw.choice((0.0, 0.3, 0.95)), draw.choice((1.02, 1.3, 6.0))
+        overlap = max(low, reject[0]) < min(bounds[1], reject[1])
+        reject = _maybe(draw, 0.5, reject) if overlap else None
+        fields["rollout_correction"] = fastrl.RolloutCorrection(level, mode, *bounds, reject)
     if draw.often(chance * 0.4):
         fields["off_policy_delta"] = draw.choice((-0.1, 0.0, 0.05, 0.2, 1.0))
     if draw.often(chance * 0.4):

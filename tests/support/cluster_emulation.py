@@ -17,7 +17,7 @@ from fastrl.backend.cpp import build
 from fastrl.backend.cpp.formulas import header
 from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 
 PROPERTIES = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10)  # an H100's
 
@@ -41,7 +41,7 @@ class _Kernel(NamedTuple):
     def launch(self, blocks: int, threads: int, shared: int, arguments: kernel.Arguments) -> None:
         v = self.variant
         assert (blocks, threads) == (arguments.rows * v.segments, v.threads)
-        tables = ((GATE_FORMULAS, v.gate), (KL_FORMULAS, v.kl), (ROLLOUT_FORMULAS, v.rollout))
+        tables = ((GATE_FORMULAS, v.gate), (KL_FORMULAS, v.kl))
         names = [list(table).index(name) for table, name in tables]
         flags = (v.dtype == torch.float16, v.segments, threads, v.softcap, v.entropy)
         failure = _emulate()(ctypes.byref(arguments), *flags, *names, shared, self.order)

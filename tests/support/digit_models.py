@@ -30,6 +30,9 @@ OBJECTIVES = {
     "seq-mean-token-mean": fastrl.GRPO(kl_coef=0.1),
     "seq-mean-token-sum": fastrl.LUSPO(clip_low=0.1, clip_high=0.1),
     "seq-mean-token-sum-norm": fastrl.DrGRPO(max_length=6),
+    "prompt-mean": fastrl.CISPO(
+        aggregate="prompt-mean", rollout_correction=fastrl.RolloutCorrection("sequence-mean", high=1.02)
+    ),
 }
 
 

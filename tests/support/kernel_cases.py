@@ -14,7 +14,7 @@ from vocabulary import log_sum_of_all
 from fastrl.backend.choice import forced, kernels
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.backend.torch import rows as reference
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import NO_CORRECTION, TERMS, RowInputs, RowObjective
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Transform()
@@ -251,7 +251,7 @@ def check(
 
 # --- forward-gradient -------------------------------------------------------------------------------------------------
 
-OBJECTIVE = RowObjective("clip", (0.2, 0.28, 3.0, 1e30), "k3", "truncate", 0.1, 2.0, 20.0)
+OBJECTIVE = RowObjective("clip", (0.2, 0.28, 3.0, 1e30), "k3", (0.1, 2.0, 0.0, 1e30))
 PARAMETERS = {
     "surrogate": (0.0, 0.0, 0.0, 0.0),
     "reinforce": (0.0, 0.0, 0.0, 0.0),
@@ -263,6 +263,12 @@ PARAMETERS = {
     "tapered": (0.3, 1.2, 0.0, 0.0),
     "divergence-tv": (0.01, 0.02, 3.0, 0.0),
     "divergence-kl": (0.01, 0.02, 3.0, 0.0),
+}
+CORRECTIONS = {
+    "none": NO_CORRECTION,
+    "truncate": (0.6, 1.5, 0.0, 1e30),
+    "mask": (0.0, 1e30, 0.6, 1.5),
+    "truncate and reject": (0.6, 1.5, 0.4, 3.0),
 }
 OPTIONAL = RowInputs._fields[2:]
 # Logs of ratios: inside every clip, outside on both sides, beyond dual and delta, and beyond the clamp at 20.

@@ -35,6 +35,8 @@ OBJECTIVES = {
     "TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(high=1.1)),
     "MIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(mode="mask", low=0.9, high=1.2)),
     "sequence TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection("sequence", high=1.1)),
+    "geometric TIS": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection("sequence-mean", high=1.05)),
+    "TIS with rejection": fastrl.GRPO(rollout_correction=fastrl.RolloutCorrection(high=1.1, reject=(0.8, 1.5))),
     "off-policy mask": fastrl.GRPO(off_policy_delta=0.0),
     "FIPO, both sides": fastrl.FIPO(half_life=0.7, low=0.9, high=1.1, dual_clip=None, safe_ratio=None),
     "FIPO of a response's ratio": fastrl.GSPO(future_kl=fastrl.FutureKL(4.0, 0.5, 3.0, max_ratio=1.3)),

@@ -55,6 +55,7 @@ class Problem:
         self.arguments: dict[str, Any] = {
             "targets": self.targets,
             "advantages": normal(*shape) if per_token else normal(shape[0]),
+            "group_ids": (torch.arange(shape[0]) % 2).to(device),
             "old_logprobs": None if on_policy else logp + normal(*shape, scale=0.3),
             "ref_logprobs": logp + normal(*shape, scale=0.3),
             "rollout_logprobs": logp + normal(*shape, scale=0.3),

@@ -131,8 +131,8 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     if case.kernel == "statistics":
         return support_statistics.support_statistics_kernel, constants, support_statistics.OPTIONS
     if case.kernel == "forward_gradient":
-        gate, kl, rollout = ("soft", "k3-unbiased", "truncate") if full else ("clip", "none", "none")
-        constants["OBJECTIVE"], _ = device_objective(RowObjective(gate, (0.0,) * 4, kl, rollout, 0.0, 0.0, 0.0))
+        gate, kl = ("soft", "k3-unbiased") if full else ("clip", "none")
+        constants["OBJECTIVE"], _ = device_objective(RowObjective(gate, (0.0,) * 4, kl))
         constants |= {} if full else {f"{name}_ptr": None for name in RowInputs._fields[3:]}
         return support_forward_gradient.support_forward_gradient_kernel, constants, support_statistics.OPTIONS
     constants |= {} if full else {"h_ptr": None}
@@ -196,7 +196,7 @@ def launch_keys() -> dict[str, list[str]]:
         backend.scatter_entries(values, 1 + gap, targets, asked, tile[None])
         backend.support_statistics(values, targets, support, transform)
         backend.support_gradient(values, targets, support, transform, Statistics(c, c, c, c), c, None, values)
-        objective = RowObjective("clip", (0.2, 0.2, 3, 1e30), "none", "none", 0, 0, temperature)
+        objective = RowObjective("clip", (0.2, 0.2, 3, 1e30), max_log_ratio=temperature)
         backend.support_forward_gradient(values, targets, support, transform, objective, RowInputs(c, c, c), values)
         backend.support_hidden(values, weight, support, hidden, False)
         backend.by_token(support, v)

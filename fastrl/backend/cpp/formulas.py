@@ -13,7 +13,7 @@ import inspect
 
 from fastrl.objectives import formulas
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import TERMS
 
 #: The functions of `fastrl.objectives.arithmetic` in C++. As in torch, minimum and maximum of a NaN are NaN.
@@ -26,6 +26,7 @@ _FUNCTIONS = {
     "sigmoid": "inline double sigmoid(double x) { return 1 / (1 + ::exp(-x)); }",
     "minimum": "inline double minimum(double a, double b) { return a < b || a != a ? a : b; }",
     "maximum": "inline double maximum(double a, double b) { return a > b || a != a ? a : b; }",
+    "clip": "inline double clip(double x, double a, double b) { return minimum(maximum(x, a), b); }",
     "where": "inline double where(bool condition, double a, double b) { return condition ? a : b; }",
     "detach": "inline double detach(double x) { return x; }",
 }
@@ -152,5 +153,4 @@ def header() -> str:
         for kind, names, formulas_of in (("GATE", parts[0], GATE_FORMULAS), ("KL", parts[1], KL_FORMULAS))
         for i, part in enumerate(names)
     ]
-    tables.append(_table("ROLLOUT_WEIGHT", [function.__name__ for function in ROLLOUT_FORMULAS.values()]))
     return "#include <math.h>\n\n" + definitions() + "\n" + _namespace(*tables)

@@ -9,7 +9,7 @@ import torch
 from fastrl.backend.contract import LossTerms
 from fastrl.backend.cpp.library import pointer
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 
@@ -18,8 +18,7 @@ class LossArguments(Structure):
 
     _fields_ = (
         ("gate_parameters", c_double * 4),
-        ("rollout_low", c_double),
-        ("rollout_high", c_double),
+        ("rollout_parameters", c_double * 4),
         ("max_log_ratio", c_double),
         ("entropy_threshold", c_double),
         *(
@@ -41,7 +40,6 @@ class LossArguments(Structure):
         ("out_stride", c_int64),
         ("gate", c_int32),
         ("kl", c_int32),
-        ("rollout_mode", c_int32),
         ("element", c_int32),
     )
 
@@ -59,8 +57,7 @@ def objective_arguments(
     threshold = inputs.entropy_threshold
     return result, LossArguments(
         (c_double * 4)(*objective.gate_parameters),
-        objective.rollout_low,
-        objective.rollout_high,
+        (c_double * 4)(*objective.rollout_parameters),
         objective.max_log_ratio,
         -1e30 if threshold is None else float(threshold),
         *(pointer(name, value, rows) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
@@ -69,6 +66,5 @@ def objective_arguments(
         stride,
         list(GATE_FORMULAS).index(objective.gate),
         list(KL_FORMULAS).index(objective.kl),
-        list(ROLLOUT_FORMULAS).index(objective.rollout),
         element,
     )

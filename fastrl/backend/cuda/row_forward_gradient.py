@@ -22,7 +22,7 @@ from fastrl.backend.cpp.formulas import definitions
 from fastrl.backend.cuda import nvrtc
 from fastrl.kernels.configuration import configuration, is_aligned, numbers, on_device, row_strides
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 
 _SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
@@ -59,7 +59,7 @@ class Arguments(Structure):
         ("inputs", c_void_p * len(RowInputs._fields)),
         ("results", c_void_p),
         *((name, c_longlong) for name in ("stride_a", "stride_b", "out_stride_a", "out_stride_b")),
-        ("parameters", c_double * 7),
+        ("parameters", c_double * 9),
         *((name, c_int) for name in ("rows", "columns_b", "vocab")),
         *((name, c_float) for name in ("temperature", "logit_scale", "softcap")),
     )
@@ -75,7 +75,6 @@ class Variant(NamedTuple):
     entropy: bool  # whether its gradient is wanted
     gate: str
     kl: str
-    rollout: str
 
 
 def shared_bytes(vocab: int, segments: int) -> int:
@@ -94,7 +93,7 @@ def threads(shared: int, multiprocessor: int) -> int:
 
 def source(variant: Variant) -> str:
     """The kernel `row_forward_gradient_kernel` of one variant; it includes `headers()`."""
-    functions = (*GATE_FORMULAS[variant.gate], *KL_FORMULAS[variant.kl], ROLLOUT_FORMULAS[variant.rollout])
+    functions = (*GATE_FORMULAS[variant.gate], *KL_FORMULAS[variant.kl])
     names = ", ".join(f"formulas::{function.__name__}" for function in functions)
     flags = ", ".join(str(flag).lower() for flag in (variant.softcap, variant.entropy))
     # Blocks that share a multiprocessor's registers. A softcap needs more of them, and is not bound by memory.
@@ -199,9 +198,7 @@ def row_forward_gradient(
         address(results),
         *strides,
         *row_strides(written)[1:],
-        (c_double * 7)(
-            *objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio
-        ),
+        (c_double * 9)(*objective.gate_parameters, *objective.rollout_parameters, objective.max_log_ratio),
         rows,
         columns_b,
         vocab,
@@ -211,7 +208,7 @@ def row_forward_gradient(
     shared = shared_bytes(vocab, segments)
     size = threads(shared, torch.cuda.get_device_properties(logits.device).shared_memory_per_multiprocessor)
     flags = (transform.softcap != 0, inputs.entropy_weights is not None)
-    variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl, objective.rollout)
+    variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl)
     with on_device(logits):
         _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
     return found

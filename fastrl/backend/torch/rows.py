@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.objectives.formulas import token_terms
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import RowInputs, RowObjective
 
 #: Rows are processed in blocks of at most this many entries, so that temporaries stay small.
@@ -113,7 +113,6 @@ def row_terms(
     *terms, c, h = token_terms(
         *GATE_FORMULAS[objective.gate],
         *KL_FORMULAS[objective.kl],
-        ROLLOUT_FORMULAS[objective.rollout],
         logprobs,
         entropy,
         old,
@@ -125,8 +124,7 @@ def row_terms(
         zeros if inputs.entropy_weights is None else inputs.entropy_weights,
         -1e30 if inputs.entropy_threshold is None else inputs.entropy_threshold,
         *objective.gate_parameters,
-        objective.rollout_low,
-        objective.rollout_high,
+        *objective.rollout_parameters,
         objective.max_log_ratio,
     )
     stacked = torch.stack([*terms, c, h])

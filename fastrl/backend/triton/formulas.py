@@ -18,8 +18,14 @@ import triton.language as tl
 from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus, log1p, maximum, minimum, sigmoid
 from fastrl.objectives import formulas
 from fastrl.objectives.gates import GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, ROLLOUT_FORMULAS
+from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import RowObjective
+
+
+@triton.jit
+def clip(x, low, high):  # type: ignore[no-untyped-def]
+    """x, or the bound that it is beyond."""
+    return minimum(maximum(x, low), high)
 
 
 @triton.jit
@@ -34,7 +40,7 @@ def detach(x):  # type: ignore[no-untyped-def]
     return x
 
 
-_ARITHMETIC = (exp, expm1, expm1_minus, exp_of_exp, log1p, sigmoid, minimum, maximum, where, detach)
+_ARITHMETIC = (exp, expm1, expm1_minus, exp_of_exp, log1p, sigmoid, minimum, maximum, clip, where, detach)
 #: The globals of a rebound formula. `tl` is here because the interpreter patches it.
 _GLOBALS: dict[str, Any] = {"__name__": f"{__name__}.rebound", "tl": tl} | {f.__name__: f for f in _ARITHMETIC}
 
@@ -53,7 +59,7 @@ _GLOBALS |= {
 
 #: Placeholders: `row_terms` binds these names to one objective's formulas in the globals of `_terms`.
 token_terms: Any = None
-gate_value = gate_weight = gate_side = gate_baseline = kl_value = kl_gradient = rollout_weight = None
+gate_value = gate_weight = gate_side = gate_baseline = kl_value = kl_gradient = None
 
 
 def _terms(  # type: ignore[no-untyped-def]
@@ -73,6 +79,8 @@ def _terms(  # type: ignore[no-untyped-def]
     p3,
     rollout_low,
     rollout_high,
+    reject_low,
+    reject_high,
     max_log_ratio,
 ):
     return token_terms(
@@ -82,7 +90,6 @@ def _terms(  # type: ignore[no-untyped-def]
         gate_baseline,
         kl_value,
         kl_gradient,
-        rollout_weight,
         logp,
         entropy,
         old,
@@ -99,20 +106,22 @@ def _terms(  # type: ignore[no-untyped-def]
         p3,
         rollout_low,
         rollout_high,
+        reject_low,
+        reject_high,
         max_log_ratio,
     )
 
 
 @functools.cache
-def row_terms(gate: str, kl: str, rollout: str) -> Any:
+def row_terms(gate: str, kl: str) -> Any:
     """The device function of `row_forward_gradient`: `token_terms` with these formulas filled in; cached."""
-    names = ("gate_value", "gate_weight", "gate_side", "gate_baseline", "kl_value", "kl_gradient", "rollout_weight")
-    chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl], ROLLOUT_FORMULAS[rollout])
+    names = ("gate_value", "gate_weight", "gate_side", "gate_baseline", "kl_value", "kl_gradient")
+    chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl])
     bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
     return _rebind(_terms, _GLOBALS | bound)
 
 
 def device_objective(objective: RowObjective) -> tuple[Any, tuple[float, ...]]:
     """The objective in the form that `row_forward_gradient` takes: a device function and its numbers."""
-    numbers = (*objective.gate_parameters, objective.rollout_low, objective.rollout_high, objective.max_log_ratio)
-    return row_terms(objective.gate, objective.kl, objective.rollout), numbers
+    numbers = (*objective.gate_parameters, *objective.rollout_parameters, objective.max_log_ratio)
+    return row_terms(objective.gate, objective.kl), numbers

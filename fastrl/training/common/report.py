@@ -60,7 +60,14 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "Lengths": (("length",), ("truncated",), ("tokens",)),
     "Optimisation": (("grad_norm",), ("critic_grad_norm",), ("lr",), ("skipped_updates",), ("memory/",)),
-    "Mismatch of rollout and training": (("mismatch/",),),
+    "Mismatch of rollout and training": (
+        ("mismatch/",),
+        ("rollout_weight_mean",),
+        ("rollout_ess",),
+        ("rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected"),
+        ("rollout_log_weight_mean",),
+        ("rollout_log_weight_max",),
+    ),
 }
 OTHERS = "Others"
 TIMES = "time/"

@@ -127,14 +127,16 @@ class KLConfig(Section):
 class CorrectionConfig(Section):
     """A weight from exp(old - rollout), the training path's log-probabilities against the sampler's own."""
 
-    level: Literal["token", "sequence"] = "token"
-    """One weight per token, or one per response."""
+    level: Literal["token", "sequence", "sequence-mean"] = "token"
+    """One weight per token; one per response, the product over its tokens; or their geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
     """truncate (TIS): held within [low, high]; mask (MIS, IcePop): 0 outside them."""
     low: float = Field(0.0, ge=0)
     """The least weight."""
     high: float = Field(2.0, gt=0)
     """The largest weight."""
+    reject: tuple[float, float] | None = None
+    """Bounds outside which the weight is 0, whatever the mode: with truncate wider ones than low and high."""
 
 
 class EntropyConfig(Section):

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastrl import linear_cross_entropy, linear_policy_loss, value_loss
+from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
+from fastrl.base.groups import group_numbers, group_sum
 from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
@@ -24,7 +25,7 @@ from fastrl.training.rl.run import Run
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance")
 # Parts of a minibatch's loss, so they are summed over its micro-batches.
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
-MAXIMA = ("ratio_max",)
+MAXIMA = ("ratio_max", "rollout_log_weight_max")
 KEPT = 3  # saved batches of skipped updates; more would repeat the same
 
 
@@ -113,12 +114,14 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
     The denominators are the whole minibatch's, so the sum does not depend on how it is split.
     """
     tokens = max(int(rollout.mask[rows].sum()), 1)
+    denominator = _denominator(run.objective, rollout, rows, tokens)
     metrics = []
-    for micro_rows in rows.split(run.config.training.micro_batch_size or len(rows)):
-        batch = rollout.select(micro_rows)
+    for part in torch.arange(len(rows), device=rows.device).split(run.config.training.micro_batch_size or len(rows)):
+        batch = rollout.select(rows[part])
         models = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
         with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
-            metrics.append(_backward(run, batch, tokens, len(rows), watch))
+            own = denominator[part] if isinstance(denominator, Tensor) else denominator
+            metrics.append(_backward(run, batch, tokens, own, watch))
     if run.text is not None and run.config.pretraining is not None:
         settings, ids = run.config.pretraining, run.text.next(run.config.pretraining.batch_size).to(run.policy.device)
         with checkpointing(run.policy.model):
@@ -130,8 +133,22 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
     return metrics
 
 
-def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stopwatch) -> dict[str, Tensor]:
-    """Add the gradient of a micro-batch of a minibatch with this many tokens and sequences. Returns its metrics."""
+def _denominator(objective: Objective, rollout: Rollout, rows: Tensor, tokens: int) -> int | Tensor:
+    """The policy loss's denominator for a minibatch of this many tokens, of each row where it depends on the prompt."""
+    if objective.aggregate == "token-mean":
+        return tokens
+    if objective.aggregate != "prompt-mean":
+        return len(rows)
+    assert rollout.groups is not None  # set by collect
+    prompts = group_numbers(rollout.groups[rows], len(rows), rows.device, "the rollout")
+    return (prompts.amax() + 1) * group_sum(rollout.mask[rows].sum(1), prompts)
+
+
+def _backward(run: Run, batch: Rollout, tokens: int, denominator: int | Tensor, watch: Stopwatch) -> dict[str, Tensor]:
+    """Add the gradient of a micro-batch. Returns its metrics.
+
+    tokens: of the minibatch; denominator: of the policy's loss.
+    """
     policy = run.policy
     with policy.computing():
         states = hidden_states(policy, batch, run.config.training.packing)
@@ -139,7 +156,7 @@ def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stop
         leaf = states.detach().requires_grad_(states.requires_grad)
         metrics = {"loss": torch.zeros((), device=policy.device), "tokens": batch.mask.sum().float()}
         if run.policy_coef:
-            metrics |= _policy_loss(run, batch, leaf, tokens, sequences, watch)
+            metrics |= _policy_loss(run, batch, leaf, denominator, watch)
         if run.distillation is not None:
             distilled = _divergence(run.distillation, policy, batch, leaf, tokens, watch)
             metrics |= {**distilled, "loss": metrics["loss"] + distilled["loss"]}
@@ -153,7 +170,7 @@ def _backward(run: Run, batch: Rollout, tokens: int, sequences: int, watch: Stop
 
 
 def _policy_loss(
-    run: Run, batch: Rollout, leaf: Tensor, tokens: int, sequences: int, watch: Stopwatch
+    run: Run, batch: Rollout, leaf: Tensor, denominator: int | Tensor, watch: Stopwatch
 ) -> dict[str, Tensor]:
     """Add the gradient of the weighted objective to the hidden states `leaf` and the head. Returns its metrics."""
     policy, training = run.policy, run.config.training
@@ -166,7 +183,7 @@ def _policy_loss(
             leaf,
             policy.weight,
             objective=run.objective,
-            denominator=tokens if run.objective.aggregate == "token-mean" else sequences,
+            denominator=denominator,
             temperature=run.config.rollout.temperature,
             memory_budget=training.memory_budget,
             **arguments,
@@ -226,7 +243,7 @@ def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[st
 
 
 def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> dict[str, Any]:
-    """Merge the metrics (0-dim tensors) of several batches: sums, maxima, and means weighted by tokens."""
+    """Merge the metrics (0-dim tensors) of several batches: sums, maxima, means weighted by tokens, and rollout_ess."""
     if not batches:
         return {}
     weights = torch.stack([batch["tokens"] for batch in batches])
@@ -240,4 +257,9 @@ def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> di
             merged[name] = values.max()
         else:
             merged[name] = (weights * values).sum()
+    if "rollout_ess" in merged:  # of each batch mean^2 / mean square
+        means = torch.stack([batch["rollout_weight_mean"] for batch in batches])
+        squares = torch.nan_to_num(means.square() / torch.stack([batch["rollout_ess"] for batch in batches]))
+        mean = merged["rollout_weight_mean"]
+        merged["rollout_ess"] = mean * torch.nan_to_num(mean / (weights * squares).sum())
     return merged

@@ -200,13 +200,13 @@ namespace {
 using namespace fastrl;
 
 struct Objective {
-  static inline int gate, kl, rollout;
+  static inline int gate, kl;
 
   template <class... T>
   auto operator()(T... numbers) const {
     return formulas::token_terms(formulas::GATE_VALUE[gate], formulas::GATE_WEIGHT[gate], formulas::GATE_SIDE[gate],
                                  formulas::GATE_BASELINE[gate], formulas::KL_VALUE[kl], formulas::KL_GRADIENT[kl],
-                                 formulas::ROLLOUT_WEIGHT[rollout], numbers...);
+                                 numbers...);
   }
 };
 
@@ -234,7 +234,7 @@ void choose(int segments, int threads, bool softcap, bool entropy) {
 
 // Null, or what went wrong.
 extern "C" const char* emulate(const Arguments* given, int float16, int segments, int threads, int softcap, int entropy,
-                               int gate, int kl, int rollout, int shared, int order) {
+                               int gate, int kl, int shared, int order) {
   run = nullptr, failure = nullptr;
   if (float16) {
     choose<Float16>(segments, threads, softcap, entropy);
@@ -243,7 +243,7 @@ extern "C" const char* emulate(const Arguments* given, int float16, int segments
   }
   if (run == nullptr) return "no such variant";
   arguments = given;
-  Objective::gate = gate, Objective::kl = kl, Objective::rollout = rollout;
+  Objective::gate = gate, Objective::kl = kl;
   const size_t bytes = size_t(shared) + 128;
   std::unique_ptr<unsigned char[]> memory(new unsigned char[bytes * segments]);
   for (int row = 0; row < given->rows && failure == nullptr; ++row) {

@@ -217,16 +217,18 @@ def test_the_mismatch_is_the_mean_over_counted_tokens(load, bare_run):
         assert float(metrics["mismatch/k3"]) == pytest.approx(k3, rel=1e-3)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize(
+    ("level", "mode"), [("token", "truncate"), ("token", "mask"), ("sequence", "mask"), ("sequence-mean", "truncate")]
+)
 def test_a_correction_weighs_by_the_samplers_own_logprobs(load, bare_run, level, mode):
     """The gradient of advantages that were multiplied by naive weights; and without one the sampler is not read."""
     policy = load()
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS), noise=0.3)
-    low, high = 0.8, 1.2
+    low, high = (0.95, 1.05) if level == "sequence-mean" else (0.8, 1.2)
     correction = fastrl.RolloutCorrection(level=level, mode=mode, low=low, high=high)
     difference = (rollout.old_logprobs - rollout.rollout_logprobs).where(rollout.mask, 0)
     log_rho = difference if level == "token" else difference.sum(1, keepdim=True).expand_as(difference)
+    log_rho = log_rho / rollout.mask.sum(1, keepdim=True).clamp_min(1) if level == "sequence-mean" else log_rho
     rho = log_rho.exp()
     inside = (rho >= low) & (rho <= high)
     assert inside[rollout.mask].any() and not inside[rollout.mask].all()
@@ -244,14 +246,16 @@ def test_a_correction_weighs_by_the_samplers_own_logprobs(load, bare_run, level,
 
 
 def test_a_run_with_a_correction_reads_what_the_recorder_saw(make_config, monkeypatch):
-    """A sampler that never draws what it says: with every ratio below the mask's bound there is no policy gradient."""
-    table = {"mode": "mask", "low": 0.5, "high": 2.0}
+    """A sampler that never draws what it says: with every ratio below the bound of rejection nothing is learned."""
+    table = {"low": 0.2, "high": 2.0, "reject": [0.5, 4.0]}
     config = make_config(objective={"name": "dapo"}, rollout_correction=table, training={"steps": 1, "minibatches": 1})
     run = running.make_run(config)
-    assert run.reads_sampler and module.take_step(run)[0]["grad_norm"] > 0
+    first, _ = module.take_step(run)
+    assert run.reads_sampler and first["grad_norm"] > 0 and first["rollout_ess"] > 0.99
     told = SamplingMaskRecorder.logprobs
     monkeypatch.setattr(SamplingMaskRecorder, "logprobs", lambda *arguments: told(*arguments) + 5)
     numbers, _ = module.take_step(run)
+    assert numbers["rollout_frac_rejected"] == 1 and numbers["rollout_weight_mean"] < 0.1
     assert numbers["policy_loss"] == 0 and numbers["mismatch/abs_log_ratio"] == pytest.approx(5, abs=1e-4)
 
 

@@ -62,6 +62,9 @@ def dense_gradient(run, rollout, drawn, mean):
     terms = (terms - 0.1 * entropy).where(drawn, 0)
     if mean == "token-mean":
         policy_loss = terms.sum() / drawn.sum()
+    elif mean == "prompt-mean":
+        prompts = [rollout.groups == group for group in rollout.groups.unique()]
+        policy_loss = sum(terms[rows].sum() / drawn[rows].sum() for rows in prompts) / len(prompts)
     else:  # of each sequence's mean; one that does not count is a sequence
         policy_loss = (terms.sum(1) / drawn.sum(1).clamp(min=1)).mean()
     error = (dense_values(critic, model, rollout) - rollout.returns).where(drawn, 0)
@@ -71,7 +74,9 @@ def dense_gradient(run, rollout, drawn, mean):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("mean", "kind"), [("token-mean", "shared"), ("seq-mean-token-mean", "own")])
+@pytest.mark.parametrize(
+    ("mean", "kind"), [("token-mean", "shared"), ("seq-mean-token-mean", "own"), ("prompt-mean", "own")]
+)
 def test_loss_and_gradient_are_those_of_the_drawn_tokens_in_float64(
     policy, bare_run, rollout, drawn, packing, mean, kind
 ):

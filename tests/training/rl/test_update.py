@@ -19,6 +19,21 @@ def test_merging_weights_by_tokens():
     assert merge_metrics([], ()) == {}
 
 
+def test_merging_effective_sample_sizes():
+    """Of the weights 1, 3 and 2, 2, 2, 6 together, whatever their cut; a batch without tokens changes nothing."""
+
+    def batch(*weights):
+        w = torch.tensor(weights)
+        mean = w.mean() if weights else torch.tensor(0.0)
+        ess = mean.square() / w.square().mean() if weights else torch.tensor(0.0)
+        return {"tokens": torch.tensor(float(len(w))), "rollout_weight_mean": mean, "rollout_ess": ess}
+
+    whole = float(batch(1.0, 3.0, 2.0, 2.0, 2.0, 6.0)["rollout_ess"])
+    for parts in ([batch(1.0, 3.0), batch(2.0, 2.0, 2.0, 6.0)], [batch(1.0, 3.0, 2.0), batch(), batch(2.0, 2.0, 6.0)]):
+        assert float(merge_metrics(parts, ("tokens",))["rollout_ess"]) == pytest.approx(whole)
+    assert merge_metrics([batch()], ("tokens",))["rollout_ess"] == 0
+
+
 def test_bfloat16_products_keep_float32_weights(make_policy, bare_run):
     """In bfloat16 weights a step of 1e-6 would round away; the products alone are narrow, and the gradient is close."""
     policy = make_policy()
@@ -30,8 +45,8 @@ def test_bfloat16_products_keep_float32_weights(make_policy, bare_run):
     assert 1e-4 < error < 0.1  # some layers' relative roundings of 2^-9; exactly equal would mean float32 products
 
 
-@pytest.mark.parametrize("objective", ["token-mean", "seq-mean-token-mean"])
-def test_a_minibatch_is_averaged_over_its_own_tokens_and_sequences(make_policy, bare_run, objective):
+@pytest.mark.parametrize("objective", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
+def test_a_minibatch_is_averaged_over_its_own_tokens_sequences_and_prompts(make_policy, bare_run, objective):
     policy = make_policy()
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, sets=False))
     rows = torch.tensor([2, 0])
