@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.base.groups import group_numbers, group_sum
+from fastrl.base.groups import group_numbers, group_total
 
 
 def rewards_and_groups(rewards: object, group_ids: object) -> tuple[Tensor, Tensor]:
@@ -30,14 +30,14 @@ def centred(rewards: Tensor, present: Tensor, groups: Tensor, weights: Tensor | 
     lowest = torch.full_like(exact, math.inf).scatter_reduce(0, groups, exact.where(present, math.inf), "amin")[groups]
     # Subtracting a member first makes equal rewards exactly 0; subtracting only their rounded mean would not.
     shifted = (exact - lowest).where(present, 0.0)
-    counts = group_sum(present.double(), groups)
+    counts = group_total(present.double(), groups)
     if weights is None:
-        mean = group_sum(shifted, groups) / counts.clamp(min=1)
+        mean = group_total(shifted, groups) / counts.clamp(min=1)
     else:
         counted = weights.where(present, 0.0)
-        counted = counted.where(group_sum(counted, groups) > 0, present.double())
-        total = group_sum(counted, groups)
-        mean = group_sum(counted * shifted, groups) / torch.where(total > 0, total, 1.0)
+        counted = counted.where(group_total(counted, groups) > 0, present.double())
+        total = group_total(counted, groups)
+        mean = group_total(counted * shifted, groups) / torch.where(total > 0, total, 1.0)
     return (shifted - mean).where(present, 0.0), counts
 
 
@@ -51,7 +51,7 @@ def normalised(rewards: Tensor, present: Tensor, groups: Tensor, scale: str, ddo
         # One group for the whole batch: the spread between prompts counts too.
         groups = torch.zeros_like(groups)
         deviation, counts = centred(rewards, present, groups)
-    return divided(centre, group_sum(deviation.square(), groups), counts, ddof, eps)
+    return divided(centre, group_total(deviation.square(), groups), counts, ddof, eps)
 
 
 def divided(x: Tensor, squares: Tensor, counts: Tensor, ddof: int, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.advantages.groups import centred, check_normalisation, divided, normalised, rewards_and_groups
 from fastrl.base import checks
-from fastrl.base.groups import group_numbers, group_sum
+from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.responses import INTEGER_DTYPES, discounted_sum
 
 
@@ -34,7 +34,7 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) ->
     """
     present, groups = rewards_and_groups(rewards, group_ids)
     centre, counts = centred(rewards.detach(), present, groups)
-    mean = group_sum(rewards.detach().double().where(present, 0.0), groups) / counts.clamp(min=1)
+    mean = group_total(rewards.detach().double().where(present, 0.0), groups) / counts.clamp(min=1)
     return (centre / torch.where(mean != 0, mean, torch.inf)).float()
 
 
@@ -102,7 +102,7 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]
     first = torch.ones_like(there)
     first[1:] = key[1:] != key[:-1]
     below = (position - torch.where(first, position, 0).cummax(0).values).double()  # how many are not larger
-    size = group_sum(present.double(), groups)[order]
+    size = group_total(present.double(), groups)[order]
     chosen = size if k is None else size.clamp(max=k)
     # The best of a subset beats its second best by the steps between them. A step with m responses below it is one of
     # these in a share C(m, k - 1) / C(size - 1, k - 1) of the subsets that hold a given response above it.

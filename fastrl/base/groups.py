@@ -17,7 +17,7 @@ def group_numbers(group_ids: object, count: int, device: torch.device, like_name
     like_name: what errors call the tensor on that device.
     """
     if not isinstance(group_ids, Tensor):
-        return _number_hashables(group_ids, count).to(device)
+        return _number_hashables(group_ids, count).to(device, non_blocking=True)
     checks.tensor("group_ids", group_ids, INTEGER_DTYPES)
     checks.shape("group_ids", group_ids, (count,), "one per response")
     if group_ids.device != device:
@@ -38,13 +38,16 @@ def _number_hashables(group_ids: object, count: int) -> Tensor:
     if len(group_ids) != count:
         raise ValueError(f"group_ids must hold {count} ids, one per response, got {len(group_ids)}")
     seen: dict[Hashable, int] = {}
+    numbers = []
     for position, group in enumerate(group_ids):
-        if not isinstance(group, Hashable):
-            raise TypeError(f"group_ids[{position}] must be hashable, got {type(group).__name__}")
-        seen.setdefault(group, len(seen))
-    return torch.tensor([seen[group] for group in group_ids], dtype=torch.int64)
+        # A tensor's hash is its address: equal ones would differ.
+        key = group.item() if isinstance(group, Tensor) and group.dim() == 0 else group
+        if isinstance(key, Tensor) or not isinstance(key, Hashable):
+            raise TypeError(f"group_ids[{position}] must be hashable, and not a tensor with dimensions; got {key!r}")
+        numbers.append(seen.setdefault(key, len(seen)))
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
-def group_sum(x: Tensor, groups: Tensor) -> Tensor:
+def group_total(x: Tensor, groups: Tensor) -> Tensor:
     """The sum over each element's group, per element."""
     return torch.zeros_like(x).index_add_(0, groups, x)[groups]

@@ -100,7 +100,7 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
         objective=alone,
         advantages=torch.full((len(ratios),), advantage, dtype=torch.float64),
         old_logprobs=torch.full_like(logprobs, old).detach(),
-        denominator=torch.ones(len(ratios)),  # a sum, so that responses do not affect each other
+        denominator=1.0,  # a sum, so that responses do not affect each other
     )
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
     possible = logprobs[:, 0] <= (0.0 if objective.gate.reads_logprob else math.inf)

@@ -133,6 +133,8 @@ def _batch(objective: Any, responses: int, tokens: int, on_policy: bool) -> dict
         batch["ref_logprobs"] = _empty(*shape)
     if isinstance(objective, Objective) and objective.rollout_correction is not None:
         batch["rollout_logprobs"] = _empty(*shape)
+    if getattr(objective, "aggregate", None) == "prompt-mean":
+        batch["group_ids"] = _empty(responses, dtype=torch.int64)
     return batch
 
 

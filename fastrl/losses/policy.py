@@ -82,10 +82,12 @@ def policy_loss(
         cu_seqlens: (B + 1,) int32, rising from 0 to N.
         denominator: replaces the local number of tokens (token-mean), of prompts (prompt-mean) or of responses (the
             other aggregations). A response without a valid token is one of them, as in TRL; verl leaves it out, and so
-            does its adapter. A tensor (B,), one per response, replaces 1 / w of its tokens, whatever the aggregation:
-            for prompt-mean over several micro-batches, the number of prompts times the prompt's number of valid tokens.
+            does its adapter. A tensor may also have one for each response, (B,).
         group_ids: (B,), the prompt of each response, an integer tensor or a list of anything hashable, as in
-            `fastrl.group_advantages`; read by prompt-mean alone, and required by it unless denominator is (B,).
+            `fastrl.group_advantages`; required by prompt-mean, otherwise not read. A prompt's responses must be in one
+            call. Where they lie in several micro-batches, use token-mean with denominator (B,): for each response, the
+            whole batch's number of prompts times its number of valid tokens of the prompt. torch.compile compiles anew
+            for each list, not for each tensor.
         cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
             parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
             cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and

@@ -35,10 +35,11 @@ class PolicyLoss(NamedTuple):
     over valid tokens; ratio_max; ratio_clamped, masked_off_policy, tokens, and for Clip-Cov and KL-Cov
     chosen_by_covariance: numbers of tokens.
 
-    With a rollout correction also, of rho before any bound, each valid token with its own or its response's:
-    rollout_weight_mean; rollout_ess, the effective sample size `(sum rho)^2 / (n sum rho^2)` as a share of the tokens;
-    rollout_frac_low, rollout_frac_high and rollout_frac_rejected, the shares below low, above high, and whose weight is
-    0; rollout_log_weight_mean and rollout_log_weight_max, of log rho and of its size, which is not clamped.
+    With a rollout correction also, of rho before any bound (its logarithm from -30 to 30), each valid token with its
+    own or its response's: rollout_weight_mean and rollout_log_weight_mean; rollout_ess, the effective sample size
+    `(sum rho)^2 / (n sum rho^2)` as a share of the tokens; rollout_frac_low, rollout_frac_high and
+    rollout_frac_rejected, the shares below low, above high, and whose weight is 0. rollout_abs_log_weight_max is the
+    largest size of log rho, wherever it lies.
     """
     logprobs: Tensor
     """Detached float32, shaped like targets; 0 where masked."""
@@ -69,14 +70,26 @@ def make_problem(
     settings = settings_of(objective)
     batch = make_batch(targets, targets_name, dtype=dtype, **inputs)
     if isinstance(denominator, Tensor) and denominator.dim():
-        checks.in_memory("denominator", denominator)
-        checks.shape("denominator", denominator, (batch.responses.count,), "one per response, or be 0-dim")
-        checks.same_device("denominator", denominator, targets, targets_name)
+        _check_denominators(denominator, batch, targets, targets_name)
     elif denominator is not None:
         denominator = checks.scalar("denominator", denominator, positive=True)
     check_requirements(settings, batch, has_entropy)
     weights = batch.aggregation_weights(settings, denominator).to(dtype)
     return Problem(objective, batch, weights, inputs["cu_seqlens"], has_entropy)
+
+
+def _check_denominators(denominator: Tensor, batch: Batch, targets: Tensor, targets_name: str) -> None:
+    """Raises for a denominator of each response that is none; one without valid tokens may have 0."""
+    checks.in_memory("denominator", denominator)
+    if denominator.is_complex() or denominator.dtype == torch.bool:
+        raise TypeError(f"denominator must be real, got {denominator.dtype}")
+    checks.shape("denominator", denominator, (batch.responses.count,), "one per response, or be 0-dim")
+    checks.same_device("denominator", denominator, targets, targets_name)
+    if checks.values_are_checked(denominator):
+        wrong = ~((denominator > 0) & denominator.isfinite()) & (batch.counts > 0)
+        if wrong.any():
+            i = int(wrong.nonzero()[0, 0])
+            raise ValueError(f"denominator must be finite and > 0, got {denominator[i].item():g} for response {i}")
 
 
 def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) -> PolicyLoss:

@@ -227,6 +227,7 @@ def same_problem(problem: Problem, denominator: float | Tensor | None) -> dict[s
         "token_weights": batch.token_weights,
         "entropy_weights": batch.entropy_weights,
         "entropy_threshold": batch.entropy_threshold,
+        "group_ids": batch.groups,
     }
     return {
         **_draws_from(problem),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.base import checks
-from fastrl.base.groups import group_numbers, group_sum
+from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
 from fastrl.distributed.groups import agree
 from fastrl.distributed.responses import SpreadResponses
@@ -99,26 +99,26 @@ class Batch:
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
         """w (N,): the aggregation's weight of each token, 0 where masked.
 
-        Raises ValueError if the aggregation is over prompts, and neither their numbers nor their sizes were given.
+        Raises ValueError if the aggregation is over prompts, and the batch does not know them.
         """
         counts = self.counts
         divisor: float | Tensor = max(self.responses.count, 1)
-        if isinstance(denominator, Tensor):
-            denominator = denominator.detach().to(counts.dtype)
-            if denominator.dim() == 1:  # 1 / w of each response's tokens; maybe 0 where there are none
-                return self.responses.divided(self.mask, denominator).where(self.mask, 0.0)
         if objective.aggregate == "token-mean" and denominator is None:
             divisor = self.tokens.clamp_min(1)
         if objective.aggregate == "prompt-mean":
             if self.groups is None:
                 raise ValueError("group_ids is needed by the objective's aggregate='prompt-mean', got None")
-            counts, divisor = group_sum(counts, self.groups), self.groups.amax() + 1 if self.responses.count else 1
+            counts, divisor = group_total(counts, self.groups), self.groups.amax() + 1 if self.responses.count else 1
         if denominator is not None:
-            divisor = denominator
+            divisor = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
         if objective.aggregate in ("seq-mean-token-mean", "prompt-mean"):
-            return self.responses.divided(self.mask, counts.clamp_min(1) * divisor)
-        if objective.aggregate == "seq-mean-token-sum-norm" and objective.max_length:
+            divisor = counts.clamp_min(1) * divisor
+        elif objective.aggregate == "seq-mean-token-sum-norm" and objective.max_length:
             divisor = divisor * objective.max_length
+        if isinstance(divisor, Tensor) and divisor.dim():
+            weights = self.responses.divided(self.mask, divisor)
+            # A given denominator may be 0 for a response without tokens.
+            return weights.where(self.mask, 0.0) if isinstance(denominator, Tensor) and denominator.dim() else weights
         # A number would divide in the default dtype.
         return (self.mask if isinstance(divisor, Tensor) else self.mask.to(counts.dtype)) / divisor
 

@@ -333,23 +333,21 @@ def _custom_value(
     return value.reshape(-1).to(logp.dtype)
 
 
-def _raw_weights(
-    correction: RolloutCorrection, batch: Batch, log_rho: Tensor, bound: float
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Of rho before any bound: sums over the valid tokens, from which metrics are made, and the largest |log rho|."""
+#: The metrics of rho that are means over tokens, and sums that others are made of.
+_OF_RHO = ("rho", "rho^2", "rollout_log_weight_mean", "rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected")
+
+
+def _raw_weights(correction: RolloutCorrection, batch: Batch, log_rho: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Of rho before any bound: the sums of _OF_RHO over the valid tokens (6,), and the largest |log rho| (1,)."""
     log_rho = log_rho.where(batch.mask, 0.0)
-    rho = f.clamp(log_rho, min(bound, 40.0)).exp()  # float32 holds its square
+    limited = f.clamp(log_rho, 30.0)  # float32 holds the sum of its squares' exponentials
+    raw, rho = limited.exp(), f.clamp(log_rho, bound).exp()
     low, high = correction.kept
-    rows = {
-        "rho": rho,
-        "rho^2": rho.square(),
-        "rollout_frac_low": rho < correction.low,
-        "rollout_frac_high": rho > correction.high,
-        "rollout_frac_rejected": (rho < low) | (rho > high),
-    }
-    sums = torch.stack([x.to(log_rho.dtype) for x in rows.values()]).where(batch.mask, 0.0).float().sum(-1)
-    largest = log_rho.abs().amax() if log_rho.numel() else log_rho.sum()
-    return {**dict(zip(rows, sums.unbind(), strict=True)), "rollout_log_weight_mean": log_rho.float().sum()}, largest
+    rejected = (rho < low) | (rho > high)
+    rows = (raw, raw.square(), limited, rho < correction.low, rho > correction.high, rejected)
+    sums = torch.stack([x.to(rho.dtype) for x in rows]).where(batch.mask, 0.0).sum(-1)
+    largest = torch.linalg.vector_norm(log_rho, torch.inf) if log_rho.numel() else log_rho.sum()
+    return sums.float(), largest.float()[None]
 
 
 def loss_and_metrics(
@@ -382,8 +380,9 @@ def loss_and_metrics(
         log_rho = marks.get("log_rho")
         if log_rho is None:
             log_rho = _log_rho(correction, batch, logp if batch.old is None else batch.old)
-        raw, largest = _raw_weights(correction, batch, log_rho, settings.max_log_ratio)
-        more, maxima = more | raw, torch.cat([maxima, largest[None].float()])
+        of_rho, largest = _raw_weights(correction, batch, log_rho, settings.max_log_ratio)
+        more |= dict(zip(_OF_RHO, of_rho.unbind(), strict=True))
+        maxima = torch.cat([maxima, largest])
     sums = torch.cat([terms.sum(-1), *(x[None] for x in more.values())])
     loss, sums, maxima = batch.responses.totals(loss, sums, maxima)
     tokens = batch.tokens.float()
@@ -412,12 +411,12 @@ def loss_and_metrics(
 
 def _correction_metrics(mean: Mapping[str, Tensor], largest: Tensor) -> dict[str, Tensor]:
     """What a rollout correction adds to the metrics."""
-    shares = ("rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected", "rollout_log_weight_mean")
     return {
         "rollout_weight_mean": mean["rho"],
-        "rollout_ess": mean["rho"] * torch.nan_to_num(mean["rho"] / mean["rho^2"]),  # 0 for a batch without tokens
-        **{name: mean[name] for name in shares},
-        "rollout_log_weight_max": largest,
+        # 0 for a batch without tokens; rounding may take 1 above it
+        "rollout_ess": (mean["rho"] * torch.nan_to_num(mean["rho"] / mean["rho^2"])).clamp_max(1.0),
+        **{name: mean[name] for name in _OF_RHO[2:]},
+        "rollout_abs_log_weight_max": largest,
     }
 
 

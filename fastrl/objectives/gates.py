@@ -32,7 +32,7 @@ GATE_FORMULAS: dict[str, tuple[Formula, Formula, Formula, Formula]] = {
 #: gates whose ratio, if any, is a constant factor: their gradient passes through log pi itself
 DETACHED_GATES = ("reinforce", "stop-gradient-clip", "gamma", "ratio-mask", "tapered", "divergence-tv", "divergence-kl")
 
-ABSENT = 1e30  # a bound that never binds; finite, so that a product with it is never NaN
+_ABSENT = 1e30  # a bound that never binds; finite, so that a product with it is never NaN
 
 
 def check_number(name: str, value: object, low: float, *, strict: bool = False, high: float = math.inf) -> None:
@@ -102,8 +102,8 @@ class Clip(Gate):
             check_number("Clip.delta", self.delta, 1.0, strict=True)
 
     def parameters(self) -> tuple[float, float, float, float]:
-        dual = ABSENT if self.dual is None else self.dual
-        return (self.low, self.high, dual, ABSENT if self.delta is None else self.delta)
+        dual = _ABSENT if self.dual is None else self.dual
+        return (self.low, self.high, dual, _ABSENT if self.delta is None else self.delta)
 
 
 @dataclass(frozen=True)

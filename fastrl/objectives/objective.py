@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.objectives import formulas as f
-from fastrl.objectives.gates import ABSENT, Clip, Formula, Gate, RatioLevel, check_number
+from fastrl.objectives.gates import Clip, Formula, Gate, RatioLevel, check_number
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
@@ -68,6 +68,15 @@ class KL:
         return not self.kind.startswith("old-new")
 
 
+def _check_bounds(owner: str, low: tuple[str, float], high: tuple[str, float]) -> None:
+    """Raises unless two fields, each a name and its value, are bounds on a ratio; the upper one may be infinite."""
+    check_number(f"{owner}.{low[0]}", low[1], 0.0)
+    if high[1] != math.inf:
+        check_number(f"{owner}.{high[0]}", high[1], 0.0)
+    if low[1] >= high[1]:
+        raise ValueError(f"{owner}.{low[0]} must be < {high[0]}, got {low[1]!r} and {high[1]!r}")
+
+
 @dataclass(frozen=True)
 class RolloutCorrection:
     """A detached weight of the policy term, from rho: how much likelier the old policy finds what the engine sampled.
@@ -80,6 +89,8 @@ class RolloutCorrection:
 
     reject: bounds (low, high) outside which the weight is 0, whatever the mode; None rejects nothing. As all weights
     of tokens, it takes nothing out of denominators, nor out of a KL or entropy term.
+
+    An upper bound may be infinity. No weight is more than e^max_log_ratio, as every exponent is clamped.
     """
 
     level: CorrectionLevel = "token"
@@ -95,30 +106,28 @@ class RolloutCorrection:
             )
         if self.mode not in ("truncate", "mask"):
             raise ValueError(f"RolloutCorrection.mode must be 'truncate' or 'mask', got {self.mode!r}")
-        check_number("RolloutCorrection.low", self.low, 0.0)
-        check_number("RolloutCorrection.high", self.high, self.low, strict=True)
+        _check_bounds("RolloutCorrection", ("low", self.low), ("high", self.high))
         if self.reject is None:
             return
         if not isinstance(self.reject, tuple | list) or len(self.reject) != 2:
             raise TypeError(f"RolloutCorrection.reject must be None or two numbers, (low, high), got {self.reject!r}")
-        object.__setattr__(self, "reject", tuple(self.reject))
-        check_number("RolloutCorrection.reject[0]", self.reject[0], 0.0)
-        check_number("RolloutCorrection.reject[1]", self.reject[1], self.reject[0], strict=True)
-        if self.mode == "mask" and not self.kept[0] < self.kept[1]:
+        low, high = self.reject
+        object.__setattr__(self, "reject", (low, high))
+        _check_bounds("RolloutCorrection", ("reject[0]", low), ("reject[1]", high))
+        if not max(low, self.low) < min(high, self.high):
             raise ValueError(
-                f"RolloutCorrection.reject must overlap [{self.low:g}, {self.high:g}], outside which mode 'mask' keeps"
-                f" nothing, got {self.reject!r}"
+                f"RolloutCorrection.reject must overlap [low, high] = [{self.low:g}, {self.high:g}], got {self.reject}"
             )
 
     @property
     def kept(self) -> tuple[float, float]:
         """The bounds on rho outside which the weight is 0."""
-        low, high = (0.0, ABSENT) if self.reject is None else self.reject
+        low, high = (0.0, math.inf) if self.reject is None else self.reject
         return (low, high) if self.mode == "truncate" else (max(low, self.low), min(high, self.high))
 
     def parameters(self) -> tuple[float, float, float, float]:
         """The arguments of `formulas.rollout_weight` after log rho: the bounds of a clip, then those of rejection."""
-        return (*((self.low, self.high) if self.mode == "truncate" else (0.0, ABSENT)), *self.kept)
+        return (*((self.low, self.high) if self.mode == "truncate" else (0.0, math.inf)), *self.kept)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +16,7 @@ MARKS = ("masked_off_policy", "chosen_by_covariance", "log_rho")
 
 
 #: The rollout parameters of no correction: the weight is 1.
-NO_CORRECTION = (1.0, 1.0, 0.0, 1e30)
+NO_CORRECTION = (1.0, 1.0, 0.0, math.inf)
 
 
 class RowObjective(NamedTuple):

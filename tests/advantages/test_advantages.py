@@ -78,6 +78,13 @@ def test_order_of_the_batch_and_names_of_the_groups_do_not_matter(batch, random)
         torch.testing.assert_close(function(rewards, names), expected, rtol=2**-23, atol=1e-11)
 
 
+def test_ids_in_a_list_are_compared_by_value():
+    """As of a dataset's rows, whose numbers may be 0-dim tensors: these hash by address."""
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    expected = group_advantages(rewards, [0, 0, 1, 1])
+    torch.testing.assert_close(group_advantages(rewards, list(torch.tensor([0, 0, 1, 1]))), expected)
+
+
 def test_group_statistics_have_no_preferred_offset():
     rewards = torch.tensor([1.0, 2.0, 4.0, 8.0])
     far = group_advantages(rewards + 2.0**20, [0, 0, 0, 0])
@@ -112,7 +119,8 @@ def test_advantages_carry_no_gradient():
     ((torch.ones(2), [0]), ValueError, "group_ids must hold 2 ids.*1"),
     ((torch.ones(2), "ab"), TypeError, "group_ids must be.*str"),
     ((torch.ones(2), 7), TypeError, "group_ids must be.*int"),
-    ((torch.ones(2), [0, []]), TypeError, r"group_ids\[1\] must be hashable.*list"),
+    ((torch.ones(2), [0, []]), TypeError, r"group_ids\[1\] must be hashable.*\[\]"),
+    ((torch.ones(2), [torch.ones(1), 0]), TypeError, r"group_ids\[0\] must be hashable, and not a tensor with dim"),
     ((torch.ones(2), torch.ones(2)), TypeError, "group_ids must be one of.*float32"),
     ((torch.ones(2), torch.ones(3).long()), ValueError, r"group_ids must have shape \(2,\).*\(3,\)"),
     ((torch.ones(2), torch.ones(2, device="meta").long()), TypeError, "group_ids must be a dense tensor.*meta"),

@@ -148,6 +148,7 @@ DIFFERING: dict[str, dict[str, Any]] = {
     "sampling_mask": {"sampling_mask": SUPPORTS[1]},
     "bias": {"bias": None},
     "denominator": {"denominator": 9.0},
+    "group_ids": {"group_ids": [0, 1, 1]},
     "requires_grad": {"requires_grad": False},
     "dtype": {"dtype": torch.bfloat16},
     "vocab_size": {"vocab_size": 36},

@@ -55,6 +55,15 @@ def test_token_losses_are_what_policy_loss_sums(objective):
     torch.testing.assert_close(fraction.float(), whole.metrics["clip_frac"])
 
 
+def test_token_losses_takes_what_policy_loss_takes():
+    logprobs, advantages = torch.tensor([[-1.0, -2.0]]), torch.ones(1)
+    for objective in (lambda log_ratio, a, context: -a * log_ratio.exp(), fastrl.CPI(aggregate="prompt-mean")):
+        found = token_losses(objective, logprobs, advantages=advantages)
+        torch.testing.assert_close(found.losses, torch.tensor([[-1.0, -1.0]]))
+    with pytest.raises(TypeError, match="got GRPO itself: call it"):
+        token_losses(fastrl.GRPO, logprobs, advantages=advantages)
+
+
 def test_token_losses_refuses_what_it_does_not_have():
     with pytest.raises(TypeError, match="denominator"):
         token_losses(fastrl.PPO(), torch.zeros(2, 3), advantages=torch.zeros(2), denominator=1.0)
@@ -234,6 +243,8 @@ def test_nemo_refuses_shards_and_says_what_its_types_need():
         NeMoPolicyLoss(fastrl.PPO())(data, torch.tensor(3), torch.tensor(9), logits=logits[:, :4])
     with pytest.raises(ImportError, match="nemo_rl"):
         _ = NeMoPolicyLoss(fastrl.PPO()).loss_type
+    with pytest.raises(ValueError, match=r"objective.aggregate must be over tokens or responses for NeMo-RL"):
+        NeMoPolicyLoss(fastrl.PPO(aggregate="prompt-mean"))
 
 
 def test_nemo_types_follow_the_aggregation(monkeypatch):

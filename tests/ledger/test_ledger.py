@@ -72,6 +72,15 @@ def test_launches_of_row_local_presets(name: str) -> None:
     assert from_logits.count <= 30 and from_logits.syncs == []
 
 
+def test_launches_of_prompts_and_a_correction() -> None:
+    """Prompts take a sort and some sums; a correction its weights before any bound, of which the metrics tell."""
+    plain, shape = fastrl.GRPO(kl_coef=0), (512, 64, 4096)
+    without = linear(shape, plain, longest=64).count
+    assert linear(shape, plain.replace(aggregate="prompt-mean"), longest=64).count <= without + 20
+    corrected = linear(shape, plain.replace(rollout_correction=fastrl.RolloutCorrection()), longest=64)
+    assert corrected.count <= without + 32 and corrected.syncs == linear(shape, plain, longest=64).syncs
+
+
 #: Plan, gradients, objective -> launches at the target shape. Where the objective runs in torch they are many.
 LAUNCHES = [
     ("recompute", BOTH, PPO, 149),

@@ -45,6 +45,21 @@ def test_entry_points_agree_in_triton(backend: str, backend_device: str, name: s
     assert_entry_points_agree(backend_device, name, 0.05, on_policy=name == "VESPO")
 
 
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_weight_that_no_bound_holds(backend: str, backend_device: str, on_policy: bool) -> None:
+    """Of e^75, with and without a correction: in a kernel too it is neither clipped nor dropped."""
+    problem = Problem(backend_device, on_policy)
+    logp = problem.by_logprobs(OBJECTIVES["PPO"])[0].logprobs
+    problem.arguments["rollout_logprobs"] = logp - 75.0
+    correction = fastrl.RolloutCorrection(high=float("inf"))
+    for objective in (fastrl.PPO(rollout_correction=correction), fastrl.IcePop(high=1e34)):
+        objective = objective.replace(max_log_ratio=80.0)
+        expected = problem.by_logprobs(objective)
+        assert expected[0].loss.abs() > 1e30
+        for found, _ in (problem.by_logits(objective), problem.by_hidden(objective)):
+            assert found.loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "SAPO"])
 def test_any_upstream_scalar(backend: str, backend_device: str, name: str) -> None:
     """Accumulation's 1/n, a GradScaler's 2^16: read in the backward."""

@@ -277,7 +277,7 @@ def test_levels_of_a_rollout_correction() -> None:
         expected = {"weight_mean": every.mean(), "ess": every.sum() ** 2 / (5 * every.square().sum())}
         expected |= {"frac_low": 0.0, "frac_high": 0.0, "frac_rejected": 0.0}
         expected |= {"log_weight_mean": math.log(2) / 5 * (1 if level != "sequence" else 3)}
-        expected |= {"log_weight_max": every.log().abs().max()}
+        expected |= {"abs_log_weight_max": every.log().abs().max()}
         assert metrics == pytest.approx({k: float(x) for k, x in expected.items()}), level
 
 
@@ -309,11 +309,26 @@ def test_a_rejected_response_stays_in_the_denominator_and_in_the_kl() -> None:
     torch.testing.assert_close(logp.grad[0] - logp.grad[1], torch.full((2,), -0.25))
 
 
-def test_metrics_of_weights_whose_squares_overflow() -> None:
-    objective = fastrl.PPO(rollout_correction=fastrl.RolloutCorrection(), max_log_ratio=80.0)
-    given = {"old_logprobs": torch.zeros(1, 2), "rollout_logprobs": torch.tensor([[-70.0, 0.0]])}
-    found = fastrl.policy_loss(torch.zeros(1, 2), objective=objective, advantages=torch.ones(1), **given).metrics
-    assert found["rollout_ess"] == 0.5 and found["rollout_log_weight_max"] == 70 and found["rollout_weight_mean"] > 1e17
+def test_weights_beyond_the_clamp() -> None:
+    """The loss's exponents end at max_log_ratio, those of the metrics at 30: float32 holds the sum of their squares."""
+    correction = fastrl.RolloutCorrection(high=math.inf, reject=(0.1, 1e9))
+    many = [31.0] * 8000
+    for log_rho, mean, ess in (
+        ([25.0, 0.0], math.exp(25) / 2, 0.5),
+        ([90.0, 20.0], math.exp(30) / 2, 0.5),
+        (many, 1e13, 1),
+    ):
+        given = {"old_logprobs": torch.zeros(1, len(log_rho)), "rollout_logprobs": -torch.tensor([log_rho])}
+        logp, a = torch.zeros(1, len(log_rho)), torch.ones(1)
+        for bound, weight in ((20.0, math.exp(20)), (80.0, 0.0)):  # at most e^20, or rejected
+            objective = fastrl.PPO(rollout_correction=correction, max_log_ratio=bound)
+            out = fastrl.policy_loss(logp, objective=objective, advantages=a, **given)
+            kept = [weight if x > 20 else math.exp(x) for x in log_rho]
+            assert out.loss.item() == pytest.approx(-sum(kept) / len(kept), rel=1e-5)
+            assert out.metrics["rollout_frac_rejected"].item() == kept.count(0.0) / len(kept)
+            assert out.metrics["rollout_weight_mean"].item() == pytest.approx(mean, rel=0.1)
+            assert out.metrics["rollout_ess"].item() == pytest.approx(ess, rel=1e-4)
+            assert out.metrics["rollout_abs_log_weight_max"] == log_rho[0]
 
 
 def test_prompts_of_a_mean_over_prompts() -> None:
@@ -331,18 +346,37 @@ def test_prompts_of_a_mean_over_prompts() -> None:
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATIONS)
-def test_a_denominator_for_each_response_replaces_the_aggregation(aggregate: str) -> None:
-    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
-    logp = torch.zeros(3, 3, requires_grad=True)
-    out = fastrl.policy_loss(
-        logp,
-        objective=fastrl.PPO(aggregate=aggregate, max_length=9),
-        advantages=-torch.ones(3),
-        mask=mask,
-        denominator=torch.tensor([4, 10, 0]),  # a response without a token may have 0
-    )
-    out.loss.backward()
-    torch.testing.assert_close(logp.grad, mask / torch.tensor([4.0, 10.0, 1.0])[:, None])
+def test_a_denominator_for_each_response(aggregate: str) -> None:
+    """Each takes the place of the whole batch's: of one response, a tensor (1,) is what a number is."""
+    mask, each = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]]), torch.tensor([4, 10, 0])
+    given = {"objective": fastrl.PPO(aggregate=aggregate, max_length=9), "group_ids": [1, 1, 1]}
+    logp = torch.zeros(3, 3, requires_grad=True)  # a response without a token may have 0
+    fastrl.policy_loss(logp, advantages=-torch.ones(3), mask=mask, denominator=each, **given).loss.backward()
+    for row in range(2):
+        alone = torch.zeros(3, 3, requires_grad=True)
+        fastrl.policy_loss(
+            alone, advantages=-torch.ones(3), mask=mask, denominator=float(each[row]), **given
+        ).loss.backward()
+        torch.testing.assert_close(logp.grad[row], alone.grad[row])
+    assert not logp.grad[2].any()
+
+
+def test_prompts_that_micro_batches_cut() -> None:
+    """What the docs say: token-mean, with P T_p as the denominator of each response."""
+    torch.manual_seed(0)
+    mask, prompts = torch.rand(6, 4) > 0.3, torch.tensor([0, 0, 0, 1, 1, 2])
+    logp, advantages = torch.randn(6, 4).log_softmax(-1), torch.randn(6)
+    whole, parts = logp.clone().requires_grad_(), logp.clone().requires_grad_()
+    objective = fastrl.GRPO(kl_coef=0, entropy_coef=0.3, aggregate="prompt-mean")
+    given = {"advantages": advantages, "mask": mask, "entropy": torch.rand(6, 4)}
+    fastrl.policy_loss(whole, objective=objective, group_ids=prompts, **given).loss.backward()
+    tokens = mask.sum(1)
+    denominator = len(prompts.unique()) * torch.stack([tokens[prompts == p].sum() for p in prompts])
+    for rows in torch.arange(6).split(2):
+        own = {name: x[rows] for name, x in given.items()}
+        by_tokens = objective.replace(aggregate="token-mean")
+        fastrl.policy_loss(parts[rows], objective=by_tokens, denominator=denominator[rows], **own).loss.backward()
+    torch.testing.assert_close(parts.grad, whole.grad)
 
 
 def test_a_token_that_gmpo_clips_has_no_weight() -> None:

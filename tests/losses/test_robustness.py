@@ -192,6 +192,23 @@ def test_gates_with_a_ratio_of_their_own(backend: str, backend_device: str) -> N
     assert_same(*same, "VESPO by its gate")
 
 
+def test_prompts_and_corrections_compile() -> None:
+    torch.compiler.reset()
+    problem = Problem("cpu")
+    logp = problem.by_logprobs(fastrl.PPO())[0].logprobs.requires_grad_()
+    given = problem.of_policy_loss()
+    for level in ("token", "sequence-mean"):
+        correction = fastrl.RolloutCorrection(level, high=1.1, reject=(0.5, 3.0))
+        objective = fastrl.PPO(aggregate="prompt-mean", rollout_correction=correction)
+
+        def outcome(x: torch.Tensor, objective: Objective = objective) -> tuple[torch.Tensor, torch.Tensor]:
+            out = fastrl.policy_loss(x, objective=objective, **given)
+            return out.loss, out.metrics["rollout_ess"]
+
+        compiled = torch.compile(outcome, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(logp), outcome(logp))
+
+
 @pytest.mark.slow  # tests/operators compiles a head by inductor too
 @pytest.mark.parametrize("backend", ["cpp"], indirect=True)
 def test_transposed_heads_compile(backend: str, backend_device: str) -> None:

@@ -210,7 +210,7 @@ class _Evaluation:
         """The aggregation's weight of each token of a response."""
         kind, denominator, responses = self.objective.aggregate, self.batch.denominator, self.batch.responses
         if isinstance(denominator, list):
-            return 1 / denominator[number]
+            denominator = denominator[number]
         if kind == "token-mean":
             return 1 / (self.batch.tokens if denominator is None else denominator)
         lengths = [int(self.batch.mask[response].sum()) for response in responses]
@@ -423,15 +423,15 @@ class _Evaluation:
 
     def _of_raw_weights(self, token: dict[str, Tensor]) -> dict[str, Tensor]:
         correction, rho, n = self.objective.rollout_correction, token["rho"], max(self.batch.tokens, 1)
-        zero = torch.zeros((), dtype=torch.float64)
+        zero, raw = torch.zeros((), dtype=torch.float64), token["log_rho"].exp()
         return {
-            "rollout_weight_mean": rho.sum() / n,
-            "rollout_ess": rho.sum() ** 2 / (n * (rho**2).sum()) if self.batch.tokens else zero,
+            "rollout_weight_mean": raw.sum() / n,
+            "rollout_ess": raw.sum() ** 2 / (n * (raw**2).sum()) if self.batch.tokens else zero,
             "rollout_frac_low": (rho < correction.low).double().sum() / n,
             "rollout_frac_high": (rho > correction.high).double().sum() / n,
             "rollout_frac_rejected": token["rejected"].sum() / n,
-            "rollout_log_weight_mean": token["log_rho"].sum() / n,
-            "rollout_log_weight_max": token["log_rho"].abs().max() if self.batch.tokens else zero,
+            "rollout_log_weight_mean": token["log_rho"].sum() / n,  # calls here have none beyond 30
+            "rollout_abs_log_weight_max": token["log_rho"].abs().max() if self.batch.tokens else zero,
         }
 
 

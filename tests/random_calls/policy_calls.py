@@ -251,8 +251,7 @@ def draw_batch(
     elif draw.often(0.1):
         options["denominator"] = (0.5 + 50 * draw.floats(len(layout.responses))).to(kept)
         batch.denominator = options["denominator"].tolist()
-    by_prompts = getattr(objective, "aggregate", None) == "prompt-mean" and not isinstance(batch.denominator, list)
-    if by_prompts or draw.often(0.1):
+    if getattr(objective, "aggregate", None) == "prompt-mean" or draw.often(0.1):
         batch.groups = [draw.randint(-1, 3) for _ in layout.responses]
         options["group_ids"] = batch.groups if draw.often(0.3) else torch.tensor(batch.groups, dtype=torch.int64)
     return batch, options

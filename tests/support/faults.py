@@ -696,8 +696,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/rl/update.py",
-        "group_sum(rollout.mask[rows].sum(1), prompts)",
-        "group_sum(rollout.completion_mask[rows].sum(1), prompts)",
+        "group_total(rollout.mask[rows].sum(1), prompts)",
+        "group_total(rollout.completion_mask[rows].sum(1), prompts)",
         "a count: a prompt's tokens that do not enter the loss",
         "training/rl/test_tool_tokens.py::test_loss_and_gradient_are_those_of_the_drawn_tokens_in_float64",
     ),

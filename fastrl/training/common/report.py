@@ -66,7 +66,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("rollout_ess",),
         ("rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected"),
         ("rollout_log_weight_mean",),
-        ("rollout_log_weight_max",),
+        ("rollout_abs_log_weight_max",),
     ),
 }
 OTHERS = "Others"

@@ -200,12 +200,19 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+#: Messages in a file's own words, in place of pydantic's in Python's.
+_EXPECTED = {"model_type": "expected a table", "tuple_type": "expected a list", "list_type": "expected a list"}
+
+
 def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> list[str]:
     lines = []
     for item in error.errors():
         field = ".".join(str(part) for part in item["loc"])
         override: Any = overrides  # the command line's value of this field
-        for part in item["loc"]:
+        for i, part in enumerate(item["loc"]):
+            if isinstance(part, int) and override is not None:  # of a list
+                field = ".".join(map(str, item["loc"][:i])) + f": value {part + 1}"
+                break
             override = override.get(part) if isinstance(override, dict) else None
         if isinstance(override, dict) and override:  # several fields that do not go together
             options = " ".join(f"--{field}.{name}".replace("--.", "--") for name in override)
@@ -217,7 +224,7 @@ def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> 
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not given")
         else:
-            message = "expected a table" if item["type"] == "model_type" else item["msg"].removeprefix("Value error, ")
+            message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
             received = f", got {item['input']!r}"
             shows_value = isinstance(item["input"], BaseModel | dict) or message.endswith(received)
             lines.append(f"{where}: {message}{'' if shows_value else received}")

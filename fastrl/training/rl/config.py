@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fastrl import RolloutCorrection
 from fastrl.training.common.data_config import HeldOutConfig, PromptsConfig
 from fastrl.training.common.reward import name_of
 from fastrl.training.common.sections import (
@@ -133,10 +134,20 @@ class CorrectionConfig(Section):
     """truncate (TIS): held within [low, high]; mask (MIS, IcePop): 0 outside them."""
     low: float = Field(0.0, ge=0)
     """The least weight."""
-    high: float = Field(2.0, gt=0)
-    """The largest weight."""
-    reject: tuple[float, float] | None = None
-    """Bounds outside which the weight is 0, whatever the mode: with truncate wider ones than low and high."""
+    high: float = Field(2.0, gt=0, allow_inf_nan=True)
+    """The largest weight; may be inf."""
+    reject: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] | None = None
+    """Bounds outside which the weight is 0, whatever the mode, such as 0.1,10 on a command line and [0.1, inf] in a
+    file."""
+
+    @model_validator(mode="after")
+    def _buildable(self) -> "CorrectionConfig":
+        self.build()
+        return self
+
+    def build(self) -> RolloutCorrection:
+        """The correction. Raises ValueError for bounds that do not go together."""
+        return RolloutCorrection(**self.model_dump())
 
 
 class EntropyConfig(Section):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastrl import KL, REINFORCE, CovarianceClip, Objective, RolloutCorrection
+from fastrl import KL, REINFORCE, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
@@ -230,12 +230,9 @@ def _objective(config: Config, device: torch.device) -> tuple[Objective, Adaptiv
     if isinstance(objective.covariance, CovarianceClip):  # on the CPU: a run may be resumed on another device
         generator = torch.Generator().manual_seed(config.training.seed)
         objective = objective.replace(covariance=replace(objective.covariance, generator=generator))
-    correction, settings = config.rollout_correction, config.kl
-    if correction is not None:
-        try:
-            objective = objective.replace(rollout_correction=RolloutCorrection(**correction.model_dump()))
-        except ValueError as error:
-            raise UserError(f"rollout_correction: {error}") from error
+    settings = config.kl
+    if config.rollout_correction is not None:
+        objective = objective.replace(rollout_correction=config.rollout_correction.build())
     kl, entropy = None, None
     if settings is not None:
         kl = AdaptiveKL(settings, device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
-from fastrl.base.groups import group_numbers, group_sum
+from fastrl.base.groups import group_numbers, group_total
 from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
@@ -25,7 +25,7 @@ from fastrl.training.rl.run import Run
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance")
 # Parts of a minibatch's loss, so they are summed over its micro-batches.
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
-MAXIMA = ("ratio_max", "rollout_log_weight_max")
+MAXIMA = ("ratio_max", "rollout_abs_log_weight_max")
 KEPT = 3  # saved batches of skipped updates; more would repeat the same
 
 
@@ -134,14 +134,14 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
 
 
 def _denominator(objective: Objective, rollout: Rollout, rows: Tensor, tokens: int) -> int | Tensor:
-    """The policy loss's denominator for a minibatch of this many tokens, of each row where it depends on the prompt."""
+    """The policy loss's denominator for a minibatch of this many tokens: for prompt-mean, one for each of its rows."""
     if objective.aggregate == "token-mean":
         return tokens
     if objective.aggregate != "prompt-mean":
         return len(rows)
     assert rollout.groups is not None  # set by collect
     prompts = group_numbers(rollout.groups[rows], len(rows), rows.device, "the rollout")
-    return (prompts.amax() + 1) * group_sum(rollout.mask[rows].sum(1), prompts)
+    return (prompts.amax() + 1) * group_total(rollout.mask[rows].sum(1), prompts)
 
 
 def _backward(run: Run, batch: Rollout, tokens: int, denominator: int | Tensor, watch: Stopwatch) -> dict[str, Tensor]:
@@ -178,11 +178,14 @@ def _policy_loss(
     sampler_logprobs = arguments["rollout_logprobs"]
     if not run.reads_sampler:
         arguments["rollout_logprobs"] = None
+    objective = run.objective
+    if objective.aggregate == "prompt-mean":  # a prompt's other responses may lie in other micro-batches
+        objective = objective.replace(aggregate="token-mean")
     with watch():
         result = linear_policy_loss(
             leaf,
             policy.weight,
-            objective=run.objective,
+            objective=objective,
             denominator=denominator,
             temperature=run.config.rollout.temperature,
             memory_budget=training.memory_budget,

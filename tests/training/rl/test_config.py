@@ -1,5 +1,7 @@
 """Configs: what is read, where paths point, who wins, and what a mistake says."""
 
+import math
+
 import pytest
 from mistakes import error_of
 
@@ -110,12 +112,35 @@ def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, 
         (MINIMAL.replace("grpo", "drgrpo"), [], ["config.toml: objective", "max_length"]),
         (MINIMAL + "[evaluation]\nevery = 5\n", [], ["config.toml", "data.eval_path"]),
         (MINIMAL + "[rollout]\nnum_generations = 1\n", [], ["rollout.num_generations", "2", "got 1"]),
+        (MINIMAL + "[rollout_correction]\nreject = 3\n", [], ["rollout_correction.reject: expected a list, got 3"]),
+        (
+            MINIMAL + "[rollout_correction]\nreject = [3, 1]\n",
+            [],
+            ["config.toml: rollout_correction: ", "reject[0] must"],
+        ),
+        (
+            MINIMAL,
+            ["--rollout_correction.low", "3"],
+            ["config.toml with --rollout_correction.low: rollout_corr", "< high"],
+        ),
+        (MINIMAL, ["--rollout_correction.reject", "3"], ["--rollout_correction.reject: value 2: required"]),
+        (MINIMAL, ["--rollout_correction.reject", "(3,9)"], ["--rollout_correction.reject: value 1: ", "got '(3'"]),
         ("model = 3\n" + MINIMAL.replace('[model]\npath = "model"\n', ""), [], ["model: expected a table, got 3"]),
     ],
 )
 def test_a_mistake_names_file_or_option_field_and_what_came(write, text, overrides, expected):
     error = error_of(parse, write(text), *overrides)
     assert [part for part in expected if part not in error] == []
+
+
+def test_bounds_of_a_correction_are_a_list_in_a_file_and_on_the_command_line(write):
+    table = "[rollout_correction]\nreject = [0.1, inf]\nhigh = inf\n"
+    assert parse(write(MINIMAL + table)).rollout_correction.build() == fastrl.RolloutCorrection(
+        high=math.inf, reject=(0.1, math.inf)
+    )
+    for text in ("0.5,4", "[0.5, 4]"):
+        found = parse(write(MINIMAL + table), "--rollout_correction.reject", text).rollout_correction
+        assert found.reject == (0.5, 4.0)
 
 
 def test_every_mistake_is_told_at_once(write):

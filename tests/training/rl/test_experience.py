@@ -94,11 +94,6 @@ def test_a_function_called_like_the_reward_model_is_refused(configure):
         running.make_run(configure("model", reward={"model": "./somewhere"}))
 
 
-def test_bounds_of_a_correction_that_hold_nothing_are_the_users_to_mend(configure):
-    with pytest.raises(UserError, match="rollout_correction"):
-        running.make_run(configure("equal", rollout_correction={"low": 3.0, "high": 2.0}))
-
-
 def test_length_has_its_price(collected):
     rollout, numbers, _ = collected("equal", reward={"overlong_cache": 2})
     lengths = rollout.completion_mask.sum(1)
