@@ -340,7 +340,7 @@ _OF_RHO = ("rho", "rho^2", "rollout_log_weight_mean", "rollout_frac_low", "rollo
 def _raw_weights(correction: RolloutCorrection, batch: Batch, log_rho: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     """Of rho before any bound: the sums of _OF_RHO over the valid tokens (6,), and the largest |log rho| (1,)."""
     log_rho = log_rho.where(batch.mask, 0.0)
-    limited = f.clamp(log_rho, 30.0)  # float32 holds the sum of its squares' exponentials
+    limited = f.clamp(log_rho, 30.0)  # so that float32 holds the sum of rho^2 over any batch
     raw, rho = limited.exp(), f.clamp(log_rho, bound).exp()
     low, high = correction.kept
     rejected = (rho < low) | (rho > high)

@@ -68,13 +68,13 @@ class KL:
         return not self.kind.startswith("old-new")
 
 
-def _check_bounds(owner: str, low: tuple[str, float], high: tuple[str, float]) -> None:
-    """Raises unless two fields, each a name and its value, are bounds on a ratio; the upper one may be infinite."""
-    check_number(f"{owner}.{low[0]}", low[1], 0.0)
-    if high[1] != math.inf:
-        check_number(f"{owner}.{high[0]}", high[1], 0.0)
-    if low[1] >= high[1]:
-        raise ValueError(f"{owner}.{low[0]} must be < {high[0]}, got {low[1]!r} and {high[1]!r}")
+def _check_bounds(low_name: str, low: float, high_name: str, high: float) -> None:
+    """Raises unless two numbers of a RolloutCorrection are bounds on a ratio; the upper one may be infinite."""
+    check_number(f"RolloutCorrection.{low_name}", low, 0.0)
+    if high != math.inf:
+        check_number(f"RolloutCorrection.{high_name}", high, 0.0)
+    if low >= high:
+        raise ValueError(f"RolloutCorrection.{low_name} must be < {high_name}, got {low!r} and {high!r}")
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class RolloutCorrection:
             )
         if self.mode not in ("truncate", "mask"):
             raise ValueError(f"RolloutCorrection.mode must be 'truncate' or 'mask', got {self.mode!r}")
-        _check_bounds("RolloutCorrection", ("low", self.low), ("high", self.high))
+        _check_bounds("low", self.low, "high", self.high)
         if self.reject is None:
             return
         if not isinstance(self.reject, tuple | list) or len(self.reject) != 2:
             raise TypeError(f"RolloutCorrection.reject must be None or two numbers, (low, high), got {self.reject!r}")
         low, high = self.reject
         object.__setattr__(self, "reject", (low, high))
-        _check_bounds("RolloutCorrection", ("reject[0]", low), ("reject[1]", high))
+        _check_bounds("reject[0]", low, "reject[1]", high)
         if not max(low, self.low) < min(high, self.high):
             raise ValueError(
                 f"RolloutCorrection.reject must overlap [low, high] = [{self.low:g}, {self.high:g}], got {self.reject}"

@@ -14,7 +14,6 @@ TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clampe
 #: What metrics read of each token beside the terms: marks, under the name of the metric that counts them, and log rho.
 MARKS = ("masked_off_policy", "chosen_by_covariance", "log_rho")
 
-
 #: The rollout parameters of no correction: the weight is 1.
 NO_CORRECTION = (1.0, 1.0, 0.0, math.inf)
 
