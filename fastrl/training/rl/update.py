@@ -264,5 +264,5 @@ def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> di
         means = torch.stack([batch["rollout_weight_mean"] for batch in batches])
         squares = torch.nan_to_num(means.square() / torch.stack([batch["rollout_ess"] for batch in batches]))
         mean = merged["rollout_weight_mean"]
-        merged["rollout_ess"] = mean * torch.nan_to_num(mean / (weights * squares).sum())
+        merged["rollout_ess"] = (mean * torch.nan_to_num(mean / (weights * squares).sum())).clamp_max(1.0)
     return merged

@@ -32,6 +32,8 @@ def test_merging_effective_sample_sizes():
     for parts in ([batch(1.0, 3.0), batch(2.0, 2.0, 2.0, 6.0)], [batch(1.0, 3.0, 2.0), batch(), batch(2.0, 2.0, 6.0)]):
         assert float(merge_metrics(parts, ("tokens",))["rollout_ess"]) == pytest.approx(whole)
     assert merge_metrics([batch()], ("tokens",))["rollout_ess"] == 0
+    equal = [batch(*[1 + 1e-7 * i] * i) for i in range(1, 60)]
+    assert 1 - 1e-6 < merge_metrics(equal, ("tokens",))["rollout_ess"] <= 1
 
 
 def test_bfloat16_products_keep_float32_weights(make_policy, bare_run):
