@@ -79,7 +79,7 @@ def make_problem(
 
 
 def _check_denominators(denominator: Tensor, batch: Batch, targets: Tensor, targets_name: str) -> None:
-    """Raises for a denominator of each response that is none; one without valid tokens may have 0."""
+    """Checks a denominator for each response; it may be 0 where a response has no valid token."""
     checks.in_memory("denominator", denominator)
     if denominator.is_complex() or denominator.dtype == torch.bool:
         raise TypeError(f"denominator must be real, got {denominator.dtype}")

@@ -103,14 +103,17 @@ class Batch:
         """
         counts = self.counts
         divisor: float | Tensor = max(self.responses.count, 1)
-        if objective.aggregate == "token-mean" and denominator is None:
-            divisor = self.tokens.clamp_min(1)
-        if objective.aggregate == "prompt-mean":
-            if self.groups is None:
-                raise ValueError("group_ids is needed by the objective's aggregate='prompt-mean', got None")
-            counts, divisor = group_total(counts, self.groups), self.groups.amax() + 1 if self.responses.count else 1
+        groups = self.groups if objective.aggregate == "prompt-mean" else None
+        if objective.aggregate == "prompt-mean" and groups is None:
+            raise ValueError("group_ids is needed by the objective's aggregate='prompt-mean', got None")
         if denominator is not None:
             divisor = denominator.detach().to(counts.dtype) if isinstance(denominator, Tensor) else denominator
+        elif objective.aggregate == "token-mean":
+            divisor = self.tokens.clamp_min(1)
+        elif groups is not None and self.responses.count:
+            divisor = groups.amax() + 1
+        if groups is not None:
+            counts = group_total(counts, groups)
         if objective.aggregate in ("seq-mean-token-mean", "prompt-mean"):
             divisor = counts.clamp_min(1) * divisor
         elif objective.aggregate == "seq-mean-token-sum-norm" and objective.max_length:

@@ -413,11 +413,15 @@ def _correction_metrics(mean: Mapping[str, Tensor], largest: Tensor) -> dict[str
     """What a rollout correction adds to the metrics."""
     return {
         "rollout_weight_mean": mean["rho"],
-        # 0 for a batch without tokens; rounding may take 1 above it
-        "rollout_ess": (mean["rho"] * torch.nan_to_num(mean["rho"] / mean["rho^2"])).clamp_max(1.0),
+        "rollout_ess": effective_share(mean["rho"], mean["rho^2"]),
         **{name: mean[name] for name in _OF_RHO[2:]},
         "rollout_abs_log_weight_max": largest,
     }
+
+
+def effective_share(mean: Tensor, mean_square: Tensor) -> Tensor:
+    """The effective sample size of weights as a share of their number: `mean^2 / mean_square`, 0 if there are none."""
+    return (mean * torch.nan_to_num(mean / mean_square)).clamp_max(1.0)  # rounding may take it above 1
 
 
 def _weights_beside_policy(objective: Objective, weights: Tensor, policy: Tensor) -> Tensor | None:

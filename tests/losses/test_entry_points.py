@@ -57,7 +57,8 @@ def test_a_weight_that_no_bound_holds(backend: str, backend_device: str, on_poli
         expected = problem.by_logprobs(objective)
         assert expected[0].loss.abs() > 1e30
         for found, _ in (problem.by_logits(objective), problem.by_hidden(objective)):
-            assert found.loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-3)
+            # Two routes to a log-probability, and to a difference of 75: a few units of 2^-18, which exp multiplies.
+            assert found.loss.item() == pytest.approx(expected[0].loss.item(), rel=2e-5)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "SAPO"])

@@ -295,8 +295,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/objectives/batch.py",
-        "self.groups.amax() + 1",
-        "self.groups.amax()",
+        "groups.amax() + 1",
+        "groups.amax()",
         "a count: the number of prompts",
         "losses/test_policy_loss.py::test_prompts_of_a_mean_over_prompts",
     ),

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
 from fastrl.base.groups import group_numbers, group_total
+from fastrl.objectives.evaluate import effective_share
 from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
@@ -260,9 +261,8 @@ def merge_metrics(batches: list[dict[str, Tensor]], summed: Iterable[str]) -> di
             merged[name] = values.max()
         else:
             merged[name] = (weights * values).sum()
-    if "rollout_ess" in merged:  # of each batch mean^2 / mean square
+    if "rollout_ess" in merged:
         means = torch.stack([batch["rollout_weight_mean"] for batch in batches])
-        squares = torch.nan_to_num(means.square() / torch.stack([batch["rollout_ess"] for batch in batches]))
-        mean = merged["rollout_weight_mean"]
-        merged["rollout_ess"] = (mean * torch.nan_to_num(mean / (weights * squares).sum())).clamp_max(1.0)
+        mean_squares = torch.nan_to_num(means.square() / torch.stack([batch["rollout_ess"] for batch in batches]))
+        merged["rollout_ess"] = effective_share(merged["rollout_weight_mean"], (weights * mean_squares).sum())
     return merged
