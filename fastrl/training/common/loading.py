@@ -6,6 +6,7 @@ the hub for a directory that does not exist. Here each of these is an error that
 
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from fastrl.base.errors import UserError
@@ -82,7 +85,7 @@ def load_config(config: ModelConfig, **extra: Any) -> Any:
 
 
 def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any) -> Any:
-    """The model, loaded by a transformers Auto class, on the CPU in float32; adapters that it came with are not merged.
+    """The model, loaded by a transformers Auto class, on the CPU in float32, with the adapters of its directory merged.
 
     `extra` are values of its config. Raises UserError for a model that cannot be loaded, and for weights (which it
     lists) that are missing, left over or of another shape. With `new_head` a model of another kind may provide only its
@@ -103,30 +106,67 @@ def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_h
             model, info = kind.from_pretrained(base or name, **options, **extra)
         except Exception as error:  # a damaged file makes it raise nearly anything
             raise _cannot_load("model", base or name, error) from error
-        kinds = ", ".join(model_config.architectures or [])
-        borrowed = new_head and "ForSequenceClassification" not in kinds
-        _check_weights(base or name, model, info, f"{model.base_model_prefix}." if borrowed else "")
-        if base is not None:
-            _load_adapters(model, name)
-    return model
+    kinds = ", ".join(model_config.architectures or [])
+    borrowed = new_head and "ForSequenceClassification" not in kinds
+    _check_weights(base or name, model, info, f"{model.base_model_prefix}." if borrowed else "")
+    return model if base is None else _with_merged(model, name)
 
 
-def _load_adapters(model: Any, name: str) -> None:
-    model_keys = set(model.state_dict())
+def _with_merged(model: Any, name: str) -> Any:
+    """The model with the adapters of `name` merged into its weights: like any other, with the logits it has in peft."""
     try:
-        info = model.load_adapter(name, ignore_mismatched_sizes=True)
+        from peft import PeftConfig, PeftModel
+        from peft.utils.save_and_load import load_peft_weights
     except ImportError as error:
         raise UserError(f"{name}: holds adapters, which need peft ({error}): pip install peft") from error
-    except Exception as error:  # as above
-        raise _cannot_load("adapters", name, error) from error
-    # All weights except the adapters' are from elsewhere.
-    missing = {key for key in info.missing_keys if key not in model_keys}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # peft's, of a head that is the embedding: see _merged
+        try:
+            settings = PeftConfig.from_pretrained(name)
+            if settings.is_prompt_learning:
+                raise UserError(f"{name}: adapters of kind {settings.peft_type.value} cannot be merged into weights")
+            wrapped = PeftModel(model, settings)
+            _fill(wrapped, name, load_peft_weights(name, device="cpu"))
+            return _merged(wrapped)
+        except UserError:
+            raise
+        except Exception as error:  # as for the model; and a kind that the installed peft does not know or cannot merge
+            raise _cannot_load("adapters", name, error) from error
+
+
+def _fill(wrapped: Any, name: str, adapters: dict[str, Tensor]) -> None:
+    """Load adapters into peft's wrapper around a model. Raises UserError unless they are what its config names."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    shapes = [
+        (key, adapters[key].shape, tensor.shape)
+        for key, tensor in expected.items()
+        if key in adapters and adapters[key].shape != tensor.shape
+    ]
+    loaded: Any = None if shapes else set_peft_model_state_dict(wrapped, adapters)
     differences = {
-        "missing_keys": missing,
-        "unexpected_keys": info.unexpected_keys,
-        "mismatched_keys": info.mismatched_keys,
+        "missing_keys": expected.keys() - adapters.keys(),
+        "unexpected_keys": () if shapes else loaded.unexpected_keys,
+        "mismatched_keys": shapes,
     }
-    _check_weights(name, model, differences, "")
+    _check_weights(name, wrapped.get_base_model(), differences, "")
+
+
+def _merged(wrapped: Any) -> Any:
+    """The model inside peft's wrapper, its adapters merged into its weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model: Any = wrapped.get_base_model()
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, BaseTunerLayer):  # merged in place, it would change head and embedding where they are one
+            base: Any = layer.get_base_layer()
+            base.weight = torch.nn.Parameter(base.weight.detach().clone())
+    model = wrapped.merge_and_unload(safe_merge=True)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    return model.requires_grad_(True)
 
 
 def _check_weights(name: str, model: Any, info: dict[str, Any], needed: str) -> None:
@@ -197,13 +237,15 @@ def _check_source(name: str) -> None:
 
 
 def _base_of_adapters(name: str) -> str | None:
-    """The base model of a local directory's adapters, if the directory holds only adapters."""
-    file = Path(name) / "adapter_config.json"
-    if not file.exists() or (file.parent / "config.json").exists():
+    """The base model of the adapters that a directory or a repository on the hub holds, or None if it holds none."""
+    file = find_adapter_config_file(name)
+    if file is None:
         return None
-    base = _read_object(file).get("base_model_name_or_path")
+    base = _read_object(Path(file)).get("base_model_name_or_path")
     if not isinstance(base, str) or (looks_like_path(base) and not Path(base).is_dir()):
         raise UserError(f"{file}: base_model_name_or_path: no such directory, {base!r}")
+    if find_adapter_config_file(base) is not None:
+        raise UserError(f"{file}: base_model_name_or_path: {base} holds adapters itself; merge them into their base")
     return base
 
 

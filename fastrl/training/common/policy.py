@@ -157,10 +157,6 @@ def load_model(
 ) -> Any:
     """The model alone, as `load_weights` loads it, on its device and in evaluation mode."""
     model = load_weights(config, kind, new_head=new_head, **extra)
-    if getattr(model, "_hf_peft_config_loaded", False):
-        if config.lora_rank is not None:  # would replace them, and a reference could not tell them apart
-            raise UserError(f"model.lora_rank: {config.path} holds adapters already; merge them into its base first")
-        _merge_adapters(model)
     if config.gradient_checkpointing:
         # Later releases of transformers 5 warn about the older name; the first ones have no other.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -192,19 +188,6 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
             "embedding out"
         )
     return wrapped.eval()
-
-
-def _merge_adapters(model: Any) -> None:
-    """Merge the adapters that a model came with into its weights, so that it is a model like any other."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            model.set_submodule(name, module.get_base_layer())
-    model._hf_peft_config_loaded = False
-    del model.peft_config
-    model.requires_grad_(True)
 
 
 def reference_of(policy: Policy) -> Policy:

@@ -27,7 +27,7 @@ class ModelConfig(Section):
     """The policy that is trained."""
 
     path: ModelLocation = None
-    """A local directory or a hub name, with weights."""
+    """A local directory or a hub name, with weights, or with peft's adapters, which are merged into their base."""
     config: Annotated[Path | None, Location()] = None
     """A model config.json: start from scratch with random weights (then tokenizer is needed)."""
     tokenizer: ModelLocation = None

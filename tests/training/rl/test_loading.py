@@ -123,7 +123,7 @@ def test_adapters_are_whole_and_so_is_their_base(saved, tmp_path):
     weights = path / "adapter_model.safetensors"
     whole = weights.read_bytes()
     rewrite(weights, lambda found: found.pop("base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"))
-    assert "missing, and would start at random: model.layers.1.mlp.up_proj.lora_A" in error_of(path)
+    assert "missing, and would start at random: base_model.model.model.layers.1.mlp.up_proj.lora_A" in error_of(path)
     weights.write_bytes(whole[:200])
     assert "cannot load the adapters: adapter_model.safetensors: damaged, or not copied whole" in error_of(path)
     weights.write_bytes(whole)
