@@ -647,8 +647,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/common/checkpoint.py",
-        "for name, generator in trained.all_generators().items()}}",
-        "for name, generator in trained.generators.items()}}",
+        "for name, generator in self.all_generators().items()}",
+        "for name, generator in self.generators.items()}",
         "a stale seed: torch's own generator is not in a checkpoint",
         "training/rl/test_resume.py::test_a_resumed_run_is_the_unbroken_one_bit_for_bit",
     ),

@@ -27,10 +27,12 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def at_a_terminal() -> Iterator[None]:
-    """Ctrl-C as at a terminal: tests that run in the background of a shell would ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C and its end as at a terminal: tests in the background of a shell, or by nohup, would ignore them."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

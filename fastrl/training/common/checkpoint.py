@@ -7,12 +7,14 @@ the checksums of all files. Other models have files of their own. Nothing is eve
 
 import json
 import random
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
+from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.training.common.files import remove, whole_directory
 from fastrl.training.common.lock import sole_writer
@@ -50,6 +53,14 @@ FREE = (
 )
 
 
+class RandomState(NamedTuple):
+    """The states of Python's generator, of NumPy's and of torch's, these by name."""
+
+    python: Any
+    numpy: Any
+    torch: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a run trains, and the state its next step depends on; reading a checkpoint changes all of it in place."""
@@ -71,10 +82,31 @@ class Trained:
             generators["cuda"] = torch.cuda.default_generators[device.index]
         return generators
 
+    def random_state(self) -> RandomState:
+        """The states of all generators that a run draws from, as they are now."""
+        generators = {name: generator.get_state() for name, generator in self.all_generators().items()}
+        return RandomState(random.getstate(), np.random.get_state(), generators)
+
 
 def due(step: int, every: int | None, last: bool) -> bool:
     """Whether something that is done every `every` steps, and at the last one, is due at this step."""
     return last or (every is not None and step % every == 0)
+
+
+class SaveClock:
+    """Says when a checkpoint is due, by steps and by minutes."""
+
+    def __init__(self, logging: LoggingConfig) -> None:
+        self.logging, self.saved = logging, time.monotonic()
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to save after this step; if so, the minutes count from now."""
+        minutes = self.logging.checkpoint_minutes
+        late = minutes is not None and time.monotonic() - self.saved >= 60 * minutes
+        if not late and not due(step, self.logging.checkpoint_every, last):
+            return False
+        self.saved = time.monotonic()
+        return True
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -92,31 +124,79 @@ def write_checkpoint(
     step: int,
     numbers: Mapping[str, Any],
     tensors: Mapping[str, Tensor] | None = None,
+    states: RandomState | None = None,
 ) -> None:
-    """Write `checkpoint_of(logging, step)`, which exists only once it is complete, and remove the oldest.
+    """Write `checkpoint_of(logging, step)`, which exists only once it is complete.
 
-    `numbers` (JSON) and `tensors` are the run's additional state. Raises UserError if writing fails (a full disk),
-    and leaves the earlier checkpoints as they were.
+    `numbers` (JSON) and `tensors` are the run's additional state, `states` the generators' if not those of now. Earlier
+    checkpoints that it makes superfluous are removed; if that fails, it warns. Raises UserError if writing fails (a
+    full disk), and leaves the earlier ones as they were.
     """
     directory = checkpoint_of(logging, step)
     try:
         with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
-            _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {})
+            states = states or trained.random_state()
+            _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {}, states)
     except (OSError, SafetensorError) as error:
         earlier = _checkpoints(directory.parent)
         hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
         raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {hint}") from error
-    if logging.keep_checkpoints is not None:
-        for old in _checkpoints(directory.parent)[: -logging.keep_checkpoints]:
+    for old in _superseded(_checkpoints(directory.parent), logging):
+        try:
             remove(old)
+        except OSError as error:  # such as a network disk's: the new one is complete, so the run goes on
+            print(f"fastrl: warning: {old}: cannot be removed: {error}", file=sys.stderr)
+
+
+def _superseded(checkpoints: list[Path], logging: LoggingConfig) -> list[Path]:
+    """Those of the checkpoints, oldest first, that are too many, or not of checkpoint_every nor the newest."""
+    every, keep = logging.checkpoint_every, logging.keep_checkpoints
+    wanted = [path for path in checkpoints[:-1] if every is not None and _step(path) % every == 0] + checkpoints[-1:]
+    wanted = wanted if keep is None else wanted[-keep:]
+    return [path for path in checkpoints if path not in wanted]
+
+
+@contextmanager
+def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
+    """Where the block raises, save the steps that are complete, and tell the user how to go on.
+
+    `save` returns the checkpoint that holds them, or None if there are none. An error that the user can mend, and
+    running out of memory, becomes a UserError with the hint at its end; another is raised as it is, after a line.
+    Interrupts save nothing: a second signal ends a run at once.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is, the steps before it are worth keeping
+        try:
+            checkpoint = save()
+            hint = f"; saved in {checkpoint}; the same command with --resume goes on from there" if checkpoint else ""
+        except UserError as failure:
+            hint = f"; {failure}"
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            reason = (str(error).splitlines() or [""])[0]
+            raise UserError(
+                f"out of memory: {reason}{hint}; less is needed with a smaller training.micro_batch_size or "
+                "training.memory_budget, or with model.gradient_checkpointing"
+            ) from error
+        if isinstance(error, UserError):
+            raise UserError(f"{error}{hint}") from (error.__cause__ or error)
+        if isinstance(error, BudgetTooSmall):  # for what no config contains, such as the size of recorded supports
+            raise UserError(f"training.memory_budget: {error}{hint}") from error
+        print(f"fastrl: {type(error).__name__}{hint}", file=sys.stderr)
+        raise
 
 
 def _write(
-    directory: Path, config: Section, trained: Trained, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    directory: Path,
+    config: Section,
+    trained: Trained,
+    numbers: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    states: RandomState,
 ) -> None:
     """Write all files of a checkpoint."""
     optimizer = trained.optimizer.state_dict()
-    tensors = {**tensors, **{name: generator.get_state() for name, generator in trained.all_generators().items()}}
+    tensors = {**tensors, **states.torch}
     for index, moments in optimizer["state"].items():
         tensors |= {f"{index}.{name}": moment.contiguous() for name, moment in moments.items()}
     numbers = {
@@ -124,8 +204,8 @@ def _write(
         "data": trained.data,
         "optimizer": optimizer["param_groups"],
         "scheduler": trained.scheduler.state_dict(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "python": states.python,
+        "numpy": states.numpy,
         "config": config.model_dump(mode="json"),
     }
     trained.model.save_pretrained(directory)
@@ -144,30 +224,42 @@ def _write(
 def run_folder(
     config: Section, logging: LoggingConfig, command: str, length: str, resume: bool
 ) -> Iterator[Path | None]:
-    """Lock the run's folder for the block. Yields the checkpoint to resume from, or None without `resume`.
+    """Lock the run's folder for the block. Yields the checkpoint to resume from, or None for a new run.
 
-    `length` is the field that sets the length of a run. Raises UserError if another process writes to the folder, if a
-    new run may not replace the folder, and if the checkpoint is missing, from another run, or damaged.
+    `length` is the field that sets the length of a run. With `resume` a run is new if the folder holds no complete
+    checkpoint; records of the same config, which was stopped before its first one, are replaced. Raises UserError if
+    another process writes to the folder, if a new run may not replace it, and if the checkpoint is of another run, or
+    damaged.
     """
     directory = logging.output_dir
     with sole_writer(directory, directory / ".lock", command, "logging.output_dir"):
-        if not resume:
-            check_output(directory, logging.overwrite)
-        yield _newest(config, directory / "checkpoints", length) if resume else None
+        checkpoints = _checkpoints(directory / "checkpoints") if resume else []
+        if checkpoints:
+            yield _checked(config, checkpoints[-1], length)
+            return
+        if resume:
+            print(f"fastrl: {directory}: holds no checkpoint to resume from; starting anew", file=sys.stderr)
+        check_output(directory, logging.overwrite or (resume and _started_alike(config, directory, length)))
+        yield None
 
 
-def _newest(config: Section, directory: Path, length: str) -> Path:
-    """The newest checkpoint in a directory, after checking that all its files are as they were written."""
-    checkpoints = _checkpoints(directory)
-    if not checkpoints:
-        raise UserError(f"{directory}: holds no complete checkpoint to resume from; start the run without --resume")
-    checkpoint = checkpoints[-1]
+def _checked(config: Section, checkpoint: Path, length: str) -> Path:
+    """The checkpoint, after checking that it is of this run and that all its files are as they were written."""
     _verify(checkpoint, NUMBERS)  # reading the other files takes long
     changed = _changes(_numbers(checkpoint)["config"], config, length)
     if changed:
         raise UserError(f"{checkpoint}: cannot be resumed with another config: {'; '.join(changed)}")
     _verify(checkpoint)
     return checkpoint
+
+
+def _started_alike(config: Section, directory: Path, length: str) -> bool:
+    """Whether the records in a run's folder are those of this config."""
+    try:
+        before = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return not _changes(before, config, length)
+    except (OSError, ValueError, TypeError, AttributeError):  # none, or damaged
+        return False
 
 
 def _changes(before: dict[str, Any], config: Section, length: str) -> list[str]:

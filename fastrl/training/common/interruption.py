@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, recorded so that a loop can stop in time, and what a command prints and returns then."""
+"""SIGTERM, SIGHUP and Ctrl-C, recorded so that a loop can stop in time, and what a command prints and returns then."""
 
 import os
 import signal
@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # For the help of every command with such a loop.
-ABOUT = "SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with 143 and 130; a second one ends at once."
-RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, to the same end"}
+ABOUT = (
+    "SIGTERM, SIGHUP and Ctrl-C finish the step, save a checkpoint and exit with 143, 129 and 130; a second one ends "
+    "at once."
+)
+RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, if it holds one, to the same end"}
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """Yield a list that collects SIGTERM and Ctrl-C by name, so that the loop can stop; a second one ends at once."""
+    """Yield a list that collects these signals by name, so that the loop can stop; a second one ends at once."""
     noted: list[str] = []
 
     def restore() -> None:
@@ -27,8 +30,9 @@ def stop_signals() -> Iterator[list[str]]:
         # Not print: a handler may interrupt another print.
         os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
 
-    # Python allows handlers only in the main thread, and a shell's background job is set to ignore Ctrl-C.
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    # Python allows handlers only in the main thread. A shell's background job is set to ignore Ctrl-C, nohup's SIGHUP.
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if main else ()
     before = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield noted

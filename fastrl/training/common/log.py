@@ -20,9 +20,10 @@ from fastrl.training.common.report import plot_curves, write_report
 from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section, import_for
 
-# Everything a run writes; overwriting a run removes these and nothing else.
+# Everything a run writes. Overwriting a run touches these and nothing else, and only beside MARK, which it wrote first.
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
 DIRECTORIES = ("tensorboard", "wandb", "checkpoints", "skipped", "model")
+MARK, REPLACED = ".fastrl-run", "replaced"
 
 
 class RunLog:
@@ -34,7 +35,7 @@ class RunLog:
         """Create the directory and write `config.json`; if `step` > 0, continue the existing record after it.
 
         `name` labels the progress bar of `steps`. Each step's line shows the metrics in `shown` that it recorded.
-        Raises UserError if a new run's directory holds another run.
+        Whether a new run may replace what the directory holds is for `check_output` to say, before.
         """
         self.directory, self.steps, self.shown = settings.output_dir, steps, shown
         self.path = self.directory / "metrics.jsonl"
@@ -43,10 +44,11 @@ class RunLog:
         # Before anything is replaced.
         wandb = import_for("logging.wandb", "wandb") if settings.wandb is not None else None
         if step == 0:
-            _prepare(self.directory, settings.overwrite)
+            _prepare(self.directory)
         else:
             for path in (self.path, self.directory / "samples.jsonl"):
                 self._cut(path, step)
+            (self.directory / MARK).touch()  # an earlier version wrote none
         values = config.model_dump(mode="json")
         with _writing(self.directory / "config.json"):
             (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -104,7 +106,8 @@ class RunLog:
 
     def sync(self) -> None:
         """Wait until the records are on disk: a checkpoint must not be ahead of the records if the machine dies."""
-        os.fsync(self.file.fileno())
+        with _writing(self.path):
+            os.fsync(self.file.fileno())
 
     def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
         """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
@@ -159,30 +162,39 @@ def _writing(path: Path, what: str = "") -> Iterator[None]:
 
 
 def check_output(directory: Path, overwrite: bool) -> None:
-    """Raise UserError if `directory` holds a run that may not be replaced, or files of no run."""
-    metrics = directory / "metrics.jsonl"
+    """Raise UserError if `directory` holds a run that may not be replaced, or files of its names that no run wrote."""
     existing = [name for name in (*FILES, *DIRECTORIES) if (directory / name).exists()]
-    if existing and not metrics.exists():
+    if existing and not (directory / MARK).exists():
         raise UserError(
-            f"{directory}: holds {', '.join(existing)}, but no metrics.jsonl, so it is no run that could be replaced; "
-            "choose another --logging.output_dir"
+            f"{directory}: holds {', '.join(existing)}, but no {MARK}, so no run wrote them; choose another "
+            "--logging.output_dir, or move them away"
         )
+    metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size and not overwrite:
         raise UserError(
-            f"{directory}: holds a run already; choose another --logging.output_dir, or replace it with "
-            "--logging.overwrite true"
+            f"{directory}: holds a run already; go on with it by --resume, choose another --logging.output_dir, or "
+            "replace it with --logging.overwrite true"
         )
 
 
-def _prepare(directory: Path, overwrite: bool) -> None:
-    check_output(directory, overwrite)
+def _prepare(directory: Path) -> None:
+    """Make room for a run. One that is replaced is moved to REPLACED if it has a checkpoint, else removed."""
+    old = [path for path in (directory / name for name in (*FILES, *DIRECTORIES)) if path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            (directory / name).unlink(missing_ok=True)
-        for name in DIRECTORIES:
-            if (directory / name).exists():
-                shutil.rmtree(directory / name)
+        (directory / MARK).touch()
+        if any((directory / "checkpoints").glob("step-*")):
+            aside = directory / REPLACED
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            (aside / MARK).touch()  # it can be resumed where it is
+            for path in old:
+                path.rename(aside / path.name)
+        for path in old:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         (directory / "metrics.jsonl").touch()  # empty: the run has started, and has nothing to lose yet
     except OSError as error:
         raise UserError(f"{directory}: cannot prepare logging.output_dir: {error}") from error

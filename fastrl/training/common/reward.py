@@ -102,6 +102,17 @@ class RewardFunction:
             )
         return all_steps
 
+    def check_columns(self, example: Prompted) -> None:
+        """Raise UserError if the function has a parameter that neither the row nor the config gives a value."""
+        given = {*_GIVEN, *example.columns, *self.arguments}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if not variadic and parameter.default is parameter.empty and name not in given:
+                raise UserError(
+                    f"{self.source}: takes {name}, but {example.source} has no such column; its columns are "
+                    f"{', '.join(example.columns) or 'none'}"
+                )
+
     def _results(self, examples: Sequence[Prompted], completions: Sequence[str], first: int) -> list[Any]:
         try:
             results = self._call(examples, completions)

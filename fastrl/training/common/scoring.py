@@ -94,10 +94,13 @@ class RewardFunctions:
         return {source: PooledFunction(self.pool, number, source) for number, source in enumerate(sources)}
 
     def check(self, examples: Sequence[Example]) -> None:
-        """Raise UserError for a dataset that lacks what a built-in function compares with, as its first rows show."""
-        for function in (*self.outcome, *self.metrics):
-            if examples and function.source.startswith(BUILT_IN):
+        """Raise UserError for a dataset that lacks what the functions take, as its first rows show."""
+        steps = [] if self.steps is None else [self.steps]
+        for function in (*self.outcome, *steps, *self.metrics) if examples else ():
+            if function.source.startswith(BUILT_IN):
                 function(examples[:CHECKED], [""] * len(examples[:CHECKED]))
+            elif isinstance(function, RewardFunction):  # a worker's is known to the worker alone
+                function.check_columns(examples[0])
 
     def failures(self, prefix: str) -> dict[str, float]:
         """The calls that failed since the last time, as metrics: prefix/timeouts, ...; none without workers."""

@@ -242,15 +242,19 @@ class LoggingConfig(Section):
     output_dir: FileLocation = Path("runs/default")
     """Metrics, plots, the report and checkpoints go here."""
     overwrite: bool = False
-    """Replace the run that output_dir holds; without it that is an error."""
+    """Replace the run that output_dir holds; without it that is an error. A run with checkpoints is kept in its folder
+    replaced/, in place of the one replaced before it."""
     tensorboard: bool = True
     """Write TensorBoard event files too."""
     wandb: str | None = None
     """Log to this project of Weights & Biases too (needs wandb, and an account or WANDB_MODE=offline)."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Save a checkpoint every this many steps, besides once at the end and at SIGTERM or Ctrl-C."""
+    """Save a checkpoint every this many steps, besides once at the end, after an error, and at SIGTERM, SIGHUP or
+    Ctrl-C. Those of other steps are removed when there is a newer one."""
+    checkpoint_minutes: float | None = Field(30.0, gt=0)
+    """Save one too after the step at which this many minutes have passed since the last."""
     keep_checkpoints: int | None = Field(None, ge=1)
-    """Keep only this many of the newest checkpoints; the default is all of them."""
+    """Keep only this many of the newest checkpoints; the default is all those of checkpoint_every, and the newest."""
 
 
 def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:

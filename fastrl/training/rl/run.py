@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from fastrl import KL, REINFORCE, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.objectives.dependence import Given
-from fastrl.training.common.checkpoint import Trained, read_checkpoint, write_checkpoint
+from fastrl.training.common.checkpoint import RandomState, Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
 from fastrl.training.common.memory_needs import LossCall, check_budget
@@ -102,8 +102,12 @@ def make_run(config: Config) -> Run:
     sampler = _sampler(config, prompts, room)
     held_out_source = config.data.eval_source
     held_out = load_examples(held_out_source, prompts, room)[0] if held_out_source else []
-    for examples in (sampler.examples if isinstance(sampler, PromptSampler) else [], held_out):
+    drawn = sampler.examples if isinstance(sampler, PromptSampler) else []
+    for examples in (drawn, held_out):
         functions.check(examples)
+    lacking = sorted(drawn[0].columns.keys() - held_out[0].columns.keys()) if drawn and held_out else []
+    if lacking:  # a function that takes **columns does not say which it reads
+        print(f"fastrl: warning: data.eval_path: no column {', '.join(lacking)}, which data.path has", file=sys.stderr)
     longest = _longest(config, sampler, held_out)
     template = config.data.chat_template_kwargs
     completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template)
@@ -249,8 +253,15 @@ def _objective(config: Config, device: torch.device) -> tuple[Objective, Adaptiv
 # --- checkpoints; `fastrl.training.common.checkpoint` writes and checks the files -------------------------------------
 
 
-def save_checkpoint(run: Run) -> None:
-    """Write the checkpoint of the run's current step. Raises UserError if that fails."""
+class Resumable(NamedTuple):
+    """What the next step depends on besides models and optimizer: numbers, as JSON values, and generators."""
+
+    numbers: dict[str, Any]
+    states: RandomState
+
+
+def resumable(run: Run) -> Resumable:
+    """That of the run now."""
     numbers = {
         "skipped": run.skipped,
         "rollouts": run.rollouts.state(),
@@ -258,7 +269,16 @@ def save_checkpoint(run: Run) -> None:
         "kl": run.kl and run.kl.state(),
         "entropy": run.entropy and run.entropy.state(),
     }
-    write_checkpoint(run.config, run.config.logging, _trained(run), run.step, numbers)
+    return Resumable(numbers, _trained(run).random_state())
+
+
+def save_checkpoint(run: Run, state: Resumable) -> None:
+    """Write the checkpoint of the run's current step. Raises UserError if that fails.
+
+    `state` may be the one before a step that failed. Updates that this step had made are in the weights: resumed, the
+    step is drawn anew from these.
+    """
+    write_checkpoint(run.config, run.config.logging, _trained(run), run.step, state.numbers, states=state.states)
 
 
 def load_checkpoint(directory: Path, run: Run) -> None:

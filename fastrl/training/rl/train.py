@@ -3,20 +3,20 @@
 import math
 import time
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from fastrl.base.errors import UserError
-from fastrl.training.common.checkpoint import checkpoint_of, due, run_folder
+from fastrl.training.common.checkpoint import SaveClock, checkpoint_of, due, run_folder, saved_on_error
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.common.timing import peak_memory, timed
-from fastrl.training.engines.protocol import EngineLost
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Run, load_checkpoint, make_run, save_checkpoint
+from fastrl.training.rl.run import Resumable, Run, load_checkpoint, make_run, resumable, save_checkpoint
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.
@@ -60,43 +60,40 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             stop_signals() as signals,
         ):
             run.rollouts.completions.signals = signals
+            clock = SaveClock(logging)
             for step in range(run.step + 1, steps + 1):
-                run.step, last, lost = step, step == steps, None
-                before = run.rollouts.state()
-                try:
+                run.step, last, before = step, step == steps, resumable(run)
+                with saved_on_error(partial(_save_earlier, run, log, before)):
                     numbers, samples = take_step(run)
-                except EngineLost as error:  # before the policy was updated
-                    run.step = step - 1
-                    run.rollouts.load(before)
-                    raise UserError(f"{error}{_keep(run, log)}") from error
-                if run.held_out and due(step, config.evaluation.every, last):
+                with saved_on_error(partial(_save, run, log)):
                     try:
-                        with timed("time/evaluation", numbers):
-                            numbers |= evaluate(run) | run.functions.failures("evaluation")
-                    except EngineLost as error:
-                        lost = error
-                log.write(step, numbers, samples)
+                        if run.held_out and due(step, config.evaluation.every, last):
+                            with timed("time/evaluation", numbers):
+                                numbers |= evaluate(run) | run.functions.failures("evaluation")
+                    finally:
+                        log.write(step, numbers, samples)
                 interrupted = None if last or not signals else signals[0]
-                if lost is not None:
-                    raise UserError(f"{lost}{_keep(run, log)}") from lost
-                if interrupted or due(step, logging.checkpoint_every, last):
-                    log.sync()
-                    save_checkpoint(run)
+                if interrupted or clock.due(step, last):
+                    _save(run, log)
                 if interrupted:
                     break
             seconds = time.perf_counter() - started
             return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
 
 
-def _keep(run: Run, log: RunLog) -> str:
-    """Save a run that must end after the steps that it has. Returns what its user can do then, if it has any."""
-    if run.step == 0:
-        return ""
+def _save(run: Run, log: RunLog, state: Resumable | None = None) -> Path:
+    """Save the run after its current step, if it is not yet. Returns the checkpoint."""
     checkpoint = checkpoint_of(run.config.logging, run.step)
     if not checkpoint.exists():
         log.sync()
-        save_checkpoint(run)
-    return f"; saved in {checkpoint}; the same command with --resume goes on from there"
+        save_checkpoint(run, state or resumable(run))
+    return checkpoint
+
+
+def _save_earlier(run: Run, log: RunLog, before: Resumable) -> Path | None:
+    """Save the steps before one that failed. Returns the checkpoint, or None if there is none."""
+    run.step -= 1
+    return _save(run, log, before) if run.step else None
 
 
 def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,16 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl import Objective
 from fastrl.base.errors import UserError
-from fastrl.training.common.checkpoint import Trained, checkpoint_of, due, read_checkpoint, run_folder, write_checkpoint
+from fastrl.training.common.checkpoint import (
+    RandomState,
+    SaveClock,
+    Trained,
+    checkpoint_of,
+    read_checkpoint,
+    run_folder,
+    saved_on_error,
+    write_checkpoint,
+)
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.files import whole_directory
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
@@ -183,20 +193,33 @@ def fit(
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
     with RunLog(config, logging, name, steps, stage.shown, step) as log, stop_signals() as signals:
-        while step < steps:
-            step += 1
-            numbers = measure(stage, [rows[i] for i in batches.next()], size, backward=True)
-            numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": step / updates}
-            numbers["grad_norm"] = _update(optimizer, config.optimizer.max_grad_norm, step, numbers["loss"])
-            scheduler.step()
-            if held_out and step % updates == 0:
-                evaluated = measure(stage, held_out, size, backward=False)
-                numbers |= {f"eval/{metric}": value for metric, value in evaluated.items() if metric != "tokens"}
-            log.write(step, numbers)
-            interrupted = signals[0] if signals and step < steps else None
-            if interrupted or due(step, logging.checkpoint_every, step == steps):
+        clock = SaveClock(logging)
+
+        def save(step: int, order: list[int], states: RandomState | None = None) -> Path | None:
+            """Save the run after a step, if it is not yet."""
+            directory = checkpoint_of(logging, step)
+            if step and not directory.exists():
                 log.sync()
-                write_checkpoint(config, logging, trained, step, {"order": batches.order}, kept)
+                write_checkpoint(config, logging, trained, step, {"order": order}, kept, states)
+            return directory if step else None
+
+        while step < steps:
+            with saved_on_error(partial(save, step, batches.order, trained.random_state())):
+                numbers = measure(stage, [rows[i] for i in batches.next()], size, backward=True)
+                numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": (step + 1) / updates}
+                numbers["grad_norm"] = _update(optimizer, config.optimizer.max_grad_norm, step + 1, numbers["loss"])
+            scheduler.step()
+            step += 1
+            with saved_on_error(partial(save, step, batches.order)):
+                try:
+                    if held_out and step % updates == 0:
+                        evaluated = measure(stage, held_out, size, backward=False)
+                        numbers |= {f"eval/{name}": value for name, value in evaluated.items() if name != "tokens"}
+                finally:
+                    log.write(step, numbers)
+            interrupted = signals[0] if signals and step < steps else None
+            if interrupted or clock.due(step, step == steps):
+                save(step, batches.order)
             if interrupted:
                 break
         if not interrupted:

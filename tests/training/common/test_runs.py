@@ -7,20 +7,28 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from digit_models import EXAMPLE, TOKENIZER, narrowed
 from places import EXAMPLES
-from run_files import checkpoints, repeatable, write_toml
+from run_files import checkpoints, records, repeatable, write_toml
+from safetensors.torch import load_file
 
+from fastrl.base.errors import UserError
 from fastrl.cli import main
+from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.log import RunLog
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
@@ -159,7 +167,7 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
     assert repeatable(folder) == repeatable(whole)
     assert results(folder) == results(whole) and all(results(whole))
     assert len(results(whole)) == 1 + (name != "train")
-    assert checkpoints(folder) == ["step-000006", f"step-{STEPS:06d}"]
+    assert checkpoints(folder) == [f"step-{STEPS:06d}"]
 
 
 def check_every_file(command, checkpoint, capfd):
@@ -195,6 +203,157 @@ def check_the_record(command, path, capfd):
         assert f"fastrl: {path}:{line}: is not a step's record, so the file is damaged (" in capfd.readouterr().err
         assert path.read_bytes() == damaged
     path.write_bytes(content)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Exception], Any]:
+    """The context in which one call of a function, counted from 1, raises."""
+
+    @contextmanager
+    def failing(path: str, call: int, error: Exception) -> Iterator[None]:
+        module, _, name = path.rpartition(".")
+        function, calls = getattr(import_module(module), name), count(1)
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == call:
+                raise error
+            return function(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(path, fail)
+            yield
+
+    return failing
+
+
+#: An error in step 4: where, at which call, and what a user reads of it.
+FAILURES: dict[str, tuple[str, int, Exception, str]] = {
+    "rollout": ("fastrl.training.rl.train.collect", 4, UserError("mine.py: raised"), "mine.py: raised"),
+    "update": ("fastrl.training.rl.update._clip", 7, torch.OutOfMemoryError("no GiB"), "out of memory: no GiB"),
+    "budget": (
+        "fastrl.training.rl.update.linear_policy_loss",
+        7,
+        BudgetTooSmall("9 bytes", 9),
+        "training.memory_budget: 9 bytes",
+    ),
+    "stage": ("fastrl.training.stages.loop._update", 4, MemoryError(), "out of memory: "),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [("train", "rollout"), ("train", "update"), ("train", "budget"), *((name, "stage") for name in DISTINCT[1:])],
+)
+def test_an_error_loses_no_step_before_it(name, failure, arguments, failing, tmp_path, capfd):
+    """One command serves the first start and the next, and ends where the whole run does, bit for bit."""
+    if "lora" in name:
+        pytest.importorskip("peft")
+    assert main(arguments(name, "whole")) == 0
+    command, (place, call, error, text) = [*arguments(name, "run"), "--resume"], FAILURES[failure]
+    with failing(place, call, error):
+        assert main(command) == 2
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
+    hint = f"saved in {checkpoint}; the same command with --resume goes on from there"
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"fastrl: {text}") and hint in last
+    assert main(command) == 0
+    assert repeatable(tmp_path / "run") == repeatable(tmp_path / "whole")
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+
+
+def test_updates_of_a_step_that_fails_are_kept(arguments, failing, tmp_path):
+    """The first of two was made: the step is drawn anew from what it left."""
+    command = arguments("train", "run")
+    with failing("fastrl.training.rl.update._clip", 8, RuntimeError("mine")), pytest.raises(RuntimeError, match="mine"):
+        main(command)
+    state = load_file(tmp_path / "run" / "checkpoints" / "step-000003" / "training_state.safetensors")
+    assert state["0.step"] == 7
+    assert main([*command, "--resume"]) == 0
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_an_error_in_an_evaluation_loses_no_step(name, arguments, failing, tmp_path, capfd):
+    command = arguments(name, "run")
+    # In a stage every step measures once, and an epoch's last once more.
+    place, call, step = ("rl.train.evaluate", 1, 5) if name == "train" else ("stages.loop.measure", 5, 4)
+    with failing(f"fastrl.training.{place}", call, ValueError("mine")), pytest.raises(ValueError, match="mine"):
+        main(command)
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-00000{step}"
+    hint = f"fastrl: ValueError; saved in {checkpoint}; the same command with --resume goes on from there"
+    assert hint in capfd.readouterr().err.splitlines()
+    assert main([*command, "--resume"]) == 0
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def test_what_cannot_be_recorded_is_in_the_checkpoint(arguments, tmp_path, capfd, monkeypatch):
+    command, write = arguments("sft", "run"), RunLog.write
+
+    def full(log: RunLog, step: int, *rest: Any) -> None:
+        if step == 4:
+            raise UserError(f"{log.path}: cannot write step 4")
+        write(log, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "write", full)
+        assert main(command) == 2
+    assert "cannot write step 4; saved in " in capfd.readouterr().err
+    assert checkpoints(tmp_path / "run") == ["step-000004"]
+
+
+def test_an_error_before_the_first_step_leaves_room_for_the_next_try(arguments, failing, tmp_path, capfd):
+    command = [*arguments("sft", "run"), "--logging.overwrite", "false", "--resume"]
+    for _ in range(2):
+        with failing("fastrl.training.stages.loop._update", 1, UserError("mine")):
+            assert main(command) == 2
+        assert capfd.readouterr().err.splitlines()[-1] == "fastrl: mine"
+    assert main(command) == 0
+
+
+def test_a_run_without_a_checkpoint_is_begun_again_by_resume(arguments, tmp_path, capfd):
+    """As one that was killed before its first. Records of another config stay."""
+    command, folder = [*arguments("sft", "run"), "--logging.overwrite", "false"], tmp_path / "run"
+    assert main(command) == 0
+    before = repeatable(folder)
+    shutil.rmtree(folder / "checkpoints")
+    for other in (command, [*command, "--optimizer.lr", "0.5", "--resume"]):
+        assert main(other) == 2
+        assert "holds a run already" in capfd.readouterr().err
+        assert repeatable(folder) == before
+    assert main([*command, "--resume"]) == 0
+    assert "holds no checkpoint to resume from; starting anew" in capfd.readouterr().err
+    assert repeatable(folder) == before
+
+
+def test_a_checkpoint_by_the_clock_takes_the_place_of_the_one_before(arguments, at_step, tmp_path):
+    found: list[list[str]] = []
+    at_step(9, lambda: found.append(checkpoints(tmp_path / "run")))
+    assert main(arguments("sft", "run", checkpoint_minutes=1e-9, checkpoint_every=5)) == 0
+    # keep_checkpoints is 2 here, and those of checkpoint_every stay.
+    assert found == [["step-000005", "step-000008"]]
+    assert checkpoints(tmp_path / "run") == ["step-000010", "step-000012"]
+
+
+def test_an_overwritten_run_is_kept_aside_if_it_has_a_checkpoint(arguments, failing, tmp_path):
+    folder = tmp_path / "run"
+    assert main(arguments("sft", "run")) == 0
+    before = files(folder)
+    with failing("fastrl.training.stages.loop._update", 1, UserError("mine")):
+        assert main(arguments("sft", "run")) == 2
+    assert files(folder / "replaced") == before
+    assert main(arguments("sft", "run")) == 0  # what it replaces has nothing to keep
+    assert files(folder / "replaced") == before
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(arguments, tmp_path, capfd, monkeypatch):
+    def busy(directory: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr("fastrl.training.common.checkpoint.remove", busy)
+    assert main(arguments("sft", "run", checkpoint_every=4)) == 0
+    old = tmp_path / "run" / "checkpoints" / "step-000004"
+    warning = f"fastrl: warning: {old}: cannot be removed: [Errno {errno.EBUSY}] Device or resource busy"
+    assert warning in capfd.readouterr().err.splitlines()
 
 
 def test_a_record_that_lacks_steps_is_told(arguments, at_step, tmp_path, capfd):

@@ -43,15 +43,6 @@ def test_a_full_disk_costs_no_checkpoint(make_config, monkeypatch):
     assert checkpoints(config) == ["step-000004"]
 
 
-def test_resuming_without_a_checkpoint_says_so(make_config):
-    config = make_config()
-    folder = config.logging.output_dir / "checkpoints"
-    assert error_of(train, config, resume=True) == (
-        f"{folder}: holds no complete checkpoint to resume from; start the run without --resume"
-    )
-    assert not config.logging.output_dir.exists()
-
-
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [

@@ -1,11 +1,13 @@
 """Scores on held-out prompts: greedy means, pass@k and maj@k, and that looking changes nothing."""
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from mistakes import error_of
 from run_files import records, repeatable, write_toml
 
 import fastrl.training.rl.evaluation as module
@@ -15,6 +17,7 @@ from fastrl.training.common.reward import RewardFunction
 from fastrl.training.common.scoring import Rewards
 from fastrl.training.rl.config import EvaluationConfig
 from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
+from fastrl.training.rl.train import train
 
 
 @pytest.mark.parametrize("count", range(1, 7))
@@ -113,6 +116,19 @@ def test_no_score_at_all_is_nan(run):
     numbers = evaluate(run)
     assert math.isnan(numbers["eval/reward"]) and math.isnan(numbers["eval/nothing"])
     assert numbers["eval/nothing/pass@4"] == numbers["eval/nothing/maj@4"] == 0
+
+
+def test_rows_without_what_the_reward_takes_are_found_at_the_start(make_config, tmp_path, write_reward, capsys):
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"prompt": "1="}) + "\n")
+    named = {"data": {"eval_path": str(path)}, "reward": {"function": write_reward("return [0.0] * len(prompts)")}}
+    source = named["reward"]["function"]
+    assert error_of(train, make_config(**named)) == (
+        f"{source}: takes answer, but {path}:1 has no such column; its columns are none"
+    )
+    given = named | {"reward": named["reward"] | {"arguments": {"reward": {"answer": "1"}}}}
+    train(make_config(**given, training={"steps": 1}, evaluation={"metrics": []}))
+    assert "fastrl: warning: data.eval_path: no column answer, which data.path has\n" in capsys.readouterr().err
 
 
 def test_looking_does_not_change_what_is_learnt(trained, tmp_path, example, spy):

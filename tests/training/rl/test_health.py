@@ -137,7 +137,8 @@ def test_the_batch_is_kept_to_be_looked_at_and_only_the_last_few(make_config, po
     last = config.logging.output_dir / "skipped" / "step-000005-update-0002"
     assert error == (
         "step 5: the loss or its gradient was not finite in 10 updates in a row (training.max_skipped_updates); the "
-        f"last one's batch is in {last}"
+        f"last one's batch is in {last}; saved in {config.logging.output_dir}/checkpoints/step-000004; the same "
+        "command with --resume goes on from there"
     )
     assert saved(config) == ["step-000004-update-0002", "step-000005-update-0001", "step-000005-update-0002"]
     with safe_open(last / "rollout.safetensors", "pt") as file:

@@ -43,7 +43,7 @@ def test_fewer_prompts_than_a_step_draws_are_told(trained, write_rows, capsys):
 
 
 def test_a_checkpoint_reloads_and_can_be_trained_further(trained, spy):
-    seen = spy(module, "save_checkpoint", lambda _, run: run.policy.model.state_dict())
+    seen = spy(module, "save_checkpoint", lambda _, run, state: run.policy.model.state_dict())
     config = trained()
     directory = config.logging.output_dir / "checkpoints" / "step-000002"
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -96,7 +96,8 @@ def test_a_directory_that_is_no_run_is_left_alone(make_config, overwrite):
     mine = config.logging.output_dir / "model" / "weights.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(UserError, match=r"holds model, but no metrics\.jsonl, so it is no run"):
+    (config.logging.output_dir / "metrics.jsonl").touch()  # anybody's
+    with pytest.raises(UserError, match=r"holds metrics\.jsonl, model, but no \.fastrl-run, so no run wrote them"):
         train(config)
     assert mine.read_text() == "mine"
 

@@ -86,7 +86,12 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     rates = [record["lr"] for record in records(tmp_path / name)]
     assert rates == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
     files = {"config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html"}
-    assert {path.name for path in (tmp_path / "a").iterdir()} == files | {"tensorboard", "model", "checkpoints"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == files | {
+        ".fastrl-run",
+        "tensorboard",
+        "model",
+        "checkpoints",
+    }
 
 
 def test_adapters_are_saved_and_merged(settings, write_rows, tmp_path, policy_path):
