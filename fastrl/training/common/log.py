@@ -164,11 +164,13 @@ def _writing(path: Path, what: str = "") -> Iterator[None]:
 def check_output(directory: Path, overwrite: bool) -> None:
     """Raise UserError if `directory` holds a run that may not be replaced, or files of its names that no run wrote."""
     existing = [name for name in (*FILES, *DIRECTORIES) if (directory / name).exists()]
-    if existing and not (directory / MARK).exists():
-        raise UserError(
-            f"{directory}: holds {', '.join(existing)}, but no {MARK}, so no run wrote them; choose another "
-            "--logging.output_dir, or move them away"
-        )
+    aside = directory / REPLACED
+    for place, found in ((directory, ", ".join(existing)), (aside, "files" if aside.exists() else "")):
+        if found and not (place / MARK).exists():
+            raise UserError(
+                f"{place}: holds {found}, but no {MARK}, so no run wrote them; choose another --logging.output_dir, or "
+                "move them away"
+            )
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size and not overwrite:
         raise UserError(

@@ -91,14 +91,22 @@ def test_a_run_is_not_overwritten_unless_told_to(trained):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_that_is_no_run_is_left_alone(make_config, overwrite):
+@pytest.mark.parametrize(
+    ("file", "found"), [("model/weights.txt", "metrics.jsonl, model"), ("replaced/weights.txt", "metrics.jsonl")]
+)
+def test_a_directory_that_is_no_run_is_left_alone(make_config, overwrite, file, found):
     config = make_config(logging={"overwrite": overwrite})
-    mine = config.logging.output_dir / "model" / "weights.txt"
+    folder = config.logging.output_dir
+    mine = folder / file
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    (config.logging.output_dir / "metrics.jsonl").touch()  # anybody's
-    with pytest.raises(UserError, match=r"holds metrics\.jsonl, model, but no \.fastrl-run, so no run wrote them"):
+    (folder / "metrics.jsonl").touch()  # anybody's
+    with pytest.raises(UserError, match=rf"run: holds {found}, but no \.fastrl-run, so no run wrote them"):
         train(config)
+    (folder / ".fastrl-run").touch()
+    if "replaced" in file:
+        with pytest.raises(UserError, match=r"replaced: holds files, but no \.fastrl-run"):
+            train(config)
     assert mine.read_text() == "mine"
 
 
