@@ -83,6 +83,17 @@ def test_the_server_is_started_with_what_the_config_needs(name: str, monkeypatch
     assert ("--enable-sleep-mode" in values) == config.rollout.sleep
 
 
+def test_every_server_is_started_for_this_machine_alone() -> None:
+    """Whoever reaches it can replace its weights."""
+    found = 0
+    for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("fastrl/**/*.py")]:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"(?m)^.*(?:openai\.api_server|sglang\.launch_server|bin/vllm serve) .*$", text):
+            found += 1
+            assert "--host 127.0.0.1" in line, (path, line)
+    assert found >= 10
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_plans_are_quoted_as_fastrl_plan_prints_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (quoted,) = [block for block in blocks(name) if block.startswith("fastrl plan")]

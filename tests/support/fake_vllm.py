@@ -66,6 +66,7 @@ class FakeVLLM:
     # By route: what to do instead of answering, given what makes the answer. The next of an iterator, or always.
     instead: dict[str, Callable[..., Any] | Iterator[Callable[..., Any]]] = field(default_factory=dict)
     port: int = 0
+    key: str | None = None  # that --api-key names
 
     def __post_init__(self) -> None:
         self.lock, self.gone = Lock(), Event()
@@ -149,6 +150,8 @@ class FakeVLLM:
                 def make():
                     return fake.answer(parts.path, body)
 
+                if fake.key and parts.path == GENERATE and self.headers["Authorization"] != f"Bearer {fake.key}":
+                    action = always(Reply(401, {"error": "Unauthorized"}))
                 reply = make() if action is None else action(make)
                 if reply is RESET or fake.gone.is_set():
                     self.close_connection = True

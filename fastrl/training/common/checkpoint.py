@@ -46,6 +46,7 @@ FREE = (
     "training.max_skipped_updates",
     "rollout.batch_size",
     "rollout.url",  # the same engine in another place, or with other limits
+    "rollout.api_key_file",
     "rollout.timeout",
     "rollout.sleep",
     "rollout.engine_options",

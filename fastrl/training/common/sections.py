@@ -100,6 +100,9 @@ class RolloutConfig(Section):
     called with the policy and these settings and returns an engine."""
     url: str | None = None
     """The engine's server, such as "http://127.0.0.1:8000". Without it vllm runs in this process."""
+    api_key_file: Annotated[Path | None, Location()] = None
+    """A file with the key that the server was started with (--api-key), and nothing else. What a run writes names the
+    file, and nothing that is in it."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for an engine that does not answer, before the run ends; what is saved can be resumed."""
     ahead: int = Field(0, ge=0, le=1)
@@ -150,6 +153,8 @@ class RolloutConfig(Section):
             raise ValueError('url: required for engine = "sglang", but not given')
         if self.url is not None and not served:
             raise ValueError(f'url: is for engine = "vllm" or "sglang", got engine = {self.engine!r}')
+        if self.api_key_file is not None and self.url is None:
+            raise ValueError("api_key_file: is for a server, which url names")
         if self.engine_options and (self.engine != "vllm" or self.url is not None):
             raise ValueError('engine_options: is for engine = "vllm" without a url')
         if self.engine == "transformers" and (self.ahead or self.sleep):

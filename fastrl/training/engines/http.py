@@ -6,6 +6,7 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,12 +18,18 @@ from fastrl.training.engines.protocol import EngineFailed, EngineUnavailable
 PATIENCE = 10.0  # seconds for a connection, for short answers, and between looks at a server that is busy
 CONNECTIONS = 256
 HEALTH = "/health"
+KEY_HINT = "rollout.api_key_file names a file with the key that it was started with (--api-key)"
 
 
 class Server:
-    """Calls to a server. `hints` say for a path and status, or for a status, what its user must change."""
+    """Calls to a server. `hints` say for a path and status, or for a status, what its user must change.
 
-    def __init__(self, url: str, name: str, hints: Mapping[Any, str] | None = None) -> None:
+    Each call has the key in `key_file`, which no message repeats. Raises UserError for a url or a key that is none.
+    """
+
+    def __init__(
+        self, url: str, name: str, hints: Mapping[Any, str] | None = None, key_file: Path | None = None
+    ) -> None:
         parts = urlsplit(url)
         try:
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -31,12 +38,14 @@ class Server:
         if not usable or parts.hostname is None:
             raise UserError(f'rollout.url: expected "http://HOST:PORT", got {url!r}')
         self.url, self.name, self.hints, self.host = url.rstrip("/"), name, hints or {}, parts.hostname
+        self.key = None if key_file is None else _key(key_file)
         self.options: dict[str, Any] = {
             "timeout": httpx.Timeout(PATIENCE, read=None, pool=None),
             "limits": httpx.Limits(max_connections=CONNECTIONS),
             "trust_env": False,  # a proxy of the environment is for the outside
             # Made once: a client of its own would read all certificates, also where none is needed.
             "verify": ssl.create_default_context() if parts.scheme == "https" else False,
+            "headers": {} if self.key is None else {"Authorization": f"Bearer {self.key}"},
         }
         self.client = httpx.Client(**self.options)
 
@@ -71,20 +80,37 @@ class Server:
         if response.status_code >= 500:
             # A server whose engine has died says so for a moment, and then is gone.
             failed = path != HEALTH and self.is_healthy()
-            raise (EngineFailed if failed else EngineUnavailable)(where + _message(response))
+            raise (EngineFailed if failed else EngineUnavailable)(where + self._message(response))
         if not response.is_success:
             route, status = path.partition("?")[0], response.status_code
             hint = self.hints.get((route, status)) or self.hints.get(status)
-            raise UserError(f"rollout.url: {where}{_message(response)}{'' if hint is None else '; ' + hint}")
+            raise UserError(f"rollout.url: {where}{self._message(response)}{'' if hint is None else '; ' + hint}")
         if not response.content:
             return {}
         try:
             return response.json()
         except ValueError as error:
             raise UserError(
-                f"rollout.url: {self.url}{path} answered with what is no JSON ({response.text[:60]!r}); is it a server "
-                f"of {self.name}?"
+                f"rollout.url: {self.url}{path} answered with what is no JSON ({self._text(response)[:60]!r}); is it a "
+                f"server of {self.name}?"
             ) from error
+
+    def _text(self, response: httpx.Response) -> str:
+        """An answer's text without the key: whatever answers at a wrong url may repeat what it was sent."""
+        return response.text if self.key is None else response.text.replace(self.key, "<key>")
+
+    def _message(self, response: httpx.Response) -> str:
+        """What an error answer says, in one line."""
+        content = self._text(response)
+        try:
+            tree = json.loads(content)
+        except ValueError:
+            tree = None
+        for name in ("error", "message", "detail"):
+            if isinstance(tree, dict) and name in tree:
+                tree = tree[name]
+        text = tree if isinstance(tree, str) else content if tree is None else json.dumps(tree)
+        return " ".join(text.split())[:300] or response.reason_phrase
 
     def is_healthy(self) -> bool:
         """Whether it answers /health in time."""
@@ -135,14 +161,13 @@ def _failed(task: asyncio.Task[httpx.Response]) -> bool:
     return task.exception() is not None or not task.result().is_success
 
 
-def _message(response: httpx.Response) -> str:
-    """What an error answer says, in one line."""
+def _key(file: Path) -> str:
+    """The key in a file. Raises UserError, which does not show it, for what no header can hold."""
     try:
-        tree = response.json()
-    except ValueError:
-        tree = None
-    for name in ("error", "message", "detail"):
-        if isinstance(tree, dict) and name in tree:
-            tree = tree[name]
-    text = tree if isinstance(tree, str) else response.text if tree is None else json.dumps(tree)
-    return " ".join(text.split())[:300] or response.reason_phrase
+        key = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it has other characters than ASCII's"
+        raise UserError(f"rollout.api_key_file: cannot read {file}: {reason}") from None
+    if not key.isprintable() or len(key.split()) != 1:
+        raise UserError(f"rollout.api_key_file: expected one key without spaces in {file}, and nothing else")
+    return key

@@ -1,6 +1,6 @@
 """SGLang's server, by its native HTTP API: /generate with token ids, and weights from a file.
 
-    python -m sglang.launch_server --model-path MODEL
+    python -m sglang.launch_server --model-path MODEL --host 127.0.0.1
         [--enable-memory-saver]             # for rollout.sleep
         [--enable-return-routed-experts]    # for rollout.keep_routing
 
@@ -29,12 +29,16 @@ from fastrl.models.routing import routers_of
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
-from fastrl.training.engines.http import Server
+from fastrl.training.engines.http import KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import weights_file
 
 GENERATE = "/generate"
-HINTS = dict.fromkeys([("/server_info", 404), ("/detokenize", 404)], "SGLang's later 0.5 versions have it")
+HINTS: dict[tuple[str, int] | int, str] = {
+    ("/server_info", 404): "SGLang's later 0.5 versions have it",
+    ("/detokenize", 404): "SGLang's later 0.5 versions have it",
+    401: KEY_HINT,
+}
 
 
 class SGLangServer:
@@ -44,7 +48,7 @@ class SGLangServer:
         """`longest` is the length of prompt and completion that the server must take."""
         assert settings.url is not None  # the config's check
         self.policy, self.settings, self.longest = policy, settings, longest
-        self.server = Server(settings.url, "SGLang", HINTS)
+        self.server = Server(settings.url, "SGLang", HINTS, settings.api_key_file)
         self.is_checked = False
         self.given: str | None = None  # the version of the weights that the server has
 

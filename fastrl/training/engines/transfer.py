@@ -165,21 +165,24 @@ class VLLMTransfer:
 
         cast, control = weights.cast(self.dtype), self.control
         if self.sender is None:
-            self.sender = WeightTransferTrainerFactory.trainer_init(
-                self._meeting(), client=Versioned(), source=Source()
-            )
+            with self._meeting() as meeting:
+                self.sender = WeightTransferTrainerFactory.trainer_init(meeting, client=Versioned(), source=Source())
         self.sender.client, self.sender.source = Versioned(), Source()
         self.sender.send_weights()
 
-    def _meeting(self) -> Any:
+    @contextmanager
+    def _meeting(self) -> Iterator[Any]:
         """Where the trainer, rank 0, meets the workers."""
         if self.backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return IPCTrainerInitInfo(rank=0, packed=True)
+            yield IPCTrainerInitInfo(rank=0, packed=True)
+            return
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        return NCCLTrainerInitInfo(rank=0, world_size=1 + self.workers, **_own_address(self.host))
+        address = _own_address(self.host)
+        with _held_port(address) as port:
+            yield NCCLTrainerInitInfo(rank=0, world_size=1 + self.workers, master_address=address, master_port=port)
 
     def close(self) -> None:
         """Leave the group of the workers."""
@@ -192,14 +195,23 @@ def is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _own_address(host: str | None) -> dict[str, Any]:
-    """This machine's address as the engine's host sees it, and a free port."""
+def _own_address(host: str | None) -> str:
+    """This machine's address as the engine's host sees it."""
     if host is None or is_local(host):
-        address = "127.0.0.1"
-    else:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only chooses the interface
-            address = probe.getsockname()[0]
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return {"master_address": address, "master_port": listener.getsockname()[1]}
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only chooses the interface
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _held_port(address: str) -> Iterator[int]:
+    """A free port of this address, which nobody else is given while vLLM's sender comes to listen on it.
+
+    The sender takes a number and no socket. It binds the port with SO_REUSEADDR, which Linux allows beside a socket
+    that has the option too and does not listen; whoever asks for any port, or has not the option, does not get it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        yield holder.getsockname()[1]

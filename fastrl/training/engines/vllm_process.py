@@ -14,6 +14,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import active_children, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -82,7 +83,7 @@ class VLLMProcess:
             params = [SamplingParams(**sampling_params(request, sampling, truncates)) for request in requests]
             return self.llm.generate(prompts, params, use_tqdm=False)
 
-        answers = self._ask("draw completions", draw)
+        answers = self._ask("draw completions", draw, pickles=False)
         if len(answers) != len(requests):
             raise _wrong(f"with {len(answers)} answers to {len(requests)} prompts")
         for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
@@ -117,13 +118,12 @@ class VLLMProcess:
         import vllm
 
         if self.on_gpu:
-            # The handles of CUDA IPC go to vLLM's own processes as pickles, which it refuses otherwise.
-            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
             torch.cuda.empty_cache()
         try:
             options = self._options()
             others = active_children()
-            self.llm = self._run(partial(vllm.LLM, **options))
+            with self._pickles():
+                self.llm = self._run(partial(vllm.LLM, **options))
             self.processes = [process for process in active_children() if process not in others]
         except UserError:
             raise
@@ -144,6 +144,25 @@ class VLLMProcess:
         backend, dtype = options["weight_transfer_config"]["backend"], self.llm.model_config.dtype
         make = partial(make_transfer, backend, LLMControl(self.llm), dtype, None, self.llm.get_world_size())
         self.transfer = self._ask("set up its transfer of weights", make)
+
+    @contextmanager
+    def _pickles(self) -> Iterator[None]:
+        """On a GPU, allow vLLM the pickles in which CUDA IPC's handles go to its processes; it refuses them otherwise.
+
+        Its processes inherit this when they are started, and keep it: their answers have another form then. The trainer
+        needs it for those calls, and is without it else, as are the other processes that it starts.
+        """
+        name = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+        before = os.environ.get(name)
+        if self.on_gpu:
+            os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
 
     def _options(self) -> dict[str, Any]:
         """The arguments of vllm.LLM."""
@@ -179,12 +198,16 @@ class VLLMProcess:
         write_weights(Path(self.folder.name), PolicyWeights(self.policy, self.policy.dtype))
         return self.folder.name
 
-    def _ask(self, what: str, call: Callable[[], Any]) -> Any:
-        """The value of a call of vLLM, its exceptions as errors of ours. None is worth a second try."""
+    def _ask(self, what: str, call: Callable[[], Any], pickles: bool = True) -> Any:
+        """The value of a call of vLLM, its exceptions as errors of ours. None is worth a second try.
+
+        Drawing needs no `pickles`, and may go on in another thread while the trainer starts processes.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return self._run(call)
+            with self._pickles() if pickles else nullcontext():
+                return self._run(call)
         except UserError:
             raise
         except EngineDeadError as error:

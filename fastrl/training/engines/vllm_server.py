@@ -1,7 +1,7 @@
 """vLLM's server, by its interface of tokens: /inference/v1/generate, and the routes that replace its weights.
 
-    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --enable-scale-out \
-        --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "nccl"}'
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --host 127.0.0.1 \
+        --enable-scale-out --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "nccl"}'
 
 Written against vLLM 0.32. How weights travel is the server's --weight-transfer-config, see `transfer`.
 """
@@ -19,7 +19,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
-from fastrl.training.engines.http import HEALTH, Server
+from fastrl.training.engines.http import HEALTH, KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineFailed, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer
 from fastrl.training.engines.vllm_params import sampling_params
@@ -29,7 +29,7 @@ HINTS: dict[tuple[str, int] | int, str] = {
     (GENERATE, 403): "start it with --enable-scale-out",
     (GENERATE, 404): "vLLM 0.32 or later has it, started with --enable-scale-out",
     ("/detokenize", 404): "start it without --skip-tokenizer-init and --tokens-only",
-    401: "it must be started without --api-key",
+    401: KEY_HINT,
     404: "vLLM 0.32 or later has it, started with VLLM_SERVER_DEV_MODE=1 in its environment",
 }
 
@@ -41,7 +41,7 @@ class VLLMServer:
         """`longest` is the length of prompt and completion that the server must take."""
         assert settings.url is not None  # the config's check
         self.policy, self.settings, self.longest = policy, settings, longest
-        self.server = Server(settings.url, "vLLM", HINTS)
+        self.server = Server(settings.url, "vLLM", HINTS, settings.api_key_file)
         self.transfer: Transfer | None = None  # to the server as it was when it was given
         self.given: str | None = None  # this version of the weights
 

@@ -332,7 +332,7 @@ ANSWERS = {
     "choices of text": ({"choices": ["a", "b", "c"]}, "in a form that vLLM 0.32 does not have"),
     "not scaled out": (Reply(403, {"detail": "Forbidden"}), "403", "start it with --enable-scale-out"),
     "an older server": (Reply(404, {"detail": "Not Found"}), "404: Not Found", "vLLM 0.32 or later"),
-    "a key": (Reply(401, {"error": "Unauthorized"}), "401: Unauthorized", "without --api-key"),
+    "a key": (Reply(401, {"error": "Unauthorized"}), "401: Unauthorized", "rollout.api_key_file"),
     "moved": (Reply(302, b""), "302"),
     "too long": (failure("the prompt is too long", 400), "400: the prompt is too long"),
 }
@@ -431,6 +431,15 @@ def test_no_way_for_weights(make_server, make_sampler, backend):
 
 def test_a_way_for_weights_that_needs_vllm_here(make_server, make_sampler):
     fails(make_sampler(make_server(backend="nccl").url), "nccl", "vllm")
+
+
+def test_a_server_with_a_key(make_server, make_sampler, tmp_path):
+    server, file = make_server(key="s3cret-key"), tmp_path / "key"
+    file.write_text("s3cret-key\n")
+    assert len(make_sampler(server.url, api_key_file=file).draw(ROWS).input_ids) == len(ROWS)
+    fails(make_sampler(server.url), "401: Unauthorized", "rollout.api_key_file")
+    file.write_text("another")
+    fails(make_sampler(server.url, api_key_file=file), "401: Unauthorized", "rollout.api_key_file")
 
 
 SERVERS = {

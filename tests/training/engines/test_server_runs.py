@@ -60,6 +60,18 @@ def test_each_step_is_drawn_with_the_weights_of_the_last(server, make_config, ev
     assert len(greedy) == 2 and len(server.asked()) == 3 * 4 + 2
 
 
+def test_what_a_run_writes_has_not_the_servers_key(make_server, make_config, tmp_path, capfd):
+    server = make_server(key="s3cret-key")
+    (tmp_path / "engine.key").write_text("s3cret-key\n")
+    key = {"api_key_file": str(tmp_path / "engine.key")}
+    config = make_config(server.url, rollout=key, logging={"checkpoint_every": 1, "tensorboard": True})
+    module.train(config)
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any("engine.key" in path.read_text() for path in written if path.suffix in (".toml", ".json"))
+    assert not [path for path in written if b"s3cret" in path.read_bytes()]
+    assert "s3cret" not in "".join(capfd.readouterr())
+
+
 def test_weights_that_do_not_arrive_show_in_the_mismatch(make_server, make_config):
     config = make_config(make_server(ignores_weights=True).url)
     module.train(config)

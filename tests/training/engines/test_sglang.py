@@ -44,6 +44,8 @@ class FakeSGLang:
     version: str = "default"
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    key: str | None = None  # that --api-key names
+
     def __post_init__(self) -> None:
         fake, self.lock, self.tokenizer = self, Lock(), AutoTokenizer.from_pretrained(TOKENIZER)
 
@@ -58,6 +60,8 @@ class FakeSGLang:
                 with fake.lock:
                     fake.calls.append((self.path, body))
                     status, found = fake.answers.get(self.path) or (200, fake.make(self.path, body))
+                    if fake.key and self.path != "/health" and self.headers["Authorization"] != f"Bearer {fake.key}":
+                        status, found = 401, {"error": "Unauthorized"}
                 text = json.dumps(found).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
@@ -173,6 +177,14 @@ def test_what_a_killed_trainer_left_is_removed(
     os.utime(folder, (0, 0))
     engine.update_weights("w2", PolicyWeights(policy))
     assert not folder.exists()
+
+
+def test_a_server_with_a_key(server: FakeSGLang, policy: Policy, tmp_path: Path) -> None:
+    server.key = "s3cret-key"
+    (tmp_path / "key").write_text("s3cret-key\n")
+    assert len(drawn(engine_of(server, policy, api_key_file=tmp_path / "key"), policy)) == 2
+    with pytest.raises(UserError, match=r"401: Unauthorized; rollout.api_key_file"):
+        engine_of(server, policy)
 
 
 def test_sleep_frees_all_memory(server: FakeSGLang, policy: Policy) -> None:

@@ -85,14 +85,17 @@ class FakeLLM:
     failure: Exception | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # other values for the fields of its completions
     cached: bool = False
+    pickles: list[tuple[str, str | None]] = field(default_factory=list)  # whether each call was allowed them
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.options["dtype"])
+        self.pickles.append(("make", os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION")))
         self.model_config = SimpleNamespace(dtype=dtype, max_model_len=self.options.get("max_model_len", 64))
 
     def called(self, name: str, *values: Any) -> None:
         self.calls.append((name, *values))
+        self.pickles.append((name, os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION")))
         if self.failure is not None:
             raise self.failure
 
@@ -420,7 +423,11 @@ def test_sleep_and_ipc_on_a_shared_gpu(
     assert llm.version == "w2"
     expected = [(name, torch.float32, tuple(p.shape)) for name, p in policy.model.named_parameters()]
     assert sent == [expected, expected]
-    assert os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"  # or the handles cannot go to its processes
+    # Or the handles cannot go to its processes. Nothing else that the trainer starts has it.
+    assert all(allowed == "1" for _, allowed in llm.pickles) and len(llm.pickles) == 12
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
+    list(engine.generate([Request("r", [1], 1, 3, 0)], Sampling(1.0, 1.0, 0, 0.0, (0,), (), False, False, False)))
+    assert llm.pickles[-1] == ("generate", None)
 
 
 def test_what_a_shared_gpu_cannot(vllm: Any, policy: Policy, gpu: Any, model: ModelConfig) -> None:

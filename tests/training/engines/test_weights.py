@@ -1,8 +1,10 @@
-"""What an engine gets of a policy: all that its checkpoint has, with adapters added as peft adds them."""
+"""What an engine gets of a policy, with adapters added as peft adds them, and where it meets the trainer for it."""
 
 import resource
 import signal
-from types import SimpleNamespace
+import socket
+import sys
+from types import ModuleType, SimpleNamespace
 
 import peft
 import pytest
@@ -68,3 +70,35 @@ def test_no_room_for_the_file_is_an_error_that_says_what_helps(tmp_path, monkeyp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_port_of_the_meeting_is_nobody_elses(monkeypatch):
+    """vLLM's sender takes a number, and listens on it as here (`StatelessProcessGroup.create` of vLLM 0.32)."""
+    met = []
+
+    def trainer_init(info, client, source):
+        address = (info.master_address, info.master_port)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        met.append((listener, address, info.world_size))
+        return SimpleNamespace(send_weights=lambda: None)
+
+    package = ModuleType("vllm.distributed.weight_transfer")
+    package.WeightSource, package.ParamMeta = object, None
+    package.WeightTransferTrainerFactory = SimpleNamespace(trainer_init=trainer_init)
+    nccl = ModuleType("vllm.distributed.weight_transfer.nccl_engine")
+    nccl.NCCLTrainerInitInfo = SimpleNamespace
+    for module in (ModuleType("vllm"), ModuleType("vllm.distributed"), package, nccl):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    weights = PolicyWeights(SimpleNamespace(model=tiny_model("qwen3", vocab_size=32), has_adapters=False))
+    way = transfer.VLLMTransfer("nccl", None, torch.float32, "localhost", workers=2)
+    way.send("w1", weights)
+    ((listener, address, world_size),) = met
+    assert address[0] == "127.0.0.1" and world_size == 3
+    with listener, socket.create_connection(address, timeout=5):
+        way.send("w2", weights)  # they have met
+    assert len(met) == 1

@@ -179,6 +179,7 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
         ({"rollout": {"top_p": "nan"}}, r"rollout\.top_p.*got 'nan'"),
         ({"rollout": {"engine": "vllm", "top_p": 0.9}}, r"rollout: top_k: vLLM and SGLang record what .* set it"),
         ({"rollout": {"engine": "vllm", "min_p": 0.1}}, r"rollout: top_k: vLLM and SGLang record what .* set it"),
+        ({"rollout": {"api_key_file": "key"}}, r"rollout: api_key_file: is for a server, which url names"),
         ({"rollout": {"top_k": -1}}, r"rollout\.top_k.*greater than or equal to 0, got -1"),
         ({"rollout": {"top_k": 2.5}}, r"rollout\.top_k.*valid integer"),
         ({"rollout": {"min_p": -0.1}}, r"rollout\.min_p.*greater than or equal to 0, got -0\.1"),
