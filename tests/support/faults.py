@@ -661,8 +661,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/common/worker_pool.py",
-        "Task(self.number, steps, i, seed + i,",
-        "Task(self.number, steps, i, seed,",
+        "seeds = range(seed, seed + len(examples))",
+        "seeds = [seed] * len(examples)",
         "a stale seed: one for all completions of a batch",
         "training/common/test_reward_workers.py::test_random_numbers_are_the_runs_and_not_the_workers",
     ),

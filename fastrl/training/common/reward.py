@@ -5,7 +5,8 @@
 `prompts` and each column hold one entry per completion. A completion is a string, or for a chat prompt a list of one
 assistant message (as in TRL), with tools of several messages. None means "no reward". A function that rewards steps
 returns for each completion a list of pairs (end, reward) instead, where end is the number of characters up to the end
-of the step. A function declared with `async def` is awaited. `fastrl.rewards.NAME` is a built-in one.
+of the step. A tool returns what it answers. A function declared with `async def` is awaited. `fastrl.rewards.NAME` is a
+built-in one.
 
 Nothing here imports torch: worker processes (`reward_worker.py`) import this module too.
 """
@@ -60,7 +61,7 @@ Steps = list[tuple[int, float]]  # a completion's steps: (characters up to its e
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A checked reward function; `name` is the function's name, `source` its "file.py:function".
+    """A checked reward function, or a tool; `name` is the function's name, `source` its "file.py:function".
 
     It is called with the keyword `arguments` besides the columns, whose values they replace.
     """
@@ -113,6 +114,24 @@ class RewardFunction:
                     f"{', '.join(example.columns) or 'none'}"
                 )
 
+    def answers(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[Any]:
+        """What a tool answers to each completion. Raises as a call does, but does not count samples.
+
+        Nor is it called again to find the one on which it raises, because a tool may act on something.
+        """
+        try:
+            answers = self._call(examples, completions)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # foreign code, as below
+            which = "" if len(examples) == 1 else f"one of {len(examples)} completions, the first of them "
+            sample = show_sample(examples[0], completions[0])
+            raise UserError(f"{self.source}: raised {describe_error(error)} on {which}{sample}") from error
+        if not isinstance(answers, list | tuple) or len(answers) != len(examples):
+            got = len(answers) if isinstance(answers, list | tuple) else type(answers).__name__
+            raise UserError(f"{self.source}: expected {len(examples)} answers, one per completion, got {got}")
+        return list(answers)
+
     def _results(self, examples: Sequence[Prompted], completions: Sequence[str], first: int) -> list[Any]:
         try:
             results = self._call(examples, completions)
@@ -151,8 +170,7 @@ class RewardFunction:
                     break
             else:  # it needs samples of both halves, or outside state has changed
                 return f"samples {offset + first} to {offset + end - 1} together, on neither half of them alone"
-        example, completion = examples[first], completions[first]
-        return f"sample {offset + first}: prompt {example.prompt!r} ({example.source}), completion {completion!r}"
+        return f"sample {offset + first}: {show_sample(examples[first], completions[first])}"
 
     def _number(self, value: Any, index: int, examples: Sequence[Prompted], first: int) -> float | None:
         if value is None:
@@ -176,6 +194,11 @@ def _as_float(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a complex tensor's is the last
         return None
+
+
+def show_sample(example: Prompted, completion: str) -> str:
+    """A sample in a message."""
+    return f"prompt {example.prompt!r} ({example.source}), completion {completion!r}"
 
 
 def as_trl(example: Prompted, completion: str) -> str | list[dict[str, Any]]:
@@ -228,13 +251,13 @@ def name_of(source: str) -> str:
     return source.rpartition("." if source.startswith(BUILT_IN) else ":")[2]
 
 
-def load_reward(source: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
-    """Import `path/to/file.py:function`, or take `fastrl.rewards.function`, to be called with these arguments.
+def load_reward(source: str, arguments: dict[str, Any] | None = None, what: str = "reward function") -> RewardFunction:
+    """Import `path/to/file.py:function`, a `what`, or take `fastrl.rewards.NAME`, to be called with these arguments.
 
     Raises UserError naming the file (and line) if that fails, and for an argument that the function does not name.
     """
     name, arguments = name_of(source), arguments or {}
-    function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source)
+    function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source, what)
     parameters = _parameters(function)
     if arguments and parameters is None:
         raise UserError(f"reward.arguments.{name}: {source} does not say which parameters it has")
@@ -267,8 +290,8 @@ def _built_in(source: str) -> Callable[..., Any]:
     return function
 
 
-def _from_file(source: str) -> Callable[..., Any]:
-    return import_function(source, "reward function", f' or "{BUILT_IN}NAME"')
+def _from_file(source: str, what: str) -> Callable[..., Any]:
+    return import_function(source, what, f' or "{BUILT_IN}NAME"')
 
 
 def import_function(source: str, what: str, otherwise: str = "") -> Callable[..., Any]:

@@ -1,9 +1,9 @@
-"""A worker process for reward functions: `python -P reward_worker.py SOCKET LIFELINE`, two file descriptors.
+"""A worker process for reward functions and tools: `python -P reward_worker.py SOCKET LIFELINE`, two file descriptors.
 
 It reads a setup and then tasks (pickled) from the socket, and answers each (in JSON: the trainer unpickles nothing that
 comes from where foreign code runs). A task is one completion. `worker_pool.py` is the other end.
 
-It imports what the reward function imports and not torch, unless the function does: it is started often.
+It imports what the function imports and not torch, unless the function does: it is started often.
 """
 
 import errno
@@ -33,6 +33,7 @@ class Setup(NamedTuple):
 
     path: list[str]  # sys.path
     functions: list[tuple[str, dict[str, Any]]]  # sources with their arguments
+    what: str  # they are
     memory_limit: int | None  # bytes
 
 
@@ -40,7 +41,7 @@ class Task(NamedTuple):
     """One call of a function; also the example (`Prompted`) that it is called with."""
 
     function: int
-    steps: bool
+    method: str  # of RewardFunction
     sample: int  # its place in the batch
     seed: int
     prompt: str | list[dict[str, Any]]
@@ -72,23 +73,24 @@ def main() -> None:
             _, most = resource.getrlimit(resource.RLIMIT_AS)
             limit = min(setup.memory_limit, sys.maxsize if most == resource.RLIM_INFINITY else most)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        functions = [load_reward(source, arguments) for source, arguments in setup.functions]
+        functions = [load_reward(source, arguments, setup.what) for source, arguments in setup.functions]
     except UserError as error:
-        _send(connection, {"error": str(error)})
+        _send(connection, _encoded({"error": str(error)}))
         return
-    _send(connection, {"ready": True})
+    _send(connection, _encoded({"ready": True}))
     while True:
         task = Task(*_receive(connection))
         _seed(task.seed)
         function = functions[task.function]
-        call = function.steps if task.steps else function
         try:
-            (result,) = call([task], [task.completion], task.sample)
-            answer: dict[str, Any] = {"result": result}
+            (result,) = getattr(function, task.method)([task], [task.completion], task.sample)
+            answer = _encoded({"result": result})
         except UserError as error:
             if _no_memory(error.__cause__):
                 os._exit(OUT_OF_MEMORY)
-            answer = {"error": str(error)}
+            answer = _encoded({"error": str(error)})
+        except (TypeError, ValueError, RecursionError) as error:  # JSON's, of what a tool may return
+            answer = _encoded({"error": f"{function.source}: answered with what JSON cannot hold: {error}"})
         _send(connection, answer)
 
 
@@ -157,8 +159,11 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return buffer
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+def _send(connection: socket.socket, body: bytes) -> None:
     try:
         connection.sendall(HEADER.pack(len(body)) + body)
     except OSError:  # the trainer has ended

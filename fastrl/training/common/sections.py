@@ -117,6 +117,14 @@ class RolloutConfig(Section):
     """path/to/file.py:function with the signature (prompts, completions, **columns), which answers turns of the policy:
     for each completion that ended a list with None, or with what follows it before the policy goes on: a text, or for a
     chat prompt a list of messages. Answers are not trained on."""
+    tool_workers: int = Field(1, ge=0, le=1024)
+    """Processes that call the function, with one completion at a time. 0: this process calls it once per turn with all
+    completions, without a limit of time or memory, so a call that never ends holds up the run for ever."""
+    tool_timeout: float = Field(10.0, gt=0)
+    """Seconds that a tool's call may take. One that takes longer is killed, and its completion ends there; as does one
+    whose call runs out of memory, or ends its process."""
+    tool_memory_limit: Budget = None
+    """The address space of a tool's worker and of each process that it starts; the default is no limit."""
     max_turns: int = Field(8, ge=1)
     """With tools: the most turns of the policy in a completion. The last one is not answered."""
     prompts_per_step: int = Field(128, ge=1)

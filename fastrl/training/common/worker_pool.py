@@ -1,4 +1,4 @@
-"""Worker processes that call reward functions one completion at a time, within a time and a memory limit.
+"""Worker processes that call reward functions and tools one completion at a time, within limits of time and memory.
 
 A worker runs `reward_worker.py` in a new interpreter: not a fork of the trainer, which has threads, and nothing that
 the trainer has imported. Each is the leader of a session, and so of a process group, by which it is killed with the
@@ -34,7 +34,7 @@ _START = 600
 # Seconds between looks at whether a worker has ended, for one whose socket is still open in a process that it started.
 _LOOK = 0.1
 
-# The ways in which a call ends without a reward, and the names of their metrics.
+# The ways in which a call ends without a result, and the names of their metrics.
 FAILURES = ("timeouts", "out_of_memory", "crashes")
 Outcome = tuple[Any, str | None]  # a function's result and None, or None and one of these
 
@@ -46,22 +46,28 @@ class WorkerPool:
     """
 
     def __init__(
-        self, functions: Sequence[tuple[str, dict[str, Any]]], count: int, timeout: float, memory_limit: int | None
+        self,
+        functions: Sequence[tuple[str, dict[str, Any]]],
+        count: int,
+        timeout: float,
+        memory_limit: int | None,
+        what: str = "reward function",
+        fields: str = "reward.",
     ) -> None:
-        """Start `count` workers that import the functions, which are sources with their arguments.
+        """Start `count` workers that import the functions, each a `what`, which are sources with their arguments.
 
-        `timeout` is in seconds per call, `memory_limit` in bytes of address space per process. Raises UserError for a
-        function that cannot be loaded.
+        `timeout` is in seconds per call, `memory_limit` in bytes of address space per process. `fields` is how the
+        config's fields of the workers begin. Raises UserError for a function that cannot be loaded.
         """
         self.timeout = timeout
         self.failures: Counter[str] = Counter()
-        self._setup = Setup(sys.path, list(functions), memory_limit)
+        self._setup, self._fields = Setup(sys.path, list(functions), what, memory_limit), fields
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _stop, self._workers, os.getpid())
         try:
             for _ in range(count):
-                self._workers.append(_Worker(self._setup))
+                self._workers.append(_Worker(self._setup, self._fields))
             self._start()
         except BaseException:
             self.close()
@@ -99,7 +105,7 @@ class WorkerPool:
         while left:
             for position, worker in enumerate(self._workers):
                 if worker.ended:
-                    self._workers[position] = worker = _Worker(self._setup)
+                    self._workers[position] = worker = _Worker(self._setup, self._fields)
                 if worker.ready and worker.task is None and waiting:
                     task = waiting.popleft()
                     worker.give(task, tasks[task], self.timeout)
@@ -127,11 +133,11 @@ class WorkerPool:
 
 
 class PooledFunction:
-    """A reward function in a pool's workers; a `Scorer`.
+    """A reward function in a pool's workers, which is a `Scorer`, or a tool.
 
-    A call that fails (over its time or its memory, or its process ended) gets the lowest reward that the function gives
-    in the same batch, and at most 0: None would leave out exactly the completions that never end, and a fixed 0 would
-    be better than wrong for a function that returns -1.
+    A reward's call that fails (over its time or its memory, or its process ended) gets the lowest reward that the
+    function gives in the same batch, and at most 0: None would leave out exactly the completions that never end, and a
+    fixed 0 would be better than wrong for a function that returns -1.
     """
 
     def __init__(self, pool: WorkerPool, number: int, source: str) -> None:
@@ -140,13 +146,13 @@ class PooledFunction:
 
     def __call__(self, examples: Sequence[Prompted], completions: Sequence[str]) -> list[float | None]:
         """One finite float or None per completion; raises as a `RewardFunction`."""
-        outcomes = self.pool.call(self._tasks(examples, completions, steps=False))
+        outcomes = self.pool.call(self._tasks(examples, completions, "__call__"))
         lowest = min([0.0, *(result for result, _ in outcomes if result is not None)])
         return [result if failure is None else lowest for result, failure in outcomes]
 
     def steps(self, examples: Sequence[Prompted], completions: Sequence[str]) -> list[Steps]:
         """The steps (end, reward) of each completion; one that fails is a single step. Raises as a `RewardFunction`."""
-        outcomes = self.pool.call(self._tasks(examples, completions, steps=True))
+        outcomes = self.pool.call(self._tasks(examples, completions, "steps"))
         lowest = min([0.0, *(reward for result, _ in outcomes for _, reward in result or ())])
         found: list[Steps] = []
         for (result, failure), completion in zip(outcomes, completions, strict=True):
@@ -154,18 +160,31 @@ class PooledFunction:
             found.append([(end, reward) for end, reward in result] if failure is None else whole)
         return found
 
-    def _tasks(self, examples: Sequence[Prompted], completions: Sequence[str], steps: bool) -> list[Task]:
-        seed = random.getrandbits(31)  # the run's own random numbers decide the functions'
+    def answers(self, examples: Sequence[Prompted], completions: Sequence[str], seeds: Sequence[int]) -> list[Any]:
+        """A tool's answer to each completion, None where a call fails. Raises as a `RewardFunction`.
+
+        The random numbers of each call are those of its seed: tools are also called while the run uses its own.
+        """
+        tasks = self._tasks(examples, completions, "answers", seeds)
+        return [result for result, _ in self.pool.call(tasks)]
+
+    def _tasks(
+        self, examples: Sequence[Prompted], completions: Sequence[str], method: str, seeds: Sequence[int] | None = None
+    ) -> list[Task]:
+        if seeds is None:
+            seed = random.getrandbits(31)  # the run's own random numbers decide the functions'
+            seeds = range(seed, seed + len(examples))
         return [
-            Task(self.number, steps, i, seed + i, x.prompt, x.columns, x.source, x.opened, completion)
-            for i, (x, completion) in enumerate(zip(examples, completions, strict=True))
+            Task(self.number, method, i, seed, x.prompt, x.columns, x.source, x.opened, completion)
+            for i, (x, completion, seed) in enumerate(zip(examples, completions, seeds, strict=True))
         ]
 
 
 class _Worker:
     """One process, with at most one task at a time."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, fields: str) -> None:
+        self.fields = fields  # how the config's begin
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
         read, self.lifeline = os.pipe()
@@ -183,7 +202,7 @@ class _Worker:
                 )
             except OSError as error:
                 os.close(self.lifeline)
-                raise UserError(f"reward.workers: cannot start a process: {error}") from error
+                raise UserError(f"{fields}workers: cannot start a process: {error}") from error
             finally:
                 os.close(read)
         self.ready = self.ended = False
@@ -242,8 +261,8 @@ class _Worker:
         if not self.ready:
             why = f"ended with status {status}" if exited else f"took longer than {_START} s"
             if status == OUT_OF_MEMORY:
-                why = "ran out of reward.memory_limit (raise it, or leave it out)"
-            raise UserError(f"reward.workers: a worker {why} while it imported the reward functions")
+                why = f"ran out of {self.fields}memory_limit (raise it, or leave it out)"
+            raise UserError(f"{self.fields}workers: a worker {why} while it imported its functions")
         if task is None:  # between two calls
             return None
         if not exited:

@@ -5,14 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastrl.base.errors import UserError
+from fastrl.planning.budget import parse_budget
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import import_function
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.common.settings import import_for
+from fastrl.training.common.worker_pool import WorkerPool
 from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transformers import TransformersEngine
-from fastrl.training.engines.turns import Tools, Turns
+from fastrl.training.engines.turns import WHAT, Tools, Turns
 
 METHODS = ("generate", "update_weights", "sleep", "wake_up")
 
@@ -33,7 +35,12 @@ def make_sampler(
     """
     engine = _make_engine(policy, settings, model, longest)
     if settings.tools is not None:
-        engine = Turns(engine, Tools(settings.tools, policy, template), settings.max_turns)
+        pool = None
+        if settings.tool_workers:
+            limit = parse_budget(settings.tool_memory_limit)
+            workers = settings.tool_workers, settings.tool_timeout, limit
+            pool = WorkerPool([(settings.tools, {})], *workers, WHAT, "rollout.tool_")
+        engine = Turns(engine, Tools(settings.tools, policy, template, pool), settings.max_turns)
     return CompletionSampler(engine, policy, settings, seed)
 
 

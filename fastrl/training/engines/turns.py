@@ -4,12 +4,11 @@
 
 `completions` are those whose turn ended, with EOS or a stop string: their text so far, or for a chat prompt their
 messages so far. Each is answered by None, which ends it; by a text, which is appended as it is; or for a chat prompt by
-messages, which are appended as the chat template writes them. A function declared with `async def` is awaited.
+messages, which are appended as the chat template writes them. A function declared with `async def` is awaited. In
+worker processes it is called with one completion at a time.
 """
 
 import hashlib
-import inspect
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +20,17 @@ from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, described_tools
 from fastrl.training.common.policy import Policy
-from fastrl.training.common.reward import as_trl, describe_error, import_function, wait_for
+from fastrl.training.common.reward import load_reward, show_sample
+from fastrl.training.common.timing import timed
 from fastrl.training.common.transcript import Transcript
+from fastrl.training.common.worker_pool import PooledFunction, WorkerPool
 from fastrl.training.engines.completions import check_weights
 from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling, Weights
 
 # Stands for what the policy wrote where the chat template renders an answer. Templates rewrite history (they drop the
 # reasoning of earlier turns, say), so only what they write after it is used.
 PLACE = "PLACE-OF-THE-POLICYS-MESSAGE"
+WHAT = "rollout.tools"  # names the function in messages
 
 Messages = Sequence[dict[str, Any]]
 Answer = tuple[list[int], Messages]  # the tokens that are appended, and the messages that they are, if they are any
@@ -72,9 +74,13 @@ class Dialogue:
     def next_request(self) -> Request:
         """The request for the next turn."""
         name = f"{self.request.id}-{self.number}-{self.turns}"
-        seed = hashlib.sha256(f"{self.request.seed} {self.number} {self.turns}".encode()).digest()[:6]
         tokens = [*self.request.token_ids, *self.token_ids]
-        return Request(name, tokens, 1, self.room, int.from_bytes(seed, "big"), self.request.example)
+        return Request(name, tokens, 1, self.room, self.seed(), self.request.example)
+
+    def seed(self, what: str = "") -> int:
+        """The seed of the next turn, or of `what` else is random in it."""
+        text = f"{self.request.seed} {self.number} {self.turns}{what}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def add_turn(self, turn: Completion, tokenizer: PreTrainedTokenizerBase) -> None:
         """Add what the policy wrote."""
@@ -124,47 +130,37 @@ class Dialogue:
 class Tools:
     """A user's function that answers turns."""
 
-    def __init__(self, source: str, policy: Policy, template: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, source: str, policy: Policy, template: Mapping[str, Any] | None = None, pool: WorkerPool | None = None
+    ) -> None:
         """`source` is "path/to/file.py:function"; `template` holds arguments of the chat template.
 
-        Raises UserError if the function cannot be imported.
+        The function is the only one of the pool's; without a pool it is called here. Raises UserError if it cannot be
+        imported.
         """
-        self.source, self.policy, self.template = source, policy, template or {}
-        self.function = import_function(source, "rollout.tools")
+        self.source, self.policy, self.template, self.pool = source, policy, template or {}, pool
+        self.function = load_reward(source, what=WHAT) if pool is None else PooledFunction(pool, 0, source)
 
     def __call__(self, dialogues: Sequence[Dialogue]) -> list[Answer | None]:
         """What follows each dialogue, or None where it ends.
 
         Raises UserError naming the function and the sample for an exception in it, and for what is no answer.
         """
-        answers = self._answers(dialogues)
-        if not isinstance(answers, list | tuple) or len(answers) != len(dialogues):
-            got = len(answers) if isinstance(answers, list | tuple) else type(answers).__name__
-            raise UserError(f"{self.source}: expected {len(dialogues)} answers, one per completion, got {got}")
+        examples = [dialogue.example for dialogue in dialogues]
+        texts = [dialogue.text(self.policy.tokenizer) for dialogue in dialogues]
+        if isinstance(self.function, PooledFunction):
+            seeds = [dialogue.seed(" tools") % 2**31 for dialogue in dialogues]  # NumPy's are below 2^32
+            answers = self.function.answers(examples, texts, seeds)
+        else:
+            answers = self.function.answers(examples, texts)
         return [self._checked(dialogue, answer) for dialogue, answer in zip(dialogues, answers, strict=True)]
 
-    def _answers(self, dialogues: Sequence[Dialogue]) -> Any:
-        examples = [dialogue.example for dialogue in dialogues]
-        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        texts = [dialogue.text(self.policy.tokenizer) for dialogue in dialogues]
-        completions = [as_trl(example, text) for example, text in zip(examples, texts, strict=True)]
-        try:
-            answers = self.function(
-                prompts=[example.prompt for example in examples], completions=completions, **columns
-            )
-            return wait_for(answers) if inspect.isawaitable(answers) else answers
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # foreign code: its user must fix whatever it raises
-            # The sample is not searched for by more calls, as a reward's is: a tool may act on something.
-            which = "" if len(dialogues) == 1 else f"one of {len(dialogues)} completions, the first of them "
-            raise UserError(
-                f"{self.source}: raised {describe_error(error)} on {which}{self._sample(dialogues[0])}"
-            ) from error
+    def failures(self) -> dict[str, float]:
+        """The calls that failed since the last time, as metrics; none without workers."""
+        return {} if self.pool is None else self.pool.drain("tools")
 
     def _sample(self, dialogue: Dialogue) -> str:
-        text = dialogue.text(self.policy.tokenizer)
-        return f"prompt {dialogue.example.prompt!r} ({dialogue.example.source}), completion {text!r}"
+        return show_sample(dialogue.example, dialogue.text(self.policy.tokenizer))
 
     def _checked(self, dialogue: Dialogue, answer: Any) -> Answer | None:
         if answer is None:
@@ -239,7 +235,7 @@ class Turns:
         self.engine, self.tools, self.max_turns = engine, tools, max_turns
         self.version: str | None = None
         self.begun: dict[str, list[Dialogue]] = {}  # by the request's id
-        self.seconds = 0.0  # that the tools took
+        self.numbers: dict[str, float] = {}  # metrics: the seconds that tools took, and their calls that failed
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Give them to the engine; with other ones than before, what is not finished begins anew."""
@@ -298,9 +294,10 @@ class Turns:
             if not dialogue.done and not dialogue.waits:
                 dialogue.done = not dialogue.ended or dialogue.turns >= self.max_turns
                 answered += [] if dialogue.done else [dialogue]
-        started = time.perf_counter()
-        answers = self.tools(answered) if answered else ()
-        self.seconds += time.perf_counter() - started
+        with timed("time/tools", self.numbers):
+            answers = self.tools(answered) if answered else ()
+        for name, count in self.tools.failures().items():
+            self.numbers[name] = self.numbers.get(name, 0.0) + count
         for dialogue, answer in zip(answered, answers, strict=True):
             if answer is None:
                 dialogue.done = True

@@ -41,8 +41,9 @@ class Rollouts:
         if self.settings.engine != "transformers":
             numbers["time/engine"] = numbers.get("time/engine", 0.0) + draw.seconds
         if isinstance(engine := self.completions.engine, Turns):
-            numbers["time/tools"] = numbers.get("time/tools", 0.0) + engine.seconds
-            engine.seconds = 0.0
+            for name, value in engine.numbers.items():
+                numbers[name] = numbers.get(name, 0.0) + value
+            engine.numbers.clear()
         return list(draw.examples), rollout
 
     def begin(self, step: int, numbers: dict[str, float]) -> None:
@@ -62,10 +63,10 @@ class Rollouts:
         if self.begun is not None:  # before the weights change under it
             self.completions.settle(self.begun)
         engine = self.completions.engine
-        seconds = engine.seconds if isinstance(engine, Turns) else 0.0
+        before = dict(engine.numbers) if isinstance(engine, Turns) else {}
         rollout = self.completions.draw(examples, greedy=greedy, record=False, apart=True)
         if isinstance(engine, Turns):
-            engine.seconds = seconds  # the evaluation's are in time/evaluation
+            engine.numbers = before  # the evaluation's are in time/evaluation
         if self.settings.sleep:
             self.completions.sleep()
         return rollout

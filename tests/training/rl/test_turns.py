@@ -182,7 +182,7 @@ def test_what_is_there_outlives_the_engines_absence(policy, draw, write_tools):
     assert completion_texts(policy, rollout) == ["5=71", "6=72"]
     # Both first turns, the first of the two second ones, the other one.
     assert [[len(r.token_ids) for r in call] for call in script.calls] == [[2, 3], [5, 6], [6]]
-    module = sampler.engine.tools.function.__globals__
+    module = sampler.engine.tools.function.function.__globals__
     assert module["CALLS"] == [2, 2] and not sampler.engine.begun
 
 
@@ -299,7 +299,7 @@ return [[{"role": "user", "content": "8"}] if len(c) == 1 else None for c in com
     first = {"role": "assistant", "content": "345" + ends.replace(".", "")}
     messages = [first, {"role": "user", "content": "8"}, {"role": "assistant", "content": "99"}]
     assert isinstance(text, Transcript) and text.messages == messages
-    assert sampler.engine.tools.function.__globals__["CALLS"] == [[[first]], [messages]]
+    assert sampler.engine.tools.function.function.__globals__["CALLS"] == [[[first]], [messages]]
 
 
 def test_a_text_goes_on_in_a_chats_message(policy, draw, write_tools):
