@@ -3,6 +3,9 @@
 It reads a setup and then tasks (pickled) from the socket, and answers each (in JSON: the trainer unpickles nothing that
 comes from where foreign code runs). A task is one completion. `worker_pool.py` is the other end.
 
+A message begins with its size and a random nonce, and its answer has the same one, which is not passed to the function:
+code in this process that writes to the socket has to look for it first, as it can.
+
 It imports what the function imports and not torch, unless the function does: it is started often.
 """
 
@@ -23,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-HEADER = struct.Struct("<Q")  # the bytes of the message that follows
+HEADER = struct.Struct("<Q16s")  # the bytes of the message that follows, and its nonce
 # The exit status of a worker whose function had no memory left. It ends then: what is left of it may be anything.
 OUT_OF_MEMORY = 86
 
@@ -62,7 +65,8 @@ def main() -> None:
     # an ignored signal would stay ignored in the function's own processes.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    setup = Setup(*_receive(connection))
+    nonce, message = _receive(connection)
+    setup = Setup(*message)
     sys.path[:] = setup.path
     _fastrl_without_torch()
     from fastrl.base.errors import UserError
@@ -75,11 +79,12 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         functions = [load_reward(source, arguments, setup.what) for source, arguments in setup.functions]
     except UserError as error:
-        _send(connection, _encoded({"error": str(error)}))
+        _send(connection, nonce, _encoded({"error": str(error)}))
         return
-    _send(connection, _encoded({"ready": True}))
+    _send(connection, nonce, _encoded({"ready": True}))
     while True:
-        task = Task(*_receive(connection))
+        nonce, message = _receive(connection)
+        task = Task(*message)
         _seed(task.seed)
         function = functions[task.function]
         try:
@@ -91,7 +96,7 @@ def main() -> None:
             answer = _encoded({"error": str(error)})
         except (TypeError, ValueError, RecursionError) as error:  # JSON's, of what a tool may return
             answer = _encoded({"error": f"{function.source}: answered with what JSON cannot hold: {error}"})
-        _send(connection, answer)
+        _send(connection, nonce, answer)
 
 
 def _die_with(lifeline: int) -> None:
@@ -142,10 +147,10 @@ def _no_memory(error: BaseException | None) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
-def _receive(connection: socket.socket) -> Any:
-    """The next message. Exits at the end of the stream, which is the trainer's."""
-    (size,) = HEADER.unpack(_read(connection, HEADER.size))
-    return pickle.loads(_read(connection, size))
+def _receive(connection: socket.socket) -> tuple[bytes, Any]:
+    """The next message's nonce, and the message. Exits at the end of the stream, which is the trainer's."""
+    size, nonce = HEADER.unpack(_read(connection, HEADER.size))
+    return nonce, pickle.loads(_read(connection, size))
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
@@ -163,9 +168,9 @@ def _encoded(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode()
 
 
-def _send(connection: socket.socket, body: bytes) -> None:
+def _send(connection: socket.socket, nonce: bytes, body: bytes) -> None:
     try:
-        connection.sendall(HEADER.pack(len(body)) + body)
+        connection.sendall(HEADER.pack(len(body), nonce) + body)
     except OSError:  # the trainer has ended
         os._exit(0)
 

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import secrets
 import selectors
 import signal
 import socket
@@ -205,7 +206,8 @@ class _Worker:
                 raise UserError(f"{fields}workers: cannot start a process: {error}") from error
             finally:
                 os.close(read)
-        self.ready = self.ended = False
+        self.ready = self.ended = self.forged = False
+        self.nonce = b""  # of the message that is to be answered
         self.task: int | None = None
         self.incoming, self.outgoing = bytearray(), memoryview(b"")
         self.deadline = time.monotonic() + _START
@@ -218,7 +220,8 @@ class _Worker:
 
     def _post(self, message: tuple[Any, ...]) -> None:
         body = pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL)
-        self.outgoing = memoryview(HEADER.pack(len(body)) + body)
+        self.nonce = secrets.token_bytes(16)
+        self.outgoing = memoryview(HEADER.pack(len(body), self.nonce) + body)
         self._write()
 
     def _write(self) -> None:
@@ -242,7 +245,7 @@ class _Worker:
             message = self._message()
         if message is None:
             late = self.busy and time.monotonic() > self.deadline
-            return self._failed(closed) if closed or late else None
+            return self._failed(closed) if closed or late or self.forged else None
         if "error" in message:
             raise UserError(message["error"])
         task, was_ready, self.task, self.ready = self.task, self.ready, None, True
@@ -256,16 +259,18 @@ class _Worker:
         return self.task is not None or not self.ready
 
     def _failed(self, exited: bool) -> tuple[int, None, str] | None:
-        by_itself = exited and self._await_exit()
+        by_itself = exited and not self.forged and self._await_exit()
         status, task, self.task = self.stop(), self.task, None
         if not self.ready:
             why = f"ended with status {status}" if exited else f"took longer than {_START} s"
-            if status == OUT_OF_MEMORY:
+            if self.forged:
+                why = "got an answer from its functions' own code"
+            elif status == OUT_OF_MEMORY:
                 why = f"ran out of {self.fields}memory_limit (raise it, or leave it out)"
             raise UserError(f"{self.fields}workers: a worker {why} while it imported its functions")
         if task is None:  # between two calls
             return None
-        if not exited:
+        if not exited and not self.forged:
             return task, None, "timeouts"
         # Nobody else kills it but the kernel, when the machine's memory runs out.
         no_memory = by_itself and status in (OUT_OF_MEMORY, -signal.SIGKILL)
@@ -283,14 +288,16 @@ class _Worker:
         return True
 
     def _message(self) -> Any:
-        """The whole message that has arrived, or None."""
+        """The whole message that has arrived, or None. Nothing is read of one that does not answer the last message."""
         if len(self.incoming) < HEADER.size:
             return None
-        (size,) = HEADER.unpack_from(self.incoming)
-        if len(self.incoming) < HEADER.size + size:
+        size, nonce = HEADER.unpack_from(self.incoming)
+        self.forged = nonce != self.nonce
+        if self.forged or len(self.incoming) < HEADER.size + size:
             return None
         body = bytes(self.incoming[HEADER.size : HEADER.size + size])
         del self.incoming[: HEADER.size + size]
+        self.nonce = b""  # which no second answer has
         return json.loads(body)
 
     def _has_exited(self) -> bool:

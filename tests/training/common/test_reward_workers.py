@@ -25,6 +25,8 @@ from fastrl.training.common.sections import RewardConfig
 MINE = """
 import asyncio, ctypes, os, random, subprocess, sys, threading, time
 
+FIELD = bytes(16)  # in the place of the nonce
+
 def leave_behind():
     process = subprocess.Popen(["sleep", "1000"])
     with open(__file__ + ".pids", "a") as file:
@@ -57,6 +59,15 @@ def act(text):
         if os.fork() == 0:
             time.sleep(1000)
         os._exit(1)
+    if text.startswith("forged"):  # answers of its own, in all files that are open
+        body = {"forged": b'{"result": 9.0}', "forged error": b'{"error": "mine"}', "forged noise": b"{"}[text]
+        size = (1 << 60 if text == "forged noise" else len(body)).to_bytes(8, "little")
+        for number in map(int, os.listdir("/dev/fd")):
+            try:
+                if number > 2:
+                    os.write(number, size + FIELD + body)
+            except OSError:
+                pass
     if text == "wrong":
         raise KeyError(text)
     if text == "system exit":
@@ -277,6 +288,43 @@ def test_a_call_that_fails_is_counted_and_the_others_go_on(functions, mine, text
     if Path(f"{mine}.pids").exists():
         assert len(left_behind(mine)) == 2
         end_of(*left_behind(mine))
+
+
+@pytest.mark.parametrize("text", ["forged", "forged error", "forged noise"])
+@pytest.mark.parametrize("field", [b"", bytes(16)], ids=["none", "guess"])
+def test_an_answer_that_the_functions_code_writes_is_a_crash(functions, mine, text, field):
+    """Without a nonce, and with a guess; not read for longer than that takes, nor as the answer to another call."""
+    mine.write_text(MINE.replace("bytes(16)", repr(field)))
+    made = functions("reward", workers=1)
+    assert call(made.outcome[0], "a", text, "bb", text, "ccc") == [1.0, 0.0, 2.0, 0.0, 3.0]
+    assert made.failures("reward") == {"reward/timeouts": 0.0, "reward/out_of_memory": 0.0, "reward/crashes": 2.0}
+
+
+def test_an_answer_at_the_import_is_an_error(functions, mine):
+    mine.write_text(MINE + '\nact("forged")\n')
+    with pytest.raises(
+        UserError, match=r"reward\.workers: a worker got an answer from its functions' own code while it"
+    ):
+        functions("reward")
+
+
+def test_a_second_answer_is_not_that_of_the_next_call(functions, mine):
+    """The first is taken: code in the same process can find the nonce, as the documentation says."""
+    mine.write_text("""
+import sys
+
+def reward(prompts, completions, **columns):
+    if completions == ["twice"]:
+        frame = sys._getframe()
+        while "nonce" not in frame.f_locals:
+            frame = frame.f_back
+        connection, nonce = frame.f_locals["connection"], frame.f_locals["nonce"]
+        body = b'{"result": 9.0}'
+        connection.sendall(len(body).to_bytes(8, "little") + nonce + body)
+    return [float(len(completions[0]))]
+""")
+    made = functions("reward", workers=1)
+    assert call(made.outcome[0], "twice", "a", "bb") == [9.0, 0.0, 2.0]
 
 
 def test_a_failure_is_never_better_than_an_answer(functions):
