@@ -20,6 +20,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastrl import TokenStats, token_logprobs
@@ -42,8 +43,16 @@ def tensor_parallel_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def group_or_default(group: Any) -> Any:
+    """The group; for None torch.distributed's default group if there is one, as in the collectives of the originals."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
 def sharded(logits: Tensor, ids: Tensor | None, group: Any, vocab_start: int | None = None) -> TokenStats:
     """The statistics of logits (..., V_r); with ids (...) of None the entropies alone count."""
+    group = group_or_default(group)
     if ids is None:
         ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
         return token_logprobs(logits, ids, entropy=True, tp_group=group)

@@ -4,7 +4,8 @@
     slime.enable()                   # in every training process, for example from the module of a custom loss
 
 The functions take the place of those of the same names in slime/utils/ppo_utils.py (as of 2026): same arguments and
-results. slime is not on a package index, so they are written from its public source.
+results. slime is not on a package index, so they are written from its public source. As there, a group of None is
+torch.distributed's default group, or none if that is not initialised.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastrl import token_logprobs
-from fastrl.integrations.megatron import sharded
+from fastrl.integrations.megatron import group_or_default, sharded
 from fastrl.integrations.patching import Replaced
 
 __all__ = ["calculate_log_probs_and_entropy", "compute_entropy_from_logits", "compute_log_probs", "disable", "enable"]
@@ -53,16 +55,23 @@ def calculate_log_probs_and_entropy(
         tp_group: the group over which the vocabulary lies.
         with_entropy: whether to return entropies, which are those of the unmasked logits.
         chunk_size: has no effect, because nothing that it would bound is held.
-        log_prob_keep_mask: (R, V_r) bool; where it is False, an entry has no part in the log-probabilities.
+        log_prob_keep_mask: (R, V_r) bool; where it is False, an entry has no part in the log-probabilities, unless
+            it is the row's token: what was drawn is kept. The ranks' shards are then equally wide, as Megatron's are.
         with_entropy_grad: whether the entropies are differentiable.
     """
     if logits.shape[0] == 0:
         return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
+    tp_group = group_or_default(tp_group)
     if log_prob_keep_mask is None:
         stats = token_logprobs(logits, tokens.long(), entropy=with_entropy, tp_group=tp_group)
         log_probs, entropy = stats.logprobs[:, None], stats.entropy
     else:
-        kept = logits.masked_fill(~log_prob_keep_mask, -torch.inf)
+        width = logits.shape[1]
+        own = tokens.long() - width * (0 if tp_group is None else dist.get_rank(tp_group))
+        column = own.clamp(0, width - 1)[:, None]
+        dropped = ~log_prob_keep_mask
+        dropped.scatter_(1, column, dropped.gather(1, column) & (own[:, None] != column))
+        kept = logits.masked_fill(dropped, -torch.inf)
         log_probs = compute_log_probs(kept, tokens, tp_group)
         entropy = compute_entropy_from_logits(logits, tp_group) if with_entropy else None
     return log_probs, entropy if entropy is None or with_entropy_grad else entropy.detach()

@@ -309,12 +309,12 @@ def test_nemo_rl_gets_what_its_functions_return(ranks: Ranks) -> None:
 
 
 def keep_mask() -> Tensor:
-    """(B S, V): what a sampler kept, the target always; some rows have all of it on one rank, some keep everything."""
+    """(B S, V): some rows keep entries of one rank alone, some all, some not their token, and one nothing."""
     kept = torch.rand(B * S, V, generator=torch.Generator().manual_seed(1)) < 0.4
     targets = posed()[1].view(-1)
     kept[0] = (torch.arange(V) < V // 2) == (targets[0] < V // 2)
-    kept[1] = True
-    kept[torch.arange(B * S), targets] = True
+    kept[1], kept[2] = True, False
+    kept[torch.arange(B * S), targets] = torch.arange(B * S) % 2 == 0
     return kept
 
 
@@ -339,16 +339,59 @@ def of_slime(masked: bool, with_entropy_grad: bool) -> list[Tensor] | None:
 
 @pytest.mark.parametrize(("masked", "with_entropy_grad"), [(False, True), (True, True), (False, False)])
 def test_slime_gets_what_its_functions_return(ranks: Ranks, masked: bool, with_entropy_grad: bool) -> None:
-    """The mask is of log-probabilities alone."""
+    """The mask is of log-probabilities alone, and never drops the row's token."""
     logits, targets, upstream = (x.flatten(0, 1) for x in posed())
     leaf = logits.double().requires_grad_()
-    logp, _ = target_stats(leaf.masked_fill(~keep_mask(), -torch.inf) if masked else leaf, targets)
+    dropped = ~keep_mask() & (torch.arange(V) != targets[:, None])
+    logp, _ = target_stats(leaf.masked_fill(dropped, -torch.inf) if masked else leaf, targets)
     _, entropy = target_stats(leaf, targets)
     loss = (upstream * logp).sum() + (upstream.flip(0) * (entropy if with_entropy_grad else entropy.detach())).sum()
     loss.backward()
     for rank, found in enumerate(ranks.run(of_slime, masked, with_entropy_grad)[:RANKS]):
         expected = [logp[:, None].detach(), entropy.detach(), leaf.grad.chunk(RANKS, -1)[rank]]
         torch.testing.assert_close(found, [x.float() for x in expected], **CLOSE)
+
+
+def test_slimes_mask_keeps_the_token_that_was_drawn() -> None:
+    """Without torch.distributed, a group of None is none."""
+    mask = torch.tensor([[False, True, True, False]])
+    logp, _ = slime.calculate_log_probs_and_entropy(
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([3]), None, log_prob_keep_mask=mask
+    )
+    torch.testing.assert_close(logp, torch.tensor([[-0.4076059644]]))
+    assert mask.tolist() == [[False, True, True, False]]
+
+
+def over_the_default_group() -> dict[str, Tensor]:
+    """By name: what a group of None gives; each rank holds V columns of its own."""
+    logits, targets, _ = posed()
+    start, ids = V * dist.get_rank(), targets + V * (dist.get_world_size() - 1)
+    rows, tokens = logits.flatten(0, 1), ids.flatten()
+    nothing = torch.zeros(rows.shape, dtype=torch.bool)
+    logp, entropy = slime.calculate_log_probs_and_entropy(rows, tokens, None, True)
+    masked, _ = slime.calculate_log_probs_and_entropy(rows, tokens, None, log_prob_keep_mask=nothing)
+    assert entropy is not None
+    return {
+        "slime": logp[:, 0],
+        "slime, masked": masked[:, 0],
+        "slime, alone": slime.compute_log_probs(rows, tokens, None)[:, 0],
+        "slime, entropy": entropy,
+        "slime, entropy alone": slime.compute_entropy_from_logits(rows, None),
+        "nemo_rl": nemo_rl.DistributedLogprob.apply(logits, ids, start, start + V, None).flatten(),
+        "nemo_rl, entropy": -nemo_rl.ChunkedDistributedEntropy.apply(logits, 2, None).flatten(),
+        "megatron": -megatron.fused_vocab_parallel_cross_entropy(logits, ids, None).flatten(),
+    }
+
+
+def test_a_group_of_none_is_the_default_group(ranks: Ranks) -> None:
+    """As in torch's collectives, which the originals call."""
+    logits, targets, _ = posed()
+    logp, entropy = (x.flatten().float() for x in target_stats(logits.double().repeat(1, 1, ranks.size), targets))
+    for found in ranks.run(over_the_default_group):
+        torch.testing.assert_close(found.pop("slime, masked"), torch.zeros(B * S))
+        for name, values in found.items():
+            expected = entropy if "entropy" in name else logp
+            torch.testing.assert_close(values, expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
 
 
 def custom_loss(group: Any, logits: Tensor) -> list[Tensor]:
