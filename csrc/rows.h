@@ -168,7 +168,8 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
   const double log_sum = x_y == largest ? u + std::log1p(others * std::exp(-u)) : std::log(others + e_u);
   const double logprob = x_y == largest ? -std::log1p(others * std::exp(-u)) : u - log_sum;
   const double weighted = Sums::fold(sums.weighted) + (e_u > 0 ? u * e_u : e_u);
-  const double entropy = log_sum - weighted / (others + e_u);
+  const double difference = log_sum - weighted / (others + e_u);
+  const double entropy = difference < 0 ? 0 : difference;  // below 0 it is the rounding of the float32 e^t
   const auto is_nan = [](T value) { return widen(value) != widen(value); };
   const bool empty = largest == -INF && std::none_of(x, x + vocab, is_nan);
   return {valid ? float(logprob) : QUIET_NAN, float(entropy), log_sum == log_sum || empty ? maximum : QUIET_NAN,

@@ -78,7 +78,8 @@ def preference_loss(
             `objective.reference`, and not used without.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         chosen_lengths, rejected_lengths: (B,), the number of tokens of each response; required if `objective.average`,
-            those of the chosen ones if it has an `nll_coef`. The score of a response without tokens is 0.
+            those of the chosen ones if it has an `nll_coef`. The mean over a response without tokens is 0, and so is
+            its likelihood, whatever its log-probabilities.
         denominator: replaces B; for micro-batches, the number of pairs of all of them.
         nll_denominator: replaces the number of tokens of the chosen responses in the likelihood term.
 
@@ -134,7 +135,8 @@ def _from_named(
     nll = None
     if objective.nll_coef:
         assert of_length is not None
-        nll = -wide(both[0]).sum() / checks.divisor("nll_denominator", nll_denominator, wide(of_length[0]).sum())
+        likely = wide(both[0]).where(of_length[0] > 0, 0.0)
+        nll = -likely.sum() / checks.divisor("nll_denominator", nll_denominator, wide(of_length[0]).sum())
     elif nll_denominator is not None:
         checks.divisor("nll_denominator", nll_denominator, 1)
     pairs = checks.divisor("denominator", denominator, first.shape[0])
@@ -161,7 +163,7 @@ def _of_pairs(
     if ref is not None:
         scores = [x - wide(y.detach()) for x, y in zip(scores, ref, strict=True)]
     if lengths is not None:
-        scores = [x / wide(n).clamp_min(1) for x, n in zip(scores, lengths, strict=True)]
+        scores = [(x / wide(n).clamp_min(1)).where(n > 0, 0.0) for x, n in zip(scores, lengths, strict=True)]
     losses = objective.losses(*scores)
     loss = losses.sum() / denominator
     if nll is not None:
@@ -247,7 +249,7 @@ def linear_preference_loss(
             chosen ones first, then the rejected ones in the same order.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
-            if `objective.reference`, and not used without.
+            if `objective.reference`, and not used without. The mean over a response without tokens is 0 here too.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N.
         nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an

@@ -48,5 +48,7 @@ class Combined:
     def finish(self) -> Statistics:
         """The statistics (n,) of the whole rows."""
         logprob = self.logprob - torch.nn.functional.softplus(self.rest - self.of_target)
-        stats = (logprob, self.total - self.mean, self.maximum, self.total - self.maximum)
+        # A mean above log sum exp is rounding: the entropy is 0 there.
+        entropy = self.total - torch.minimum(self.mean, self.total)
+        stats = (logprob, entropy, self.maximum, self.total - self.maximum)
         return Statistics(*(x.float() for x in stats))

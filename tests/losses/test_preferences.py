@@ -226,6 +226,25 @@ def test_a_nan_stays_in_its_pair(name: str) -> None:
         assert getattr(found, field)[~is_nan].equal(getattr(right, field)[~is_nan])
 
 
+def test_the_mean_over_a_response_without_tokens_is_0() -> None:
+    """Whatever its sum or its reference says, from log-probabilities and from hidden states."""
+    none, one = torch.tensor([0]), torch.tensor([1])
+    chosen, rejected = torch.tensor([-40.0], requires_grad=True), torch.tensor([-1.0], requires_grad=True)
+    given = {"objective": fastrl.SimPO(beta=0.2, gamma=0.0), "chosen_lengths": none, "rejected_lengths": one}
+    out = fastrl.preference_loss(chosen, rejected, **given)
+    assert out.chosen_rewards.item() == 0 and out.rejected_rewards.item() == pytest.approx(-0.2)
+    assert torch.autograd.grad(out.loss, chosen)[0].item() == 0
+    out = fastrl.preference_loss(chosen, rejected, **{**given, "objective": fastrl.ORPO()})
+    assert out.nll is not None and out.nll.item() == 0
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(8, 4)
+    mask = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    ref = torch.tensor([-5.0, 0.0])
+    of_linear = fastrl.linear_preference_loss(
+        hidden, weight, torch.zeros_like(mask), mask, ref, objective=fastrl.IPO(beta=0.1)
+    )
+    assert of_linear.chosen_rewards.item() == 0 and of_linear.rejected_rewards.item() < 0
+
+
 def test_probability_zero() -> None:
     """A rejected response that is impossible is as it should be; an impossible chosen one has DPO's steepest slope."""
     chosen = torch.tensor([-1.0, -torch.inf]).requires_grad_()

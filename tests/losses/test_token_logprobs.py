@@ -15,7 +15,10 @@ from torch.nn.functional import cross_entropy, linear
 from vocabulary import Truth, assert_as_good_as_torch, target_stats, token_stats
 
 import fastrl
+from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Transform
 from fastrl.backend.torch import rows as reference_rows
+from fastrl.operators.combined import Combined
 from fastrl.planning import tiling
 
 # A float32 result is formed by a handful of roundings of numbers of the size of the logits' spread.
@@ -137,6 +140,43 @@ def test_confident_tokens_stay_exact(backend: str, backend_device: str) -> None:
         # a float32 sum of 151,936 equal terms, and exp at -80 (80 roundings of the exponent)
         for actual, expected in ((out.logprobs, logp), (out.entropy, -logp + margin * not_p), (leaf.grad[0, 7], not_p)):
             assert actual.item() == pytest.approx(expected, rel=2e-5, abs=0), margin
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"softcap": 30.0}], ids=str)
+def test_no_entropy_is_below_0(backend: str, backend_device: str, options: dict[str, float]) -> None:
+    """A sum of float32 exponentials may be just below 1, and its logarithm below 0; 3 entries, one all but certain."""
+    g = torch.Generator().manual_seed(6)
+    logits = -torch.empty(200, 3).uniform_(12, 22, generator=g)
+    logits = logits.scatter(1, torch.randint(3, (200, 1), generator=g), 0.0) + 5 * torch.randn(200, 1, generator=g)
+    targets = torch.randint(3, (200,), generator=g)
+    ways = torch.zeros(200), torch.ones(200)
+    truth = token_stats(logits, targets, ways, **options)
+    same = token_stats(logits, targets, ways, dtype=torch.float32, **options)
+    leaf, ids = logits.to(backend_device).requires_grad_(), targets.to(backend_device)
+    mask = fastrl.SamplingMask.from_lists([[0, 1, 2]] * 200).to(leaf.device)
+    weight = torch.eye(3, device=backend_device)
+    for out in (
+        fastrl.token_logprobs(leaf, ids, entropy=True, **options),
+        fastrl.token_logprobs(leaf, ids, entropy=True, sampling_mask=mask, **options),
+        fastrl.linear_token_logprobs(leaf, weight, ids, entropy=True, **options),
+        fastrl.linear_token_logprobs(leaf, weight, ids, entropy=True, sampling_mask=mask, **options),
+    ):
+        assert out.entropy is not None and out.entropy.min() >= 0
+        check(out, torch.autograd.grad(out.entropy.sum(), leaf)[0], truth, same)
+
+
+def test_no_entropy_of_combined_slices_is_below_0(backend: str, backend_device: str) -> None:
+    """Around 1000 the slices' statistics are rounded most; a row of -inf alone stays NaN."""
+    g = torch.Generator().manual_seed(7)
+    logits = 1000 + 20 * torch.randn(1, 500, 3, generator=g)
+    logits[0, 0] = -torch.inf
+    logits, targets = logits.to(backend_device), torch.zeros(500, dtype=torch.int64, device=backend_device)
+    combined = Combined(targets)
+    for part, first in zip(logits.split([1, 2], -1), (0, 1), strict=True):
+        here = targets == first
+        combined.add(kernels(backend, part).row_statistics(part, targets - first, None, Transform()), here)
+    entropy = combined.finish().entropy
+    assert entropy[0].isnan() and entropy[1:].min() >= 0
 
 
 def test_offsets_and_minus_infinity(backend: str, backend_device: str) -> None:

@@ -84,12 +84,12 @@ def exact_preference(
         scores = []
         for logp, ref, n in zip((chosen[i], rejected[i]), (ref_chosen[i], ref_rejected[i]), lengths[:, i], strict=True):
             score = logp - ref if objective.reference else logp
-            scores.append(score / max(int(n), 1) if objective.average else score)
+            scores.append((score / int(n) if n else 0 * score) if objective.average else score)
         losses.append(pair_loss(objective, *scores))
         rewards.append(objective.beta * torch.stack(scores))
     nothing = chosen.new_zeros(0) + 0 * (chosen.sum() + rejected.sum())
     of_pair = torch.stack(losses) if losses else nothing
     loss = of_pair.sum() / max(len(chosen), 1)
     if objective.nll_coef:
-        loss = loss - objective.nll_coef * chosen.sum() / max(int(lengths[0].sum()), 1)
+        loss = loss - objective.nll_coef * chosen[lengths[0] > 0].sum() / max(int(lengths[0].sum()), 1)
     return loss, of_pair, torch.stack(rewards, 1) if rewards else nothing.expand(2, 0)

@@ -65,7 +65,7 @@ def draw_preference(draw: Draw) -> fastrl.Preference:
 
 def judged_pairs(objective: fastrl.Preference, sums: Tensor, errors: Tensor, ref: Tensor, counts: Tensor) -> Judged:
     """Of the sums, their errors, the reference's sums and the numbers of tokens, (2, B) each; slopes are by the sum."""
-    divisor = counts.clamp_min(1) if objective.average else torch.ones_like(sums)
+    divisor = torch.where(counts > 0, counts, torch.inf) if objective.average else torch.ones_like(sums)
     scores = ((sums - ref if objective.reference else sums) / divisor).requires_grad_()
     errors = (errors + 8 * EPS * (sums.abs() + ref.abs() + 1)) / divisor
     if objective.formula == "odds-ratio" and (scores > -torch.maximum(10 * errors, torch.tensor(0.01))).any():
@@ -84,7 +84,7 @@ def preference_loss_call(draw: Draw, compare: Comparison) -> None:
     draw.tell(dtype=dtype, pairs=pairs)
     sums = (-3 * draw.normal(2, pairs).abs() - draw.choice((0.1, 20.0))).to(dtype).double()
     ref = (sums + draw.normal(2, pairs) * draw.choice((0.1, 10.0))).to(dtype).double()
-    counts = 1 + draw.integers(9, 2, pairs)
+    counts = draw.integers(10, 2, pairs)
     exactly = judged_pairs(objective, sums, UNIT[dtype] * torch.ones_like(sums), ref, counts.double())
     of, nll_of = draw.choice((None, 4.5)), draw.choice((None, 11.0))
     leaves = [x.to(dtype).requires_grad_() for x in sums]
@@ -99,9 +99,9 @@ def preference_loss_call(draw: Draw, compare: Comparison) -> None:
     )
     _compare_loss(compare, objective, out, exactly, sums, counts, of, nll_of, 0.0)
     out.loss.backward()
-    likely = objective.nll_coef / (nll_of or max(int(counts[0].sum()), 1))
+    likely = objective.nll_coef * (counts[0] > 0) / (nll_of or max(int(counts[0].sum()), 1))  # (B,)
     for i, (name, leaf) in enumerate(zip(("chosen", "rejected"), leaves, strict=True)):
-        slope = exactly.slopes[i] / (of or max(pairs, 1)) - (likely if i == 0 else 0.0)
+        slope = exactly.slopes[i] / (of or max(pairs, 1)) - (likely if i == 0 else 0.0 * likely)
         allowed = exactly.slopes_error[i] / (of or max(pairs, 1)) + 16 * EPS * likely + 1e-37
         compare.close(f"{name}.grad", leaf.grad, slope, allowed)
 
@@ -122,7 +122,7 @@ def _compare_loss(
     compare.close("losses", out.losses, exactly.losses, exactly.losses_error)
     value, allowed = (x.sum() / (of or max(pairs, 1)) for x in (exactly.losses, exactly.losses_error))
     if objective.nll_coef:
-        total = -sums[0].sum() if likely is None else -likely.sum()
+        total = -sums[0].where(counts[0] > 0, 0.0).sum() if likely is None else -likely.sum()
         tokens = int(counts[0].sum()) if likely is None else len(likely)
         nll = total / (nll_of or max(tokens, 1))
         doubt = (nll_error + 16 * EPS * total.abs()) / (nll_of or max(tokens, 1)) + 1e-37
