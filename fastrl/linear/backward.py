@@ -255,13 +255,15 @@ class Backward(Passes):
         active = order_of_active(mask, c, num_tokens, h, stats.logprobs)
         of, undo = active.of, None
         c, h = of(c), of(h)  # type: ignore[assignment]
+        chosen = Statistics(*map(of, stats))  # type: ignore[arg-type]
+        of_rows = transform._replace(temperatures=of(transform.temperatures))
         if head.hidden.dtype == torch.float16 and active.count:
-            scale = products.power_of_two_scale(c, h)
+            bounds = c.abs() if h is None else c.abs() + h.abs() * (1 + chosen.entropy)
+            scale = products.float16_scale(bounds, of_rows)
             c, h, undo = c * scale, None if h is None else h * scale, 1 / scale
         super().__init__(head, active, needs, backend, budget, undo, shard)
         self.transform = transform
-        chosen = Statistics(*map(of, stats))  # type: ignore[arg-type]
-        self.rows = Rows(of(targets), of(transform.temperatures), chosen, c, h, active.dense_support(dense_support))  # type: ignore[arg-type]
+        self.rows = Rows(of(targets), of_rows.temperatures, chosen, c, h, active.dense_support(dense_support))  # type: ignore[arg-type]
 
     def _rows(self, part: slice) -> Rows:
         return self.rows.part(part)

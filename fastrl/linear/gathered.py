@@ -169,7 +169,8 @@ class _Backward(Passes):
         of, gradient, undo = active.of, found.entries, None
         c: Tensor = of(found.totals)  # type: ignore[assignment]
         if head.hidden.dtype == torch.float16 and active.count:
-            scale = products.power_of_two_scale(c, of(found.largest))
+            bounds = torch.maximum(c.abs(), of(found.largest))  # type: ignore[arg-type]
+            scale = products.float16_scale(bounds, transform._replace(temperatures=of(transform.temperatures)))
             c, gradient, undo = c * scale, gradient * scale, 1 / scale
         super().__init__(head, active, needs, backend, budget, undo, shard)
         self.transform, first = transform, 0 if shard is None else shard.start
@@ -245,6 +246,8 @@ def _frozen(
     ids = entries.token_ids.clamp(0, weight.shape[0] - 1)  # elsewhere the gradient is 0, or the row is NaN
     row_kernels.support_hidden(found.entries, weight, Support(ids, entries.offsets, valid), out, False)
     factor = found.totals + found.flags
+    if hidden.dtype == torch.float16:
+        factor /= products.slope_scale(hidden.dtype, transform)
     piece_bytes = ELEMENTWISE_BYTES.get(out.device.type, PIECE_BYTES)
     for part in products.pieces(out.shape[0], 12 * out.shape[1], piece_bytes):
         out[part] = results.slope[part] * factor[part, None] + out[part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
+from fastrl.backend.contract import Transform
 from fastrl.base.pages import mapped
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
@@ -18,6 +20,9 @@ from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
 #: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
 _MAPPED = 1 << 20
+#: Of the largest entry of a float16 gradient, once it is scaled. A product with weights up to 500 then stays below
+#: 65,504, where float16 ends, and an entry of probability 1 / 500,000 is normal.
+_FLOAT16_EXPONENT = 5
 
 
 class Head(NamedTuple):
@@ -173,8 +178,9 @@ def pieces(total: int, each: int, size: int = PIECE_BYTES) -> Iterator[slice]:
 
 def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
     """total (v, H) float32 += gradient (n, v)^T hidden (n, H); `first`: overwrite total without reading it."""
-    if not gradient.is_cuda and gradient.dtype == torch.float16:
-        # The result could overflow float16, and the CPU has no product from float16 to float32.
+    adds_float32 = gradient.is_cuda and _accumulates_float32(gradient.dtype, gradient.device)
+    if gradient.dtype == torch.float16 and not adds_float32:
+        # The result could overflow float16, and there is no product from float16 to float32.
         for part in pieces(total.shape[0], 4 * max(gradient.shape[0], hidden.shape[1])):
             wide = gradient[:, part].float().t()
             for rows in pieces(hidden.shape[0], 4 * hidden.shape[1]):
@@ -314,8 +320,29 @@ def _accumulates_float32(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def power_of_two_scale(*magnitudes: Tensor | None) -> Tensor:
-    """2^-floor(log2(largest magnitude)), 0-dim float32, on the device: brings the largest magnitude into [1, 2)."""
-    largest = torch.stack([m.abs().amax() for m in magnitudes if m is not None and m.numel()]).amax()
-    exponent = torch.floor(torch.log2(largest)).clamp(-100, 100)
-    return torch.where((largest > 0) & largest.isfinite(), torch.exp2(-exponent), torch.ones_like(largest))
+def float16_scale(bounds: Tensor, transform: Transform) -> Tensor:
+    """A power of two, 0-dim float32 on the device, that brings dL/dlogits into float16's range.
+
+    bounds (n,): of each row, about half the sum of its |dL/dz|. Rows that are not finite decide nothing.
+    """
+    largest = (bounds * slope_of(transform)).nan_to_num(0.0, 0.0, 0.0).amax()
+    return torch.exp2(_FLOAT16_EXPONENT - torch.floor(torch.log2(largest)).clamp(-100, 100))
+
+
+def slope_scale(dtype: torch.dtype, transform: Transform) -> float | Tensor:
+    """The same for rows that are undone one by one, whose |dL/dz| sum to about 2: a number, or (n,).
+
+    It is 1 unless the dtype is float16.
+    """
+    if dtype != torch.float16:
+        return 1.0
+    slope = slope_of(transform)
+    if isinstance(slope, Tensor):
+        return torch.exp2(_FLOAT16_EXPONENT - torch.floor(torch.log2(slope)))
+    return float(2.0 ** (_FLOAT16_EXPONENT - math.floor(math.log2(slope))))
+
+
+def slope_of(transform: Transform) -> float | Tensor:
+    """dz/dlogit without the softcap's factor, which is at most 1: a number, or (n,)."""
+    temperature = transform.temperature if transform.temperatures is None else transform.temperatures
+    return transform.logit_scale / temperature

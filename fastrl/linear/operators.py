@@ -5,7 +5,7 @@ The plan and its budget for each pass are arguments; `fastrl.planning.plans` cho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,23 +133,30 @@ def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
 combine_slopes.register_fake(lambda slopes, coefficients: torch.empty_like(slopes[0]))
 
 
+def gradient_of_slopes(slopes: Sequence[Tensor], c: Tensor | None, h: Tensor | None, transform: Transform) -> Tensor:
+    """dL/dhidden (N, H) of a frozen head, whose slopes are times `slope_scale`, from c and h (N,) or None."""
+    assert h is None or len(slopes) == 2, "the entropy's slope was not asked for"
+    pairs = [(s, u) for s, u in zip(slopes, (upstream(c), upstream(h)), strict=False) if u is not None]
+    coefficients = [u for _, u in pairs]
+    if slopes[0].dtype == torch.float16:
+        scale = products.slope_scale(slopes[0].dtype, transform)
+        coefficients = [u / scale for u in coefficients]
+    return combine_slopes([s for s, _ in pairs], coefficients)
+
+
 def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
     count, _ = inputs.pop("slopes"), inputs.pop("all_statistics")
     if count:  # the backward reads nothing else
-        return {"slopes": results[4 : 4 + count]}
+        return {"slopes": results[4 : 4 + count], "transform": inputs["transform"]}
     return {**inputs, "statistics": Statistics(*results[:4])}
 
 
 def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[str, Any]:
     if "slopes" not in ctx.values:
         return head_backward(linear_gradient, ctx, d_logprobs, d_entropy)
-    c, h = upstream(d_logprobs), upstream(d_entropy)
-    slopes = saved(ctx)["slopes"]
-    assert h is None or len(slopes) == 2, "the entropy's slope was not asked for"
-    pairs = [(s, u) for s, u in zip(slopes, (c, h), strict=False) if u is not None]
-    if not pairs:
+    if d_logprobs is None and d_entropy is None:
         return {}
-    return {"head": Head(combine_slopes([s for s, _ in pairs], [u for _, u in pairs]), None, None)}  # type: ignore[arg-type]
+    return {"head": Head(gradient_of_slopes(**saved(ctx), c=d_logprobs, h=d_entropy), None, None)}  # type: ignore[arg-type]
 
 
 def head_backward(

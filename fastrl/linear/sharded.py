@@ -25,11 +25,11 @@ from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head, Held, slices
-from fastrl.linear.operators import combine_slopes
+from fastrl.linear.operators import gradient_of_slopes
 from fastrl.linear.statistics import Rows, order, pass_tile
 from fastrl.linear.supports import support_products
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.rows import coefficients, upstream
+from fastrl.operators.rows import coefficients
 from fastrl.operators.sharded import empty_shard_statistics, gathered, start_gathered
 from fastrl.operators.support import together
 from fastrl.planning.tiling import Needs, PassBudget
@@ -103,7 +103,7 @@ class _Statistics(torch.autograd.Function):
         ctx.call = call._replace(transform=call.transform._replace(temperatures=None))
         ctx.has_slopes = bool(slopes)
         if slopes:
-            ctx.save_for_backward(*slopes)
+            ctx.save_for_backward(temperatures, *slopes)
         else:
             ctx.save_for_backward(*tensors, *stats, values)
         ctx.mark_non_differentiable(stats.maximum, stats.log_sum)
@@ -117,9 +117,9 @@ class _Statistics(torch.autograd.Function):
         if d_logprobs is None and d_entropy is None:
             return none
         if ctx.has_slopes:
-            upstreams = (upstream(d_logprobs), upstream(d_entropy))
-            pairs = [(slope, u) for slope, u in zip(ctx.saved_tensors, upstreams, strict=False) if u is not None]
-            return None, combine_slopes([s for s, _ in pairs], [u for _, u in pairs]), *none[2:]
+            temperatures, *slopes = ctx.saved_tensors
+            transform = ctx.call.transform._replace(temperatures=temperatures)
+            return None, gradient_of_slopes(slopes, d_logprobs, d_entropy, transform), *none[2:]
         *head, targets, mask, temperatures, logprobs, entropy, maximum, log_sum, values = ctx.saved_tensors
         call = ctx.call._replace(transform=ctx.call.transform._replace(temperatures=temperatures))
         stats = Statistics(logprobs, entropy, maximum, log_sum)
@@ -207,7 +207,10 @@ def _backward(
 
 
 def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall) -> tuple[Statistics, list[Tensor]]:
-    """Row statistics and d logp / d hidden (N, H), with two slopes also d entropy / d hidden, in hidden's dtype."""
+    """Row statistics and d logp / d hidden (N, H), with two slopes also d entropy / d hidden.
+
+    The slopes are in hidden's dtype, times `slope_scale`.
+    """
     shard, transform, backend = call.shard, call.transform, call.backend
     used = order(mask, targets.shape[0], call.num_tokens)
     out = Statistics(*torch.zeros(4, targets.shape[0], dtype=torch.float32, device=targets.device).unbind())
@@ -233,10 +236,11 @@ def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall)
         stats = start_statistics(logits[None], part.targets, part_transform, backend, shard)()
         for total, x in zip(out, stats, strict=True):
             total[where] = x
-        ones = torch.ones_like(stats.logprobs)
+        scale = products.slope_scale(head.hidden.dtype, part_transform)
+        one = scale if isinstance(scale, Tensor) else torch.full_like(stats.logprobs, scale)
         for slope in reversed(range(call.slopes)):  # the first slope last, because it may overwrite the logits
             gradient = held.gradient(logits) if slope == 0 or second is None else second[: logits.shape[0]]
-            c, h = (ones, None) if slope == 0 else (torch.zeros_like(ones), ones)
+            c, h = (one, None) if slope == 0 else (torch.zeros_like(one), one)
             write_gradient(logits[None], part.targets, part_transform, stats, c, h, backend, shard, gradient[None])
             if parts:
                 products.add_inner(parts[slope][places], gradient, head.weight, first=True)

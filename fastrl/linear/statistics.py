@@ -198,10 +198,11 @@ def chunk_statistics(
 _SLOPE = RowObjective("reinforce", (0.0, 0.0, 0.0, 0.0))
 
 
-def _slope_inputs(vector: int, like: Tensor) -> RowInputs:
-    """Inputs with which the gradient of `_SLOPE` is d logp (vector 0) or d entropy (vector 1)."""
-    zeros, minus = torch.zeros_like(like, dtype=torch.float32), torch.full_like(like, -1.0, dtype=torch.float32)
-    return RowInputs(zeros, zeros, entropy_weights=minus) if vector else RowInputs(minus, -minus)
+def _slope_inputs(vector: int, like: Tensor, scale: float | Tensor) -> RowInputs:
+    """Inputs with which the gradient of `_SLOPE` is d logp (vector 0) or d entropy (vector 1), times `scale`."""
+    zeros = torch.zeros_like(like, dtype=torch.float32)
+    minus = -scale if isinstance(scale, Tensor) else torch.full_like(zeros, -scale)
+    return RowInputs(zeros, zeros, entropy_weights=minus) if vector else RowInputs(minus, torch.ones_like(zeros))
 
 
 @torch.no_grad()
@@ -217,7 +218,8 @@ def frozen(
     all_statistics: bool,
     entries: RowEntries | None = None,
 ) -> tuple[Statistics, list[Tensor]]:
-    """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype.
+    """Row statistics, and d logp / d hidden (N, H); with two `vectors` also d entropy / d hidden; in hidden's dtype,
+    times `slope_scale`.
 
     A row's statistics and each of its slopes are one visit by `row_forward_gradient`, which does not give the maximum
     and the log-sum: without `all_statistics` these are empty. `entries` as in `statistics`.
@@ -243,6 +245,7 @@ def frozen(
         if part.entries is not None:  # any target will do in a row without one: nothing reads its slope
             part = part._replace(targets=part.entries.gather(logits, 0, backend).clamp_min(0))
         row_kernels, part_transform = kernels(backend, logits), transform._replace(temperatures=part.temperatures)
+        scale = products.slope_scale(head.hidden.dtype, part_transform)
         row = (logits[None], part.targets, None, part_transform)
         if all_statistics:
             for total, values in zip(out, row_kernels.row_statistics(*row), strict=True):
@@ -250,7 +253,7 @@ def frozen(
         for vector in reversed(range(vectors)):  # the first slope last, because it may overwrite the logits
             gradient = held.gradient(logits) if second is None or vector == 0 else second[: logits.shape[0]]
             terms: LossTerms = row_kernels.row_forward_gradient(
-                *row, _SLOPE, _slope_inputs(vector, part.targets), None if gradient is logits else gradient[None]
+                *row, _SLOPE, _slope_inputs(vector, part.targets, scale), None if gradient is logits else gradient[None]
             )
             out.logprobs[where], out.entropy[where] = terms.logprobs, terms.entropy
             products.store_product(slopes[vector], where, gradient, head.weight)

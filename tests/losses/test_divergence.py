@@ -220,6 +220,16 @@ def test_an_infinite_divergence(device: str) -> None:
         check(given, torch.float32, device, kind=kind)
 
 
+def test_float16_gradients_of_infinite_divergences_alone(device: str) -> None:
+    """The difference of the two distributions, though there is no finite divergence to take a scale from."""
+    given = problem(torch.float16)
+    given["bias"][5] = -torch.inf
+    _, found = run(given, device, kind="forward_kl")
+    _, expected = run({name: x.float() for name, x in given.items()}, device, kind="forward_kl")
+    for x, truth in zip(found, expected, strict=True):
+        assert_close(x, truth, truth, 2 * MARGIN[torch.float16], "gradient")
+
+
 @pytest.mark.parametrize("plan", ["forward-gradient", "recompute"])
 def test_upstream_and_second_backward(plan: str, device: str) -> None:
     given = {k: x.to(device) for k, x in problem().items()}

@@ -20,11 +20,16 @@ from fastrl.backend.contract import Transform
 from fastrl.backend.torch import rows as reference_rows
 from fastrl.operators.combined import Combined
 from fastrl.planning import tiling
+from fastrl.planning.plans import use_plan
 
 # A float32 result is formed by a handful of roundings of numbers of the size of the logits' spread.
 MARGIN = 2e-6
 # A half-precision gradient is rounded once to its own dtype (relative 2^-9 or 2^-12), like torch's.
 GRADIENT_MARGIN = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+#: Logits of up to 8 are rounded to 2^-9 of themselves at most and entries and results to 2^-11 each, with errors of
+#: either sign: by root mean square a quarter of the largest.
+FLOAT16_ERROR = 2.0**-8
 
 
 def problem(vocab: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -124,6 +129,48 @@ def test_half_precision_heads(backend: str, backend_device: str, dtype: torch.dt
             # logits, gradient entries and the result are each rounded to the dtype once: 3 x 2^-9 (2^-12), and
             # float16's subnormal spacing of 6e-8 beside gradients of 1e-6
             assert error < (3 * 2**-8 if dtype == torch.bfloat16 else 3 * 2**-11 if upstream == 1 else 0.2), error
+
+
+@pytest.mark.parametrize("plan", ["recompute", "two-pass", "frozen-head"])
+@pytest.mark.parametrize("what", ["logprobs", "per token", "entropy", "gathered", "divergence"])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0, 1e3])
+def test_float16_at_any_temperature(temperature: float, what: str, plan: str) -> None:
+    """Weights of 40 overflow in a product, and probabilities of 1 / 20,000 underflow, unless the scale knows T."""
+    g = torch.Generator().manual_seed(8)
+    n, vocab = 5, 20000
+    hidden = (torch.randn(n, 4, generator=g) * temperature / 40).half()
+    weight = (40 * torch.randn(vocab, 4, generator=g).sign()).half()
+    targets, size = torch.randint(vocab, (n,), generator=g), 64 * temperature
+    teacher = torch.randn(n, 4, generator=g).half() / 4, weight / 40
+
+    def losses(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if what == "divergence":
+            log_p, log_q = (
+                (x.double() @ w.double().T).log_softmax(-1) for x, w in ((hidden / temperature, weight), teacher)
+            )
+            return (log_q.exp() * (log_q - log_p)).sum()
+        return target_stats(linear(hidden, weight) / temperature, targets)[what == "entropy"].sum()
+
+    wide = [x.double().requires_grad_() for x in (hidden, weight)]
+    truths = torch.autograd.grad(losses(*wide) * size, wide)
+    mine = [x.clone().requires_grad_(plan != "frozen-head" or x is hidden) for x in (hidden, weight)]
+    options = {"temperature": torch.full((n,), temperature) if what == "per token" else temperature}
+    with use_plan("recompute" if plan == "frozen-head" and what == "divergence" else plan):
+        if what == "divergence":
+            heads = (*mine, *teacher)
+            out = fastrl.linear_divergence(*heads, teacher_temperature=1.0, denominator=1.0, **options).loss
+        elif what == "gathered":
+            out = fastrl.linear_gathered_logprobs(*mine, targets[:, None], **options).sum()
+        else:
+            stats = fastrl.linear_token_logprobs(*mine, targets, entropy=what == "entropy", **options)
+            out = stats[what == "entropy"].sum()
+        found = torch.autograd.grad(out * size, [x for x in mine if x.requires_grad])
+    others = torch.ones(vocab, dtype=torch.bool).index_fill(0, targets, False)
+    pairs = list(zip(found, truths, strict=False))
+    pairs += [(x[others], truth[others]) for x, truth in pairs[1:]]  # beside the targets' rows theirs are small
+    for x, truth in pairs:
+        rounding = 2.0**-25 * truth.numel() ** 0.5  # half the distance of subnormal results
+        assert (x - truth).norm().item() < FLOAT16_ERROR * truth.norm().item() + rounding
 
 
 def test_confident_tokens_stay_exact(backend: str, backend_device: str) -> None:

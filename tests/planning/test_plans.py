@@ -148,7 +148,7 @@ def test_frozen_head(
 
 
 def test_float16_with_a_frozen_head(device: str, small_tiles: None) -> None:
-    """A row-local objective too: its slopes need no scale."""
+    """A row-local objective too: the scale of its slopes needs no statistics."""
     check(off_policy(device, torch.float16, seed=6), torch.float16, fastrl.GRPO(), "frozen-head", frozen=True)
 
 
