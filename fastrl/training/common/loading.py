@@ -116,22 +116,36 @@ def _with_merged(model: Any, name: str) -> Any:
     """The model with the adapters of `name` merged into its weights: like any other, with the logits it has in peft."""
     try:
         from peft import PeftConfig, PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.save_and_load import load_peft_weights
     except ImportError as error:
         raise UserError(f"{name}: holds adapters, which need peft ({error}): pip install peft") from error
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # peft's, of a head that is the embedding: see _merged
+        warnings.simplefilter("ignore", UserWarning)  # peft's, of a head that is the embedding
         try:
             settings = PeftConfig.from_pretrained(name)
             if settings.is_prompt_learning:
                 raise UserError(f"{name}: adapters of kind {settings.peft_type.value} cannot be merged into weights")
             wrapped = PeftModel(model, settings)
             _fill(wrapped, name, load_peft_weights(name, device="cpu"))
-            return _merged(wrapped)
+            if tied:  # merging changes weights in place, and adapters may tell the two apart
+                head.weight = torch.nn.Parameter(head.weight.detach().clone())
+            merged: Any = wrapped.merge_and_unload(safe_merge=True)
+            if left := [key for key, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]:
+                raise UserError(f"{name}: peft cannot merge the adapters of several kinds on {listed(left)}")
         except UserError:
             raise
         except Exception as error:  # as for the model; and a kind that the installed peft does not know or cannot merge
             raise _cannot_load("adapters", name, error) from error
+    if tied:
+        embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+        still = torch.equal(head.weight, embedding.weight)
+        if still:
+            head.weight = embedding.weight
+        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = still
+    return merged.requires_grad_(True)
 
 
 def _fill(wrapped: Any, name: str, adapters: dict[str, Tensor]) -> None:
@@ -151,22 +165,6 @@ def _fill(wrapped: Any, name: str, adapters: dict[str, Tensor]) -> None:
         "mismatched_keys": shapes,
     }
     _check_weights(name, wrapped.get_base_model(), differences, "")
-
-
-def _merged(wrapped: Any) -> Any:
-    """The model inside peft's wrapper, its adapters merged into its weights."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    model: Any = wrapped.get_base_model()
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(layer, BaseTunerLayer):  # merged in place, it would change head and embedding where they are one
-            base: Any = layer.get_base_layer()
-            base.weight = torch.nn.Parameter(base.weight.detach().clone())
-    model = wrapped.merge_and_unload(safe_merge=True)
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
-    return model.requires_grad_(True)
 
 
 def _check_weights(name: str, model: Any, info: dict[str, Any], needed: str) -> None:

@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "saved embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "dora": {"target_modules": "all-linear", "use_dora": True},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "tokens of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1, 3]}},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]},
 }
 #: Command -> an example's rows, and its settings beside the common ones.
@@ -121,7 +123,7 @@ def test_merged_adapters_are_a_model_like_any_other(kind, tied, adapters, run, t
     saved = AutoModelForCausalLM.from_pretrained(trained)
     torch.testing.assert_close(logits_of(saved), expected, **close)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
-    untied = tied and kind in ("embedding", "saved head", "saved embedding")
+    untied = tied and kind not in ("lora", "rslora", "bias", "dora", "tokens")
     assert saved.state_dict().keys() == base.keys()
     assert saved.config.tie_word_embeddings == (tied and not untied)
     run("reward-model", trained)
@@ -153,6 +155,11 @@ def test_what_cannot_be_merged_is_named(adapters, tmp_path):
     with pytest.raises(UserError, match="adapters of kind PREFIX_TUNING cannot be merged into weights"):
         load_policy(ModelConfig(path=str(path)), torch.device("cpu"))
 
+    twice, _ = adapters("head", True, trainable_token_indices=[1])  # on a tied head, which has LoRA too
+    with pytest.raises(UserError, match=r"peft cannot merge the adapters of several kinds on lm_head"):
+        load_policy(ModelConfig(path=str(twice)), torch.device("cpu"))
+
+    path, model = adapters("lora", False)
     nested = tmp_path / "nested"
     model.peft_config["default"].base_model_name_or_path = str(path)
     model.save_pretrained(nested)
