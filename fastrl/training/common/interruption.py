@@ -22,11 +22,15 @@ def stop_signals() -> Iterator[list[str]]:
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # A terminal that closes and its shell send SIGHUP twice: the second, which may come late, ends nothing.
+            closed = number == signal.SIGHUP and "SIGHUP" in noted
+            signal.signal(number, signal.SIG_IGN if closed else handler)
 
     def note(number: int, _: object) -> None:
-        restore()
         noted.append(signal.Signals(number).name)
+        restore()
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
         # Not print: a handler may interrupt another print.
         os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
 
@@ -38,6 +42,17 @@ def stop_signals() -> Iterator[list[str]]:
         yield noted
     finally:
         restore()
+
+
+def _leave_closed_terminal() -> None:
+    """Let output go nowhere if its terminal is closed, where writing is an error that would end the run."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def exit_status(signal_name: str | None, checkpoint: Path) -> int:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ class RunLog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.bar.close()
-        self.file.close()
+        with suppress(OSError):  # of what a full disk had no room for, which was raised by the write already
+            self.file.close()
         if self.writer is not None:
             self.writer.close()
         if self.wandb is not None:
@@ -168,8 +169,8 @@ def check_output(directory: Path, overwrite: bool) -> None:
     for place, found in ((directory, ", ".join(existing)), (aside, "files" if aside.exists() else "")):
         if found and not (place / MARK).exists():
             raise UserError(
-                f"{place}: holds {found}, but no {MARK}, so no run wrote them; choose another --logging.output_dir, or "
-                "move them away"
+                f"{place}: holds {found}, but no {MARK}, the mark of a run that may be replaced; choose another "
+                "--logging.output_dir, or move them away"
             )
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size and not overwrite:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pty
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -356,6 +358,20 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(arguments, tmp_pa
     assert warning in capfd.readouterr().err.splitlines()
 
 
+def test_a_full_disk_under_the_record_is_one_line(arguments, at_step, tmp_path, capfd):
+    path, limits = tmp_path / "run" / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    at_step(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1])))
+    try:
+        assert main(arguments("sft", "run")) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"fastrl: {path}: cannot write step 4: [Errno {errno.EFBIG}]")
+    assert "step 4: cannot save a checkpoint in" in last
+
+
 def test_a_record_that_lacks_steps_is_told(arguments, at_step, tmp_path, capfd):
     command = arguments("sft", "run")
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -411,6 +427,28 @@ def wait_for(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
             process.kill()
             pytest.fail(f"step {steps} was not reached: {process.communicate(timeout=60)[0][-3000:]}")
         time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_terminal_that_closes_ends_a_run_as_sigterm_does(arguments, tmp_path):
+    """With SIGHUP, at once and from its shell, and with errors for whoever writes to it."""
+    command, folder = [*arguments("sft", "run"), "--training.epochs", "5000"], tmp_path / "run"
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.execv(sys.executable, [sys.executable, "-m", "fastrl.cli", *command])
+    try:
+        while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            assert os.read(terminal, 1 << 16)  # raises once the process has ended
+        os.close(terminal)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGHUP)
+    finally:
+        _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    steps = len(records(folder))
+    assert checkpoints(folder) == [f"step-{steps:06d}"]
+    assert json.loads((folder / "summary.json").read_text())["interrupted"] == "SIGHUP"
 
 
 def test_a_live_process_keeps_its_folder_and_a_killed_one_leaves_it(arguments, start, tmp_path, capsys):

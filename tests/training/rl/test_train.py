@@ -101,7 +101,7 @@ def test_a_directory_that_is_no_run_is_left_alone(make_config, overwrite, file, 
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     (folder / "metrics.jsonl").touch()  # anybody's
-    with pytest.raises(UserError, match=rf"run: holds {found}, but no \.fastrl-run, so no run wrote them"):
+    with pytest.raises(UserError, match=rf"run: holds {found}, but no \.fastrl-run, the mark of a run"):
         train(config)
     (folder / ".fastrl-run").touch()
     if "replaced" in file:
