@@ -36,6 +36,20 @@ def at_a_terminal() -> Iterator[None]:
 
 
 @pytest.fixture
+def limited() -> Iterator[None]:
+    """End a test that hangs, after a minute, in which none of those that use this comes near to it."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError("longer than a minute")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
 def example() -> Path:
     """The folder of the reverse_digits example."""
     return digit_models.EXAMPLE

@@ -162,7 +162,7 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
     """Where the block raises, save the steps that are complete, and tell the user how to go on.
 
     `save` returns the checkpoint that holds them, or None if there are none. An error that the user can mend, and
-    running out of memory, becomes a UserError with the hint at its end; another is raised as it is, after a line.
+    running out of memory, is raised with the hint at its end; another as it is, after a line.
     Interrupts save nothing: a second signal ends a run at once.
     """
     try:
@@ -181,8 +181,8 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
             ) from error
         if isinstance(error, UserError):
             raise UserError(f"{error}{hint}") from (error.__cause__ or error)
-        if isinstance(error, BudgetTooSmall):  # for what no config contains, such as the size of recorded supports
-            raise UserError(f"training.memory_budget: {error}{hint}") from error
+        if isinstance(error, BudgetTooSmall):
+            raise BudgetTooSmall(f"{error}{hint}", error.least) from error
         print(f"fastrl: {type(error).__name__}{hint}", file=sys.stderr)
         raise
 

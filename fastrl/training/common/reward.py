@@ -103,16 +103,24 @@ class RewardFunction:
             )
         return all_steps
 
-    def check_columns(self, example: Prompted) -> None:
-        """Raise UserError if the function has a parameter that neither the row nor the config gives a value."""
-        given = {*_GIVEN, *example.columns, *self.arguments}
-        for name, parameter in inspect.signature(self.function).parameters.items():
-            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            if not variadic and parameter.default is parameter.empty and name not in given:
-                raise UserError(
-                    f"{self.source}: takes {name}, but {example.source} has no such column; its columns are "
-                    f"{', '.join(example.columns) or 'none'}"
-                )
+    def check_columns(self, examples: Sequence[Prompted], completions: object = None, first: int = 0) -> list[None]:
+        """Raise UserError if the function does not take the columns, or takes what no column or config gives.
+
+        It is not called, so `completions` and `first` are only for workers, whose tasks have them.
+        """
+        signature, example = _signature(self.function), examples[0]
+        given = {"prompts", "completions", *example.columns, *self.arguments}
+        if self.takes_opened:
+            given.add("opened")
+        try:
+            if signature is not None:
+                signature.bind(**dict.fromkeys(given))
+        except TypeError as error:
+            columns = ", ".join(example.columns) or "none"
+            raise UserError(
+                f"{self.source}: cannot be called with the columns of {example.source}, {columns}: {error}"
+            ) from error
+        return [None]
 
     def answers(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[Any]:
         """What a tool answers to each completion. Raises as a call does, but does not count samples.
@@ -258,24 +266,25 @@ def load_reward(source: str, arguments: dict[str, Any] | None = None, what: str 
     """
     name, arguments = name_of(source), arguments or {}
     function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source, what)
-    parameters = _parameters(function)
-    if arguments and parameters is None:
+    signature = _signature(function)
+    parameters = set() if signature is None else signature.parameters.keys()
+    if arguments and signature is None:
         raise UserError(f"reward.arguments.{name}: {source} does not say which parameters it has")
     for argument in arguments:  # not in its **columns: a misspelt name would be lost there
-        if argument not in (parameters or ()) or argument in _GIVEN:
+        if argument not in parameters or argument in _GIVEN:
             raise UserError(f"reward.arguments.{name}: {source} has no parameter {argument!r}")
     if source.startswith(BUILT_IN):
         try:
             function(prompts=[], completions=[], **arguments)
         except (ImportError, TypeError, ValueError) as error:
             raise UserError(f"reward.arguments.{name}: {error}") from error
-    return RewardFunction(function, name, source, arguments, "opened" in (parameters or ()))
+    return RewardFunction(function, name, source, arguments, "opened" in parameters)
 
 
-def _parameters(function: Callable[..., Any]) -> set[str] | None:
-    """The names of a function's parameters; None for something compiled that does not say."""
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """A function's signature; None for something compiled that does not say."""
     try:
-        return set(inspect.signature(function).parameters)
+        return inspect.signature(function)
     except ValueError:
         return None
 

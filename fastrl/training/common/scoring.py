@@ -93,14 +93,17 @@ class RewardFunctions:
         self.pool = WorkerPool(requests, config.workers, config.timeout, parse_budget(config.memory_limit))
         return {source: PooledFunction(self.pool, number, source) for number, source in enumerate(sources)}
 
-    def check(self, examples: Sequence[Example]) -> None:
-        """Raise UserError for a dataset that lacks what the functions take, as its first rows show."""
-        steps = [] if self.steps is None else [self.steps]
-        for function in (*self.outcome, *steps, *self.metrics) if examples else ():
+    def check(self, examples: Sequence[Example], evaluated: bool = False) -> None:
+        """Raise UserError for a dataset that lacks what the functions take, as its first rows show.
+
+        Of a dataset that is `evaluated` the metrics are computed, and no rewards of steps.
+        """
+        others = self.metrics if evaluated else [self.steps] if self.steps is not None else []
+        for function in (*self.outcome, *others) if examples else ():
             if function.source.startswith(BUILT_IN):
                 function(examples[:CHECKED], [""] * len(examples[:CHECKED]))
-            elif isinstance(function, RewardFunction):  # a worker's is known to the worker alone
-                function.check_columns(examples[0])
+            else:
+                function.check_columns(examples)
 
     def failures(self, prefix: str) -> dict[str, float]:
         """The calls that failed since the last time, as metrics: prefix/timeouts, ...; none without workers."""

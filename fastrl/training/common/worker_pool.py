@@ -169,6 +169,10 @@ class PooledFunction:
         tasks = self._tasks(examples, completions, "answers", seeds)
         return [result for result, _ in self.pool.call(tasks)]
 
+    def check_columns(self, examples: Sequence[Prompted]) -> None:
+        """As a `RewardFunction`, in a worker."""
+        self.pool.call(self._tasks(examples[:1], [""], "check_columns", [0]))
+
     def _tasks(
         self, examples: Sequence[Prompted], completions: Sequence[str], method: str, seeds: Sequence[int] | None = None
     ) -> list[Task]:

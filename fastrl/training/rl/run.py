@@ -103,8 +103,8 @@ def make_run(config: Config) -> Run:
     held_out_source = config.data.eval_source
     held_out = load_examples(held_out_source, prompts, room)[0] if held_out_source else []
     drawn = sampler.examples if isinstance(sampler, PromptSampler) else []
-    for examples in (drawn, held_out):
-        functions.check(examples)
+    functions.check(drawn)
+    functions.check(held_out, evaluated=True)
     lacking = sorted(drawn[0].columns.keys() - held_out[0].columns.keys()) if drawn and held_out else []
     if lacking:  # a function that takes **columns does not say which it reads
         print(f"fastrl: warning: data.eval_path: no column {', '.join(lacking)}, which data.path has", file=sys.stderr)

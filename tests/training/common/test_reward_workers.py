@@ -22,6 +22,8 @@ from fastrl.training.common.reward import load_reward
 from fastrl.training.common.scoring import RewardFunctions
 from fastrl.training.common.sections import RewardConfig
 
+pytestmark = pytest.mark.usefixtures("limited")
+
 MINE = """
 import asyncio, ctypes, os, random, subprocess, sys, threading, time
 
@@ -110,23 +112,6 @@ async def waiting(prompts, completions, **columns):
         await asyncio.sleep(1000)
     return [act(completions[0])]
 """
-
-# Nothing here takes so long, unless it hangs.
-LIMIT = 60
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """End a test that hangs."""
-
-    def end(*_):
-        raise TimeoutError(f"longer than {LIMIT} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(LIMIT)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -497,7 +482,7 @@ def test_no_worker_outlives_the_trainer(mine, how):
     mine.write_text(MINE + "\nleave_behind()\n")
     arguments = [sys.executable, "-c", TRAINER, f"{mine}:process", how, f"{mine}:reward", reward_worker.__file__]
     arguments.append(f"{mine}.pids")
-    done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == {"idle": -9, "busy": -9, "exits": 0, "raises": 1}[how]
     pids = {int(pid) for pid in done.stdout.strip("[]\n").split(",")} | set(left_behind(mine))
     assert len(pids) == (8 if how == "busy" else 4)

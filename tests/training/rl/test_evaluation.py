@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,16 +119,24 @@ def test_no_score_at_all_is_nan(run):
     assert numbers["eval/nothing/pass@4"] == numbers["eval/nothing/maj@4"] == 0
 
 
-def test_rows_without_what_the_reward_takes_are_found_at_the_start(make_config, tmp_path, write_reward, capsys):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_without_what_the_reward_takes_are_found_at_the_start(
+    make_config, tmp_path, write_reward, capsys, workers
+):
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"prompt": "1="}) + "\n")
-    named = {"data": {"eval_path": str(path)}, "reward": {"function": write_reward("return [0.0] * len(prompts)")}}
+    named = {
+        "data": {"eval_path": str(path)},
+        "reward": {"function": write_reward("return [0.0] * len(prompts)"), "workers": workers},
+    }
     source = named["reward"]["function"]
     assert error_of(train, make_config(**named)) == (
-        f"{source}: takes answer, but {path}:1 has no such column; its columns are none"
+        f"{source}: cannot be called with the columns of {path}:1, none: missing a required argument: 'answer'"
     )
     given = named | {"reward": named["reward"] | {"arguments": {"reward": {"answer": "1"}}}}
-    train(make_config(**given, training={"steps": 1}, evaluation={"metrics": []}))
+    metric = str(tmp_path / "metric.py")
+    Path(metric).write_text("def length(prompts, completions):\n    return [float(len(c)) for c in completions]\n")
+    train(make_config(**given, training={"steps": 1}, evaluation={"metrics": [f"{metric}:length"]}))
     assert "fastrl: warning: data.eval_path: no column answer, which data.path has\n" in capsys.readouterr().err
 
 

@@ -16,6 +16,8 @@ from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.train import train
 
+pytestmark = pytest.mark.usefixtures("limited")
+
 # What a call does with a completion: the digit of its prompt says it.
 TOOLS = """
 import os, random, subprocess, time
@@ -41,22 +43,6 @@ def tools(prompts, completions, what, **columns):
     assert len(prompts) == len(completions) == len(what) == 1 and os.getpid() != TRAINER
     return [act(*pair) for pair in zip(completions, what)]
 """
-# Nothing here takes so long, unless it hangs.
-LIMIT = 60
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """End a test that hangs."""
-
-    def end(*_):
-        raise TimeoutError(f"longer than {LIMIT} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(LIMIT)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
