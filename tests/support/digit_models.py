@@ -24,6 +24,14 @@ MODEL = {
     "eos_token_id": 0,
 }
 
+# Rotary embeddings of MODEL whose frequencies change beyond 8 tokens.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 8,
+}
 
 OBJECTIVES = {
     "token-mean": fastrl.DAPO(entropy_coef=0.1),

@@ -16,6 +16,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.loading import load_config, load_tokenizer
 from fastrl.training.common.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
+from fastrl.training.common.rotary import constant_length
 from fastrl.training.common.scoring import RewardFunctions, Rewards, Scorer
 from fastrl.training.common.sections import ModelConfig, RewardConfig
 
@@ -59,7 +60,7 @@ class RewardModel:
 
         Raises UserError naming the prompt of a sequence that is too long.
         """
-        sequences, limit, prompts = [], max_positions(self.model), PromptFormat(self.tokenizer)
+        sequences, limit, prompts = [], longest_scored(self.model), PromptFormat(self.tokenizer)
         for example, completion in zip(examples, completions, strict=True):
             tools = example.columns.get("tools")
             prompt_ids, completion_ids = prompts.pair(example.prompt, completion, example.source, tools)
@@ -90,6 +91,11 @@ def score_sequences(model: Any, sequences: Sequence[list[int]]) -> Tensor:
     states = decoder_states(model.base_model, input_ids, mask)[:, -1]
     scores: Tensor = model.score(states)[:, 0].float()
     return scores
+
+
+def longest_scored(model: Any) -> int | None:
+    """The longest sequence whose score does not depend on the batch, in tokens; None if there is no limit."""
+    return min((x for x in (max_positions(model), constant_length(model)) if x is not None), default=None)
 
 
 def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from fastrl.models.recording import record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.policy import Policy, left_pad
+from fastrl.training.common.rotary import keeping_cache
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 
 
@@ -99,8 +100,9 @@ class TransformersEngine:
             do_sample=not greedy,
             **({} if greedy else options),
         )
-        with _neutral_generation_config(self.policy.model), self.policy.computing():
-            sample: Any = self.policy.model.generate  # a mixin's method, unknown to Module's type
+        model = self.policy.model
+        with _neutral_generation_config(model), keeping_cache(model), self.policy.computing():
+            sample: Any = model.generate  # a mixin's method, unknown to Module's type
             tokens: Tensor = sample(
                 input_ids=prompts,
                 attention_mask=mask.long(),

@@ -18,6 +18,7 @@ from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward_model import make_rewards
+from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.scoring import RewardFunctions, Rewards
 from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.engines.choice import make_sampler
@@ -109,10 +110,12 @@ def make_run(config: Config) -> Run:
     if lacking:  # a function that takes **columns does not say which it reads
         print(f"fastrl: warning: data.eval_path: no column {', '.join(lacking)}, which data.path has", file=sys.stderr)
     longest = _longest(config, sampler, held_out)
+    pretraining = config.pretraining
+    for model in [policy, *([teacher] if teacher else [])]:
+        fix_frequencies(model.model, max(longest or limit or 0, pretraining.length if pretraining else 0))
     template = config.data.chat_template_kwargs
     completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template)
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
-    pretraining = config.pretraining
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
     groups = [(list(policy.model.parameters()), settings.lr)]
     if critic is not None and config.critic is not None:

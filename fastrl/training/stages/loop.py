@@ -34,7 +34,8 @@ from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import cpu_threads, make_optimizer, start
-from fastrl.training.common.policy import Policy, checkpointing, load_policy
+from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
+from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
@@ -145,9 +146,12 @@ def train_policy(
         check_budget(training, config.model, device, calls(largest))
         policy = load_policy(config.model, device, packing=training.packing)
         stage = make(policy)
-        reader = Reader.of(data, policy.tokenizer, training.max_length, *stage.models)
+        reader = Reader.of(data, policy.tokenizer, training.max_length, max_positions(*stage.models))
         rows, held_out = reader.load(data.source, parse), reader.load(data.eval_source, parse)
-        lengths = [len(tokens.completion) for tokens in completions(rows + held_out)]
+        sequences = completions(rows + held_out)
+        for model in stage.models:
+            fix_frequencies(model, max(len(tokens.all) for tokens in sequences))
+        lengths = [len(tokens.completion) for tokens in sequences]
         if empty := lengths.count(1):  # the end of the turn alone
             print(f"fastrl: warning: {empty} of {len(lengths)} completions are empty", file=sys.stderr)
         largest = largest_call(training, lengths, per_row, objective)

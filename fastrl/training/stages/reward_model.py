@@ -19,7 +19,7 @@ from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.loading import load_tokenizer
 from fastrl.training.common.policy import load_model
-from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, score_sequences
+from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
 from fastrl.training.common.settings import Location
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.stages import config as shared
@@ -125,7 +125,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
         check_classifier(model, tokenizer, str(config.model.path or config.model.config))
         setattr(model.config, MEAN, 0.0)
-        reader = Reader.of(config.data, tokenizer, config.training.max_length, model)
+        reader = Reader.of(config.data, tokenizer, config.training.max_length, longest_scored(model))
         source, held_out_source = config.data.source, config.data.eval_source
         all_rows = reader.load(source, parse)
         rows = _with_pairs(all_rows, source)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import PromptFormat
 from fastrl.training.common.data_config import DatasetConfig
-from fastrl.training.common.policy import Policy, max_positions
+from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sources import Source, field_of
 
@@ -38,12 +38,9 @@ class Reader:
     limit: int | None
 
     @classmethod
-    def of(
-        cls, data: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None, *models: Any
-    ) -> "Reader":
-        """The reader of the models' rows, whose limit is the smallest one of `max_length` and the models' contexts."""
-        limits = [limit for limit in (max_length, max_positions(*models)) if limit is not None]
-        return cls(PromptFormat.of(data, tokenizer), min(limits, default=None))
+    def of(cls, data: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *limits: int | None) -> "Reader":
+        """The reader of a dataset's rows, whose limit is the smallest of these."""
+        return cls(PromptFormat.of(data, tokenizer), min((x for x in limits if x is not None), default=None))
 
     def load(self, source: Source | None, parse: Callable[["Reader", dict[str, Any], str], Row]) -> list[Row]:
         """Every row of a dataset, parsed; `parse` also gets its file:line. Raises UserError if there are none.

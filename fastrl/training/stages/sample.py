@@ -23,6 +23,7 @@ from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.policy import Policy, load_policy, max_positions
 from fastrl.training.common.reward_model import make_rewards
 from fastrl.training.common.rollout import completion_texts
+from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.scoring import RewardFunctions, Rewards
 from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RewardConfig, RolloutConfig
 from fastrl.training.common.settings import Section, parse_command_line
@@ -156,6 +157,7 @@ def sample(config: Config) -> Tally:
             if name in examples[0].columns:
                 raise UserError(f'{examples[0].source}: the field name "{name}" is taken by what is written')
         longest = max(len(example.token_ids) for example in examples) + config.rollout.max_new_tokens
+        fix_frequencies(policy.model, longest)
         template = config.data.chat_template_kwargs
         sampler = make_sampler(policy, config.rollout, config.model, config.training.seed, longest, template)
         unfinished = output.with_name(f"{output.name}.unfinished")
