@@ -730,8 +730,8 @@ FAULTS = (
         "training/rl/test_controllers.py::test_the_rlhf_rule_is_proportional_to_a_responses_kl",
     ),
     Fault(
-        "fastrl/training/rl/evaluation.py",
-        "            random.setstate(python_state)\n",
+        "fastrl/training/common/foreign.py",
+        "        stack.callback(random.setstate, python_state)\n",
         "",
         "a stale seed: how often a run is evaluated changes what it learns",
         "training/rl/test_evaluation.py::test_nor_does_a_reward_that_draws_random_numbers_in_an_evaluation",

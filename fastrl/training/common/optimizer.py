@@ -45,7 +45,10 @@ def start(machine: MachineConfig) -> torch.device:
     """Seed everything, quiet transformers' bars (ours show the progress), and return the device."""
     set_seed(machine.seed)
     transformers_logging.disable_progress_bar()
-    return find_device(machine.device)
+    device = find_device(machine.device)
+    if device.type == "cuda":
+        torch.cuda.init()  # applies the seed, which a user's code could still replace before
+    return device
 
 
 def find_device(name: str) -> torch.device:

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastrl.base.errors import UserError
+from fastrl.training.common.foreign import foreign_code
 from fastrl.training.common.transcript import messages_of
 
 if TYPE_CHECKING:
@@ -160,8 +161,9 @@ class RewardFunction:
         prompts = [example.prompt for example in examples]
         if self.takes_opened:
             columns.setdefault("opened", [example.opened for example in examples])  # a dataset's own column is before
-        results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
-        return wait_for(results) if inspect.isawaitable(results) else results
+        with foreign_code():
+            results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
+            return wait_for(results) if inspect.isawaitable(results) else results
 
     def _culprit(self, examples: Sequence[Prompted], completions: Sequence[str], offset: int) -> str:
         """Describe the sample on which the function raises, found by calling it again on halves of its input."""
@@ -334,7 +336,8 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look up their module here
     try:
-        spec.loader.exec_module(module)
+        with foreign_code():
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
         raise UserError(f"{where}: {error.msg}") from error

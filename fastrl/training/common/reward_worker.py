@@ -23,7 +23,6 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 HEADER = struct.Struct("<Q16s")  # the bytes of the message that follows, and its nonce
@@ -85,7 +84,7 @@ def main() -> None:
     while True:
         nonce, message = _receive(connection)
         task = Task(*message)
-        _seed(task.seed)
+        random.seed(task.seed)  # from which a call takes all its random numbers, whichever worker it is in
         function = functions[task.function]
         try:
             (result,) = getattr(function, task.method)([task], [task.completion], task.sample)
@@ -130,17 +129,6 @@ def _fastrl_without_torch() -> None:
 
     package.__dict__["__getattr__"] = load
     sys.modules["fastrl"] = package
-
-
-def _seed(seed: int) -> None:
-    """Seed the random numbers of what the function has imported, so that they do not depend on which worker it is."""
-    random.seed(seed)
-    numpy: ModuleType | None = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
-    torch: ModuleType | None = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(seed)
 
 
 def _no_memory(error: BaseException | None) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
+from fastrl.training.common.foreign import foreign_code
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import import_function
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
@@ -64,7 +65,8 @@ def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, lo
             return SGLangServer(policy, settings, longest)
     function = import_function(settings.engine, "rollout.engine", ", transformers, vllm or sglang")
     try:
-        engine: Any = function(policy, settings)
+        with foreign_code():
+            engine: Any = function(policy, settings)
     except UserError:
         raise
     except Exception as error:  # foreign code: its user must fix whatever it raises

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, described_tools
+from fastrl.training.common.foreign import foreign_code
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import load_reward, show_sample
 from fastrl.training.common.timing import timed
@@ -148,11 +149,12 @@ class Tools:
         """
         examples = [dialogue.example for dialogue in dialogues]
         texts = [dialogue.text(self.policy.tokenizer) for dialogue in dialogues]
+        seeds = [dialogue.seed(" tools") % 2**31 for dialogue in dialogues]  # NumPy's are below 2^32
         if isinstance(self.function, PooledFunction):
-            seeds = [dialogue.seed(" tools") % 2**31 for dialogue in dialogues]  # NumPy's are below 2^32
             answers = self.function.answers(examples, texts, seeds)
         else:
-            answers = self.function.answers(examples, texts)
+            with foreign_code(seeds[0]):
+                answers = self.function.answers(examples, texts)
         return [self._checked(dialogue, answer) for dialogue, answer in zip(dialogues, answers, strict=True)]
 
     def failures(self) -> dict[str, float]:

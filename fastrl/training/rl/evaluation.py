@@ -1,16 +1,13 @@
 """Scores on held-out prompts: greedy, pass@k and maj@k; and how far the policy is from its teacher there."""
 
 import math
-import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-from transformers import set_seed
 
 from fastrl.training.common.distillation import check_sampled
+from fastrl.training.common.foreign import random_numbers
 from fastrl.training.common.health import average
 from fastrl.training.common.rollout import Rollout, completion_texts, hidden_states, rollout_logprobs
 from fastrl.training.rl.run import Run
@@ -24,7 +21,7 @@ def evaluate(run: Run) -> dict[str, float]:
     `eval/<name>/maj@k` of each metric. Samples and functions draw random numbers that are separate from the run's and
     the same each time.
     """
-    with _random_numbers_of_its_own(run):
+    with random_numbers(run.config.training.seed):  # how often a run is evaluated must not change what it learns
         examples = run.held_out
         rollout = run.rollouts.evaluate(examples, greedy=True)
         completions = completion_texts(run.policy, rollout)
@@ -69,19 +66,6 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
             _, divergence = distillation.loss(run.policy, states, taught, batch, 1)
         sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
     return dict(zip(("eval/divergence", "eval/teacher_logprob"), (sums / count).tolist(), strict=True))
-
-
-@contextmanager
-def _random_numbers_of_its_own(run: Run) -> Iterator[None]:
-    """Use separate random numbers: how often a run is evaluated must not change what it learns."""
-    device, python_state, numpy_state = run.policy.device, random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        set_seed(run.config.training.seed)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def pass_at_k(solved: Sequence[bool], k: int) -> float:

@@ -95,6 +95,26 @@ def test_random_numbers_are_the_completions_and_not_the_runs(policy, draw):
     assert after == random.random()
 
 
+def test_random_numbers_without_workers_are_no_others_of_the_runs_either(draw, tmp_path):
+    (tmp_path / "here.py").write_text(
+        "import random, torch\n"
+        "def tools(prompts, completions, **columns):\n"
+        "    digits = [str(random.randrange(10)) + str(random.randrange(10)) for _ in prompts]\n"
+        "    torch.manual_seed(0)\n"
+        "    return digits\n"
+    )
+
+    def drawn(seed, turns):
+        random.seed(seed), torch.manual_seed(0)
+        options = {"tools": f"{tmp_path}/here.py:tools", "tool_workers": 0, "stop": ["1", "="], "max_turns": turns}
+        return draw(*["a"] * 6, **options)[0].input_ids.tolist(), float(torch.rand(())), random.random()
+
+    drawn(0, 1)  # imports the file, which takes a number too
+    first, second, unanswered = drawn(1, 2), drawn(2, 2), drawn(1, 1)
+    assert first[:2] == second[:2] and first[1] != unanswered[1]  # the turns after the first are drawn like all others
+    assert first[2] == unanswered[2] == random.Random(1).random()
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
