@@ -24,6 +24,10 @@ from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
 from fastrl.training.common.turn_end import turn_end
 
+# Largest relative difference between hidden states of a sequence alone and in a batch, above the rounding of a deep
+# network in float32. What reads across differs by more, even with the weights that a run starts with.
+BATCH_TOLERANCE = 1e-3
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -109,10 +113,11 @@ def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: 
     return states[0] if packed else states
 
 
-def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = False) -> Policy:
+def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | None = None) -> Policy:
     """Load or initialise the model and its tokenizer.
 
-    Raises UserError for a model that the losses cannot train, and with `packing` for one that cannot be packed.
+    `packing` says how batches will lie, packed or padded; None if it will not compute any. Raises UserError for a model
+    that the losses cannot train, and for one that computes a sequence otherwise in such a batch.
     """
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
@@ -133,8 +138,8 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool = Fa
             head.check(model, dtype)
     except ValueError as error:
         raise UserError(f"{name_of(config)}: {error}") from error
-    if packing:
-        check_packing(policy)
+    if packing is not None:
+        check_batches(policy.model.get_decoder(), name_of(config), dtype, packing)
     return policy
 
 
@@ -210,28 +215,42 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return list(dict.fromkeys(token for token in candidates if token is not None))
 
 
-@torch.no_grad()
-def check_packing(policy: Policy) -> None:
-    """Raise UserError unless a packed sequence is computed as if it were alone.
+def exact_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
+    """The type of a model's products in which two forwards differ least: float32, if its attention has a kernel."""
+    return dtype if "flash" in str(model.config.get_text_config()._attn_implementation) else torch.float32
 
-    State-space, linear-attention and convolutional layers read across the sequences' borders, and so do attention
-    masks that are not made from the positions.
+
+@torch.no_grad()
+def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = False) -> None:
+    """Raise UserError unless a sequence is computed alike alone and in a batch, padded on the left or packed.
+
+    Recurrent layers may read padding. State-space, linear-attention and convolutional layers read across the borders
+    of packed sequences, and so do attention masks that are not made from the positions.
     """
-    tokens = [min(token, policy.weight.shape[0] - 1) for token in range(8)]
-    # float32 shows the least crossing, but flash attention has no kernel for it.
-    narrow = "flash" in str(policy.model.config.get_text_config()._attn_implementation)
-    states = []
-    with policy.computing() if narrow else nullcontext():
-        for first in (tokens[3:], tokens[5:][::-1]):  # other tokens, and a different number
-            rows, mask = left_pad([first, tokens[:4]], policy.pad_token_id, policy.device)
-            states.append(decoder_states(policy.model.get_decoder(), rows, mask, packed=True)[-4:].float())
-    error = float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
-    if not error <= TOLERANCE[policy.dtype if narrow else torch.float32]:
-        name = type(policy.model.get_decoder()).__name__
-        raise UserError(
-            f"training.packing: in {name} a packed sequence sees the one before it (relative difference {error:.2g}); "
-            "leave packing out for this model"
-        )
+    embedding, dtype = decoder.get_input_embeddings().weight, exact_dtype(decoder, dtype)
+
+    def difference(tokens: list[int]) -> float:
+        """Of the last four states beside another sequence and alone, relative to their largest entry."""
+        states = []
+        for others in ([], [tokens[3:]]):
+            rows, mask = left_pad([*others, tokens[:4]], tokens[0], embedding.device)
+            states.append(decoder_states(decoder, rows, mask, packing).flatten(0, -2)[-4:].float())
+        return float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
+
+    tokens = [min(token, len(embedding) - 1) for token in range(8)]
+    allowed = max(BATCH_TOLERANCE, TOLERANCE[dtype])
+    with torch.autocast(embedding.device.type, dtype, enabled=dtype != torch.float32):
+        error = difference(tokens)
+        if not error <= allowed:  # rounding may have chosen another expert, but not for any tokens
+            error = difference(tokens[::-1])
+    if not error <= allowed:
+        kind, what = type(decoder).__name__, f"(relative difference {error:.2g})"
+        if packing:
+            raise UserError(
+                f"training.packing: in {kind} a packed sequence sees the one before it {what}; leave packing out for "
+                "this model"
+            )
+        raise UserError(f"{name}: {kind} reads the padding of a batch {what}, and batches are padded here")
 
 
 def _first_line(error: Exception) -> str:

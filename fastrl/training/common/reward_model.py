@@ -15,7 +15,14 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.loading import load_config, load_tokenizer
-from fastrl.training.common.policy import check_token_ids, decoder_states, left_pad, load_model, max_positions
+from fastrl.training.common.policy import (
+    check_batches,
+    check_token_ids,
+    decoder_states,
+    left_pad,
+    load_model,
+    max_positions,
+)
 from fastrl.training.common.rotary import constant_length
 from fastrl.training.common.scoring import RewardFunctions, Rewards, Scorer
 from fastrl.training.common.sections import ModelConfig, RewardConfig
@@ -98,14 +105,18 @@ def longest_scored(model: Any) -> int | None:
     return min((x for x in (max_positions(model), constant_length(model)) if x is not None), default=None)
 
 
-def check_classifier(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise UserError unless the model has a linear `score` head of one output and knows the tokenizer's tokens."""
+def check_classifier(
+    model: Any, tokenizer: PreTrainedTokenizerBase, name: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Raise UserError unless the model has a linear `score` head of one output, knows the tokenizer's tokens, and
+    computes a sequence in a batch as if it were alone."""
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear):
         raise UserError(f'{name}: expected a linear head called "score", which {type(model).__name__} does not have')
     if head.out_features != 1:
         raise UserError(f"{name}: expected one score (num_labels = 1), got {head.out_features}")
     check_token_ids([*tokenizer.get_vocab().values()], model.get_input_embeddings().weight.shape[0], name)
+    check_batches(model.base_model, name, dtype)
 
 
 def make_rewards(

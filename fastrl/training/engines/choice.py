@@ -14,7 +14,7 @@ from fastrl.training.common.settings import import_for
 from fastrl.training.common.worker_pool import WorkerPool
 from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
-from fastrl.training.engines.transformers import TransformersEngine
+from fastrl.training.engines.transformers import checked_engine
 from fastrl.training.engines.turns import WHAT, Tools, Turns
 
 METHODS = ("generate", "update_weights", "sleep", "wake_up")
@@ -50,7 +50,7 @@ def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, lo
         import_for("rollout.url", "httpx2")
     match settings.engine:
         case "transformers":
-            return TransformersEngine(policy, settings.batch_size)
+            return checked_engine(policy, settings.batch_size)
         case "vllm" if settings.url is None:
             from fastrl.training.engines.vllm_process import VLLMProcess
 

@@ -2,42 +2,61 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from fastrl.base.errors import UserError
 from fastrl.models.recording import record_sampling
 from fastrl.models.routing import record_routing
-from fastrl.training.common.policy import Policy, left_pad
+from fastrl.training.common.data import Example
+from fastrl.training.common.foreign import random_numbers
+from fastrl.training.common.policy import Policy, exact_dtype, left_pad
+from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.rotary import keeping_cache
+from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
+from fastrl.training.engines.sampler import say
+
+# Largest difference of a token's log-probability in nats: above the rounding of a deep network, and below what padding
+# that is read, or a wrong cache, make of it.
+LOGPROB_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 class TransformersEngine:
     """Draws with the policy's own weights. Seeds are not used: it draws from torch's generator."""
 
-    def __init__(self, policy: Policy, batch_size: int | None) -> None:
-        """`batch_size` completions are drawn at a time; None means all of them."""
-        self.policy, self.batch_size = policy, batch_size
+    def __init__(self, policy: Policy, batch_size: int | None, pads: bool = True) -> None:
+        """`batch_size` completions are drawn at a time; None means all of them.
+
+        Prompts of several lengths are padded to one, or without `pads` drawn one length after the other.
+        """
+        self.policy, self.batch_size, self.pads = policy, batch_size, pads
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """All completions, a batch at a time."""
-        rows = [request for request in requests for _ in range(request.n)]
-        size = self.batch_size or len(rows)
-        completions: list[Completion] = []
+        groups: dict[int, list[int]] = {}  # the requests that are padded to one length
+        for index, request in enumerate(requests):
+            groups.setdefault(0 if self.pads else len(request.token_ids), []).append(index)
+        for group in groups.values():
+            completions = iter(self._draw_padded([requests[i] for i in group for _ in range(requests[i].n)], sampling))
+            for index in group:
+                yield index, list(islice(completions, requests[index].n))
+
+    def _draw_padded(self, rows: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """A completion for each row, a batch at a time."""
         # Every batch is padded to the longest prompt of all: that keeps results apart from batch_size in one way.
         prompts, mask = left_pad([list(row.token_ids) for row in rows], self.policy.pad_token_id, self.policy.device)
+        size = self.batch_size or len(rows)
         for first in range(0, len(rows), size):
             part = slice(first, first + size)
             limits = torch.tensor([request.max_tokens for request in rows[part]], device=prompts.device)
-            completions += self._draw(prompts[part], mask[part], limits, sampling)
-        taken = 0
-        for index, request in enumerate(requests):
-            yield index, completions[taken : taken + request.n]
-            taken += request.n
+            yield from self._draw(prompts[part], mask[part], limits, sampling)
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Nothing to do: they are the policy's."""
@@ -110,6 +129,46 @@ class TransformersEngine:
                 stopping_criteria=StoppingCriteriaList([ends]),
             )
         return tokens[:, prompts.shape[1] :]
+
+
+@torch.no_grad()
+def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine:
+    """An engine whose completions are the policy's: their log-probabilities are those of a forward of each alone.
+
+    A model whose `generate` reads padding draws prompts of one length at a time, and a line says so. Raises UserError
+    for one whose `generate` fails, or draws from another distribution. The run's random numbers are not used.
+    """
+    name = type(policy.model).__name__
+    exact = replace(policy, dtype=exact_dtype(policy.model, policy.dtype))
+    for pads in (True, False):
+        with random_numbers(0):
+            difference = _difference(TransformersEngine(exact, None, pads))
+        if difference <= LOGPROB_TOLERANCE[exact.dtype]:
+            if not pads:
+                say(f"warning: {name}.generate reads padding; prompts of one length are drawn at a time")
+            return TransformersEngine(policy, batch_size, pads)
+    raise UserError(
+        f"rollout.engine: {name}.generate draws from another distribution than the model's own forward computes "
+        f"(log-probabilities differ by up to {difference:.2g}); draw with another engine"
+    )
+
+
+def _difference(engine: TransformersEngine) -> float:
+    """The largest difference of log-probabilities, of completions of two prompts, between `generate` and a forward."""
+    policy = engine.policy
+    tokens = [min(token, len(policy.weight) - 1) for token in range(6)]
+    examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
+    requests = [Request(str(i), example.token_ids, 1, 4, 0, example) for i, example in enumerate(examples)]
+    sampling = Sampling(1.0, 1.0, 0, 0.0, policy.eos_token_ids, (), True, False, False)
+    try:
+        drawn = dict(engine.generate(requests, sampling))
+    except Exception as error:  # a model's own code raises what it likes
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {reason}") from error
+    rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], 4, sampling)
+    assert rollout.rollout_logprobs is not None  # asked for
+    ours = rollout_logprobs(policy, rollout, 1.0, 1)
+    return float((ours - rollout.rollout_logprobs).abs().max())
 
 
 class _Ends(StoppingCriteria):

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
-from fastrl.training.common.loading import load_tokenizer
+from fastrl.training.common.loading import load_tokenizer, name_of
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
 from fastrl.training.common.settings import Location
@@ -123,7 +123,8 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         tokenizer = load_tokenizer(config.model)
         # Of a language model only the decoder is used: its own head is left over, and the score head is new.
         model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
-        check_classifier(model, tokenizer, str(config.model.path or config.model.config))
+        dtype = getattr(torch, config.model.dtype)
+        check_classifier(model, tokenizer, name_of(config.model), dtype)
         setattr(model.config, MEAN, 0.0)
         reader = Reader.of(config.data, tokenizer, config.training.max_length, longest_scored(model))
         source, held_out_source = config.data.source, config.data.eval_source
@@ -136,7 +137,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
             reference_source = config.data.source_of(str(config.data.reference_path), "train")
             reference_rows = reader.load(reference_source, lambda r, row, where: r.tokens(row, "completion", where))
             reference = [tokens.all for tokens in reference_rows]
-        stage = RewardModelStage(model, tokenizer, getattr(torch, config.model.dtype), reference)
+        stage = RewardModelStage(model, tokenizer, dtype, reference)
         return fit(stage, rows, held_out, config, "reward-model", checkpoint)
 
 

@@ -29,6 +29,7 @@ def test_it_reaches_every_call_of_a_run(make_config, tmp_path, spy, form):
     }
     calls = spy(plans, "choose", lambda plan, call, *budget: call)
     assert train(make_config(model=MODEL, training={"steps": 1, "threads": 1}, **tables))["loss"] is not None
+    calls = [call for call in calls if call.dtype != torch.float32]  # without those of the check before the run
     assert all(call.float32_logits for call in calls)
     assert all(call.teacher.float32_logits for call in calls if call.teacher.hidden)
     kinds = {(call.scope, call.needs.hidden, bool(call.teacher.hidden), bool(call.gathered)) for call in calls}

@@ -1,0 +1,65 @@
+"""Models through which padding leaks, in a forward or in `generate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastrl.training.rl.run as running
+import fastrl.training.rl.train as module
+from fastrl.base.errors import UserError
+from fastrl.training.engines.transformers import checked_engine
+
+# Its padded forward is right; its cache does not know how long a prompt is where the first layer has none of attention.
+MINIMAX = {
+    "model_type": "minimax",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+RWKV = {
+    "model_type": "rwkv",
+    "attention_hidden_size": 16,
+    "num_hidden_layers": 2,
+    "context_length": 32,
+    "initializer_range": 0.5,
+}
+
+
+def test_a_model_that_reads_padding_is_refused(make_config, write_model):
+    config = make_config(model={"config": str(write_model(**RWKV))})
+    with pytest.raises(UserError, match=r"policy\.json: RwkvModel reads the padding of a batch \(rel"):
+        running.make_run(config)
+
+
+def test_prompts_of_one_length_are_drawn_at_a_time_where_generate_reads_padding(make_config, write_model, capsys):
+    config = make_config(model={"config": str(write_model(**MINIMAX))}, training={"steps": 1})
+    summary = module.train(config)
+    assert summary["mismatch/abs_log_ratio"] < 1e-4
+    assert "warning: MiniMaxForCausalLM.generate reads padding; prompts of one length" in capsys.readouterr().err
+
+
+def test_completions_are_drawn_with_a_model_whose_batches_are_not_trained_on(make_policy):
+    """`fastrl sample` computes no batch of them."""
+    assert not checked_engine(make_policy(**RWKV), None).pads
+
+
+BROKEN = {
+    "IndexError": {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 2, "d_model": 16, "pad_token_id": 0},
+    "another distribution": {"model_type": "cpmant", "dim_model": 16, "dim_ff": 16, "dim_head": 8, "init_std": 0.5},
+}
+
+
+@pytest.mark.parametrize(("words", "values"), BROKEN.items(), ids=BROKEN.keys())
+def test_a_model_whose_generate_is_not_its_forward_is_refused(make_policy, words, values):
+    with pytest.raises(UserError, match=rf"rollout\.engine: \w+\.generate .*{words}"):
+        checked_engine(make_policy(**values), None)
+
+
+def test_the_check_uses_up_none_of_the_runs_random_numbers(policy):
+    before = torch.get_rng_state()
+    assert checked_engine(policy, None).pads
+    assert torch.equal(torch.get_rng_state(), before)
