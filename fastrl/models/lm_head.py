@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -49,7 +49,6 @@ except ImportError as error:
 # Largest allowed difference from the model's own logits, relative to their largest magnitude: rounding only.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IGNORED = -100
-_NONE = object()  # the model had no forward of its own, only its class's
 _IN_HEAD = "fastrl_in_head"  # the argument of the forward for what `in_head` takes
 
 
@@ -226,8 +225,8 @@ def fused_lm_head(
     parse_budget(memory_budget)
     float32_logits(logits_dtype, torch.float32)  # checks it
     checks.number("temperature", temperature, positive=True)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if hasattr(base, "_fastrl_unfused"):
+    base = _base_of(model)
+    if _fusion_of(base) is not None:
         remove_fused_lm_head(base)
     root = _root_of(model)
     if not _is_sharded(root) and any(map(_is_sharded, base.modules())):
@@ -236,24 +235,74 @@ def fused_lm_head(
             "the first fully_shard, or after the last"
         )
     LMHead.of(base, adapters=True).check(root)
-    original = base.forward
-    base._fastrl_unfused, base._fastrl_defer = vars(base).get("forward", _NONE), False
-    head_options = {"logits_dtype": logits_dtype, "memory_budget": memory_budget}
-    base._fastrl_options = options = {"temperature": temperature, **head_options}
+    own = vars(base).pop("forward", None)
+    method = isinstance(own, MethodType) and own.__self__ is base
+    options = {"temperature": temperature, "logits_dtype": logits_dtype, "memory_budget": memory_budget}
+    base._fastrl_fusion = _Fusion(options, own.__func__ if method else own, method)
+    if not hasattr(base, "_fastrl_class"):  # fully_shard's class may be around ours, which is then left in place
+        base.__class__ = _fused_class(type(base))
+    return model
 
-    # The signature stays the model's own: `generate` and `Trainer` inspect it.
-    @functools.wraps(type(base).forward)
+
+@dataclass
+class _Fusion:
+    """What a model with a fused head has in addition: data, which any copy of the model can take along."""
+
+    options: dict[str, Any]  # of `LMHead.token_logprobs`
+    own: Callable[..., Any] | None = None  # the forward that only this model had (accelerate's hooks), not its class
+    method: bool = False  # whether `own` takes the model, which may be a copy, as its first argument
+    deferred: bool = field(default=False, init=False)  # training computes no loss: see `compute_loss_func`
+
+
+def _base_of(model: Any) -> Any:
+    """The causal LM inside PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _fusion_of(base: Any) -> _Fusion | None:
+    found: _Fusion | None = getattr(base, "_fastrl_fusion", None)
+    return found
+
+
+@functools.cache
+def _fused_class(kind: Any) -> Any:
+    """A model's class with the fused forward, and with the same name, by which transformers knows its architecture.
+
+    A forward that is found through the class belongs to whichever copy is called; one that is bound to a model stays
+    with it in a copy (deepcopy, pickle, torch.nn.DataParallel).
+    """
+
     def forward(self: Any, *args: Any, return_token_stats: bool = False, **kwargs: Any) -> Any:
         if _IN_HEAD in kwargs:
             return in_head(self.get_output_embeddings(), *kwargs[_IN_HEAD])
+        fusion = self._fastrl_fusion
+        if fusion is None:
+            return kind.forward(self, *args, **kwargs)
         # `generate` may run in training mode too, but without gradients, and it needs logits.
-        deferred = self._fastrl_defer and self.training and torch.is_grad_enabled() and kwargs.get("labels") is None
-        if not return_token_stats and not deferred:
-            return original(*args, **kwargs)
-        return _token_stats(self, args, kwargs, options, deferred and not return_token_stats)
+        deferred = fusion.deferred and self.training and torch.is_grad_enabled() and kwargs.get("labels") is None
+        if return_token_stats or deferred:
+            return _token_stats(self, args, kwargs, fusion.options, deferred and not return_token_stats)
+        if fusion.own is None or fusion.method:
+            return (fusion.own or kind.forward)(self, *args, **kwargs)
+        return fusion.own(*args, **kwargs)
 
-    base.forward = MethodType(forward, base)
-    return model
+    def reduce(self: Any, protocol: Any) -> Any:
+        _, _, *state = kind.__reduce_ex__(self, protocol)
+        return _empty, (kind,), *state  # pickle finds this class by that of the model
+
+    functools.update_wrapper(forward, kind.forward)
+    # `generate` and `Trainer` inspect the signature. Through __wrapped__, which has it too, accelerate would go on to
+    # the model's own forward when it takes its wrappers off.
+    vars(forward)["__signature__"] = inspect.signature(vars(forward).pop("__wrapped__"))
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    ours = {"forward": forward, "__reduce_ex__": reduce, "_fastrl_class": kind, "_fastrl_fusion": None}
+    return type(kind.__name__, (kind,), names | ours)
+
+
+def _empty(kind: Any) -> Any:
+    """An object of the fused class of `kind`, for pickle and copy to fill."""
+    fused = _fused_class(kind)
+    return fused.__new__(fused)
 
 
 def _is_sharded(module: Any) -> bool:
@@ -264,18 +313,20 @@ def _is_sharded(module: Any) -> bool:
 
 def _root_of(model: Any) -> Any:
     """The module that is called: the causal LM or, if FSDP2 shards it as a whole, PEFT's wrapper around it."""
-    return model if _is_sharded(model) or not hasattr(model, "get_base_model") else model.get_base_model()
+    return model if _is_sharded(model) else _base_of(model)
 
 
 def remove_fused_lm_head(model: Any) -> None:
     """Restore the model's own forward."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "_fastrl_unfused"):
+    base = _base_of(model)
+    fusion = _fusion_of(base)
+    if fusion is None:
         raise ValueError("model has no fused head to remove")
-    del base.forward
-    if base._fastrl_unfused is not _NONE:
-        base.forward = base._fastrl_unfused
-    del base._fastrl_unfused, base._fastrl_defer, base._fastrl_options
+    vars(base).pop("forward", None)  # set since, around the fused one
+    if fusion.own is not None:
+        base.forward = MethodType(fusion.own, base) if fusion.method else fusion.own
+    del base._fastrl_fusion
+    base.__class__ = vars(type(base)).get("_fastrl_class", type(base))
 
 
 def _token_stats(
@@ -334,33 +385,34 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
     A mixture whose config has output_router_logits adds its load balancing loss once for each micro-batch, whatever
     num_items_in_batch is, as its own forward does.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "_fastrl_unfused"):
+    fusion = _fusion_of(_base_of(model))
+    if fusion is None:
         raise ValueError("model has no fused head: call fused_lm_head(model) first")
-    if base._fastrl_options["temperature"] != 1.0:
-        raise ValueError(f"Trainer's loss has temperature 1, but the fused head {base._fastrl_options['temperature']}")
-    base._fastrl_defer = True
+    if fusion.options["temperature"] != 1.0:
+        raise ValueError(f"Trainer's loss has temperature 1, but the fused head {fusion.options['temperature']}")
+    fusion.deferred = True
+    return functools.partial(_trainer_loss, model)  # which a copy of both takes along, unlike a closure
 
-    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        found = cross_entropy(outputs, labels, num_items_in_batch)
-        aux_loss = getattr(outputs, "aux_loss", None)
-        return found if aux_loss is None else found + balancing_weight(base) * aux_loss
 
-    def cross_entropy(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        targets = labels[:, 1:]
-        if outputs.logits is not None:  # evaluation
-            mask = targets != IGNORED
-            stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
-            return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
-        hidden = outputs.hidden_states[0]
+def _trainer_loss(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    found = _trainer_cross_entropy(model, outputs, labels, num_items_in_batch)
+    aux_loss = getattr(outputs, "aux_loss", None)
+    return found if aux_loss is None else found + balancing_weight(_base_of(model)) * aux_loss
 
-        def compute(hidden: Tensor) -> Tensor:
-            options = {name: base._fastrl_options[name] for name in ("logits_dtype", "memory_budget")}
-            head = LMHead.of(base, adapters=True)
-            return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
 
-        # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
-        found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})
-        return found
+def _trainer_cross_entropy(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    targets = labels[:, 1:]
+    if outputs.logits is not None:  # evaluation
+        mask = targets != IGNORED
+        stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
+        return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
+    hidden, base = outputs.hidden_states[0], _base_of(model)
 
-    return loss
+    def compute(hidden: Tensor) -> Tensor:
+        options = {name: base._fastrl_fusion.options[name] for name in ("logits_dtype", "memory_budget")}
+        head = LMHead.of(base, adapters=True)
+        return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
+
+    # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
+    found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})
+    return found

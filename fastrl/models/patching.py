@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+
+class _Stand:
+    """A callable in the place of a model's own, which a copy made meanwhile has instead (deepcopy, pickle)."""
+
+    def __init__(self, value: Any, own: Any) -> None:
+        functools.update_wrapper(self, value)
+        self._value, self._own = value, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._value(*args, **kwargs)
+
+    @property
+    def __self__(self) -> Any:
+        return self._value.__self__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._own.__reduce_ex__(protocol)
 
 
 @contextmanager
@@ -16,3 +39,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         undo[0](*undo[1:])
+
+
+def replaced_method(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """`replaced` for a method of a model, where the caller's block may copy the model: the copy's method is its own."""
+    return replaced(owner, name, _Stand(value, getattr(owner, name)))

@@ -25,7 +25,7 @@ from torch import Tensor
 from fastrl import SamplingMask, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
-from fastrl.models.patching import replaced
+from fastrl.models.patching import replaced_method
 
 try:
     import transformers
@@ -224,7 +224,7 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
         recorder.reset()
         return LogitsProcessorList([*build(generation_config, *args, **kwargs), recorder])
 
-    with replaced(owner, _BUILDER, MethodType(build_with_recorder, owner)):
+    with replaced_method(owner, _BUILDER, MethodType(build_with_recorder, owner)):
         yield recorder
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base.dependencies import how_to_install
-from fastrl.models.patching import replaced
+from fastrl.models.patching import replaced_method
 
 try:
     import transformers
@@ -171,8 +171,8 @@ def record_routing(model: Any, adapters: _Adapters = None) -> Iterator[RoutingRe
         return build(config, *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(owner, "generate", MethodType(generate_recorded, owner)))
-        stack.enter_context(replaced(owner, "_get_logits_processor", MethodType(build_and_begin, owner)))
+        stack.enter_context(replaced_method(owner, "generate", MethodType(generate_recorded, owner)))
+        stack.enter_context(replaced_method(owner, "_get_logits_processor", MethodType(build_and_begin, owner)))
         for layer, (router, adapter) in enumerate(routers):
             stack.callback(router.register_forward_hook(partial(recorder._record, layer, adapter)).remove)
         yield recorder
@@ -198,7 +198,7 @@ def replay_routing(model: Any, routing: Tensor, adapters: _Adapters = None) -> I
     with ExitStack() as stack:
         for layer, (router, adapter) in enumerate(routers):
             forward = _imposing(router, adapter, routing[:, :, layer].flatten(0, 1))
-            stack.enter_context(replaced(router, "forward", forward))
+            stack.enter_context(replaced_method(router, "forward", forward))
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +163,16 @@ def test_lora_on_the_head_is_never_left_out(path: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"needs fastrl's own loss, but .*{words}"):
             make_trainer("GRPO", path, PROMPTS, FastGRPOTrainer, peft_config=config, **options)
+
+
+def test_a_copy_of_the_trainers_model_computes_with_its_own_weights():
+    torch.manual_seed(0)
+    model = tiny_model("qwen3", vocab_size=50, head_dim=8, initializer_range=0.3)
+    utils.add_fused_lm_head(model)
+    trl_grpo._add_step_forward(model)
+    ids = torch.arange(8)[None]
+    expected = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    torch.testing.assert_close(other(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected)

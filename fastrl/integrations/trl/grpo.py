@@ -326,16 +326,16 @@ def _add_step_forward(model: Any) -> None:
 
     The loss runs inside the forward and is its output, because wrappers (DDP, accelerate's autocast) act on both.
     """
-    fused_forward = model.forward
+    fused_forward = model.forward.__func__  # TRL's: called with `self`, which may be a copy of the model
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = kwargs.pop(_STEP, None)
         if step is None:
-            return fused_forward(*args, **kwargs)
+            return fused_forward(self, *args, **kwargs)
         step.head = self.get_output_embeddings()
         with replaced_head(step):
-            aux_loss = fused_forward(*args, fused_lm_head=True, **kwargs).aux_loss
+            aux_loss = fused_forward(self, *args, fused_lm_head=True, **kwargs).aux_loss
         return step.outputs if aux_loss is None else {**step.outputs, "aux_loss": aux_loss}
 
     model.forward = MethodType(forward, model)
