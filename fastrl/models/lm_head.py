@@ -67,7 +67,7 @@ class LMHead:
         Raises TypeError if it is not linear, or has active adapters without `adapters`, by which the caller says that
         it computes them too, as the methods do.
         """
-        head, active = unwrapped(model.get_output_embeddings())
+        head, active = unwrapped(getattr(model, "get_output_embeddings", lambda: None)())
         if active and not adapters:
             raise TypeError("the output head has a LoRA adapter, which is not computed here: merge it into the head")
         if not isinstance(head, torch.nn.Linear):
@@ -123,7 +123,10 @@ class LMHead:
 
     @torch.no_grad()
     def check(self, model: Any, dtype: torch.dtype | None = None) -> None:
-        """Raise ValueError unless the model's own logits equal this head's, up to the rounding of `dtype`."""
+        """Raise ValueError unless the model's own logits equal this head's, up to the rounding of `dtype`.
+
+        Also if its forward raises anything, because the model's code is not ours. TypeError for one without a decoder.
+        """
         count = min(8, self.weight.shape[0])
         input_ids = torch.arange(count, device=self.weight.device)[None]  # (1, 8), any tokens
         states: list[Tensor] = []
@@ -134,7 +137,8 @@ class LMHead:
             # Not self: FSDP2 has gathered the weight by now, and may have cast it.
             head = LMHead.of(model, adapters=True)
             seen.add(head.weight.dtype)
-            ours.append(head.logits(states[0].to(head.weight.dtype)))
+            if states and states[0].shape[-1] == head.weight.shape[-1]:
+                ours.append(head.logits(states[0].to(head.weight.dtype)))
 
         hooks = (
             decoder_of(model).register_forward_hook(lambda m, i, output: states.append(output.last_hidden_state)),
@@ -144,13 +148,21 @@ class LMHead:
         model.eval()  # dropout would make two forwards differ
         try:
             theirs = model(input_ids=input_ids, use_cache=False).logits.float()
+        except Exception as why:
+            line = (str(why).strip().splitlines() or ["without a message"])[0]
+            raise ValueError(
+                f"{type(model).__name__} cannot compute the logits of {count} tokens: {type(why).__name__}: {line}"
+            ) from why
         finally:
             for module, training in modes.items():
                 module.training = training
             for hook in hooks:
                 hook.remove()
-        if not ours:
-            raise ValueError(f"{type(model).__name__} does not call its output head, which the fused losses replace")
+        if not ours or ours[0].shape != theirs.shape:
+            raise ValueError(
+                f"{type(model).__name__} does not apply its output head to its decoder's last hidden states, as the "
+                "fused losses do"
+            )
         error = float((ours[0] - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
         if not error <= max(TOLERANCE[x] for x in seen):
             raise ValueError(
@@ -173,15 +185,28 @@ def in_head(head: torch.nn.Module, hidden: Tensor, compute: Callable[[Tensor], A
         return head(hidden)
 
 
+def _base_of(model: Any) -> Any:
+    """The causal LM inside PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder_of(model: Any) -> Any:
     """The module that computes the head's hidden states. Raises TypeError for a model without one.
 
     That of a model which reads images too takes them, and puts their embeddings among those of the text.
     """
-    has_more_than_text = model.config.get_text_config() is not model.config
-    decoder = model.base_model if has_more_than_text else getattr(model, "get_decoder", lambda: None)()
-    if decoder is None or decoder is model:
-        raise TypeError(f"model must be a transformers causal LM with a decoder, got {type(model).__name__}")
+    base = _base_of(model)
+    return base.base_model if base.config.get_text_config() is not base.config else text_decoder_of(base)
+
+
+def text_decoder_of(model: Any) -> Any:
+    """`decoder_of` for text alone, of the causal LM or PEFT's wrapper around it. Raises TypeError as it does."""
+    base = _base_of(model)
+    decoder = getattr(base, "get_decoder", lambda: None)()
+    if decoder is base:  # Llama 4's, which looks for it under the name that it has in the model with images
+        decoder = getattr(base, "model", None)
+    if decoder is None:
+        raise TypeError(f"model must be a transformers causal LM with a decoder, got {type(base).__name__}")
     return decoder
 
 
@@ -240,7 +265,7 @@ def fused_lm_head(
     options = {"temperature": temperature, "logits_dtype": logits_dtype, "memory_budget": memory_budget}
     base._fastrl_fusion = _Fusion(options, own.__func__ if method else own, method)
     if not hasattr(base, "_fastrl_class"):  # fully_shard's class may be around ours, which is then left in place
-        base.__class__ = _fused_class(type(base))
+        base.__class__ = _fused_class(base.__class__)
     return model
 
 
@@ -252,11 +277,6 @@ class _Fusion:
     own: Callable[..., Any] | None = None  # the forward that only this model had (accelerate's hooks), not its class
     method: bool = False  # whether `own` takes the model, which may be a copy, as its first argument
     deferred: bool = field(default=False, init=False)  # training computes no loss: see `compute_loss_func`
-
-
-def _base_of(model: Any) -> Any:
-    """The causal LM inside PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _fusion_of(base: Any) -> _Fusion | None:

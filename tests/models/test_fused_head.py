@@ -32,6 +32,7 @@ MODELS = {
     "falcon_h1": {"lm_head_multiplier": 0.5, "mamba_chunk_size": 16},
     "mixtral": {"num_local_experts": 4, "output_router_logits": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 16},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0},
 }
 

@@ -74,9 +74,9 @@ def load_config(config: ModelConfig, **extra: Any) -> Any:
             model_config = AutoConfig.for_model(**values, **extra)
         else:
             model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **extra)
+        text = model_config.get_text_config()  # raises for models of sound, which have several
     except Exception as error:  # a wrong value makes it raise nearly anything
         raise _cannot_load("model", name, error) from error
-    text = model_config.get_text_config()
     for field in ("vocab_size", "hidden_size"):
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or value < 1):

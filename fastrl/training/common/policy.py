@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastrl.base.errors import UserError
-from fastrl.models.lm_head import TOLERANCE, LMHead
+from fastrl.models.lm_head import TOLERANCE, LMHead, text_decoder_of
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
@@ -56,6 +56,11 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+    @property
+    def decoder(self) -> Any:
+        """The module that computes the hidden states, with adapters if the model has any."""
+        return text_decoder_of(self.model)
 
 
 def max_positions(*models: Any) -> int | None:
@@ -122,10 +127,8 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     tokenizer = load_tokenizer(config)
     model = _with_adapters(load_model(config, device), config)
     dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
-    try:
+    with _refused(name_of(config)):
         head = LMHead.of(model)
-    except TypeError as error:
-        raise UserError(f"{name_of(config)}: {error}") from error
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
         raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
@@ -133,14 +136,20 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
     arguments = {**head.arguments, "logits_dtype": logits_dtype(config)}
     policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, dtype, adapters)
-    try:
-        with policy.computing():
-            head.check(model, dtype)
-    except ValueError as error:
-        raise UserError(f"{name_of(config)}: {error}") from error
+    with _refused(name_of(config)), policy.computing():
+        head.check(model, dtype)
     if packing is not None:
-        check_batches(policy.model.get_decoder(), name_of(config), dtype, packing)
+        check_batches(policy.decoder, name_of(config), dtype, packing)
     return policy
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Raise what the head's checks raise as UserError; `name` is the model's."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def logits_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -239,18 +248,21 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
 
     tokens = [min(token, len(embedding) - 1) for token in range(8)]
     allowed = max(BATCH_TOLERANCE, TOLERANCE[dtype])
-    with torch.autocast(embedding.device.type, dtype, enabled=dtype != torch.float32):
-        error = difference(tokens)
-        if not error <= allowed:  # rounding may have chosen another expert, but not for any tokens
-            error = difference(tokens[::-1])
-    if not error <= allowed:
-        kind, what = type(decoder).__name__, f"(relative difference {error:.2g})"
-        if packing:
-            raise UserError(
-                f"training.packing: in {kind} a packed sequence sees the one before it {what}; leave packing out for "
-                "this model"
-            )
-        raise UserError(f"{name}: {kind} reads the padding of a batch {what}, and batches are padded here")
+    kind, problem = type(decoder).__name__, None
+    try:
+        with torch.autocast(embedding.device.type, dtype, enabled=dtype != torch.float32):
+            error = difference(tokens)
+            if not error <= allowed:  # rounding may have chosen another expert, but not for any tokens
+                error = difference(tokens[::-1])
+        if not error <= allowed:
+            what = "a packed sequence sees the one before it" if packing else "a sequence sees the padding before it"
+            problem = f"in {kind} {what} (relative difference {error:.2g})"
+    except UserError:
+        raise
+    except Exception as why:  # the model's code is not ours
+        problem = f"{kind} cannot compute sequences in a batch: {type(why).__name__}: {_first_line(why)}"
+    if problem is not None:
+        raise UserError(f"training.packing: {problem}; leave packing out" if packing else f"{name}: {problem}")
 
 
 def _first_line(error: Exception) -> str:

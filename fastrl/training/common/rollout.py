@@ -154,7 +154,7 @@ def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch
     `decoder` is the policy's own by default. Forward and backward belong inside `replaying(policy, rollout,
     packed)`, so that the policy's experts are those of the rollout, also in recomputed layers.
     """
-    module = policy.model.get_decoder() if decoder is None else decoder
+    module = policy.decoder if decoder is None else decoder
     states = decoder_states(module, rollout.input_ids, rollout.attention_mask, packed)
     if not packed:
         return states[:, rollout.prompt_length - 1 : -1]

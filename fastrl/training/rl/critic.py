@@ -15,7 +15,7 @@ class Critic(nn.Module):
     def __init__(self, policy: Policy, shared: bool) -> None:
         """Copy the policy's decoder (and its adapters), or with `shared` use the policy's own."""
         super().__init__()
-        self.decoder = None if shared else copy.deepcopy(policy.model.get_decoder())
+        self.decoder = None if shared else copy.deepcopy(policy.decoder)
         self.head = nn.Linear(policy.weight.shape[1], 1, device=policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

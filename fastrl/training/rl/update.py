@@ -230,7 +230,7 @@ def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor
 def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
     """The mean cross-entropy of text sequences (B, S)."""
     with run.policy.computing():
-        states = decoder_states(run.policy.model.get_decoder(), ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
+        states = decoder_states(run.policy.decoder, ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
         return linear_cross_entropy(
             states, run.policy.weight, ids[:, 1:], memory_budget=run.config.training.memory_budget, **run.policy.head
         )

@@ -62,7 +62,7 @@ def test_values_are_the_heads_on_the_state_before_each_token(policy, critic_run,
     if kind == "own":  # its decoder has moved on from the policy's
         with torch.no_grad():
             critic.decoder.embed_tokens.weight.mul_(1.5)
-    decoder = critic.decoder if kind == "own" else policy.model.get_decoder()
+    decoder = critic.decoder if kind == "own" else policy.decoder
     found = critic.rollout_values(policy, rollout, 3, packed)
     for row, (tokens, there) in enumerate(zip(rollout.input_ids, rollout.attention_mask, strict=True)):
         states = decoder(input_ids=tokens[there][None]).last_hidden_state[0]

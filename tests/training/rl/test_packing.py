@@ -138,7 +138,7 @@ def test_a_model_without_position_ids_cannot_be_packed(make_policy):
 
 @pytest.mark.parametrize("values", MODELS.values(), ids=MODELS.keys())
 def test_models_that_can_be_packed_are_let_pass(make_policy, values):
-    check_batches(make_policy(**DEEP, **values).model.get_decoder(), "a model", torch.float32, packing=True)
+    check_batches(make_policy(**DEEP, **values).decoder, "a model", torch.float32, packing=True)
 
 
 def test_flash_attention_is_checked_in_the_type_that_it_takes(make_policy):
@@ -153,7 +153,7 @@ def test_flash_attention_is_checked_in_the_type_that_it_takes(make_policy):
     AttentionMaskInterface.register(name, sdpa_mask)
     policy = make_policy({"dtype": "bfloat16"}, model_type="qwen3", **DEEP)
     policy.model.config._attn_implementation = name  # loading would look for the kernel of anything called flash
-    check_batches(policy.model.get_decoder(), "a model", policy.dtype, packing=True)
+    check_batches(policy.decoder, "a model", policy.dtype, packing=True)
     assert dtypes == [torch.bfloat16] * 4
 
 

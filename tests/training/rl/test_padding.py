@@ -31,7 +31,7 @@ RWKV = {
 
 def test_a_model_that_reads_padding_is_refused(make_config, write_model):
     config = make_config(model={"config": str(write_model(**RWKV))})
-    with pytest.raises(UserError, match=r"policy\.json: RwkvModel reads the padding of a batch \(rel"):
+    with pytest.raises(UserError, match=r"policy\.json: in RwkvModel a sequence sees the padding before it"):
         running.make_run(config)
 
 

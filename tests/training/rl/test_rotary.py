@@ -38,7 +38,7 @@ def states(policy, *rows):
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
     with torch.no_grad():
-        return decoder_states(policy.model.get_decoder(), ids, mask)[0, longest - len(rows[0]) :]
+        return decoder_states(policy.decoder, ids, mask)[0, longest - len(rows[0]) :]
 
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS.keys())
