@@ -30,6 +30,7 @@ from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.training.common.files import remove, whole_directory
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.log import check_output
+from fastrl.training.common.saving import save_pretrained
 from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section
 
@@ -209,7 +210,7 @@ def _write(
         "numpy": states.numpy,
         "config": config.model_dump(mode="json"),
     }
-    trained.model.save_pretrained(directory)
+    save_pretrained(trained.model, directory)
     trained.tokenizer.save_pretrained(directory)
     for name, model in trained.models.items():
         save_model(model, str(directory / name))

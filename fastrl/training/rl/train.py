@@ -9,8 +9,10 @@ from typing import Any
 
 from fastrl.training.common.checkpoint import SaveClock, checkpoint_of, due, run_folder, saved_on_error
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.optimizer import cpu_threads, start
+from fastrl.training.common.saving import check_savable
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.common.timing import peak_memory, timed
 from fastrl.training.rl.config import Config
@@ -51,6 +53,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         started = time.perf_counter()
         start(config.training)
         run = make_run(config)
+        check_savable(name_of(config.model), run.policy.tokenizer, [run.policy.model], logging.output_dir)
         if checkpoint is not None:
             load_checkpoint(checkpoint, run)
         with (

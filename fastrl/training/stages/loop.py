@@ -31,11 +31,13 @@ from fastrl.training.common.checkpoint import (
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.files import whole_directory
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.memory_needs import LossCall, check_budget
 from fastrl.training.common.optimizer import cpu_threads, make_optimizer, start
 from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
 from fastrl.training.common.rotary import fix_frequencies
+from fastrl.training.common.saving import check_savable, save_pretrained
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
@@ -81,7 +83,7 @@ class Stage(ABC, Generic[Row]):
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer into an empty directory."""
-        self.model.save_pretrained(directory)
+        save_pretrained(self.model, directory)
         self.tokenizer.save_pretrained(directory)
 
 
@@ -104,7 +106,7 @@ class PolicyStage(Stage[Row]):
         Adapters alone need the model that they were made for, which may move, or be a random one that is gone.
         """
         if self.policy.has_adapters:
-            self.model.save_pretrained(directory / "adapters")
+            save_pretrained(self.model, directory / "adapters")
             self.model = self.model.merge_and_unload()
         super().save(directory)
 
@@ -176,9 +178,12 @@ def fit(
 
     Returns the run's summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the
     name of the signal that ended it early, or None. Held-out rows are measured at the end of each epoch, as
-    `eval/<metric>`. Raises UserError for a loss or a gradient that is not finite.
+    `eval/<metric>`. Raises UserError for a model that cannot be saved, before any work, and for a loss or a gradient
+    that is not finite.
     """
     training, logging, started = config.training, config.logging, time.perf_counter()
+    merged = [stage.model.get_base_model()] if stage.has_adapters else []
+    check_savable(name_of(config.model), stage.tokenizer, [stage.model, *merged], logging.output_dir)
     size = training.micro_batch_size or training.batch_size
     updates = -(-len(rows) // training.batch_size)
     steps = training.epochs * updates
