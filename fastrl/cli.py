@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="one of those below; each has its --help")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
     options = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: a path may hold any bytes
     try:
         return _run(options.command, options.arguments)
     except UserError as error:

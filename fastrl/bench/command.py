@@ -57,8 +57,8 @@ def _write(folder: Path, name: str, header: dict[str, Any], sections: list[Secti
     from fastrl.bench import charts
     from fastrl.bench.report import as_json, as_markdown
 
-    (folder / f"{name}.json").write_text(as_json(header, sections))
-    (folder / f"{name}.md").write_text(as_markdown(header, sections))
+    (folder / f"{name}.json").write_text(as_json(header, sections), encoding="utf-8")
+    (folder / f"{name}.md").write_text(as_markdown(header, sections), encoding="utf-8")
     charts.draw(header, sections[-1], folder)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from typing import Any
 
 from tabulate import tabulate
 
+from fastrl.base.json_text import to_json
 from fastrl.bench.results import Row, Section
 
 _NOTE = """\
@@ -37,7 +37,7 @@ _COLUMNS = {
 
 def as_json(header: dict[str, Any], sections: list[Section]) -> str:
     """The header and all sections as a JSON document."""
-    return json.dumps({**header, "sections": [asdict(s) for s in sections]}, indent=2, allow_nan=False) + "\n"
+    return to_json({**header, "sections": [asdict(s) for s in sections]}, indent=2) + "\n"
 
 
 def as_markdown(header: dict[str, Any], sections: list[Section]) -> str:

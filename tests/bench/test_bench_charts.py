@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from bench_rows import new_row
+from run_files import strict_json
 
 from fastrl.bench import charts
 from fastrl.bench.contenders import EAGER
-from fastrl.bench.report import as_markdown
+from fastrl.bench.report import as_json, as_markdown
 from fastrl.bench.results import Limit, Row, Section, finish
 
 SHAPE = dict.fromkeys("NHV", 1)
@@ -55,6 +57,13 @@ def test_bars_show_ours_others_the_limit_and_who_did_not_run() -> None:
     bars = ("60 ms  (4 × eager)", "240 ms", "limit: the bare matrix products, 50 ms")
     assert all(expected in text for expected in (*bars, "a processor, 2 threads")), text
     assert text.count("a peer: skipped, its Triton kernels need a GPU") == 1
+
+
+def test_a_number_that_is_none_is_null() -> None:
+    row = new_row("a contender", 60.0, peak_temporary_bytes=5 << 20)
+    finish([row], Limit(math.nan, "3U"))
+    found = strict_json(as_json(HEADER, [section_of([row], "plans")]).encode())
+    assert found["sections"][0]["rows"][0]["fraction_of_limit"] is None
 
 
 def test_plans_have_a_limit_each_and_say_what_they_reached() -> None:

@@ -15,6 +15,15 @@ def json_lines(path):
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
+def strict_json(data):
+    """The value of JSON in bytes, without what only Python takes for JSON."""
+
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(data.decode(), parse_constant=refuse)
+
+
 def write_json_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

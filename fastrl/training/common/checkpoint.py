@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic_core import to_jsonable_python
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
+from fastrl.base.json_text import to_json
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.training.common.files import remove, whole_directory
@@ -32,7 +32,7 @@ from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.log import check_output
 from fastrl.training.common.saving import save_pretrained
 from fastrl.training.common.sections import LoggingConfig
-from fastrl.training.common.settings import Section
+from fastrl.training.common.settings import Section, json_values
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 # Sections and fields that a resumed run may change (other batch sizes round and sample differently). A change to any
@@ -130,7 +130,8 @@ def write_checkpoint(
 ) -> None:
     """Write `checkpoint_of(logging, step)`, which exists only once it is complete.
 
-    `numbers` (JSON) and `tensors` are the run's additional state, `states` the generators' if not those of now. Earlier
+    `numbers` (JSON values; infinite ones and NaN are read back as texts, which `float` takes) and `tensors` are the
+    run's additional state, `states` the generators' if not those of now. Earlier
     checkpoints that it makes superfluous are removed; if that fails, it warns. Raises UserError if writing fails (a
     full disk), and leaves the earlier ones as they were.
     """
@@ -208,14 +209,15 @@ def _write(
         "scheduler": trained.scheduler.state_dict(),
         "python": states.python,
         "numpy": states.numpy,
-        "config": config.model_dump(mode="json"),
+        "config": json_values(config),
     }
     save_pretrained(trained.model, directory)
     trained.tokenizer.save_pretrained(directory)
     for name, model in trained.models.items():
         save_model(model, str(directory / name))
     save_file(tensors, directory / TENSORS)
-    (directory / NUMBERS).write_text(json.dumps(numbers, default=np.ndarray.tolist) + "\n", encoding="utf-8")
+    text = to_json(numbers, constant=str, default=np.ndarray.tolist)
+    (directory / NUMBERS).write_text(text + "\n", encoding="utf-8")
     write_checksums(directory)
 
 
@@ -258,15 +260,14 @@ def _checked(config: Section, checkpoint: Path, length: str) -> Path:
 def _started_alike(config: Section, directory: Path, length: str) -> bool:
     """Whether the records in a run's folder are those of this config."""
     try:
-        before = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return not _changes(before, config, length)
+        return not _changes(_read(directory / "config.json"), config, length)
     except (OSError, ValueError, TypeError, AttributeError):  # none, or damaged
         return False
 
 
 def _changes(before: dict[str, Any], config: Section, length: str) -> list[str]:
     """The changes of a config that are not allowed; a field that an earlier version did not know had its default."""
-    now = config.model_dump(mode="json")
+    now = json_values(config)
     # A decay is spread over the whole run; a constant schedule does not depend on its length.
     free = (*FREE, length) if now["optimizer"]["schedule"] == "constant" else FREE
     changed = []
@@ -290,7 +291,7 @@ def _defaults(section: Section) -> dict[str, Any]:
     """The values of the fields that may be left out, as a checkpoint has them."""
     fields = type(section).model_fields
     defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-    return {name: to_jsonable_python(x) for name, x in defaults.items() if not fields[name].is_required()}
+    return {name: json_values(x) for name, x in defaults.items() if not fields[name].is_required()}
 
 
 def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -343,10 +344,15 @@ def _load_tensors(directory: Path, trained: Trained, numbers: dict[str, Any]) ->
 
 def _numbers(directory: Path) -> dict[str, Any]:
     try:
-        numbers: dict[str, Any] = json.loads((directory / NUMBERS).read_text(encoding="utf-8"))
+        return _read(directory / NUMBERS)
     except (OSError, ValueError) as error:
         raise _damaged(directory, f"{NUMBERS}: {error}") from error
-    return numbers
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file of JSON; earlier versions wrote infinite numbers in Python's way."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
+    return values
 
 
 def _verify(directory: Path, *names: str) -> None:

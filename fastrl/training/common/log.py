@@ -15,10 +15,12 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from fastrl.base.errors import UserError
+from fastrl.base.json_text import to_json
+from fastrl.training.common.checksums import json_value
 from fastrl.training.common.health import Watch
 from fastrl.training.common.report import plot_curves, write_report
 from fastrl.training.common.sections import LoggingConfig
-from fastrl.training.common.settings import Section, import_for
+from fastrl.training.common.settings import Section, import_for, json_values
 
 # Everything a run writes. Overwriting a run touches these and nothing else, and only beside MARK, which it wrote first.
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
@@ -49,9 +51,9 @@ class RunLog:
             for path in (self.path, self.directory / "samples.jsonl"):
                 self._cut(path, step)
             (self.directory / MARK).touch()  # an earlier version wrote none
-        values = config.model_dump(mode="json")
+        values = json_values(config)
         with _writing(self.directory / "config.json"):
-            (self.directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            (self.directory / "config.json").write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
         # Before the first record, so that nothing is lost if the same command is tried again.
         self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
@@ -117,12 +119,12 @@ class RunLog:
         """
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with _writing(self.path, f" step {step}"):
-            self.file.write(json.dumps({"step": step, **record}) + "\n")
+            self.file.write(to_json({"step": step, **record}) + "\n")
             self.file.flush()
         if samples:
             path = self.directory / "samples.jsonl"
             with _writing(path, f" step {step}"), path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+                file.writelines(to_json({"step": step, **row}, default=json_value) + "\n" for row in samples)
         if self.writer is not None:
             for name, value in numbers.items():
                 self.writer.add_scalar(name, value, step)
@@ -142,7 +144,7 @@ class RunLog:
         """Write the summary (the last value of every metric, and `extra`), curves and report; returns the summary."""
         summary = {**self.last, **extra}
         with _writing(self.directory / "summary.json"):
-            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            (self.directory / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
         with _writing(self.directory / "report.html"):
             self.draw()
         return summary

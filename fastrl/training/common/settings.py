@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from fastrl.base.dependencies import how_to_install
@@ -28,10 +29,21 @@ from fastrl.base.errors import UserError
 class Section(BaseModel):
     """A table of the config file. Unknown fields are errors; the docstring under a field is its help text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # where a field takes any value: the default, null, would be lost
+    )
 
 
 Settings = TypeVar("Settings", bound=Section)
+
+
+def json_values(settings: Any) -> Any:
+    """Settings as JSON values. Infinite numbers and NaN are "Infinity", "-Infinity" and "NaN", as JSON has none."""
+    return json.loads(json.dumps(to_jsonable_python(settings)), parse_constant=str)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class AdaptiveKL:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        self.coef.fill_(state["coef"])
+        self.coef.fill_(float(state["coef"]))
 
 
 class LearnedEntropy:
@@ -75,7 +75,7 @@ class LearnedEntropy:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        moments = dict(state)
+        moments = {name: float(value) for name, value in state.items()}
         with torch.no_grad():
             self.logarithm.fill_(moments.pop("logarithm"))
             self.coef.copy_(self.logarithm.exp())

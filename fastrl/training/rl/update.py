@@ -1,6 +1,5 @@
 """Optimisation on one rollout: shuffled minibatches, accumulated gradients, AdamW."""
 
-import json
 import math
 import shutil
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from torch import Tensor
 from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
 from fastrl.base.groups import group_numbers, group_total
+from fastrl.base.json_text import to_json
 from fastrl.objectives.evaluate import effective_share
 from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.distillation import Distillation
@@ -103,7 +103,7 @@ def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
         halves = {"prompt": slice(batch.prompt_length), "completion": slice(batch.prompt_length, None)}
         for tokens, used in zip(batch.input_ids, batch.attention_mask, strict=True):
             row = {name: policy.tokenizer.decode(tokens[half][used[half]]) for name, half in halves.items()}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(to_json(row) + "\n")
     others = [path for path in directory.parent.iterdir() if path != directory]
     for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - KEPT]:
         shutil.rmtree(old)

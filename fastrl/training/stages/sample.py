@@ -5,7 +5,6 @@ and "truncated" for a completion that did not end with EOS. `fastrl sft` trains 
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from fastrl.base.errors import UserError
+from fastrl.base.json_text import to_json
 from fastrl.training.common.checksums import json_value
 from fastrl.training.common.data import Example, PromptFormat, Room, load_examples
 from fastrl.training.common.data_config import PromptsConfig
@@ -99,7 +99,7 @@ class Completion:
         row = {"prompt": example.prompt, **example.columns, "completion": self.text, "reward": self.reward}
         several = {"rewards": self.rewards} if len(self.rewards) > 1 else {}
         row = {**row, **several, "truncated": self.truncated}
-        return json.dumps(row, ensure_ascii=False, default=json_value) + "\n"
+        return to_json(row, default=json_value) + "\n"
 
 
 @dataclass

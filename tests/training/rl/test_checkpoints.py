@@ -1,13 +1,15 @@
 """Which checkpoint a run goes on from: those that are kept, and what is refused in one line."""
 
 import errno
+import json
+import math
 import os
 import shutil
 import subprocess
 
 import pytest
 from mistakes import error_of
-from run_files import checkpoints
+from run_files import checkpoints, strict_json
 
 import fastrl.training.common.checkpoint as module
 from fastrl.base.errors import UserError
@@ -74,6 +76,35 @@ def test_a_field_that_an_earlier_version_did_not_know_had_its_default(make_confi
     assert module._changes(before, make_config(), "training.steps") == []
     other = make_config(model={"logits_dtype": "float32"})
     assert module._changes(before, other, "training.steps") == ["model.logits_dtype was None and is now 'float32'"]
+
+
+def test_numbers_that_json_lacks_are_compared_too_also_with_what_an_earlier_version_wrote(
+    trained, make_config, write_reward
+):
+    function = write_reward("return [0.0] * len(prompts)")
+
+    def tables(limit, norm=math.inf):
+        return {
+            "reward": {"function": function, "arguments": {"reward": {"answer": limit}}},
+            "optimizer": {"max_grad_norm": norm, "schedule": "constant", "warmup_updates": 0},
+            "training": {"steps": 1},
+        }
+
+    config = trained(**tables(math.inf))
+    directory = config.logging.output_dir / "checkpoints" / "step-000001"
+    numbers = strict_json((directory / NUMBERS).read_bytes())
+    assert numbers["config"] == strict_json((config.logging.output_dir / "config.json").read_bytes())
+    for other, change in (
+        (tables(-math.inf), "arguments was {'reward': {'answer': 'Infinity'}} and is now {'reward': {'answer': '-Inf"),
+        (tables(math.inf, 1.0), "optimizer.max_grad_norm was 'Infinity' and is now 1.0"),
+    ):
+        assert change in error_of(train, make_config(**other), resume=True)
+    numbers["config"]["optimizer"]["max_grad_norm"] = math.inf
+    (directory / CHECKSUMS).unlink()
+    (directory / NUMBERS).write_text(json.dumps(numbers))  # as an earlier version did
+    write_checksums(directory)
+    longer = make_config(**tables(math.inf) | {"training": {"steps": 2}})
+    assert train(longer, resume=True)["steps"] == 2
 
 
 def test_another_dataset_is_refused(trained, example, tmp_path):

@@ -1,5 +1,6 @@
 """The command line: subcommands, exit codes, and one line for a mistake."""
 
+import io
 import subprocess
 import sys
 
@@ -21,6 +22,18 @@ def test_train_runs_a_config_with_overrides(example, tmp_path, capsys):
     assert "sapo: 1 steps" in output
     assert "eval/exact_match 0." in output
     assert (tmp_path / "summary.json").exists()
+
+
+def test_a_path_that_utf_8_cannot_encode_is_printed(monkeypatch):
+    def run(command, arguments):
+        print(arguments[0])
+        return 0
+
+    written = io.BytesIO()
+    monkeypatch.setattr("fastrl.cli._run", run)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="utf-8", write_through=True))
+    assert main(["sample", "a\udcff.toml"]) == 0
+    assert written.getvalue() == b"a\\udcff.toml\n"
 
 
 def test_a_field_of_two_numbers_is_read_from_the_command_line(example):

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs, play
-from run_files import repeatable, state
+from run_files import repeatable, state, strict_json
 
 import fastrl
+from fastrl.base.json_text import to_json
 from fastrl.training.rl.config import EntropyConfig, KLConfig
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.train import train
@@ -154,6 +155,15 @@ def test_a_learned_entropy_moves_alpha_by_the_steps_entropy(make_config):
         _, steps = play(make_config(**GRPO, entropy=table, training={"steps": 3}))
         alphas = [numbers["entropy_coef"] for numbers in steps]
         assert alphas == pytest.approx([0.05 * math.exp(0.1 * sign * n) for n in (1, 2, 3)], rel=0.05)
+
+
+@pytest.mark.parametrize("value", [0.3, math.inf, math.nan])
+def test_a_coefficient_of_any_size_comes_back_from_a_checkpoint(value):
+    for make in (lambda: AdaptiveKL(SCHULMAN, CPU), lambda: LearnedEntropy(EntropyConfig(target=1.0), 0.3, CPU)):
+        controller, resumed = make(), make()
+        state = controller.state() | {next(iter(controller.state())): value}
+        resumed.load(strict_json(to_json(state, constant=str).encode()))
+        assert resumed.state() == pytest.approx(state, nan_ok=True)
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a run writes: samples, a line per step, the report at its end, and Weights & Biases through a module like it."""
 
+import datetime
 import json
 import math
 import re
@@ -7,10 +8,11 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from run_files import json_lines, records
+from run_files import json_lines, records, strict_json
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.log import RunLog
+from fastrl.training.common.log import FILES, RunLog
+from fastrl.training.common.report import write_report
 from fastrl.training.rl.train import SHOWN, train
 
 LINE = re.compile(
@@ -108,6 +110,26 @@ def test_what_is_not_finite_is_null_and_nan_on_the_line(open_log, capsys):
     assert summary == {"reward": None, "entropy": None, "kl": 0.5, "steps": 1}
     assert json.loads(log.path.read_text()) == {"step": 1, "reward": None, "entropy": None, "kl": 0.5}
     assert "reward nan  entropy inf  kl 0.5" in capsys.readouterr().out
+
+
+def test_every_file_is_json_whatever_it_holds(open_log, make_config):
+    message = {"role": "user", "content": "1=", "name": "\ud800", "weight": math.nan, "day": datetime.date(2026, 1, 2)}
+    arguments = {"reward": {"arguments": {"reward": {"limit": math.inf, "mark": "\udfff"}}}}
+    config = make_config(**arguments, optimizer={"max_grad_norm": math.inf})
+    with RunLog(config, config.logging, "grpo", 1, SHOWN) as log:
+        log.write(1, {"reward": math.nan}, [{"prompt": [message], "completion": "\udc80", "reward": None}])
+        log.summarize({"seconds": math.inf})
+    read = {
+        name: strict_json((log.directory / name).read_bytes()) for name in FILES if name.endswith((".json", ".jsonl"))
+    }
+    assert read["metrics.jsonl"] == {"step": 1, "reward": None}
+    assert read["summary.json"] == {"reward": None, "seconds": None}
+    assert read["samples.jsonl"]["prompt"] == [message | {"weight": None, "day": "2026-01-02"}]
+    assert read["samples.jsonl"]["completion"] == "\udc80"
+    assert read["config.json"]["reward"]["arguments"] == {"reward": {"limit": "Infinity", "mark": "\udfff"}}
+    assert read["config.json"]["optimizer"]["max_grad_norm"] == "Infinity"
+    assert type(config).model_validate(read["config.json"]).optimizer == config.optimizer
+    assert "\\udc80" not in write_report(log.directory).read_text()  # of which a page shows a mark
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Sampling: n completions per prompt with their rewards, the best k of them, and what `fastrl sft` makes of those."""
 
+import math
 import os
 
 import pytest
 import torch
 from mistakes import error_of
-from run_files import json_lines, records, write_toml
+from run_files import json_lines, records, strict_json, write_toml
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
@@ -71,6 +72,14 @@ def test_every_completion_is_a_line_with_its_prompts_fields(run, tmp_path):
     solved = {row["number"] for row in rows if row["reward"] >= 1}
     assert f"pass rate {len(solved) / 7:.4f}" in str(tally)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["samples.jsonl"]
+
+
+def test_a_column_that_nothing_reads_may_hold_anything_that_python_takes_for_json(run, tmp_path, write_rows):
+    path = write_rows([{"prompt": "1=", "answer": "\ud800", "bound": math.inf, "name": "é"}], "strange.jsonl")
+    run(data={"path": str(path)}, rollout={"num_generations": 1})
+    (line,) = (tmp_path / "out" / "samples.jsonl").read_bytes().splitlines()
+    row = strict_json(line)
+    assert (row["answer"], row["bound"], row["name"]) == ("\ud800", None, "é") and "é".encode() in line
 
 
 def test_the_best_of_the_same_samples(run, tmp_path):
