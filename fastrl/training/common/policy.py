@@ -7,9 +7,11 @@ The logits of the whole vocabulary are never formed in training: the decoder ret
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,11 @@ from fastrl.models.lm_head import TOLERANCE, LMHead, text_decoder_of
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
-from fastrl.training.common.turn_end import turn_end
+from fastrl.training.common.turn_end import special_ids, turn_end
+
+# A special token with one of these words in its name is a tag: of a thought (`<think>`, `[THINK]`, `<|channel|>`), a
+# tool call (`<tool_call>`, `[TOOL_CALLS]`, `[ARGS]`, `<|python_tag|>`, `<|START_ACTION|>`) or an answer.
+_TAG = re.compile("think|thought|reason|channel|tool|function|call|args|python|action|answer|solution", re.IGNORECASE)
 
 # Largest relative difference between hidden states of a sequence alone and in a batch, above the rounding of a deep
 # network in float32. What reads across differs by more, even with the weights that a run starts with.
@@ -61,6 +67,30 @@ class Policy:
     def decoder(self) -> Any:
         """The module that computes the hidden states, with adapters if the model has any."""
         return text_decoder_of(self.model)
+
+    def text(self, token_ids: list[int]) -> str:
+        """A completion's tokens as the text that rewards, tools, samples and the log see.
+
+        Special tokens are left out, but for tags of thoughts, tool calls and answers, which read as they do where they
+        are no special tokens.
+        """
+        unseen, tags = self._special_tokens
+        if tags.isdisjoint(token_ids):
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode([token for token in token_ids if token not in unseen]))
+
+    @cached_property
+    def _special_tokens(self) -> tuple[set[int], set[int]]:
+        """The special tokens that no text has, such as the ends of turns, and those that are tags."""
+        tokenizer = self.tokenizer
+        # Tokenizers differ in which of them they skip.
+        skipped = {token for token in special_ids(tokenizer) if not tokenizer.decode([token], skip_special_tokens=True)}
+        # An instance's own list also has those that only its model names, such as a `think_token`.
+        names = PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
+        named = {getattr(tokenizer, f"{name}_id", None) for name in names}
+        others = skipped - named - {*self.eos_token_ids}
+        tags = {token for token in others if _TAG.search(str(tokenizer.convert_ids_to_tokens(token)))}
+        return skipped - tags, tags
 
 
 def max_positions(*models: Any) -> int | None:

@@ -113,9 +113,9 @@ class Rollout:
 
 
 def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:
-    """The completions as text, without special tokens; tools' answers are part of it."""
-    rows = [tokens[mask] for tokens, mask in zip(rollout.targets.cpu(), rollout.completion_mask.cpu(), strict=True)]
-    texts: list[str] = policy.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    """The completions as `Policy.text` has them; tools' answers are part of it."""
+    rows = zip(rollout.targets.cpu(), rollout.completion_mask.cpu(), strict=True)
+    texts = [policy.text(tokens[mask].tolist()) for tokens, mask in rows]
     if rollout.messages is None:
         return texts
     return [

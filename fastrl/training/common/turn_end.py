@@ -1,4 +1,6 @@
-"""The token with which a chat template ends the assistant's message: rollouts stop there, and so do training data."""
+"""Special tokens: the one that ends the assistant's message, where rollouts and training data stop, and all of them."""
+
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +21,13 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     # A template raises what it likes, and a small vocabulary lacks letters: the error of a row says so.
     except Exception:
         return None
-    added = tokenizer.added_tokens_decoder.items()  # with those that the tokenizer has no name for
-    special = {token_id for token_id, token in added if token.special} | {*tokenizer.all_special_ids}
+    special = special_ids(tokenizer)
     return next((token for token in behind if token in special), None)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The special tokens, with those that the tokenizer has no name for."""
+    added: Any = tokenizer.added_tokens_decoder
+    if not isinstance(added, dict):  # a method that raises, of mistral-common's, which names all of them
+        return {*tokenizer.all_special_ids}
+    return {token_id for token_id, token in added.items() if token.special} | {*tokenizer.all_special_ids}

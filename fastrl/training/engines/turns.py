@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
@@ -83,7 +82,7 @@ class Dialogue:
         text = f"{self.request.seed} {self.number} {self.turns}{what}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    def add_turn(self, turn: Completion, tokenizer: PreTrainedTokenizerBase) -> None:
+    def add_turn(self, turn: Completion, policy: Policy) -> None:
         """Add what the policy wrote."""
         self.token_ids += turn.token_ids
         self.drawn += [True] * len(turn.token_ids)
@@ -92,8 +91,7 @@ class Dialogue:
         self.versions |= set() if turn.weights is None else {turn.weights}
         self.routed_experts, self.ended, self.turns, self.waits = turn.routed_experts, turn.ended, self.turns + 1, False
         if self.is_chat:
-            text = str(tokenizer.decode(self.token_ids[self.begin :], skip_special_tokens=True))
-            self.messages[-1:] = [{"role": "assistant", "content": text}]
+            self.messages[-1:] = [{"role": "assistant", "content": policy.text(self.token_ids[self.begin :])}]
 
     def add_answer(self, token_ids: Sequence[int], messages: Messages) -> None:
         """Add what a tool wrote."""
@@ -108,9 +106,9 @@ class Dialogue:
             self.begin = len(self.token_ids)
         self.waits = True
 
-    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """All of it without special tokens; a chat's with its messages."""
-        text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True))
+    def text(self, policy: Policy) -> str:
+        """All of it as `Policy.text` has it; a chat's with its messages."""
+        text = policy.text(self.token_ids)
         return Transcript(text, [dict(message) for message in self.messages]) if self.is_chat else text
 
     def completion(self) -> Completion:
@@ -148,7 +146,7 @@ class Tools:
         Raises UserError naming the function and the sample for an exception in it, and for what is no answer.
         """
         examples = [dialogue.example for dialogue in dialogues]
-        texts = [dialogue.text(self.policy.tokenizer) for dialogue in dialogues]
+        texts = [dialogue.text(self.policy) for dialogue in dialogues]
         seeds = [dialogue.seed(" tools") % 2**31 for dialogue in dialogues]  # NumPy's are below 2^32
         if isinstance(self.function, PooledFunction):
             answers = self.function.answers(examples, texts, seeds)
@@ -162,7 +160,7 @@ class Tools:
         return {} if self.pool is None else self.pool.drain("tools")
 
     def _sample(self, dialogue: Dialogue) -> str:
-        return show_sample(dialogue.example, dialogue.text(self.policy.tokenizer))
+        return show_sample(dialogue.example, dialogue.text(self.policy))
 
     def _checked(self, dialogue: Dialogue, answer: Any) -> Answer | None:
         if answer is None:
@@ -281,7 +279,7 @@ class Turns:
         for index, turns in self.engine.generate(asked, sampling) if asked else ():
             check_weights(turns, self.version)  # before one of old weights is kept for later turns
             for dialogue, turn in zip(askers[index], turns, strict=True):
-                dialogue.add_turn(turn, self.tools.policy.tokenizer)
+                dialogue.add_turn(turn, self.tools.policy)
             self.begun.setdefault(askers[index][0].request.id, askers[index])
             answered += 1
         if answered < len(asked):

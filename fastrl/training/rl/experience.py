@@ -295,7 +295,7 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
 
         def characters(count: int, tokens: list[int] = tokens) -> int:
             # A character whose last byte is still missing is decoded as U+FFFD.
-            return len(str(policy.tokenizer.decode(tokens[:count], skip_special_tokens=True)).rstrip("\ufffd"))
+            return len(policy.text(tokens[:count]).rstrip("\ufffd"))
 
         for step, (end, reward) in enumerate(pairs):
             ends[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)
