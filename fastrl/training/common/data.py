@@ -6,7 +6,7 @@ Every error names the file and the line, or the dataset and the row.
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,8 +56,8 @@ class PromptFormat:
         """A row's prompt with the system prompt. Raises UserError naming `where` if it is of no form that is known."""
         if not isinstance(prompt, str):
             _check_messages(prompt, where)
-            # Parquet fills the keys that a message lacks with None.
-            prompt = [{k: x for k, x in message.items() if x is not None or k == "content"} for message in prompt]
+            # A message keeps its content, as the message of a tool call may be without one.
+            prompt = [without_none(message, ("content",)) for message in prompt]
         elif self.system_prompt is None:
             if self.template:
                 raise UserError(
@@ -105,7 +105,7 @@ class PromptFormat:
             raise UserError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")
         options |= {**self.template, **described_tools(tools, where)}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return chat_text(self.tokenizer, messages, **options)
         except Exception as error:  # a template raises what it likes
             raise UserError(f"{where}: the tokenizer's chat template fails on the prompt: {error}") from error
 
@@ -284,14 +284,28 @@ def described_tools(tools: Any, where: str) -> dict[str, Any]:
             f"{where}: tools: expected a list of tables for the chat template, or its JSON, got {tools!r}; data.fields "
             "gives a column of another kind another name"
         )
-    return {"tools": _without_none(read)}
+    return {"tools": without_none(read)}
 
 
-def _without_none(value: Any) -> Any:
-    """The value without the keys that Parquet fills with None."""
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
+    """What the tokenizer's chat template writes for messages, whatever the version of transformers does with None.
+
+    A content that is None is empty, and other keys that are None are not there: 5.17 shows them to the template, which
+    may write "None"; 5.23 leaves a message's own out, and a template that appends its content to a text then fails.
+    Raises what the template raises.
+    """
+    filled = [message | {"content": ""} if message.get("content") is None else message for message in messages]
+    return str(tokenizer.apply_chat_template(without_none(filled), tokenize=False, **options))
+
+
+def without_none(value: Any, kept: Container[str] = ()) -> Any:
+    """The value without keys that are None, at any depth: Parquet fills with it what a row lacks and another one has.
+
+    `kept` names keys of the outermost table that stay.
+    """
     if isinstance(value, dict):
-        return {key: _without_none(x) for key, x in value.items() if x is not None}
-    return [_without_none(x) for x in value] if isinstance(value, list) else value
+        return {key: without_none(x) for key, x in value.items() if x is not None or key in kept}
+    return [without_none(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def _check_messages(prompt: Any, where: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, described_tools
+from fastrl.training.common.data import Example, chat_text, described_tools
 from fastrl.training.common.foreign import foreign_code
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import load_reward, show_sample
@@ -187,7 +187,8 @@ class Tools:
         """What the chat template writes from the end of the policy's message to the beginning of its next one."""
         _, place, rest = self._template(dialogue, answer).partition(PLACE)
         kept = bool(place)
-        if kept and any(str(message["content"]).strip() not in rest for message in answer):  # left out, or quoted
+        contents = [message["content"] for message in answer]
+        if kept and any(text is None or str(text).strip() not in rest for text in contents):  # left out, or quoted
             places = [{**message, "content": PLACE} for message in answer]
             kept = self._template(dialogue, places).count(PLACE) == 1 + len(answer)
         if not kept:
@@ -204,9 +205,9 @@ class Tools:
         assert not isinstance(prompt, str)  # the caller's check
         marked = [*prompt, *dialogue.messages[:-1], {"role": "assistant", "content": PLACE}, *answer]
         tools = described_tools(dialogue.example.columns.get("tools"), dialogue.example.source)
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.template, **tools}
+        options: dict[str, Any] = {"add_generation_prompt": True, **self.template, **tools}
         try:
-            return str(self.policy.tokenizer.apply_chat_template(marked, **options))
+            return chat_text(self.policy.tokenizer, marked, **options)
         except Exception as error:  # a template raises what it likes
             raise UserError(
                 f"{self.source}: the tokenizer's chat template fails on the answer {answer!r} to "

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from byte_tokenizer import byte_tokenizer
 from digit_models import TOKENIZER
@@ -62,6 +64,56 @@ def test_keys_that_parquet_fills_with_none_are_not_there(write_rows):
     rows = [{"prompt": [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "a"}]}]
     ((example,), _) = load_examples(Source(str(write_rows(rows))), PromptFormat(tokenizer))
     assert tokenizer.decode(example.token_ids) == "12!" and "name" not in example.prompt[0]
+
+
+def called(**arguments):
+    """A row with a tool call, whose keys Parquet fills with None in rows of other arguments."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in arguments}}
+    answer = {"role": "tool", "content": "7"} | ({"name": "weather"} if "day" in arguments else {})
+    return {
+        "prompt": [{"role": "assistant", "content": None, "tool_calls": [call]}, answer],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+        "completion": "8",
+    }
+
+
+CALLS = (
+    "{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}{% for m in messages %}"
+    "<{{ m.role }}{% if 'name' in m %} name={{ m.name }}{% endif %}>CONTENT{% for call in m.tool_calls or [] %}"
+    "{{ call.function.arguments | tojson }}"
+    "{% for key, x in call.function.arguments.items() %} {{ key }} {{ x }}{% endfor %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONTENTS = ["m.content", "m['content'] | trim", "'' + m.content", "m.content if m.content"]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_no_template_sees_none_in_calls_tools_and_messages(write_rows, tmp_path, content):
+    rows = [called(city="Oslo"), called(day="Monday"), called()]
+    parquet = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    tokenizer = byte_tokenizer("</s>", chat_template=CALLS.replace("CONTENT", f"{{{{ {content} }}}}"))
+    prompts = PromptFormat(tokenizer)
+    for source in (Source(str(write_rows(rows))), Source(parquet)):
+        ids = [example.token_ids for example in load_examples(source, prompts)[0]]
+        assert [tokenizer.decode(row) for row in ids] == [
+            '{"city": {"type": "string"}}<assistant>{"city": "Oslo"} city Oslo<tool>7<assistant>',
+            '{"day": {"type": "string"}}<assistant>{"day": "Monday"} day Monday<tool name=weather>7<assistant>',
+            "{}<assistant>{}<tool>7<assistant>",
+        ]
+        assert [tokens.prompt for tokens in Reader(prompts, None).load(source, read)] == ids
+
+
+def read(reader, row, where):
+    return reader.tokens(row, "completion", where)
+
+
+def test_what_a_row_lists_is_left_as_it_is_but_for_keys_that_are_none():
+    message = {"role": "user", "content": [{"type": "text", "text": "1", "image": None}], "x": [None, 0, "", {}, []]}
+    kept = PromptFormat(byte_tokenizer("</s>")).prompt([message | {"name": None}, message | {"content": None}], "x")
+    assert kept == [message | {"content": [{"type": "text", "text": "1"}]}, message | {"content": None}]
+    assert list(kept[0]) == list(message) and message["content"][0]["image"] is None
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}

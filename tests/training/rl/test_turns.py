@@ -321,6 +321,17 @@ def test_the_templates_arguments_are_those_of_the_prompts(policy, write_tools):
     assert completion_texts(policy, sampler.draw(chat)) == ["38=569"]
 
 
+def test_no_template_sees_none_in_an_answer(policy, draw, write_tools):
+    policy.tokenizer.chat_template = TEMPLATE.replace("}}{{ '<eos>'", "}}{{ '5' if 'x' in (m.data or {}) }}{{ '<eos>'")
+    tools = write_tools("""first = {"role": "user", "content": None, "name": None, "data": {"x": None}}
+return [[first, {"role": "user", "content": "8"}] if len(c) == 1 else None for c in completions]""")
+    prompt = [{"role": "user", "content": None}, *CHAT[0].prompt]
+    chat = [Example(prompt, {}, [0, *CHAT[0].token_ids], "f:1")]
+    lines = {"<eos>12<eos>=": "3.", "<eos>12<eos>=3<eos><eos>8<eos>=": "9."}
+    rollout, _ = draw(lines, tools, chat, max_new_tokens=16)
+    assert completion_texts(policy, rollout) == ["38=9"]
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
