@@ -290,8 +290,9 @@ def described_tools(tools: Any, where: str) -> dict[str, Any]:
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
     """What the tokenizer's chat template writes for messages, whatever the version of transformers does with None.
 
-    A content that is None is empty, and other keys that are None are not there: 5.17 shows them to the template, which
-    may write "None"; 5.23 leaves a message's own out, and a template that appends its content to a text then fails.
+    A content that is None, or missing, is empty, and other keys that are None are not there: 5.17 shows them to the
+    template, which may write "None"; 5.23 leaves a message's own out, and a template that appends its content to a text
+    then fails.
     Raises what the template raises.
     """
     filled = [message | {"content": ""} if message.get("content") is None else message for message in messages]

@@ -5,12 +5,14 @@ Nothing here imports torch: worker processes (`reward_worker.py`) import this mo
 
 import random
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
-# torch's settings of the process (the first of the thread) that change what the trainer computes: how each is read, and
+_BESIDE_TRAINER = ContextVar("_BESIDE_TRAINER", default=False)
+# Settings of torch, of the process or the thread, that reward functions have reasons to change: how each is read, and
 # how it is set.
 _SETTINGS = (
     ("is_grad_enabled", "set_grad_enabled"),
@@ -18,6 +20,7 @@ _SETTINGS = (
     ("get_default_device", "set_default_device"),
     ("get_num_threads", "set_num_threads"),
     ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"),
 )
 
 
@@ -28,19 +31,31 @@ def foreign_code(seed: int | None = None) -> Iterator[None]:
     The numbers are those of `seed`, the default of which is the next number of Python's generator. So they differ from
     call to call, are the same in a resumed run, and how many are drawn changes nothing for the trainer.
     """
-    if threading.current_thread() is not threading.main_thread():
-        # With rollout.ahead a tool without workers is called while the trainer computes: nothing can be put back.
+    if _BESIDE_TRAINER.get():
         yield
         return
     torch = _imported("torch")
-    before = {} if torch is None else {put: getattr(torch, get)() for get, put in _SETTINGS}
+    before = [] if torch is None else [(get, put, _read(torch, get)) for get, put in _SETTINGS]
     with random_numbers(random.getrandbits(31) if seed is None else seed):
         try:
             yield
         finally:
-            for get, put in _SETTINGS if torch is not None else ():
-                if getattr(torch, get)() != before[put]:
-                    getattr(torch, put)(before[put])
+            for get, put, value in before:
+                if value is not None and _read(torch, get) != value:
+                    getattr(torch, put)(value)
+
+
+@contextmanager
+def beside_trainer() -> Iterator[None]:
+    """The context of a thread that runs while the trainer computes in another one, where `foreign_code` does nothing.
+
+    To put back what is process-wide would undo what the trainer has drawn meanwhile.
+    """
+    token = _BESIDE_TRAINER.set(True)
+    try:
+        yield
+    finally:
+        _BESIDE_TRAINER.reset(token)
 
 
 @contextmanager
@@ -62,6 +77,13 @@ def random_numbers(seed: int) -> Iterator[None]:
             stack.enter_context(torch.random.fork_rng(devices))
             torch.manual_seed(seed)
         yield
+
+
+def _read(torch: Any, name: str) -> Any:
+    try:
+        return getattr(torch, name)()
+    except RuntimeError:  # of the precision, once it was set in both of torch's ways
+        return None
 
 
 def _imported(name: str) -> ModuleType | None:

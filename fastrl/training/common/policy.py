@@ -28,7 +28,9 @@ from fastrl.training.common.turn_end import special_ids, turn_end
 
 # A special token with one of these words in its name is a tag: of a thought (`<think>`, `[THINK]`, `<|channel|>`), a
 # tool call (`<tool_call>`, `[TOOL_CALLS]`, `[ARGS]`, `<|python_tag|>`, `<|START_ACTION|>`) or an answer.
-_TAG = re.compile("think|thought|reason|channel|tool|function|call|args|python|action|answer|solution", re.IGNORECASE)
+_TAG = re.compile(
+    "think|thought|reason|channel|tool|function|call|args|python|action|answer|solution|response", re.IGNORECASE
+)
 
 # Largest relative difference between hidden states of a sequence alone and in a batch, above the rounding of a deep
 # network in float32. What reads across differs by more, even with the weights that a run starts with.
@@ -266,27 +268,28 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
     Recurrent layers may read padding. State-space, linear-attention and convolutional layers read across the borders
     of packed sequences, and so do attention masks that are not made from the positions.
     """
-    embedding, dtype = decoder.get_input_embeddings().weight, exact_dtype(decoder, dtype)
+    dtype = exact_dtype(decoder, dtype)
+    allowed = max(BATCH_TOLERANCE, TOLERANCE[dtype])
 
-    def difference(tokens: list[int]) -> float:
-        """Of the last four states beside another sequence and alone, relative to their largest entry."""
+    def difference(tokens: list[int], device: torch.device) -> float:
+        """Of the last four states beside a longer sequence and alone, relative to their largest entry."""
         states = []
-        for others in ([], [tokens[3:]]):
-            rows, mask = left_pad([*others, tokens[:4]], tokens[0], embedding.device)
+        for others in ([], [tokens]):
+            rows, mask = left_pad([*others, tokens[:4]], tokens[-1], device)
             states.append(decoder_states(decoder, rows, mask, packing).flatten(0, -2)[-4:].float())
         return float((states[0] - states[1]).abs().max() / states[0].abs().max().clamp_min(1e-30))
 
-    tokens = [min(token, len(embedding) - 1) for token in range(8)]
-    allowed = max(BATCH_TOLERANCE, TOLERANCE[dtype])
     kind, problem = type(decoder).__name__, None
     try:
-        with torch.autocast(embedding.device.type, dtype, enabled=dtype != torch.float32):
-            error = difference(tokens)
+        embedding = decoder.get_input_embeddings().weight
+        tokens, device = [min(token, len(embedding) - 1) for token in range(8)], embedding.device
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            error = difference(tokens, device)
             if not error <= allowed:  # rounding may have chosen another expert, but not for any tokens
-                error = difference(tokens[::-1])
+                error = difference(tokens[::-1], device)
         if not error <= allowed:
-            what = "a packed sequence sees the one before it" if packing else "a sequence sees the padding before it"
-            problem = f"in {kind} {what} (relative difference {error:.2g})"
+            what = "a packed sequence sees the one" if packing else "a sequence sees a batch's padding"
+            problem = f"in {kind} {what} before it (relative difference {error:.2g})"
     except UserError:
         raise
     except Exception as why:  # the model's code is not ours

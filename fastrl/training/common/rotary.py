@@ -2,7 +2,7 @@
 
 Transformers chooses the frequencies of the kinds longrope and dynamic in each forward, by the largest position of all
 its rows. A token's log-probability would depend on the rows beside it, and `generate` changes it halfway through a
-completion. An engine such as vLLM chooses once, by the longest sequence that it takes, and so do we.
+completion. Here the run's longest sequence chooses once, as in vLLM the longest that it takes does for longrope.
 """
 
 import sys

@@ -41,8 +41,8 @@ def check_savable(name: str, tokenizer: PreTrainedTokenizerBase, models: list[An
             for model in models:
                 save_pretrained(model, Path(directory), state_dict={})
             tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise UserError(f"logging.output_dir: cannot write in {output_dir}: {error}") from error
     except Exception as error:  # a model's or a tokenizer's own code may raise anything
         reason = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
-        raise UserError(f"{name}: cannot be saved, so what is trained would be lost: {reason}") from error
+        raise UserError(
+            f"{name}: cannot be saved in {output_dir}, so what is trained would be lost: {reason}"
+        ) from error

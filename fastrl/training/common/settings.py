@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 
 from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
+from fastrl.base.json_text import to_json
 
 
 class Section(BaseModel):
@@ -43,7 +44,7 @@ Settings = TypeVar("Settings", bound=Section)
 
 def json_values(settings: Any) -> Any:
     """Settings as JSON values. Infinite numbers and NaN are "Infinity", "-Infinity" and "NaN", as JSON has none."""
-    return json.loads(json.dumps(to_jsonable_python(settings)), parse_constant=str)
+    return json.loads(to_json(to_jsonable_python(settings), constant=str))
 
 
 @dataclass(frozen=True)

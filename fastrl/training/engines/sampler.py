@@ -16,6 +16,7 @@ import torch
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
+from fastrl.training.common.foreign import beside_trainer
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
@@ -187,7 +188,8 @@ class CompletionSampler:
 
         def work() -> None:
             try:
-                self._run(draw, version, step)
+                with beside_trainer():
+                    self._run(draw, version, step)
             except BaseException as error:
                 draw.error = error
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fastrl.training.engines.sampler import say
 
 # Largest difference of a token's log-probability in nats: above the rounding of a deep network, and below what padding
 # that is read, or a wrong cache, make of it.
-LOGPROB_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.05}
+LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 class TransformersEngine:
@@ -140,8 +140,9 @@ def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine
     """
     name = type(policy.model).__name__
     exact = replace(policy, dtype=exact_dtype(policy.model, policy.dtype))
-    for pads in (True, False):
-        with random_numbers(0):
+    # Two tries each: rounding may have chosen another expert of a mixture, but not for any tokens.
+    for pads, seed in product((True, False), (0, 1)):
+        with random_numbers(seed):
             difference = _difference(TransformersEngine(exact, None, pads))
         if difference <= LOGPROB_TOLERANCE[exact.dtype]:
             if not pads:
@@ -159,7 +160,7 @@ def _difference(engine: TransformersEngine) -> float:
     tokens = [min(token, len(policy.weight) - 1) for token in range(6)]
     examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
     requests = [Request(str(i), example.token_ids, 1, 4, 0, example) for i, example in enumerate(examples)]
-    sampling = Sampling(1.0, 1.0, 0, 0.0, policy.eos_token_ids, (), True, False, False)
+    sampling = Sampling(1.0, 1.0, 0, 0.0, (), (), True, False, False)  # no EOS, which would end the comparison
     try:
         drawn = dict(engine.generate(requests, sampling))
     except Exception as error:  # a model's own code raises what it likes

@@ -2,13 +2,14 @@
 
 import random
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from fastrl.training.common.data import Example
-from fastrl.training.common.foreign import foreign_code
+from fastrl.training.common.foreign import beside_trainer, foreign_code
 from fastrl.training.common.reward import forget_files, load_reward
 
 SPOIL = """
@@ -17,7 +18,8 @@ import random, numpy, torch
 def spoil():
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
     torch.set_default_dtype(torch.float64), torch.set_default_device("meta"), torch.set_grad_enabled(False)
-    torch.set_num_threads(torch.get_num_threads() + 1), torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(torch.get_num_threads() + 1), torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 spoil()
 
@@ -42,7 +44,8 @@ def load(tmp_path):
 
 def settings():
     names = "get_default_dtype", "get_default_device", "is_grad_enabled", "get_num_threads"
-    return [getattr(torch, name)() for name in (*names, "get_deterministic_debug_mode")]
+    names += "get_deterministic_debug_mode", "get_float32_matmul_precision"
+    return [getattr(torch, name)() for name in names]
 
 
 def draws():
@@ -52,10 +55,11 @@ def draws():
 @pytest.fixture(autouse=True)
 def undo():
     """Whatever the code under test leaves is no other test's."""
-    dtype, _, grad, threads, deterministic = settings()
+    dtype, _, grad, threads, deterministic, precision = settings()
     yield
     torch.set_default_dtype(dtype), torch.set_default_device(None), torch.set_grad_enabled(grad)
     torch.set_num_threads(threads), torch.set_deterministic_debug_mode(deterministic)
+    torch.set_float32_matmul_precision(precision)
 
 
 def seed(number):
@@ -85,21 +89,19 @@ def test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers(lo
     assert len({*calls[1][0], *calls[1][1]}) == 4
 
 
-def test_in_another_thread_nothing_is_put_back_over_what_the_trainer_drew():
-    seed(3)
-    entered, drawn = threading.Event(), threading.Event()
+@pytest.mark.parametrize("beside", [False, True])
+def test_in_a_thread_of_its_own_too_but_not_beside_the_trainer(beside):
+    """What the trainer has drawn meanwhile must not be undone."""
+    before, after = [], []
 
     def call():
-        with foreign_code():
-            entered.set()
-            drawn.wait(5)
+        with beside_trainer() if beside else nullcontext(), foreign_code(7):
+            torch.manual_seed(0)
+        after.append(torch.get_rng_state())
 
+    seed(3)
+    before.append(torch.get_rng_state())
     thread = threading.Thread(target=call)
     thread.start()
-    entered.wait(5)
-    first = draws()
-    drawn.set()
     thread.join()
-    assert draws() != first
-    seed(3)
-    assert draws() == first
+    assert torch.equal(after[0], before[0]) is not beside

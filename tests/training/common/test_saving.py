@@ -77,8 +77,8 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(command, tmp_path, m
     }[what]
     monkeypatch.setattr(owner, method, fails)
     assert error_of(run) == (
-        f"{tmp_path / 'saved'}: cannot be saved, so what is trained would be lost: TypeError: Object of type set is "
-        "not JSON serializable"
+        f"{tmp_path / 'saved'}: cannot be saved in {tmp_path / 'run'}, so what is trained would be lost: TypeError: "
+        "Object of type set is not JSON serializable"
     )
     assert not (tmp_path / "run").exists()
 
@@ -90,5 +90,6 @@ def test_a_folder_that_nothing_can_be_written_to_is_said_too(command, tmp_path, 
     run = command("sft")
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
     assert error_of(run) == (
-        f"logging.output_dir: cannot write in {tmp_path / 'run'}: [Errno 28] No space left on device"
+        f"{tmp_path / 'saved'}: cannot be saved in {tmp_path / 'run'}, so what is trained would be lost: OSError: "
+        "[Errno 28] No space left on device"
     )

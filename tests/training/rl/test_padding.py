@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ RWKV = {
 
 def test_a_model_that_reads_padding_is_refused(make_config, write_model):
     config = make_config(model={"config": str(write_model(**RWKV))})
-    with pytest.raises(UserError, match=r"policy\.json: in RwkvModel a sequence sees the padding before it"):
+    with pytest.raises(UserError, match=r"in RwkvModel a sequence sees a batch's padding before it \(rel"):
         running.make_run(config)
 
 
@@ -40,6 +42,11 @@ def test_prompts_of_one_length_are_drawn_at_a_time_where_generate_reads_padding(
     summary = module.train(config)
     assert summary["mismatch/abs_log_ratio"] < 1e-4
     assert "warning: MiniMaxForCausalLM.generate reads padding; prompts of one length" in capsys.readouterr().err
+
+
+def test_the_check_looks_beyond_an_eos(make_policy):
+    policy = replace(make_policy(**MINIMAX), eos_token_ids=[*range(12)])  # any first token is one
+    assert not checked_engine(policy, None).pads
 
 
 def test_completions_are_drawn_with_a_model_whose_batches_are_not_trained_on(make_policy):
