@@ -67,8 +67,9 @@ class Config(Section):
             raise ValueError(f"output.best: expected at most rollout.num_generations = {count}, got {best}")
         if self.output.path.absolute() == Path(self.data.path).absolute():
             raise ValueError(f"output.path: {self.output.path} is data.path too")
-        if self.output.path.is_dir():
-            raise ValueError(f"output.path: expected a file, got a directory, {self.output.path}")
+        path = self.output.path
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # the finished file would replace it
+            raise ValueError(f"output.path: expected a file, got a directory, a link or a device, {path}")
         unused = {
             "reward.steps": reward.steps is not None,
             "reward.overlong_cache": reward.overlong_cache is not None,

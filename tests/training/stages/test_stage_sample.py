@@ -150,6 +150,14 @@ def test_best_is_in_the_usage(capsys):
     assert "argument --best: invalid int value: 'few'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("elsewhere")], ids=["pipe", "link"])
+def test_what_is_no_file_is_not_replaced(tables, tmp_path, make):
+    path = tmp_path / "out"
+    make(path)
+    with pytest.raises(ValueError, match=r"output\.path: expected a file, got a directory, a link or a device, .*/out"):
+        Config.model_validate(tables(output={"path": str(path), "overwrite": True}))
+
+
 def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(run, tmp_path):
     path = tmp_path / "out" / "samples.jsonl"
     path.parent.mkdir()
@@ -195,7 +203,7 @@ def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"output": {"best": 6}}, r"output\.best: expected at most rollout\.num_generations = 5, got 6"),
-        ({"output": {"path": "/tmp"}}, r"output\.path: expected a file, got a directory, /tmp"),
+        ({"output": {"path": "/tmp"}}, r"output\.path: expected a file, got a directory, .*, /tmp"),
         ({"rollout": {"dynamic_sampling": True}}, r"rollout\.dynamic_sampling: means nothing here"),
         ({"model": {"lora_rank": 2}}, r"model\.lora_rank: means nothing here"),
         ({"reward": {"overlong_cache": 2}}, r"reward\.overlong_cache: means nothing here"),
