@@ -33,7 +33,8 @@ def constant_length(model: torch.nn.Module) -> int | None:
     for module, layers in _by_length(model):
         rope = module.config.rope_parameters
         rope = rope[layers[0]] if layers else rope
-        lengths.append(rope.get("original_max_position_embeddings") or module.config.max_position_embeddings)
+        own = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else None
+        lengths.append(own or module.config.max_position_embeddings)
     return min(lengths, default=None)
 
 

@@ -10,7 +10,7 @@ from digit_models import LONGROPE
 
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
-from fastrl.training.common.policy import decoder_states
+from fastrl.training.common.policy import decoder_states, left_pad
 from fastrl.training.common.rotary import constant_length, fix_frequencies
 
 KINDS = {
@@ -34,11 +34,8 @@ WIDE = {"initializer_range": 0.5, "pad_token_id": 0}
 
 def states(policy, *rows):
     """The last hidden states of the first row's tokens, beside the other rows."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
     with torch.no_grad():
-        return decoder_states(policy.decoder, ids, mask)[0, longest - len(rows[0]) :]
+        return decoder_states(policy.decoder, *left_pad(rows, 0, policy.device))[0, -len(rows[0]) :]
 
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS.keys())
