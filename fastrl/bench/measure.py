@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fastrl.base.errors import one_line
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable, Workload
 from fastrl.bench.machine import field
@@ -130,9 +131,9 @@ def measure(contender: Contender, row: Row, expected: Expected | None, bench: Be
     except Unavailable as reason:
         row.skipped = str(reason)
     except torch.OutOfMemoryError as error:
-        row.skipped = f"out of memory: {_first_line(error)}"
+        row.skipped = one_line(error)
     except Exception as error:  # a peer may raise anything and must not end the run; fastrl must
-        row.skipped = f"{type(error).__name__}: {_first_line(error)}"
+        row.skipped = one_line(error)
         if contender.ours:
             row.failed = True
             raise
@@ -145,11 +146,6 @@ def measure(contender: Contender, row: Row, expected: Expected | None, bench: Be
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
 
 
 def _gib(size: int) -> str:

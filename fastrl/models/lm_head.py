@@ -31,6 +31,7 @@ from torch import Tensor
 from fastrl import linear_cross_entropy, linear_token_logprobs, token_logprobs
 from fastrl.base import checks
 from fastrl.base.dependencies import how_to_install
+from fastrl.base.errors import one_line
 from fastrl.losses.logprobs import TokenStats
 from fastrl.losses.low_rank import low_rank_token_logprobs
 from fastrl.models.adapters import Adapter, narrow_factors, unwrapped
@@ -46,7 +47,7 @@ except ImportError as error:
         f"fastrl.integrations.transformers needs transformers ({error}): {how_to_install(['transformers'])}"
     ) from error
 
-# Largest allowed difference from the model's own logits, relative to their largest magnitude: rounding only.
+# Largest allowed difference between two ways to compute the same, relative to its largest magnitude: rounding only.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IGNORED = -100
 _IN_HEAD = "fastrl_in_head"  # the argument of the forward for what `in_head` takes
@@ -149,10 +150,8 @@ class LMHead:
         try:
             theirs = model(input_ids=input_ids, use_cache=False).logits.float()
         except Exception as why:
-            line = (str(why).strip().splitlines() or ["without a message"])[0]
-            raise ValueError(
-                f"{type(model).__name__} cannot compute the logits of {count} tokens: {type(why).__name__}: {line}"
-            ) from why
+            name = type(model).__name__
+            raise ValueError(f"{name} cannot compute the logits of {count} tokens: {one_line(why)}") from why
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -277,6 +276,10 @@ class _Fusion:
     own: Callable[..., Any] | None = None  # the forward that only this model had (accelerate's hooks), not its class
     method: bool = False  # whether `own` takes the model, which may be a copy, as its first argument
     deferred: bool = field(default=False, init=False)  # training computes no loss: see `compute_loss_func`
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy returns logits until it has a loss function of its own: the original's would take its own head.
+        return vars(self) | {"deferred": False}
 
 
 def _fusion_of(base: Any) -> _Fusion | None:
@@ -403,36 +406,44 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
     mode and without gradients it returns logits as before. `remove_fused_lm_head` undoes this.
 
     A mixture whose config has output_router_logits adds its load balancing loss once for each micro-batch, whatever
-    num_items_in_batch is, as its own forward does.
+    num_items_in_batch is, as its own forward does. A copy of the model returns logits again, from which this loss is
+    right too; without them it needs a `compute_loss_func` of its own, or is copied together with this one.
     """
-    fusion = _fusion_of(_base_of(model))
-    if fusion is None:
-        raise ValueError("model has no fused head: call fused_lm_head(model) first")
-    if fusion.options["temperature"] != 1.0:
-        raise ValueError(f"Trainer's loss has temperature 1, but the fused head {fusion.options['temperature']}")
-    fusion.deferred = True
-    return functools.partial(_trainer_loss, model)  # which a copy of both takes along, unlike a closure
+    return _TrainerLoss(model)
 
 
-def _trainer_loss(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    found = _trainer_cross_entropy(model, outputs, labels, num_items_in_batch)
-    aux_loss = getattr(outputs, "aux_loss", None)
-    return found if aux_loss is None else found + balancing_weight(_base_of(model)) * aux_loss
+class _TrainerLoss:
+    """See `compute_loss_func`."""
 
+    def __init__(self, model: Any) -> None:
+        fusion = _fusion_of(_base_of(model))
+        if fusion is None:
+            raise ValueError("model has no fused head: call fused_lm_head(model) first")
+        if fusion.options["temperature"] != 1.0:
+            raise ValueError(f"Trainer's loss has temperature 1, but the fused head {fusion.options['temperature']}")
+        self.model, fusion.deferred = model, True
 
-def _trainer_cross_entropy(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    targets = labels[:, 1:]
-    if outputs.logits is not None:  # evaluation
-        mask = targets != IGNORED
-        stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
-        return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
-    hidden, base = outputs.hidden_states[0], _base_of(model)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"])  # type: ignore[misc]  # of a copy, which defers its loss as the original does
 
-    def compute(hidden: Tensor) -> Tensor:
-        options = {name: base._fastrl_fusion.options[name] for name in ("logits_dtype", "memory_budget")}
-        head = LMHead.of(base, adapters=True)
-        return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        found = self._cross_entropy(outputs, labels, num_items_in_batch)
+        aux_loss = getattr(outputs, "aux_loss", None)
+        return found if aux_loss is None else found + balancing_weight(_base_of(self.model)) * aux_loss
 
-    # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
-    found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})
-    return found
+    def _cross_entropy(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        targets = labels[:, 1:]
+        if outputs.logits is not None:  # evaluation
+            mask = targets != IGNORED
+            stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
+            return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
+        hidden, base = outputs.hidden_states[0], _base_of(self.model)
+
+        def compute(hidden: Tensor) -> Tensor:
+            options = {name: base._fastrl_fusion.options[name] for name in ("logits_dtype", "memory_budget")}
+            head = LMHead.of(base, adapters=True)
+            return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
+
+        # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
+        found: Tensor = _root_of(self.model)(**{_IN_HEAD: (hidden, compute)})
+        return found

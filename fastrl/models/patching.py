@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
-class _Stand:
+class _StandIn:
     """A callable in the place of a model's own, which a copy made meanwhile has instead (deepcopy, pickle)."""
 
     def __init__(self, value: Any, own: Any) -> None:
@@ -43,4 +43,4 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def replaced_method(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
     """`replaced` for a method of a model, where the caller's block may copy the model: the copy's method is its own."""
-    return replaced(owner, name, _Stand(value, getattr(owner, name)))
+    return replaced(owner, name, _StandIn(value, getattr(owner, name)))

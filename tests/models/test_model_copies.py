@@ -145,6 +145,20 @@ def test_a_forward_that_the_model_had_of_its_own_goes_along(bind):
     assert model.forward == own and len(model.calls) == 1
 
 
+def test_the_trainers_loss_of_the_original_is_right_for_a_copy_too():
+    """A Trainer may be given the copy and what was made before it."""
+    model, batch = fused_lm_head(make()).train(), make_batch()
+    labels = batch.pop("labels")
+    loss_of = compute_loss_func(model)
+    other = copy.deepcopy(model)
+    expected = model(**batch, labels=labels).loss
+    change(model)
+    loss = loss_of(other(**batch), labels)
+    torch.testing.assert_close(loss, expected)
+    assert gradients(other, loss).keys() == dict(other.named_parameters()).keys()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_the_trainers_loss_of_a_copy():
     model, batch = fused_lm_head(make()).train(), make_batch()
     labels = batch.pop("labels")
@@ -156,6 +170,7 @@ def test_the_trainers_loss_of_a_copy():
         loss = loss_of(other(**batch), labels)
         torch.testing.assert_close(loss, expected)
         assert gradients(other, loss).keys() == dict(other.named_parameters()).keys()
+        assert other(**batch).logits is None  # it has a loss function, and defers to it
 
 
 def test_accelerate_takes_its_wrapper_off_and_leaves_the_head():

@@ -131,9 +131,9 @@ def write_checkpoint(
     """Write `checkpoint_of(logging, step)`, which exists only once it is complete.
 
     `numbers` (JSON values; infinite ones and NaN are read back as texts, which `float` takes) and `tensors` are the
-    run's additional state, `states` the generators' if not those of now. Earlier
-    checkpoints that it makes superfluous are removed; if that fails, it warns. Raises UserError if writing fails (a
-    full disk), and leaves the earlier ones as they were.
+    run's additional state, `states` the generators' if not those of now. Earlier checkpoints that it makes superfluous
+    are removed; if that fails, it warns. Raises UserError if writing fails (a full disk), and leaves the earlier ones
+    as they were.
     """
     directory = checkpoint_of(logging, step)
     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastrl.base.errors import UserError
+from fastrl.base.errors import UserError, one_line
 from fastrl.models.lm_head import TOLERANCE, LMHead, text_decoder_of
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
@@ -31,10 +31,6 @@ from fastrl.training.common.turn_end import special_ids, turn_end
 _TAG = re.compile(
     "think|thought|reason|channel|tool|function|call|args|python|action|answer|solution|response", re.IGNORECASE
 )
-
-# Largest relative difference between hidden states of a sequence alone and in a batch, above the rounding of a deep
-# network in float32. What reads across differs by more, even with the weights that a run starts with.
-BATCH_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,13 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
         raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
-    check_token_ids([*tokenizer.get_vocab().values(), *eos_token_ids], head.weight.shape[0], name_of(config))
+    vocabulary = len(head.weight)
+    if wrong := [token for token in eos_token_ids if not isinstance(token, int) or not 0 <= token < vocabulary]:
+        raise UserError(
+            f"{name_of(config)}: eos_token_id, in generation_config.json or the tokenizer: expected ids from 0 to "
+            f"{vocabulary - 1}, got {wrong[0]!r}"
+        )
+    check_token_ids([*tokenizer.get_vocab().values()], vocabulary, name_of(config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
     arguments = {**head.arguments, "logits_dtype": logits_dtype(config)}
     policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, dtype, adapters)
@@ -226,7 +228,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
     try:
         wrapped: Any = peft.get_peft_model(model, settings)
     except ValueError as error:  # no module of that name
-        raise UserError(f"model.lora_targets: {_first_line(error)}") from error
+        raise UserError(f"model.lora_targets: {one_line(error)}") from error
     if model.config.get_text_config().tie_word_embeddings and hasattr(model.get_input_embeddings(), "base_layer"):
         # Merged, in an engine or a saved model, its adapter would change the head as well.
         raise UserError(
@@ -253,7 +255,8 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     end of a turn, which a base model's generation config may lack."""
     extra = model.generation_config.eos_token_id
     candidates = [tokenizer.eos_token_id, *(extra if isinstance(extra, list) else [extra]), turn_end(tokenizer)]
-    return list(dict.fromkeys(token for token in candidates if token is not None))
+    present = [token for token in candidates if token is not None]
+    return [token for index, token in enumerate(present) if token not in present[:index]]
 
 
 def exact_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
@@ -269,7 +272,6 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
     of packed sequences, and so do attention masks that are not made from the positions.
     """
     dtype = exact_dtype(decoder, dtype)
-    allowed = max(BATCH_TOLERANCE, TOLERANCE[dtype])
 
     def difference(tokens: list[int], device: torch.device) -> float:
         """Of the last four states beside a longer sequence and alone, relative to their largest entry."""
@@ -285,18 +287,14 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
         tokens, device = [min(token, len(embedding) - 1) for token in range(8)], embedding.device
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             error = difference(tokens, device)
-            if not error <= allowed:  # rounding may have chosen another expert, but not for any tokens
+            if not error <= TOLERANCE[dtype]:  # rounding may have chosen another expert, but not for any tokens
                 error = difference(tokens[::-1], device)
-        if not error <= allowed:
+        if not error <= TOLERANCE[dtype]:
             what = "a packed sequence sees the one" if packing else "a sequence sees a batch's padding"
             problem = f"in {kind} {what} before it (relative difference {error:.2g})"
     except UserError:
         raise
     except Exception as why:  # the model's code is not ours
-        problem = f"{kind} cannot compute sequences in a batch: {type(why).__name__}: {_first_line(why)}"
+        problem = f"{kind} cannot compute sequences in a batch: {one_line(why)}"
     if problem is not None:
         raise UserError(f"training.packing: {problem}; leave packing out" if packing else f"{name}: {problem}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,5 +1,6 @@
 """Hugging Face's `generate` in the trainer's process, with the policy itself: nothing to install, and slow."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from fastrl.base.errors import UserError
+from fastrl.base.errors import UserError, one_line
+from fastrl.models.lm_head import TOLERANCE
 from fastrl.models.recording import record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
@@ -21,10 +23,6 @@ from fastrl.training.common.rotary import keeping_cache
 from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 from fastrl.training.engines.sampler import say
-
-# Largest difference of a token's log-probability in nats: above the rounding of a deep network, and below what padding
-# that is read, or a wrong cache, make of it.
-LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 class TransformersEngine:
@@ -144,32 +142,45 @@ def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine
     for pads, seed in product((True, False), (0, 1)):
         with random_numbers(seed):
             difference = _difference(TransformersEngine(exact, None, pads))
-        if difference <= LOGPROB_TOLERANCE[exact.dtype]:
+        if difference <= TOLERANCE[exact.dtype]:
             if not pads:
                 say(f"warning: {name}.generate reads padding; prompts of one length are drawn at a time")
             return TransformersEngine(policy, batch_size, pads)
     raise UserError(
         f"rollout.engine: {name}.generate draws from another distribution than the model's own forward computes "
-        f"(log-probabilities differ by up to {difference:.2g}); draw with another engine"
+        f"(relative difference {difference:.2g}); draw with another engine"
     )
 
 
 def _difference(engine: TransformersEngine) -> float:
-    """The largest difference of log-probabilities, of completions of two prompts, between `generate` and a forward."""
+    """The largest difference of log-probabilities, of completions of two prompts, between `generate` and a forward.
+
+    Relative to how far they are from those of a uniform distribution, as what is wrong in a new model's is small too.
+    """
     policy = engine.policy
     tokens = [min(token, len(policy.weight) - 1) for token in range(6)]
     examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
     requests = [Request(str(i), example.token_ids, 1, 4, 0, example) for i, example in enumerate(examples)]
-    sampling = Sampling(1.0, 1.0, 0, 0.0, (), (), True, False, False)  # no EOS, which would end the comparison
+    sampling = Sampling(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        eos_token_ids=(),  # one would end the comparison
+        stop=(),
+        logprobs=True,
+        supports=False,
+        routing=False,
+    )
     try:
         drawn = dict(engine.generate(requests, sampling))
     except Exception as error:  # a model's own code raises what it likes
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {reason}") from error
+        raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {one_line(error)}") from error
     rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], 4, sampling)
     assert rollout.rollout_logprobs is not None  # asked for
     ours = rollout_logprobs(policy, rollout, 1.0, 1)
-    return float((ours - rollout.rollout_logprobs).abs().max())
+    spread = (ours + math.log(len(policy.weight))).abs().max().clamp_min(1e-3)  # a head of zeros has none
+    return float((ours - rollout.rollout_logprobs).abs().max() / spread)
 
 
 class _Ends(StoppingCriteria):

@@ -92,16 +92,15 @@ def test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers(lo
 @pytest.mark.parametrize("beside", [False, True])
 def test_in_a_thread_of_its_own_too_but_not_beside_the_trainer(beside):
     """What the trainer has drawn meanwhile must not be undone."""
-    before, after = [], []
+    seed(3)
+    before, after = torch.get_rng_state(), []
 
     def call():
         with beside_trainer() if beside else nullcontext(), foreign_code(7):
             torch.manual_seed(0)
         after.append(torch.get_rng_state())
 
-    seed(3)
-    before.append(torch.get_rng_state())
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert torch.equal(after[0], before[0]) is not beside
+    assert torch.equal(after[0], before) is not beside

@@ -71,6 +71,18 @@ def test_a_model_with_several_decoders_of_text(config_of):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("eos", ["0", [[0]], [0, 12], -5, 1.5])
+def test_an_eos_that_is_no_id_of_the_model(config_of, tmp_path, eos):
+    path = tmp_path / "saved"
+    policy = load_policy(config_of("llama"), CPU)
+    policy.model.save_pretrained(path)
+    policy.tokenizer.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UserError, match=r"saved: eos_token_id, .* expected ids from 0 to 11, got ") as caught:
+        load_policy(ModelConfig(path=str(path)), CPU)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_is_no_causal_model_is_named():
     with pytest.raises(TypeError, match="Linear must have a linear output head, got NoneType"):
         fused_lm_head(torch.nn.Linear(2, 2))

@@ -44,6 +44,23 @@ def test_prompts_of_one_length_are_drawn_at_a_time_where_generate_reads_padding(
     assert "warning: MiniMaxForCausalLM.generate reads padding; prompts of one length" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_new_model_that_is_nearly_uniform_is_told_too(make_policy, seed):
+    """What leaks into it is small, and grows as it learns."""
+    policy = make_policy(**MINIMAX | {"initializer_range": 0.02})
+    torch.manual_seed(seed)
+    for parameter in policy.model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    assert not checked_engine(policy, None).pads
+
+
+def test_a_head_of_zeros_has_no_difference(make_policy):
+    policy = make_policy()
+    torch.nn.init.zeros_(policy.weight)
+    assert checked_engine(policy, None).pads
+
+
 def test_the_check_looks_beyond_an_eos(make_policy):
     policy = replace(make_policy(**MINIMAX), eos_token_ids=[*range(12)])  # any first token is one
     assert not checked_engine(policy, None).pads
