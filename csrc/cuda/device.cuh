@@ -27,18 +27,11 @@ inline unsigned char* shared_memory() { return dynamic_shared_memory; }
 
 inline void block_barrier() { __syncthreads(); }
 
-// A barrier of the cluster in two halves: what a thread wrote before its arrival is seen by all after their wait.
-inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// A barrier of the cluster in two halves, which orders no memory but the initialisations of arrivals before it.
+inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-// Store to the same place in the shared memory of another block of the cluster.
-inline void store_remote(float* place, int rank, float value) {
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
 
 // Over the 32 threads of a warp, the result in each.
 inline float warp_max(float x) {
@@ -50,23 +43,40 @@ inline long long warp_sum(long long x) {
   return x;
 }
 
-// --- bulk loads ------------------------------------------------------------------------------------------------------
+// --- what arrives by itself ------------------------------------------------------------------------------------------
 
-typedef unsigned long long Arrival;  // tells when one bulk load is complete; used once
+typedef unsigned long long Arrival;  // tells when all bytes that are expected have arrived; used once
 
 inline void arrival_init(Arrival* arrival) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory");
 }
 
-// Between the initialisations and the loads: the unit that copies must see them too.
-inline void arrivals_are_initialised() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// After the initialisations: the unit that copies must see them, and after cluster_wait() the cluster's other blocks.
+inline void arrivals_are_initialised() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+inline void arrival_expect(Arrival* arrival, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)), "r"(bytes)
+               : "memory");
+}
+
+// Store to the same place in the shared memory of a block of the cluster; its 4 bytes count there for the same arrival.
+inline void store_remote(float* place, int rank, float value, Arrival* arrival) {
+  unsigned to, tells;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(place)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(tells) : "r"(shared_address(arrival)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+               "r"(__float_as_uint(value)), "r"(tells)
+               : "memory");
+}
 
 // Both addresses and `bytes` are multiples of 16. L2 keeps what is read: in place, its lines are soon written.
 inline void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)), "r"(bytes)
-               : "memory");
+  arrival_expect(arrival, bytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           shared_address(to)),

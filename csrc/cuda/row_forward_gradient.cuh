@@ -55,7 +55,7 @@ struct Scales {
 
 // What the threads of a block share besides the pieces, which follow it.
 struct alignas(128) Shared {
-  Arrival arrivals[MAX_PIECES];
+  Arrival arrivals[MAX_PIECES], exchanged;
   long long s[MAX_WARPS], w[MAX_WARPS];
   float maxima[MAX_WARPS];
   Sums segments[MAX_SEGMENTS];  // written by the blocks of the cluster
@@ -300,7 +300,9 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   // Load: all whole steps at once.
   if (thread == 0) {
     for (int i = 0; i < pieces; ++i) arrival_init(&shared.arrivals[i]);
+    arrival_init(&shared.exchanged);
     arrivals_are_initialised();
+    if constexpr (SEGMENTS > 1) arrival_expect(&shared.exchanged, SEGMENTS * sizeof(Sums));
     for (int i = 0; i < pieces; ++i) {
       const Element* from = logits + i * STEP + segment * PIECE;
       bulk_load(held + i * (PIECE / VECTOR), from, PIECE * sizeof(Element), &shared.arrivals[i]);
@@ -327,7 +329,7 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
   float number = thread == ENTROPY_THRESHOLD ? -1e30f : thread == INPUTS ? -INF : 0.0f;
   if (thread < INPUTS && arguments.inputs[thread] != nullptr)
     number = arguments.inputs[thread][thread == ENTROPY_THRESHOLD ? 0 : row];
-  // Later, another block may have written the gradient there: they do after the cluster's barrier.
+  // Later, another block may have written the gradient there: they do after the sums of this block.
   if (thread == INPUTS && column >= 0) number = Element::first(logits[column].bits);
 
   // Loop: the sums, piece by piece as they arrive.
@@ -373,20 +375,17 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
     if constexpr (SEGMENTS == 1) {
       shared.segments[0] = found;
     } else {
-      store_remote(&shared.segments[segment].m, thread, found.m);
-      store_remote(&shared.segments[segment].s, thread, found.s);
-      store_remote(&shared.segments[segment].w, thread, found.w);
+      store_remote(&shared.segments[segment].m, thread, found.m, &shared.exchanged);
+      store_remote(&shared.segments[segment].s, thread, found.s, &shared.exchanged);
+      store_remote(&shared.segments[segment].w, thread, found.w, &shared.exchanged);
     }
   }
-  if constexpr (SEGMENTS > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    block_barrier();  // no thread needs it, but it ends the life of registers
-  }
+  block_barrier();  // no thread needs it, but it ends the life of registers
 
   // The objective, in each block alike.
   if (thread == 0) {
+    // No block ends before all of the cluster have stored here: it waits for them.
+    if constexpr (SEGMENTS > 1) arrival_wait(&shared.exchanged);
     top = -INF;
     for (int i = 0; i < SEGMENTS; ++i) top = fmaxf(top, fold_maximum(shared.segments[i]));
     term = {0, 0};

@@ -27,12 +27,13 @@ unsigned char* shared_memory();
 void block_barrier();
 void cluster_arrive();
 void cluster_wait();
-void store_remote(float* place, int rank, float value);
 float warp_max(float x);
 long long warp_sum(long long x);
 
 void arrival_init(Arrival* arrival);
 void arrivals_are_initialised();
+void arrival_expect(Arrival* arrival, unsigned bytes);
+void store_remote(float* place, int rank, float value, Arrival* arrival);
 void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival);
 void arrival_wait(Arrival* arrival);
 uint4 load_words(const void* from);

@@ -20,11 +20,17 @@ struct Meeting {  // a barrier that can be used again
   unsigned generation = 0;
 };
 
-struct Load {
-  void* to = nullptr;
-  const void* from;
+struct Copy {  // on its way
+  void* to;
+  const void* from;  // null: `value` is stored
   unsigned bytes;
+  float value;
+};
+
+struct Expected {  // by an arrival
   bool initialised = false, visible = false, done = false;
+  long long left = -1;  // bytes, less those on their way
+  std::vector<Copy> copies;
 };
 
 struct Warp {
@@ -37,7 +43,7 @@ struct Block {
   unsigned char* memory;
   Meeting meeting;
   std::vector<Warp> warps;
-  std::map<fastrl::Arrival*, Load> loads;
+  std::map<fastrl::Arrival*, Expected> arrivals;
 };
 
 struct Thread {
@@ -138,10 +144,6 @@ void cluster_wait() {
   while (cluster.meeting.generation == current->cluster_generation) yield();
 }
 
-void store_remote(float* place, int rank, float value) {
-  std::memcpy(cluster.blocks[rank].memory + ((unsigned char*)place - block().memory), &value, sizeof value);
-}
-
 float warp_max(float x) {
   Warp& w = warp();
   w.numbers[current->index % 32] = x;
@@ -159,27 +161,41 @@ long long warp_sum(long long x) {
   return x;
 }
 
-void arrival_init(Arrival* arrival) { block().loads[arrival].initialised = true; }
+void arrival_init(Arrival* arrival) { block().arrivals[arrival].initialised = true; }
 void arrivals_are_initialised() {
-  for (auto& [_, load] : block().loads) load.visible = true;
+  for (auto& [_, expected] : block().arrivals) expected.visible = true;
+}
+void arrival_expect(Arrival* arrival, unsigned bytes) {
+  Expected& expected = block().arrivals[arrival];
+  if (!expected.initialised || !expected.visible || expected.left != -1) fail("an arrival that cannot expect anything");
+  expected.left = bytes, ++events;
 }
 
-// The copy is made as late as possible: where the first thread waits for it.
+// Copies are made as late as possible: where the first thread waits for them.
 void bulk_load(void* to, const void* from, unsigned bytes, Arrival* arrival) {
-  Load& load = block().loads[arrival];
   const long long end = (unsigned char*)to + bytes - block().memory;
-  if (!load.initialised || !load.visible || load.to != nullptr) fail("a bulk load without an arrival of its own");
   if ((size_t(to) | size_t(from) | bytes) % 16 != 0) fail("a bulk load that is not aligned");
   if (end > cluster.shared) fail("a bulk load beyond the shared memory");
-  load.to = to, load.from = from, load.bytes = bytes, ++events;
+  arrival_expect(arrival, bytes);
+  Expected& expected = block().arrivals[arrival];
+  expected.copies.push_back({to, from, bytes, 0.0f}), expected.left -= bytes;
+}
+void store_remote(float* place, int rank, float value, Arrival* arrival) {
+  Block& other = cluster.blocks[rank];
+  const auto there = [&](void* p) { return other.memory + ((unsigned char*)p - block().memory); };
+  const auto found = other.arrivals.find((Arrival*)there(arrival));
+  if (found == other.arrivals.end() || found->second.left < int(sizeof value)) fail("a store that nothing expects");
+  found->second.copies.push_back({there(place), nullptr, sizeof value, value});
+  found->second.left -= sizeof value, ++events;
 }
 void arrival_wait(Arrival* arrival) {
-  const auto found = block().loads.find(arrival);
-  if (found == block().loads.end()) fail("a wait for an arrival that is not initialised");
-  Load& load = found->second;
-  while (load.to == nullptr) yield();
-  if (!load.done) std::memcpy(load.to, load.from, load.bytes);
-  load.done = true;
+  const auto found = block().arrivals.find(arrival);
+  if (found == block().arrivals.end()) fail("a wait for an arrival that is not initialised");
+  Expected& expected = found->second;
+  while (expected.left != 0) yield();
+  if (!expected.done)
+    for (const Copy& x : expected.copies) std::memcpy(x.to, x.from != nullptr ? x.from : &x.value, x.bytes);
+  expected.done = true;
 }
 
 uint4 load_words(const void* from) {
