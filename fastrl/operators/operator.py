@@ -102,7 +102,7 @@ def body(name: str) -> Callable[..., Any]:
 class Operator(Generic[P, R]):
     """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`."""
 
-    def __init__(self, function: Callable[P, R], mutates: Sequence[str]) -> None:
+    def __init__(self, function: Callable[P, R], mutates: Sequence[str], waits: bool) -> None:
         hints = get_type_hints(function)
         results = None if hints["return"] is NoneType else hints["return"]
         del hints["return"]
@@ -124,6 +124,7 @@ class Operator(Generic[P, R]):
             on_arguments,
             mutates_args=mutates,
             schema=torch.library.infer_schema(on_arguments, mutates_args=mutates),
+            tags=(torch.Tag.cudagraph_unsafe,) if waits else (),
         )
         _bodies[f"fastrl::{self.__name__}"] = on_arguments
 
@@ -207,6 +208,10 @@ def saved(ctx: Any) -> dict[str, Any]:
     return {name: _rebuilt(value, tensor) for name, value in ctx.values.items()}
 
 
-def operator(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Returns a decorator that makes a function an operator; `mutates`: the schema's tensors that it writes to."""
-    return lambda function: Operator(function, mutates)
+def operator(*, mutates: Sequence[str] = (), waits: bool = False) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Returns a decorator that makes a function an operator.
+
+    mutates: the schema's tensors that it writes to. waits: whether it may wait for the GPU, or asks how much of its
+    memory is free: torch.compile(mode="reduce-overhead") then records no CUDA graph of it, but of what is around it.
+    """
+    return lambda function: Operator(function, mutates, waits)
