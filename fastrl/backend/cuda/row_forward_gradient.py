@@ -31,9 +31,9 @@ _VECTOR, _PIECE, _MAX_PIECES = 8, 4096, 28  # columns, columns, pieces: as in cs
 SHARED = 768  # bytes of a block's shared memory before the pieces: sizeof(Shared), which the kernel's source asserts
 _RESERVED = 1024  # bytes of shared memory that CUDA takes per block
 
-#: Vocabularies for which the kernel is called unasked: those of one block a row, and those of four of which two or more
-#: fit on a multiprocessor. Timed on an H200 at fourteen sizes (docs/design.md).
-_FASTER = (range(16_384, 32_769), range(98_304, 245_760))
+#: Vocabularies for which the kernel is called unasked: it was faster than Triton's at 20 sizes from 8,192 to 262,144 on
+#: an H200 (docs/design.md), and as fast at 4,096.
+_FASTER = range(8192, 262_145)
 _wanted: bool | None = None
 
 
@@ -157,7 +157,7 @@ def fits(logits: Tensor, out: Tensor | None, transform: Transform) -> bool:
     device = torch.cuda.get_device_properties(logits.device)
     if device.major < 9 or not takes(logits, out, getattr(device, "shared_memory_per_block_optin", 0)):
         return False
-    faster = device.major == 9 and any(logits.shape[-1] in sizes for sizes in _FASTER) and not transform.softcap
+    faster = device.major == 9 and logits.shape[-1] in _FASTER and not transform.softcap
     return (_wanted or faster) and _has_nvrtc()
 
 
