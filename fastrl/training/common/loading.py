@@ -5,6 +5,7 @@ the hub for a directory that does not exist. Here each of these is an error that
 """
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -224,11 +225,11 @@ def _check_source(name: str) -> None:
     path = Path(name)
     if not name.strip():
         raise UserError(f"expected a directory or a name on the hub as a model, got {name!r}")
-    if path.is_dir():
+    if os.path.isdir(name):  # of a name that is too long, Path's functions raise OSError
         for file in _OBJECTS:
             if (path / file).exists():
                 _read_object(path / file)
-    elif path.exists():
+    elif os.path.exists(name):
         raise UserError(f"{name}: expected a directory, got a file")
     elif looks_like_path(name):
         raise UserError(f"{name}: no such directory")
@@ -236,11 +237,14 @@ def _check_source(name: str) -> None:
 
 def _base_of_adapters(name: str) -> str | None:
     """The base model of the adapters that a directory or a repository on the hub holds, or None if it holds none."""
-    file = find_adapter_config_file(name)
+    try:
+        file = find_adapter_config_file(name)
+    except OSError as error:  # no name that the hub could have
+        raise _cannot_load("model", name, error) from error
     if file is None:
         return None
     base = _read_object(Path(file)).get("base_model_name_or_path")
-    if not isinstance(base, str) or (looks_like_path(base) and not Path(base).is_dir()):
+    if not isinstance(base, str) or (looks_like_path(base) and not os.path.isdir(base)):
         raise UserError(f"{file}: base_model_name_or_path: no such directory, {base!r}")
     if find_adapter_config_file(base) is not None:
         raise UserError(f"{file}: base_model_name_or_path: {base} holds adapters itself; merge them into their base")
@@ -270,7 +274,7 @@ def _cannot_load(what: str, name: str, error: Exception) -> UserError:
         )
     elif not isinstance(error, OSError | ValueError | ImportError | RuntimeError):
         reason = f"{type(error).__name__}: {reason}"
-    elif isinstance(error, OSError) and not Path(name).exists():
+    elif isinstance(error, OSError) and not os.path.exists(name):
         reason = f"no such directory, and as a name on the hub: {reason}"
     return UserError(f"{name}: cannot load the {what}: {reason}")
 

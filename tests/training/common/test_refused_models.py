@@ -83,6 +83,13 @@ def test_an_eos_that_is_no_id_of_the_model(config_of, tmp_path, eos):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a b", "x" * 300, "./" + "x" * 300])
+def test_a_name_that_no_model_can_have(name):
+    with pytest.raises(UserError, match=f"^{name}: .*no such directory") as caught:
+        load_policy(ModelConfig(path=name, tokenizer=TOKENIZER), CPU)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_is_no_causal_model_is_named():
     with pytest.raises(TypeError, match="Linear must have a linear output head, got NoneType"):
         fused_lm_head(torch.nn.Linear(2, 2))
