@@ -161,7 +161,7 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     if not eos_token_ids:
         raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
     vocabulary = len(head.weight)
-    if wrong := [token for token in eos_token_ids if not isinstance(token, int) or not 0 <= token < vocabulary]:
+    if wrong := [token for token in eos_token_ids if type(token) is not int or not 0 <= token < vocabulary]:
         raise UserError(
             f"{name_of(config)}: eos_token_id, in generation_config.json or the tokenizer: expected ids from 0 to "
             f"{vocabulary - 1}, got {wrong[0]!r}"

@@ -71,7 +71,7 @@ def test_a_model_with_several_decoders_of_text(config_of):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("eos", ["0", [[0]], [0, 12], -5, 1.5])
+@pytest.mark.parametrize("eos", ["0", [[0]], [0, 12], -5, 1.5, True])
 def test_an_eos_that_is_no_id_of_the_model(config_of, tmp_path, eos):
     path = tmp_path / "saved"
     policy = load_policy(config_of("llama"), CPU)
