@@ -266,7 +266,7 @@ def test_a_worker_can_use_fastrl(mine, function):
     ],
 )
 def test_a_call_that_fails_is_counted_and_the_others_go_on(functions, mine, text, failure):
-    made = functions("reward", timeout=0.5 if failure == "timeouts" else 30.0, memory_limit="1GiB")
+    made = functions("reward", timeout=1.0 if failure == "timeouts" else 30.0, memory_limit="1GiB")
     assert call(made.outcome[0], "a", text, "bb", "ccc", text) == [1.0, 0.0, 2.0, 3.0, 0.0]
     assert made.failures("reward") == {f"reward/{name}": 2.0 * (name == failure) for name in worker_pool.FAILURES}
     assert call(made.outcome[0], "a") == [1.0] and not any(made.failures("reward").values())
