@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ except ImportError as error:
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IGNORED = -100
 _IN_HEAD = "fastrl_in_head"  # the argument of the forward for what `in_head` takes
+_identities = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class LMHead:
             scale *= float(getattr(config, name, None) or 1.0)
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # Granite divides
-        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        # Gemma; RecurrentGemma
+        softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
         return cls._of(head, active, head.weight.dtype, scale, softcap)
 
     @classmethod
@@ -167,7 +170,8 @@ class LMHead:
             raise ValueError(
                 f"{type(model).__name__} computes its logits in a way the fused losses do not know (relative "
                 f"difference {error:.2g}); known are a linear head with bias, a logit scale (logit_scale, "
-                "logits_scaling, output_multiplier, lm_head_multiplier) and a softcap (final_logit_softcapping)"
+                "logits_scaling, output_multiplier, lm_head_multiplier) and a softcap (final_logit_softcapping, "
+                "logits_soft_cap)"
             )
 
 
@@ -276,10 +280,10 @@ class _Fusion:
     own: Callable[..., Any] | None = None  # the forward that only this model had (accelerate's hooks), not its class
     method: bool = False  # whether `own` takes the model, which may be a copy, as its first argument
     deferred: bool = field(default=False, init=False)  # training computes no loss: see `compute_loss_func`
+    identity: int = field(default_factory=lambda: next(_identities), init=False)  # of this model and no copy of it
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy returns logits until it has a loss function of its own: the original's would take its own head.
-        return vars(self) | {"deferred": False}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, identity=next(_identities))
 
 
 def _fusion_of(base: Any) -> _Fusion | None:
@@ -304,7 +308,7 @@ def _fused_class(kind: Any) -> Any:
         # `generate` may run in training mode too, but without gradients, and it needs logits.
         deferred = fusion.deferred and self.training and torch.is_grad_enabled() and kwargs.get("labels") is None
         if return_token_stats or deferred:
-            return _token_stats(self, args, kwargs, fusion.options, deferred and not return_token_stats)
+            return _token_stats(self, args, kwargs, fusion, deferred and not return_token_stats)
         if fusion.own is None or fusion.method:
             return (fusion.own or kind.forward)(self, *args, **kwargs)
         return fusion.own(*args, **kwargs)
@@ -352,9 +356,7 @@ def remove_fused_lm_head(model: Any) -> None:
     base.__class__ = vars(type(base)).get("_fastrl_class", type(base))
 
 
-def _token_stats(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], defer: bool
-) -> Any:
+def _token_stats(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fusion: _Fusion, defer: bool) -> Any:
     """The fused forward; with `defer` only the hidden states, for a loss that is computed later."""
     arguments = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False))
     arguments = {name: value for name, value in (arguments | kwargs).items() if name != "self"}
@@ -377,13 +379,15 @@ def _token_stats(
         # The head is returned too, because DistributedDataParallel finds the used parameters in the outputs. FSDP2
         # needs no such help, and frees it.
         managed = getattr(module, "_is_fsdp_managed_module", False)
-        used = () if managed else (x for x in module.parameters() if x.requires_grad)
-        return TokenStatsOutput(logits=None, hidden_states=(states, *(x.view_as(x) for x in used)), aux_loss=aux_loss)
+        used = () if managed else (x.view_as(x) for x in module.parameters() if x.requires_grad)
+        # Whose states they are, as a width: no wrapper changes it, and to read it nobody waits for the GPU.
+        owner = states.new_empty(0, fusion.identity)
+        return TokenStatsOutput(logits=None, hidden_states=(states, *used, owner), aux_loss=aux_loss)
     hidden, targets = (states[:, :-1], labels[:, 1:]) if shifted_labels is None else (states, shifted_labels)
     mask, aligned = targets != IGNORED, (1, 0) if shifted_labels is None else (0, 0)
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
-        stats = LMHead.of(model, adapters=True).token_logprobs(hidden, targets, mask=mask, **options)
+        stats = LMHead.of(model, adapters=True).token_logprobs(hidden, targets, mask=mask, **fusion.options)
         values = (torch.nn.functional.pad(x, aligned) for x in (stats.logprobs, stats.entropy) if x is not None)
         return _mean_loss(stats.logprobs, mask, count), *values
 
@@ -406,44 +410,42 @@ def compute_loss_func(model: Any) -> Callable[..., Tensor]:
     mode and without gradients it returns logits as before. `remove_fused_lm_head` undoes this.
 
     A mixture whose config has output_router_logits adds its load balancing loss once for each micro-batch, whatever
-    num_items_in_batch is, as its own forward does. A copy of the model returns logits again, from which this loss is
-    right too; without them it needs a `compute_loss_func` of its own, or is copied together with this one.
+    num_items_in_batch is, as its own forward does. A copy of the model needs a `compute_loss_func` of its own, or is
+    copied together with this one: the loss raises ValueError for what another model returned.
     """
-    return _TrainerLoss(model)
+    fusion = _fusion_of(_base_of(model))
+    if fusion is None:
+        raise ValueError("model has no fused head: call fused_lm_head(model) first")
+    if fusion.options["temperature"] != 1.0:
+        raise ValueError(f"Trainer's loss has temperature 1, but the fused head {fusion.options['temperature']}")
+    fusion.deferred = True
+    return functools.partial(_trainer_loss, model)  # which a copy of both takes along, unlike a closure
 
 
-class _TrainerLoss:
-    """See `compute_loss_func`."""
+def _trainer_loss(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    found = _trainer_cross_entropy(model, outputs, labels, num_items_in_batch)
+    aux_loss = getattr(outputs, "aux_loss", None)
+    return found if aux_loss is None else found + balancing_weight(_base_of(model)) * aux_loss
 
-    def __init__(self, model: Any) -> None:
-        fusion = _fusion_of(_base_of(model))
-        if fusion is None:
-            raise ValueError("model has no fused head: call fused_lm_head(model) first")
-        if fusion.options["temperature"] != 1.0:
-            raise ValueError(f"Trainer's loss has temperature 1, but the fused head {fusion.options['temperature']}")
-        self.model, fusion.deferred = model, True
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["model"])  # type: ignore[misc]  # of a copy, which defers its loss as the original does
+def _trainer_cross_entropy(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    targets = labels[:, 1:]
+    if outputs.logits is not None:  # evaluation
+        mask = targets != IGNORED
+        stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
+        return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
+    base, (hidden, *_, owner) = _base_of(model), outputs.hidden_states
+    fusion = base._fastrl_fusion
+    if owner.shape[-1] != fusion.identity:
+        raise ValueError(
+            "outputs must be of the model that compute_loss_func was given, got another's, such as a copy's"
+        )
 
-    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        found = self._cross_entropy(outputs, labels, num_items_in_batch)
-        aux_loss = getattr(outputs, "aux_loss", None)
-        return found if aux_loss is None else found + balancing_weight(_base_of(self.model)) * aux_loss
+    def compute(hidden: Tensor) -> Tensor:
+        options = {name: fusion.options[name] for name in ("logits_dtype", "memory_budget")}
+        head = LMHead.of(base, adapters=True)
+        return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
 
-    def _cross_entropy(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        targets = labels[:, 1:]
-        if outputs.logits is not None:  # evaluation
-            mask = targets != IGNORED
-            stats = token_logprobs(outputs.logits[:, :-1], targets, mask=mask)
-            return _mean_loss(stats.logprobs, mask, num_items_in_batch or None)
-        hidden, base = outputs.hidden_states[0], _base_of(self.model)
-
-        def compute(hidden: Tensor) -> Tensor:
-            options = {name: base._fastrl_fusion.options[name] for name in ("logits_dtype", "memory_budget")}
-            head = LMHead.of(base, adapters=True)
-            return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
-
-        # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
-        found: Tensor = _root_of(self.model)(**{_IN_HEAD: (hidden, compute)})
-        return found
+    # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
+    found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})
+    return found

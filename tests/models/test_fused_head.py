@@ -24,6 +24,7 @@ MODELS = {
     "qwen3": {},
     "gemma2": {"final_logit_softcapping": 0.5},
     "gemma3_text": {"final_logit_softcapping": 0.5},
+    "recurrent_gemma": {"logits_soft_cap": 0.5, "lru_width": 16, "num_hidden_layers": 3},
     "granite": {"logits_scaling": 4.0},
     "hyperclovax": {"logits_scaling": 2.0},
     "cohere": {"logit_scale": 0.25},
@@ -209,7 +210,7 @@ def test_the_loss_of_evaluation_reads_logits_as_they_are(dtype):
 def test_the_head_is_among_the_outputs_for_distributed_data_parallel(batch):
     model = fused_lm_head(make("phi")).train()  # a bias
     compute_loss_func(model)
-    hidden, weight, bias = model(input_ids=batch["input_ids"]).hidden_states
+    hidden, weight, bias, _ = model(input_ids=batch["input_ids"]).hidden_states
     assert hidden.shape == (2, 9, 16) and weight.shape == (VOCAB, 16) and bias.shape == (VOCAB,)
     assert weight.grad_fn is not None and bias.grad_fn is not None
 
