@@ -1,4 +1,4 @@
-"""Metrics of a rollout's rewards, and whether a run learns anything from them."""
+"""Metrics of a rollout's rewards, and whether a run learns anything from them, and from its own tokens."""
 
 import math
 import statistics
@@ -11,6 +11,8 @@ from torch import Tensor
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.worker_pool import FAILURES
 
+#: The mean difference of log-probabilities, in nats, above which it is no rounding that the sampler's differ by.
+MISMATCH = 0.1
 PATIENCE = 5  # steps in a row without anything to learn from before a warning; the first few steps may be such
 
 
@@ -60,7 +62,7 @@ def average(values: Sequence[float | None]) -> float:
 
 
 class Watch:
-    """Warns that a run learns nothing, with the likely cause, each cause once."""
+    """Warns that a run learns nothing, with the likely cause, or from another policy's tokens, each cause once."""
 
     def __init__(self, config: Any, steps: int) -> None:
         """`config` is any command's config; `steps` is the number of steps of the run."""
@@ -79,14 +81,21 @@ class Watch:
         self.rows = Counter({cause: self.rows[cause] + 1 for cause in causes})
         warnings = []
         for cause, text in causes.items():
-            # A step without any reward is not chance, as the first steps with equal rewards may be.
-            if cause not in self.warned and self.rows[cause] >= (1 if cause == "none" else self.patience):
+            # The first steps may have equal rewards by chance.
+            by_chance = cause not in ("none", "mismatch")
+            if cause not in self.warned and self.rows[cause] >= (self.patience if by_chance else 1):
                 self.warned.add(cause)
                 warnings.append(text)
         return warnings
 
     def _causes(self, numbers: dict[str, float]) -> Iterator[tuple[str, str]]:
-        """Why nothing was learned in a step: the name of each cause, and a sentence."""
+        """Why nothing was learned in a step, or nothing right: the name of each cause, and a sentence."""
+        if (mismatch := numbers.get("mismatch/abs_log_ratio", 0.0)) > MISMATCH:
+            yield (
+                "mismatch",
+                f"mismatch/abs_log_ratio is {mismatch:.2g}: the engine's log-probabilities are not those of the policy "
+                "that is trained; did it draw with other weights, or does it compute the model otherwise?",
+            )
         last = "in the last step" if self.patience == 1 else f"in the last {self.patience} steps"
         cut = ", and all were cut off at rollout.max_new_tokens" if numbers.get("truncated") == 1 else ""
         if self.estimator is not None:

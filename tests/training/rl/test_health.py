@@ -307,6 +307,15 @@ def test_calls_of_reward_functions_that_all_fail_are_named_as_the_cause():
     assert "calls of reward functions failed (reward/timeouts 12 in this step)" in line
 
 
+def test_tokens_of_another_policy_are_told_at_once_and_once():
+    watch = Watch(SimpleNamespace(), 100)
+    said = [watch.look({"mismatch/abs_log_ratio": mismatch}) for mismatch in (0.02, math.nan, 0.3, 0.4)]
+    assert [len(lines) for lines in said] == [0, 0, 1, 0]
+    assert said[2][0].startswith(
+        "mismatch/abs_log_ratio is 0.3: the engine's log-probabilities are not those of the policy"
+    )
+
+
 def test_which_groups_have_no_variance():
     mask = torch.ones(8, 3, dtype=torch.bool)
     rollout = Rollout(torch.zeros(8, 3, dtype=torch.long), mask, 0)
