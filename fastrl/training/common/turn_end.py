@@ -28,6 +28,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The special tokens, with those that the tokenizer has no name for."""
     added: Any = tokenizer.added_tokens_decoder
+    named = {*tokenizer.all_special_ids} - {None}  # of a token that is an empty text
     if not isinstance(added, dict):  # a method that raises, of mistral-common's, which names all of them
-        return {*tokenizer.all_special_ids}
-    return {token_id for token_id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
+        return named
+    return {token_id for token_id, token in added.items() if token.special} | named

@@ -145,3 +145,11 @@ def test_tools_see_tags_in_a_turn_and_in_a_chats_message():
         dialogue.add_turn(Completion(tokenizer(f"{written}<|im_end|>")["input_ids"], True), policy)
         assert dialogue.text(policy) == written
         assert not dialogue.is_chat or dialogue.messages == [{"role": "assistant", "content": written}]
+
+
+def test_a_special_token_that_is_an_empty_text():
+    """As in a tokenizer_config.json with "eos_token": "", of a model whose config names the EOS."""
+    tokenizer = bytes_of(THOUGHT, True)
+    tokenizer.bos_token = ""
+    tokens = [*tokenizer.encode("<think>a"), tokenizer.convert_tokens_to_ids(ENDS[0])]
+    assert policy_of(tokenizer).text(tokens) == "<think>a"
