@@ -85,7 +85,7 @@ def _whole(head: Head) -> slice:
     return slice(0, head.weight.shape[0])
 
 
-@operator(waits=True)
+@operator()
 def divergence_statistics(
     head: Head,
     teacher: Head,
@@ -188,7 +188,7 @@ class _Backward(Passes):
         return gradient
 
 
-@operator(waits=True)
+@operator()
 def divergence_gradient(
     head: Head,
     teacher: Head,
@@ -246,7 +246,7 @@ def weighted_sum(divergence: Tensor, c: Tensor) -> Tensor:
     return (c * divergence.where(c != 0, 0.0)).sum()
 
 
-@operator(waits=True)
+@operator()
 def divergence_forward_gradient(
     head: Head,
     teacher: Head,

@@ -262,7 +262,7 @@ class LinearLoss(NamedTuple):
     d_bias: Tensor  # (V,) float32
 
 
-@operator(waits=True)
+@operator()
 def linear_forward_gradient(
     head: Head,
     targets: Tensor,  # (N,) int64

@@ -102,7 +102,7 @@ def _statistics(
     )
 
 
-@operator(waits=True)
+@operator()
 def linear_gathered(
     head: Head,
     entries: Entries,
@@ -254,7 +254,7 @@ def _frozen(
     return out
 
 
-@operator(waits=True)
+@operator()
 def linear_gathered_gradient(
     head: Head,
     entries: Entries,

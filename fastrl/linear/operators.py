@@ -33,7 +33,7 @@ class LinearStatistics(NamedTuple):
     entropy_slope: Tensor  # (N, H) d entropy / d hidden, or empty
 
 
-@operator(waits=True)
+@operator()
 def linear_statistics(
     head: Head,
     targets: Tensor,  # (N,) int64
@@ -84,7 +84,7 @@ class HeadGradients(NamedTuple):
         return cls(*(hidden.new_empty(0) if g is None else g for g in gradients))
 
 
-@operator(waits=True)
+@operator()
 def linear_gradient(
     head: Head,
     targets: Tensor,

@@ -60,7 +60,7 @@ def support_products(
     return HeadGradients.of((d_hidden, d_weight, d_bias), hidden)
 
 
-@operator(waits=True)
+@operator()
 def support_linear_statistics(
     head: Head,  # unit stride on H
     targets: Tensor,  # (N,) int64
@@ -94,7 +94,7 @@ def support_linear_statistics(
 support_linear_statistics.register_fake(fake_statistics)
 
 
-@operator(waits=True)
+@operator()
 def support_linear_gradient(
     head: Head,
     targets: Tensor,

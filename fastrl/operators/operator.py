@@ -102,7 +102,7 @@ def body(name: str) -> Callable[..., Any]:
 class Operator(Generic[P, R]):
     """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`."""
 
-    def __init__(self, function: Callable[P, R], mutates: Sequence[str], waits: bool) -> None:
+    def __init__(self, function: Callable[P, R], mutates: Sequence[str]) -> None:
         hints = get_type_hints(function)
         results = None if hints["return"] is NoneType else hints["return"]
         del hints["return"]
@@ -124,7 +124,8 @@ class Operator(Generic[P, R]):
             on_arguments,
             mutates_args=mutates,
             schema=torch.library.infer_schema(on_arguments, mutates_args=mutates),
-            tags=(torch.Tag.cudagraph_unsafe,) if waits else (),
+            # What works within a budget may ask the GPU for the number of its rows, and for its free memory.
+            tags=(torch.Tag.cudagraph_unsafe,) if "budget" in hints else (),
         )
         _bodies[f"fastrl::{self.__name__}"] = on_arguments
 
@@ -208,10 +209,6 @@ def saved(ctx: Any) -> dict[str, Any]:
     return {name: _rebuilt(value, tensor) for name, value in ctx.values.items()}
 
 
-def operator(*, mutates: Sequence[str] = (), waits: bool = False) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Returns a decorator that makes a function an operator.
-
-    mutates: the schema's tensors that it writes to. waits: whether it may wait for the GPU, or asks how much of its
-    memory is free: torch.compile(mode="reduce-overhead") then records no CUDA graph of it, but of what is around it.
-    """
-    return lambda function: Operator(function, mutates, waits)
+def operator(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Returns a decorator that makes a function an operator; `mutates`: the schema's tensors that it writes to."""
+    return lambda function: Operator(function, mutates)

@@ -161,7 +161,7 @@ def test_the_trainers_loss_refuses_what_another_model_returned():
     torch.testing.assert_close(loss_of(other(**batch), labels), loss_of_other(model(**batch), labels))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_trainers_loss_is_copied_whatever_its_model_became(copied):
     model, batch = fused_lm_head(make()).train(), make_batch()
     labels = batch.pop("labels")

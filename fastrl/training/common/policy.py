@@ -163,8 +163,8 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     vocabulary = len(head.weight)
     if wrong := [token for token in eos_token_ids if type(token) is not int or not 0 <= token < vocabulary]:
         raise UserError(
-            f"{name_of(config)}: eos_token_id, in generation_config.json or the tokenizer: expected ids from 0 to "
-            f"{vocabulary - 1}, got {wrong[0]!r}"
+            f"{name_of(config)}: eos_token_id, in generation_config.json, config.json or the tokenizer: expected "
+            f"ids from 0 to {vocabulary - 1}, got {wrong[0]!r}"
         )
     check_token_ids([*tokenizer.get_vocab().values()], vocabulary, name_of(config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]

@@ -155,8 +155,8 @@ def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine
 def _difference(engine: TransformersEngine) -> float:
     """The largest difference of log-probabilities, of completions of two prompts, between `generate` and a forward.
 
-    Relative to how far they are from those of a uniform distribution, as what is wrong in a new model's is small too;
-    without the rounding of log-probabilities, which is that of their size, however near to uniform they are.
+    Relative to how far they are from those of a uniform distribution, as what is wrong in a new model's is small too.
+    What rounding may make of log-probabilities of that size is taken off first.
     """
     policy = engine.policy
     tokens = [min(token, len(policy.weight) - 1) for token in range(6)]
@@ -182,7 +182,7 @@ def _difference(engine: TransformersEngine) -> float:
     ours = rollout_logprobs(policy, rollout, 1.0, 1)
     uniform = math.log(len(policy.weight))
     spread = (ours + uniform).abs().max().clamp_min(1e-3)  # a head of zeros has none
-    rounding = 4 * torch.finfo(torch.float32).eps * uniform
+    rounding = 4 * torch.finfo(torch.float32).eps * uniform  # two units in the last place of each
     return float(((ours - rollout.rollout_logprobs).abs().max() - rounding).clamp_min(0) / spread)
 
 
