@@ -18,10 +18,10 @@ from fastrl.linear import head as products
 from fastrl.linear.backward import Passes, order_of_active
 from fastrl.linear.forward_gradient import GradientSums, fake_gradients, gradients_backward, row_chunks, save_gradients
 from fastrl.linear.head import Head, Held, slices
-from fastrl.linear.operators import HeadGradients
+from fastrl.linear.operators import HeadGradients, head_backward
 from fastrl.linear.operators import fake_gradients as fake_head_gradients
 from fastrl.linear.statistics import active_first, order, pass_tile
-from fastrl.operators.operator import operator, saved
+from fastrl.operators.operator import operator
 from fastrl.operators.rows import upstream
 from fastrl.planning.tiling import Needs, PassBudget, Teacher, Tile
 
@@ -216,16 +216,12 @@ def divergence_gradient(
 divergence_gradient.register_fake(fake_head_gradients)
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
     return {**inputs, "statistics": PairStatistics(*results)}
 
 
-def _gradient(ctx: Any, d_divergence: Tensor | None) -> dict[str, Any]:
-    if d_divergence is None:
-        return {}
-    needs = Needs(*ctx.needs_input_grad[:3])
-    gradients = divergence_gradient(**saved(ctx), c=upstream(d_divergence), needs=needs)  # type: ignore[arg-type]
-    return {"head": Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))}  # type: ignore[arg-type]
+def _gradient(ctx: Any, d_divergence: Tensor) -> Head:
+    return head_backward(divergence_gradient, ctx, c=upstream(d_divergence))
 
 
 divergence_statistics.register_autograd(_gradient, _save, differentiable=1)
@@ -302,6 +298,4 @@ def _(head: Head, needs: Needs, one_chunk: bool, **_: Any) -> LinearDivergence:
     return LinearDivergence(*results, *fake_gradients(head, needs, one_chunk))  # type: ignore[call-arg]
 
 
-divergence_forward_gradient.register_autograd(
-    gradients_backward(divergence_forward_gradient), save_gradients, differentiable=1
-)
+divergence_forward_gradient.register_autograd(gradients_backward, save_gradients, differentiable=1)

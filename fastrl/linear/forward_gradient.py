@@ -2,8 +2,8 @@
 
 `forward_gradient` is the loop, for any function that turns a chunk's logits into their gradient.
 `linear_forward_gradient` is the torch.library operator for a row-local objective, which does that in one kernel. The
-gradients are outputs of the forward. The backward returns their buffers, times the upstream scalar, which is read on
-its device; a second backward has no buffers left and computes the gradients again.
+gradients are outputs of the forward, which autograd saves; the backward returns their buffers, times the upstream
+scalar.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fastrl.linear.head import Head, HeadSums, Held
 from fastrl.linear.sharded import start_statistics, write_gradient
 from fastrl.linear.statistics import Order
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
-from fastrl.operators.attach import hand_over, refuse_second_order
-from fastrl.operators.operator import Operator, operator, saved
+from fastrl.operators.attach import formed, hand_over
+from fastrl.operators.operator import operator
 from fastrl.operators.sharded import RankFailed, failure
 from fastrl.planning.tiling import Needs, PassBudget, Tile
 
@@ -335,28 +335,14 @@ def _(head: Head, targets: Tensor, needs: Needs, one_chunk: bool, **_: Any) -> L
     return LinearLoss(*results, *fake_gradients(head, needs, one_chunk))  # type: ignore[call-arg]
 
 
-def save_gradients(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Keeps the gradients, the last three results, for the first backward, and the inputs for any other."""
-    ctx.ready = results[-3:]
-    return inputs
+def save_gradients(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Keeps the gradients of the head, which are the last three results."""
+    return formed(results[-3:], inputs["head"].tensors, inputs["needs"], inputs["backend"])
 
 
-def gradients_backward(forward: Operator[..., Any]) -> Callable[[Any, Tensor | None], dict[str, Any]]:
-    """The backward of a forward whose last three results are the gradients of its head."""
-
-    def backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
-        refuse_second_order(upstream)
-        if upstream is None:
-            return {}
-        gradients, ctx.ready = ctx.ready, None
-        arguments = saved(ctx)
-        if gradients is None:
-            with torch.no_grad():
-                gradients = forward(**arguments)[-3:]
-        dtypes = [arguments["head"].hidden.dtype if need else None for need in arguments["needs"]]
-        return {"head": Head(*hand_over(gradients, upstream, dtypes, arguments["backend"]))}  # type: ignore[arg-type]
-
-    return backward
+def gradients_backward(ctx: Any, upstream: Tensor) -> Head:
+    """The backward of a forward that has formed the gradients of its head."""
+    return Head(*hand_over(ctx, upstream))  # type: ignore[arg-type]
 
 
-linear_forward_gradient.register_autograd(gradients_backward(linear_forward_gradient), save_gradients, differentiable=1)
+linear_forward_gradient.register_autograd(gradients_backward, save_gradients, differentiable=1)

@@ -21,7 +21,7 @@ from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.backward import Passes, order_of_active, row_gradient_of
 from fastrl.linear.head import Head, Held
-from fastrl.linear.operators import HeadGradients, fake_gradients
+from fastrl.linear.operators import HeadGradients, fake_gradients, head_backward
 from fastrl.linear.statistics import Rows
 from fastrl.linear.supports import support_products
 from fastrl.operators.dense_support import DenseSupport
@@ -286,17 +286,14 @@ def linear_gathered_gradient(
 linear_gathered_gradient.register_fake(fake_gradients)
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    del inputs["num_rows"]  # the backward counts the rows with a gradient itself
-    return {**inputs, "results": Gathered(*results)}
+def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    kept = {**inputs, "results": Gathered(*results)}
+    del kept["num_rows"]  # the backward counts the rows with a gradient itself
+    return kept
 
 
-def _backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
-    if upstream is None:
-        return {}
-    needs = Needs(*ctx.needs_input_grad[:3])
-    gradients = linear_gathered_gradient(**saved(ctx), upstream=upstream.detach().contiguous(), needs=needs)
-    return {"head": Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))}  # type: ignore[arg-type]
+def _backward(ctx: Any, upstream: Tensor) -> Head:
+    return head_backward(linear_gathered_gradient, ctx, upstream=upstream.detach().contiguous())
 
 
 linear_gathered.register_autograd(_backward, _save, differentiable=1)

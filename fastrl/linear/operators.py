@@ -144,30 +144,24 @@ def gradient_of_slopes(slopes: Sequence[Tensor], c: Tensor | None, h: Tensor | N
     return combine_slopes([s for s, _ in pairs], coefficients)
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    count, _ = inputs.pop("slopes"), inputs.pop("all_statistics")
-    if count:  # the backward reads nothing else
+def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    if count := inputs["slopes"]:  # the backward reads nothing else
         return {"slopes": results[4 : 4 + count], "transform": inputs["transform"]}
-    return {**inputs, "statistics": Statistics(*results[:4])}
+    kept = {name: value for name, value in inputs.items() if name not in ("slopes", "all_statistics")}
+    return {**kept, "statistics": Statistics(*results[:4])}
 
 
-def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> dict[str, Any]:
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> Head:
     if "slopes" not in ctx.values:
-        return head_backward(linear_gradient, ctx, d_logprobs, d_entropy)
-    if d_logprobs is None and d_entropy is None:
-        return {}
-    return {"head": Head(gradient_of_slopes(**saved(ctx), c=d_logprobs, h=d_entropy), None, None)}  # type: ignore[arg-type]
+        return head_backward(linear_gradient, ctx, **coefficients(d_logprobs, d_entropy))
+    return Head(gradient_of_slopes(**saved(ctx), c=d_logprobs, h=d_entropy), None, None)  # type: ignore[arg-type]
 
 
-def head_backward(
-    gradient: Operator[..., HeadGradients], ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
-) -> dict[str, Any]:
-    """The backward of statistics from hidden states by `gradient`, whose first parameters are those of the head."""
-    if d_logprobs is None and d_entropy is None:
-        return {}
-    needs = Needs(*ctx.needs_input_grad[:3])
-    gradients = gradient(**saved(ctx), **coefficients(d_logprobs, d_entropy), needs=needs)
-    return {"head": Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))}  # type: ignore[arg-type]
+def head_backward(gradient: Operator[..., HeadGradients], ctx: Any, **upstream: Tensor | None) -> Head:
+    """The backward by `gradient`, from what was saved and the upstream gradients by name."""
+    needs = Needs(*ctx.needs[:3])
+    gradients = gradient(**saved(ctx), **upstream, needs=needs)
+    return Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))  # type: ignore[arg-type]
 
 
 linear_statistics.register_autograd(_backward, _save, differentiable=2)

@@ -6,7 +6,6 @@ write their gradients first, and the other rows add their entries, so that no se
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
 from fastrl.linear.operators import HeadGradients, fake_gradients, head_backward
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
-from fastrl.operators.attach import refuse_second_order
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.operator import operator, saved
+from fastrl.operators.operator import operator
+from fastrl.operators.rows import coefficients
 from fastrl.operators.support import (
     SupportStatistics,
     check_targets,
@@ -126,12 +125,17 @@ def support_linear_gradient(
 support_linear_gradient.register_fake(fake_gradients)
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    del inputs["num_dense"]  # the backward counts the rows with a gradient itself
-    return save_statistics(ctx, inputs, results)
+def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    kept = save_statistics(inputs, results)
+    del kept["num_dense"]  # the backward counts the rows with a gradient itself
+    return kept
 
 
-support_linear_statistics.register_autograd(partial(head_backward, support_linear_gradient), _save, differentiable=2)
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> Head:
+    return head_backward(support_linear_gradient, ctx, **coefficients(d_logprobs, d_entropy))
+
+
+support_linear_statistics.register_autograd(_backward, _save, differentiable=2)
 
 
 class SupportLoss(NamedTuple):
@@ -178,27 +182,21 @@ def _(head: Head, targets: Tensor, support: Support, **_: Any) -> SupportLoss:
 
 @operator()
 def support_linear_products(
-    head: Head, support: Support, gradient: Tensor, needs: Needs, backend: str
+    head: Head, support: Support, gradient: Tensor, upstream: Tensor, needs: Needs, backend: str
 ) -> HeadGradients:
-    """The backward of `support_linear_loss`."""
-    return support_products(head, support, gradient, needs, backend)
+    """The backward of `support_linear_loss`, from dL/d(support logits) (nnz,) and the upstream scalar."""
+    return support_products(head, support, gradient * upstream, needs, backend)
 
 
 support_linear_products.register_fake(fake_gradients)
 
 
-def _save_loss(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+def _save_loss(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
     return {name: inputs[name] for name in ("head", "support", "backend")} | {"gradient": results[-1]}
 
 
-def _loss_backward(ctx: Any, upstream: Tensor | None) -> dict[str, Any]:
-    refuse_second_order(upstream)
-    if upstream is None:
-        return {}
-    arguments, needs = saved(ctx), Needs(*ctx.needs_input_grad[:3])
-    arguments["gradient"] = arguments["gradient"] * upstream.float()
-    gradients = support_linear_products(**arguments, needs=needs)
-    return {"head": Head(*(g if need else None for g, need in zip(gradients, needs, strict=True)))}  # type: ignore[arg-type]
+def _loss_backward(ctx: Any, upstream: Tensor) -> Head:
+    return head_backward(support_linear_products, ctx, upstream=upstream.float())
 
 
 support_linear_loss.register_autograd(_loss_backward, _save_loss, differentiable=1)

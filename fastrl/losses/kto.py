@@ -136,7 +136,6 @@ def linear_kto_loss(
             tokens.responses.owners(tokens.targets.device),
             tokens.responses.count,
             lambda logprobs: _of_responses(numbers, tokens.sums(logprobs), ref, count),
-            (ref, tokens.mask, numbers.desirable),
             bias=bias,
             temperature=temperature,
             sampling_mask=sampling_mask,

@@ -116,7 +116,7 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
         arguments = (*call.args, inputs, spec, call.needs, forced(), call.num_tokens, plan.pass_budget, plan.one_chunk)
         if call.shard is not None:
             compute = partial(row_local_gradients, shard=call.shard)
-            loss, result = _attached(problem, call, lambda head: compute(head, *arguments))
+            loss, result = _attached(call, lambda head: compute(head, *arguments))
             return from_terms(problem, result, loss, clamped=clamped, marks=marks)
         loss, *terms, _, _, _ = linear_forward_gradient(call.head, *arguments)
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
@@ -221,37 +221,20 @@ def _forward_gradient_in_torch(
             call.float32_logits,
         )
 
-    loss, result = _attached(problem, call, run)
+    loss, result = _attached(call, run)
     return from_terms(problem, result, loss, marks=marks)
 
 
 def _attached(
-    problem: Problem, call: LinearCall, compute: Callable[[Head], tuple[LossTerms, tuple[Tensor | None, ...]]]
+    call: LinearCall, compute: Callable[[Head], tuple[LossTerms, tuple[Tensor | None, ...]]]
 ) -> tuple[Tensor, LossTerms]:
     """The loss, attached to the gradients that `compute` forms with it, and the rows' results."""
-    forward_terms: list[LossTerms] = []
 
-    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...], LossTerms]:
         result, gradients = compute(Head.of(inputs, call.head.vocab))
-        forward_terms[:] = [result]
-        return result.terms[0].sum(), gradients
+        return result.terms[0].sum(), gradients, result
 
-    batch, (targets, mask, transform) = problem.batch, call.args
-    reads = (
-        targets,
-        mask,
-        transform.temperatures,
-        problem.weights,
-        batch.advantages,
-        batch.old,
-        batch.ref,
-        batch.rollout,
-        batch.token_weights,
-        batch.entropy_weights,
-        batch.entropy_threshold,
-    )
-    loss = attach_gradients(run, call.head.tensors, forced(), consume=False, reads=reads)
-    return loss, forward_terms[0]
+    return attach_gradients(run, call.head.tensors, forced())
 
 
 def gradient_by_torch(coefficients: Coefficients, backend: str, shard: VocabularyShard | None) -> ChunkGradient:

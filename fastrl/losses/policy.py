@@ -170,11 +170,11 @@ def logits_policy_loss(
     """Computes `policy_loss` from logits (..., V); the only (N, V) tensors are the logits and their gradient.
 
     The loss and the gradient are those of `policy_loss(token_logprobs(logits, targets))`. With `inplace=True`, logits
-    that need a gradient are overwritten by it, and a second backward raises RuntimeError. Without it the gradient has
-    its own buffer, and `retain_graph=True` works. For a row-local objective (each token's loss depends on that token
-    only) the forward reads every row once and computes the gradient, under activation checkpointing too. The loss
-    is then differentiable once (no create_graph=True). For other objectives, for float16, with a sampling mask and over
-    a tp_group, the backward computes it.
+    that need a gradient are overwritten by it, without it the gradient has its own buffer. For a row-local objective
+    (each token's loss depends on that token only) the forward reads every row once and computes the gradient, which
+    activation checkpointing drops and computes again. For other objectives, for float16, with a sampling mask and over
+    a tp_group, the backward computes it. The loss is differentiable once (no create_graph=True). A second backward
+    (retain_graph=True) raises RuntimeError if the first has handed over what the forward had computed, or the logits.
 
     Over a tp_group every rank gets the whole loss, to the bit: everything but the logits is the same on all ranks.
 
@@ -243,9 +243,8 @@ def _logits_forward_gradient(
     checks.targets_in_range(args.targets, args.mask, vocab)
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped, marks = row_objective(problem.objective, problem.batch, problem.weights)
-    forward_terms: list[LossTerms] = []
 
-    def run(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def run(logits: Tensor) -> tuple[Tensor, list[Tensor], LossTerms]:
         rows = row_ops.as_rows(logits.detach(), consume)
         consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -258,14 +257,12 @@ def _logits_forward_gradient(
             if consume:  # so that autograd raises if another operation saved the logits for its backward
                 torch.autograd.graph.increment_version(rows)
         if out is None:
-            out = rows
+            out = rows.data  # with a version of its own: a later call may consume other parts of the logits' memory
             consumed.mark(rows)
-        forward_terms[:] = forward_terms or [result]
-        return result.terms[0].sum(), [out.view(logits.shape)]
+        return result.terms[0].sum(), [out.view(logits.shape)], result
 
-    reads = (args.targets, args.mask, args.transform.temperatures, *inputs)
-    loss = attach_gradients(run, (logits,), backend, consume=consume, reads=reads)
-    return from_terms(problem, forward_terms[0], loss, clamped=clamped, marks=marks)
+    loss, result = attach_gradients(run, (logits,), backend)
+    return from_terms(problem, result, loss, clamped=clamped, marks=marks)
 
 
 def linear_policy_loss(

@@ -301,7 +301,6 @@ def linear_preference_loss(
             tokens.responses.owners(tokens.targets.device) % max(count, 1),
             count,
             loss_of,
-            (ref, tokens.mask, likely),
             bias=bias,
             temperature=temperature,
             sampling_mask=sampling_mask,

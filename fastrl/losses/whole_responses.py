@@ -6,7 +6,7 @@ logits of whole units, responses or pairs, until then (3U); the others compute t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -48,7 +48,6 @@ def loss_of_units(
     units: Tensor,
     count: int,
     loss_of: Callable[[Tensor], _L],
-    reads: Sequence[Tensor | None],
     *,
     tp_group: Any,
     vocab_start: int | None,
@@ -63,7 +62,6 @@ def loss_of_units(
         units: (N,) int64 in [0, count), the unit of each token.
         loss_of: the loss of (N,) log-probabilities, which are 0 where masked. Its derivative in a token's is the same
             whatever the log-probabilities of other units are.
-        reads: tensors that `loss_of` reads, which must not change before a second backward.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
@@ -72,7 +70,7 @@ def loss_of_units(
     by_plan, counts = _planned(call, units, count)
     if by_plan.plan.name != "whole-response":
         return loss_of(by_plan.statistics().logprobs)
-    return _whole_units(by_plan, units, counts, loss_of, reads)
+    return _whole_units(by_plan, units, counts, loss_of)
 
 
 def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, list[int]]:
@@ -96,13 +94,7 @@ def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, 
     return planned(call, ANY), []
 
 
-def _whole_units(
-    by_plan: PlannedCall,
-    units: Tensor,
-    counts: list[int],
-    loss_of: Callable[[Tensor], _L],
-    reads: Sequence[Tensor | None],
-) -> _L:
+def _whole_units(by_plan: PlannedCall, units: Tensor, counts: list[int], loss_of: Callable[[Tensor], _L]) -> _L:
     """The whole-response plan: a chunk holds the logits of whole units until their loss is known."""
     call, backend = by_plan.call, forced()
     needs = call.needs  # before autograd's function switches gradients off
@@ -115,7 +107,6 @@ def _whole_units(
         chunks.append(Chunk(start, stop, stop - start))
         start = stop
     used = _order(units, mask, spans, start)
-    every: list[Tensor] = []
 
     def coefficients(stats: Statistics, where: Tensor | slice, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         with torch.enable_grad():
@@ -126,7 +117,7 @@ def _whole_units(
         c = c.contiguous()  # of one response it is one number, expanded
         return logp.new_zeros(len(TERMS), len(logp)), c, None
 
-    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor]:
         result, gradients = forward_gradient(
             Head.of(inputs, call.head.vocab),
             targets,
@@ -140,12 +131,10 @@ def _whole_units(
             call.shard,
             call.float32_logits,
         )
-        every[:] = [result.logprobs]
-        return loss_of(result.logprobs).loss, gradients
+        return loss_of(result.logprobs).loss, gradients, result.logprobs
 
-    reads = (targets, mask, transform.temperatures, *reads)
-    loss = attach_gradients(run, call.head.tensors, backend, consume=False, reads=reads)
-    found: _L = loss_of(every[0])._replace(loss=loss)
+    loss, logprobs = attach_gradients(run, call.head.tensors, backend)
+    found: _L = loss_of(logprobs)._replace(loss=loss)
     return found
 
 

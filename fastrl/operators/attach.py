@@ -1,45 +1,49 @@
-"""A loss whose gradients are computed with its value: the backward returns them, times the upstream scalar."""
+"""A loss whose gradients are formed with its value. Autograd saves them, and the backward returns them, times a scalar.
+
+So activation checkpointing around such a loss drops them, and forms them once again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
-from fastrl.operators import consumed
+from fastrl.operators.operator import keep, refuse_second_order, saved, use_up
 
+R = TypeVar("R")
 Gradients = Sequence[Tensor | None]
-#: inputs -> a 0-dim value, and a gradient or None for each input
-Run = Callable[..., tuple[Tensor, Gradients]]
 
 
-def refuse_second_order(upstream: Tensor | None) -> None:
-    """Raises RuntimeError if a graph of the backward is requested: once_differentiable would cut it silently."""
-    if torch.is_grad_enabled() and type(upstream) is Tensor:
-        raise RuntimeError("this loss is differentiable once: its gradients are ready with it (create_graph=True)")
+def formed(
+    gradients: Gradients, inputs: Sequence[Tensor | None], needs: Sequence[bool], backend: str
+) -> dict[str, Any]:
+    """What `keep` saves for `hand_over`: the gradients that are needed of these inputs."""
+    dtypes = tuple(x.dtype if x is not None and need else None for x, need in zip(inputs, needs, strict=True))
+    return {"gradients": tuple(gradients), "dtypes": dtypes, "backend": backend}
 
 
-def hand_over(
-    gradients: Gradients, upstream: Tensor, dtypes: Sequence[torch.dtype | None], backend: str
-) -> list[Tensor | None]:
-    """The gradient buffers times the upstream scalar, in these dtypes; None if either is None.
+def hand_over(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
+    """The saved gradients times the upstream scalar, which is read on its device; None if not needed.
 
-    A buffer that has the dtype is scaled in place: a second rounding, unless the scalar is a power of two. A float32
-    buffer of a narrower gradient is scaled and rounded in one pass.
+    A buffer that has its input's dtype is scaled in place: a second rounding, unless the scalar is a power of two. A
+    float32 buffer of a narrower gradient is scaled and rounded in one pass.
     """
+    kept = saved(ctx)
+    use_up(ctx)
     scaled: list[Tensor | None] = []
-    for gradient, dtype in zip(gradients, dtypes, strict=True):
+    for gradient, dtype in zip(kept["gradients"], kept["dtypes"], strict=True):
         if gradient is None or dtype is None:
             scaled.append(None)
             continue
         if type(gradient) is Tensor:
+            gradient = gradient.data  # whose changes autograd does not report, because a second backward is refused
             out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
             if gradient.numel():  # a shard of the head may be empty
-                with consumed.kept(gradient):
-                    kernels(backend, gradient).scale(gradient, upstream.float(), out)
+                kernels(kept["backend"], gradient).scale(gradient, upstream.float(), out)
         else:  # a compiler's fake tensor: graphs are functional, and the compiler manages memory
             out = (gradient * upstream).to(dtype)
         scaled.append(out)
@@ -50,45 +54,25 @@ class _Attach(torch.autograd.Function):
     """Returns the value of `run`, and in the backward the gradients that `run` returned for the inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Run, backend: str, consume: bool, reads: Sequence[Tensor | None], *inputs: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, run: Callable[..., Any], backend: str, *inputs: Tensor | None) -> tuple[Tensor, tuple[Any]]:
         # The graph's edges to the inputs already exist here. If the logits were overwritten earlier, autograd would
         # rebuild the edge of a view as an as_strided one, whose backward copies the whole tensor.
-        value, ctx.gradients = run(*inputs)
-        ctx.backend = backend
-        ctx.run = None if consume else run
-        ctx.reads = [(x, x._version) for x in reads if x is not None and not x.is_inference()]
-        if not consume:
-            ctx.save_for_backward(*inputs)
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        return value
+        value, gradients, others = run(*inputs)
+        keep(ctx, formed(gradients, inputs, ctx.needs_input_grad[2:], backend))
+        return value, (others,)  # a tensor in a tuple is no output of the graph
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, _: None) -> tuple[Tensor | None, ...]:
         refuse_second_order(upstream)
-        gradients, ctx.gradients = ctx.gradients, None
-        inputs = ctx.saved_tensors  # raises if they were freed, or changed since
-        if gradients is None:
-            if ctx.run is None:
-                raise RuntimeError(consumed.SECOND_BACKWARD)
-            if any(x._version != version for x, version in ctx.reads):
-                raise RuntimeError(
-                    "a tensor that this loss reads was modified by an inplace operation since its forward, and a second"
-                    " backward computes the gradients again"
-                )
-            _, gradients = ctx.run(*inputs)
-        return (None, None, None, None, *hand_over(gradients, upstream, ctx.dtypes, ctx.backend))
+        return None, None, *hand_over(ctx, upstream)
 
 
 def attach_gradients(
-    run: Run, inputs: Sequence[Tensor | None], backend: str, *, consume: bool, reads: Sequence[Tensor | None] = ()
-) -> Tensor:
-    """The 0-dim value of `run(*inputs)`, attached to a graph that gives `inputs` the gradients that `run` returns.
+    run: Callable[..., tuple[Tensor, Gradients, R]], inputs: Sequence[Tensor | None], backend: str
+) -> tuple[Tensor, R]:
+    """What `run(*inputs)` returns: a 0-dim value, which is attached to its gradients, and what has none.
 
-    The first backward returns the gradient buffers, scaled in place by the upstream scalar, which is read on its
-    device. A later one calls `run` again, or raises RuntimeError if `run` consumes its inputs, or if an input or
-    another tensor that it `reads` has changed.
+    run: returns the value, a gradient or None for each input, and results without a gradient.
     """
-    out: Tensor = _Attach.apply(run, backend, consume, reads, *inputs)
-    return out
+    value, (others,) = _Attach.apply(run, backend, *inputs)
+    return value, others

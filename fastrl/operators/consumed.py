@@ -13,9 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: What a second backward of consumed logits raises as a RuntimeError.
-SECOND_BACKWARD = "the logits were consumed by the first backward (inplace=True): a second one has no input"
-
 _MARK = "_fastrl_consumed"
 
 

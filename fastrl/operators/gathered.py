@@ -19,7 +19,7 @@ from fastrl.distributed.sums import add_parts
 from fastrl.operators import consumed
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.entries import best_of, check_entries, entry_gradients, entry_logprobs, no_best, wide
-from fastrl.operators.operator import keep, operator
+from fastrl.operators.operator import keep, operator, refuse_second_order
 from fastrl.operators.rows import like_logits, logits_backward
 from fastrl.operators.sharded import empty_shard_statistics, failure, start_gathered
 from fastrl.operators.support import statistics_over_support, write_row_gradient
@@ -201,8 +201,7 @@ def gathered_rows_gradient_(
     _write(logits, entries, mask, transform, over, vocab, backend, 0, results, upstream, logits)
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    ctx.consumed = False
+def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
     return {**inputs, "results": GatheredRows(*results)}
 
 
@@ -301,7 +300,6 @@ class _Gathered(torch.autograd.Function):
             results = GatheredRows(logprobs, values, stats.maximum, stats.log_sum, support_values)
         else:
             results = fake_rows(logits, entries, None)
-        ctx.consumed = False
         given = {"logits": logits, "entries": entries, "mask": mask, "transform": transform, "over": over}
         keep(
             ctx,
@@ -318,9 +316,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("over a tp_group, log-probabilities are differentiable once")
-        return (_backward(ctx, upstream).get("logits"), *[None] * 7)
+        refuse_second_order(upstream)
+        return (None if upstream is None else _backward(ctx, upstream), *[None] * 7)
 
 
 def _gradient(logits: Tensor, **given: Any) -> Tensor:

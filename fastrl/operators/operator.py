@@ -1,7 +1,8 @@
 """torch.library operators whose functions take NamedTuples: each field becomes an argument of the schema.
 
 A schema holds tensors, numbers and strings only. `Transform`, `Statistics`, `Support` and the like are taken apart on
-the way into an operator, and put together on the way to its function, its fake and its backward, here only.
+the way into an operator, and put together on the way to its function, its fake and its backward, here only. Only
+torch.compile and torch.func need that: any other call runs the function itself, inside a plain autograd function.
 """
 
 from __future__ import annotations
@@ -90,30 +91,26 @@ def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
-#: Of each operator by its name: its function, with the arguments of the schema.
-_bodies: dict[str, Callable[..., Any]] = {}
-
-
-def body(name: str) -> Callable[..., Any]:
-    """The function of the operator `fastrl::name`, with the arguments of its schema, as the dispatcher calls it."""
-    return _bodies[name]
-
-
 class Operator(Generic[P, R]):
-    """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`."""
+    """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`.
+
+    Its first parameter alone has a gradient, or if that is a NamedTuple, its tensors.
+    """
 
     def __init__(self, function: Callable[P, R], mutates: Sequence[str]) -> None:
         hints = get_type_hints(function)
         results = None if hints["return"] is NoneType else hints["return"]
         del hints["return"]
         self.__doc__, self.__name__ = function.__doc__, function.__name__
+        self._function, self._mutates = cast(Callable[..., Any], function), mutates
         self._result = results if hasattr(results, "_fields") else None
         self._parameters = tuple(_Parameter.of(name, hint) for name, hint in hints.items())
         ends = [0, *accumulate(parameter.width for parameter in self._parameters)]
         self._places = tuple(zip(self._parameters, map(slice, ends, ends[1:]), strict=True))
+        self._backward: Callable[..., Any] | None = None
 
         def on_arguments(*arguments: Any) -> Any:
-            return cast(Callable[..., Any], function)(**self.packed(arguments))
+            return self._function(**self.packed(arguments))
 
         schema = [x for parameter in self._parameters for x in parameter.schema(hints[parameter.name])]
         returns = tuple[tuple(get_type_hints(results).values())] if self._result else results  # type: ignore[misc]
@@ -124,31 +121,44 @@ class Operator(Generic[P, R]):
             on_arguments,
             mutates_args=mutates,
             schema=torch.library.infer_schema(on_arguments, mutates_args=mutates),
-            # What works within a budget may ask the GPU for the number of its rows, and for its free memory.
+            # What works within a budget may ask the GPU for the number of its rows.
             tags=(torch.Tag.cudagraph_unsafe,) if "budget" in hints else (),
         )
-        _bodies[f"fastrl::{self.__name__}"] = on_arguments
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the operator; all parameters are needed, in order or by name."""
-        results = self._operator(*self.unpacked(*args, **kwargs))
-        return results if self._result is None else self._result(*results)
+        arguments = self._named(args, kwargs)
+        first = self._parameters[0].unpacked(arguments[self._parameters[0].name])
+        if _is_traced(first[0]):
+            results = self._operator(*self._unpacked(arguments))
+        elif self._backward is not None and torch.is_grad_enabled() and any(map(_requires_grad, first)):
+            results = _Eager.apply(self, arguments, *first)
+        else:
+            with torch.no_grad():
+                results = self._function(**arguments)
+                for name in self._mutates:
+                    torch.autograd.graph.increment_version(arguments[name])
+        return cast(R, results if self._result is None else self._result(*results))
 
-    def unpacked(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
-        """The arguments of the schema for a call."""
-        unpacked: list[Any] = []
-        if len(args) + len(kwargs) == len(self._parameters):
-            for i, parameter in enumerate(self._parameters):
-                if i >= len(args) and parameter.name not in kwargs:
-                    break
-                # Not by +=, in which torch.compile of torch 2.11 cannot add a named tuple to a list.
-                unpacked.extend(parameter.unpacked(args[i] if i < len(args) else kwargs[parameter.name]))
-            else:
-                return unpacked
+    def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        arguments = {p.name: value for p, value in zip(self._parameters, args, strict=False)} | kwargs
+        if len(args) + len(kwargs) == len(self._parameters) == len(arguments):
+            return arguments
         names = ", ".join(parameter.name for parameter in self._parameters)
         raise TypeError(
             f"{self.__name__} takes {names}; got {len(args)} in order and {', '.join(kwargs) or 'none'} by name"
         )
+
+    def unpacked(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        """The arguments of the schema for a call."""
+        return self._unpacked(self._named(args, kwargs))
+
+    def _unpacked(self, arguments: dict[str, Any]) -> list[Any]:
+        unpacked: list[Any] = []
+        for parameter in self._parameters:
+            # Not by +=, in which torch.compile of torch 2.11 cannot add a named tuple to a list.
+            unpacked.extend(parameter.unpacked(arguments[parameter.name]))
+        return unpacked
 
     def packed(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """The parameters by name, from the arguments of the schema."""
@@ -160,28 +170,75 @@ class Operator(Generic[P, R]):
 
     def register_autograd(
         self,
-        backward: Callable[..., dict[str, Any]],
-        save: Callable[[Any, dict[str, Any], tuple[Tensor, ...]], dict[str, Any]],
+        backward: Callable[..., Any],
+        save: Callable[[dict[str, Any], tuple[Tensor, ...]], dict[str, Any]],
         differentiable: int,
     ) -> None:
         """Registers the backward; only the first results, as many as `differentiable`, have a gradient.
 
-        `save(ctx, inputs, results)` gets the parameters by name and the results. It returns by name what the backward
-        reads, which `keep` saves and is then `saved(ctx)`. `backward(ctx,
-        *upstream)` gets the gradients of the differentiable results, or None, and returns its own by parameter; what it
-        leaves out has none.
+        `save(inputs, results)` gets the parameters by name and the results. It returns by name what the backward reads,
+        which `keep` saves and is then `saved(ctx)`. `backward(ctx, *upstream)` gets the gradients of the differentiable
+        results, of which at least one is not None, and `ctx.needs`, for each tensor of the first parameter whether its
+        gradient is needed. It returns the gradient of the first parameter, once: not with create_graph=True.
         """
+        self._backward, self._save, self._differentiable = backward, save, differentiable
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            results = output if isinstance(output, tuple) else (output,)
-            keep(ctx, save(ctx, self.packed(inputs), results))
-            ctx.mark_non_differentiable(*results[differentiable:])
+            self.set_up(ctx, self.packed(inputs), output)
 
         def run(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-            gradients = backward(ctx, *upstream[:differentiable])
-            return tuple(x for parameter in self._parameters for x in parameter.unpacked(gradients.get(parameter.name)))
+            others = self._places[-1][1].stop - self._parameters[0].width
+            return (*self.gradients(ctx, ctx.needs_input_grad, upstream), *[None] * others)
 
         self._operator.register_autograd(run, setup_context=setup_context)
+
+    def set_up(self, ctx: Any, arguments: dict[str, Any], output: Any) -> None:
+        """Saves what the backward reads."""
+        results = output if isinstance(output, tuple) else (output,)
+        keep(ctx, self._save(arguments, results))
+        ctx.mark_non_differentiable(*results[self._differentiable :])
+
+    def gradients(self, ctx: Any, needs: Sequence[bool], upstream: Sequence[Tensor | None]) -> Sequence[Any]:
+        """The gradients of the first parameter's arguments in the schema."""
+        first, upstream = self._parameters[0], upstream[: self._differentiable]
+        if all(x is None for x in upstream):
+            return [None] * first.width
+        refuse_second_order(*upstream)
+        ctx.needs = needs[: first.width]
+        assert self._backward is not None
+        return first.unpacked(self._backward(ctx, *upstream))
+
+
+class _Eager(torch.autograd.Function):
+    """A call of an operator that nothing traces."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator[..., Any], arguments: dict[str, Any], *first: Any) -> Any:
+        ctx.operator = operator
+        results = operator._function(**arguments)
+        operator.set_up(ctx, arguments, results)
+        return results if isinstance(results, Tensor) else tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.operator.gradients(ctx, ctx.needs_input_grad[2:], upstream)
+
+
+def _is_traced(value: Any) -> bool:
+    """Whether this argument stands for others: while torch.compile traces, in its stand-ins, or under torch.func."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def refuse_second_order(*upstream: Tensor | None) -> None:
+    """Raises RuntimeError if a graph of the backward is requested, which would be cut silently."""
+    if torch.is_grad_enabled() and any(type(x) is Tensor for x in upstream):
+        raise RuntimeError("this function is differentiable once: its backward has no graph (create_graph=True)")
 
 
 def keep(ctx: Any, values: dict[str, Any]) -> None:
@@ -195,6 +252,7 @@ def keep(ctx: Any, values: dict[str, Any]) -> None:
         return _Saved(len(tensors) - 1)
 
     ctx.values = {name: _rebuilt(value, place) for name, value in values.items()}
+    ctx.spent = False  # whether a backward has used up what it reads
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -207,6 +265,16 @@ def saved(ctx: Any) -> dict[str, Any]:
         return tensors[leaf.place] if isinstance(leaf, _Saved) else leaf
 
     return {name: _rebuilt(value, tensor) for name, value in ctx.values.items()}
+
+
+def use_up(ctx: Any) -> None:
+    """Notes that this backward uses up what `keep` saved; raises RuntimeError if an earlier one did."""
+    if ctx.spent:
+        raise RuntimeError(
+            "the first backward used up what this loss had kept, logits to overwrite (inplace=True) or gradients that"
+            " were formed with the loss: for a second backward (retain_graph=True) compute the loss again"
+        )
+    ctx.spent = True
 
 
 def operator(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Operator[P, R]]:

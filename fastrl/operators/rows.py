@@ -7,7 +7,7 @@ the backend is an argument, so that a backward uses the same backend as its forw
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.operators import consumed
-from fastrl.operators.operator import operator, saved
+from fastrl.operators.operator import operator, saved, use_up
 
 
 @operator()
@@ -129,32 +129,28 @@ def logits_backward(
     gradient: Callable[..., Tensor],
     gradient_: Callable[..., None],
     of_results: Callable[..., dict[str, Tensor | None]] = coefficients,
-) -> Callable[..., dict[str, Tensor | None]]:
+) -> Callable[..., Tensor]:
     """The backward of statistics of logits: by `gradient`, or by `gradient_` over logits that the loss may consume.
 
     `of_results` gives what they take by name from the upstream gradients, of which at least one is not None.
     """
 
-    def backward(ctx: Any, *upstream: Tensor | None) -> dict[str, Tensor | None]:
-        if ctx.consumed:
-            raise RuntimeError(consumed.SECOND_BACKWARD)
-        if all(x is None for x in upstream):
-            return {}
+    def backward(ctx: Any, *upstream: Tensor | None) -> Tensor:
+        if ctx.values["consume"]:
+            use_up(ctx)
         arguments = saved(ctx) | of_results(*upstream)
         if not arguments.pop("consume"):
-            return {"logits": gradient(**arguments)}
-        ctx.consumed = True
+            return gradient(**arguments)
         logits = arguments["logits"] = arguments["logits"].detach()
         with consumed.kept(logits):
             gradient_(**arguments)
         consumed.mark(logits)
-        return {"logits": logits}
+        return cast(Tensor, logits)
 
     return backward
 
 
-def _save(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    ctx.consumed = False
+def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
     return {**inputs, "statistics": Statistics(*results)}
 
 

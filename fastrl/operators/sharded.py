@@ -19,7 +19,7 @@ from fastrl.distributed.groups import start_gather
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.operator import keep
+from fastrl.operators.operator import keep, refuse_second_order
 from fastrl.operators.rows import like_logits, logits_backward, write_gradient
 from fastrl.operators.support import statistics_over_support, write_row_gradient
 from fastrl.planning.tiling import combined_rows
@@ -152,7 +152,6 @@ class _Statistics(torch.autograd.Function):
         statistics = gathered(local, targets, shard, mask)
         if outside is not None:
             statistics.logprobs.masked_fill_(outside if mask is None else outside & mask, torch.nan)
-        ctx.consumed = False
         saved = {"logits": logits, "size": shard.size, "targets": own, "mask": mask, "transform": transform}
         saved |= {"dense": dense, "support": support, "dense_support": dense_support, "values": values}
         keep(ctx, {**saved, "statistics": statistics, "backend": backend, "consume": consume})
@@ -160,9 +159,9 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("over a tp_group, log-probabilities and entropies are differentiable once")
-        return (_backward(ctx, d_logprobs, d_entropy).get("logits"), *[None] * 7)
+        refuse_second_order(d_logprobs, d_entropy)
+        none = d_logprobs is None and d_entropy is None
+        return (None if none else _backward(ctx, d_logprobs, d_entropy), *[None] * 7)
 
 
 def _write_gradient(

@@ -234,10 +234,9 @@ def support_row_gradient_(
     )
 
 
-def save_statistics(ctx: Any, inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+def save_statistics(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
     """What a backward reads: the inputs and the statistics."""
     *statistics, values = results
-    ctx.consumed = False
     return {**inputs, "statistics": Statistics(*statistics), "values": values}
 
 

@@ -174,9 +174,12 @@ def test_options(ranks: Ranks, option: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["SAPO", "GSPO"])
 def test_without_a_bias_and_with_a_second_backward(ranks: Ranks, name: str) -> None:
-    case = Case(OBJECTIVES[name].replace(entropy_coef=0.05), biased=False, backwards=2, upstream=3.0)
-    check_over_ranks(ranks, case, meetings(plans(case), LAYOUTS.values()))
-    frozen = replace(case, needs=("hidden",))
+    case = Case(OBJECTIVES[name].replace(entropy_coef=0.05), biased=False, upstream=3.0)
+    # Gradients that the forward formed are handed over once.
+    forms, again = plans(case)[:1], replace(case, backwards=2)
+    check_over_ranks(ranks, case, meetings(forms, LAYOUTS.values()))
+    check_over_ranks(ranks, again, meetings(plans(case)[1:], LAYOUTS.values()))
+    frozen = replace(again, needs=("hidden",))
     check_over_ranks(ranks, frozen, [{"plan": "frozen-head", "shards": x} for x in LAYOUTS.values()])
 
 

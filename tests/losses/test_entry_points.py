@@ -13,6 +13,7 @@ from problem import CLOSE, B, Problem, T, V, assert_same
 import fastrl
 from fastrl.objectives.batch import make_batch
 from fastrl.objectives.dependence import Given, why_not_row_local
+from fastrl.planning.plans import use_plan
 
 
 def assert_entry_points_agree(device: str, name: str, entropy_coef: float, on_policy: bool) -> None:
@@ -125,7 +126,7 @@ def test_num_tokens_is_taken_and_checked(backend: str, backend_device: str) -> N
 
 
 def test_a_second_backward(backend: str, backend_device: str) -> None:
-    """With inplace=True it raises; otherwise it gives the same gradient again, from hidden states too."""
+    """It raises with inplace=True and if gradients were formed with the loss; otherwise it gives the same again."""
     problem = Problem(backend_device)
     for name in ("GRPO", "GSPO"):
         common = {"objective": OBJECTIVES[name], **problem.arguments}
@@ -133,13 +134,20 @@ def test_a_second_backward(backend: str, backend_device: str) -> None:
         leaves = problem.leaves()
         loss = fastrl.linear_policy_loss(**leaves, **common).loss
         loss.backward(retain_graph=True)
+        torch.testing.assert_close({k: x.grad for k, x in leaves.items()}, expected, **CLOSE)
+        with pytest.raises(RuntimeError, match="compute the loss again"):
+            loss.backward()
+        leaves = problem.leaves()
+        with use_plan("recompute"):
+            loss = fastrl.linear_policy_loss(**leaves, **common).loss
+        loss.backward(retain_graph=True)
         loss.backward()
         twice = {k: 2 * e for k, e in expected.items()}
         torch.testing.assert_close({k: x.grad for k, x in leaves.items()}, twice, **CLOSE)
         logits = torch.randn(B, T, V, device=backend_device, requires_grad=True) * 1
         loss = fastrl.logits_policy_loss(logits, inplace=True, **common).loss
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="consumed by the first backward"):
+        with pytest.raises(RuntimeError, match="compute the loss again"):
             loss.backward()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from objectives import OBJECTIVES
 from problem import CLOSE, B, H, Problem, T, V, assert_same
 from python import python
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fastrl
 from fastrl.base import checks
+from fastrl.linear import forward_gradient
 from fastrl.objectives.objective import Objective
 
 _OTHER_DEFAULTS = """
@@ -134,7 +137,7 @@ def test_second_derivatives_are_refused_not_dropped(backend: str, backend_device
                 torch.autograd.grad(torch.autograd.grad(loss, leaf, create_graph=True)[0].square().sum(), leaf)
 
 
-def test_a_callable_s_graph_is_freed_and_guarded_like_any_other(backend: str, backend_device: str) -> None:
+def test_a_callable_s_graph_is_freed_and_its_gradients_are_ready(backend: str, backend_device: str) -> None:
     def loss(log_ratio: torch.Tensor, advantages: torch.Tensor, context: fastrl.LossContext) -> torch.Tensor:
         return -log_ratio.exp() * advantages
 
@@ -142,14 +145,13 @@ def test_a_callable_s_graph_is_freed_and_guarded_like_any_other(backend: str, ba
     problem = Problem(backend_device)
     leaves = problem.leaves()
     out = fastrl.linear_policy_loss(**leaves, objective=loss, **problem.arguments).loss
-    out.backward()
+    first = torch.autograd.grad(out, list(leaves.values()))
     with pytest.raises(RuntimeError, match="second time"):
         out.backward()
     out = fastrl.linear_policy_loss(**leaves, objective=loss, **problem.arguments).loss
     with torch.no_grad():
         leaves["weight"] += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
+    assert all(map(torch.equal, torch.autograd.grad(out, list(leaves.values())), first))
 
 
 @pytest.mark.parametrize("row_local", [False, True])
@@ -349,3 +351,30 @@ def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_rea
             fastrl.linear_policy_loss(hidden, weight, **given)
     else:
         assert fastrl.linear_policy_loss(hidden, weight, **given).loss.isnan()
+
+
+def test_checkpointing_around_a_loss_drops_its_gradients_and_forms_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Non-reentrant: no gradient is alive between forward and backward, which run the kernel once each."""
+    formed: list[Any] = []
+    real = forward_gradient.row_local_gradients
+
+    def noted(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        formed.append([weakref.ref(gradient) for gradient in found[1] if gradient is not None])
+        return found
+
+    monkeypatch.setattr(forward_gradient, "row_local_gradients", noted)
+    problem = Problem("cpu")
+    expected = problem.by_hidden(fastrl.DAPO())[1]
+    formed.clear()
+    leaves = problem.leaves()
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(leaves, inputs, strict=True))
+        return fastrl.linear_policy_loss(**given, objective=fastrl.DAPO(), **problem.arguments).loss
+
+    value = checkpoint(loss, *leaves.values(), use_reentrant=False)
+    assert len(formed) == 1 and formed[0] and all(gradient() is None for gradient in formed[0])
+    value.backward()
+    assert len(formed) == 2
+    assert all(torch.equal(leaves[name].grad, gradient) for name, gradient in expected.items())

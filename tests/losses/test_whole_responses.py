@@ -90,15 +90,12 @@ def test_chunks_of_whole_units_give_what_recompute_gives(
     torch.testing.assert_close(found["whole-response"], found["recompute"], rtol=2e-5, atol=2e-6)
 
 
-def test_a_second_backward_computes_again_and_notices_a_changed_reference() -> None:
+def test_a_second_backward_needs_another_loss() -> None:
     leaves, tokens = arguments("cpu", False)
     with use_plan("whole-response"):
         loss = fastrl.linear_preference_loss(**leaves, **tokens, objective=fastrl.DPO()).loss
-    first = torch.autograd.grad(3 * loss, [*leaves.values()], retain_graph=True)
-    second = torch.autograd.grad(3 * loss, [*leaves.values()], retain_graph=True)
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
-    tokens["ref_logprobs"].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    torch.autograd.grad(3 * loss, [*leaves.values()], retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
         torch.autograd.grad(loss, [*leaves.values()])
 
 

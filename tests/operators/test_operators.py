@@ -22,7 +22,7 @@ from fastrl.linear.head import Head
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators import gathered, rows, support
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.operator import Operator, _bodies
+from fastrl.operators.operator import Operator
 from fastrl.planning.tiling import Needs, PassBudget
 
 SLOW = pytest.mark.slow
@@ -132,7 +132,10 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
             ),
         ),
         (support_linear.support_linear_loss, (leaves, y, transform, entries, inputs, objective, backend)),
-        (support_linear.support_linear_products, (head, entries, values, Needs(True, True, True), backend)),
+        (
+            support_linear.support_linear_products,
+            (head, entries, values, values.new_tensor(0.5), Needs(True, True, True), backend),
+        ),
     ]
     pairs = 2 * torch.arange(7, device=y.device)
     free, members = (Entries(torch.stack([y, x], 1).int().view(-1), pairs) for x in ((y + 1) % V, y * 0 - 1))
@@ -155,16 +158,19 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
             (linear_entries.linear_gathered, (given_head, *given, -1, plan, budget)),
             (linear_entries.linear_gathered_gradient, (head, *given, *upstreams)),
         ]
-    names = [f"{p.__name__}.{m.name}" for p in (operators, linear_folder) for m in iter_modules(p.__path__)]
-    every = {x for name in names for x in vars(import_module(name)).values() if isinstance(x, Operator)}
-    assert every == {operator for operator, _ in calls}
+    assert every_operator() == {operator for operator, _ in calls}
     for operator, arguments in calls:
         overload = getattr(torch.ops.fastrl, operator.__name__).default
         torch.library.opcheck(overload, tuple(operator.unpacked(*arguments)))
 
 
+def every_operator() -> set[Operator[..., Any]]:
+    names = [f"{p.__name__}.{m.name}" for p in (operators, linear_folder) for m in iter_modules(p.__path__)]
+    return {x for name in names for x in vars(import_module(name)).values() if isinstance(x, Operator)}
+
+
 def test_cuda_graphs_leave_out_what_may_wait_for_the_gpu() -> None:
-    made = [getattr(torch.ops.fastrl, name.removeprefix("fastrl::")).default for name in _bodies]
+    made = [getattr(torch.ops.fastrl, operator.__name__).default for operator in every_operator()]
     waiting = {op._opname for op in made if torch.Tag.cudagraph_unsafe in op.tags}
     assert waiting == {
         *("linear_statistics", "linear_gradient", "linear_forward_gradient", "linear_gathered"),
