@@ -29,11 +29,11 @@ TWO_PASS = "two-pass"
 def order_of_active(
     mask: Tensor | None, c: Tensor, num_tokens: int, h: Tensor | None = None, results: Tensor | None = None
 ) -> Order:
-    """Rows with a nonzero c or h; on a GPU all unmasked rows if their number is given, to avoid a synchronisation.
+    """Rows with a nonzero c or h; on a GPU all unmasked rows if their number is known, to avoid a synchronisation.
 
     Rows whose results (N,) are NaN are included: a clip may have set their c to 0, and the NaN must not be lost.
     """
-    if num_tokens >= 0 and c.is_cuda:
+    if c.is_cuda and (num_tokens >= 0 or mask is None):
         return order(mask, c.shape[0], num_tokens)
     active = c != 0
     if results is not None:

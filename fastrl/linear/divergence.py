@@ -255,12 +255,16 @@ def divergence_forward_gradient(
     teacher_float32: bool,
     backend: str,
     num_tokens: int,
+    num_active: int,
     budget: PassBudget,
     one_chunk: bool,
 ) -> LinearDivergence:
-    """The weighted sum of the rows' divergences, differentiable once. Not for float16, whose sums need a scale."""
+    """The weighted sum of the rows' divergences, differentiable once. Not for float16, whose sums need a scale.
+
+    num_active: the number of valid rows whose c is not 0, or -1.
+    """
     n, device = head.hidden.shape[0], head.hidden.device
-    used, active = active_first(mask, c != 0, n, num_tokens)
+    used, active = active_first(mask, c != 0, n, num_tokens, num_active)
     tile = Tile(max(used.count, 1), head.entries)
     if not one_chunk and used.count:
         # There may be fewer rows than were planned, but the sums are float32 as planned.

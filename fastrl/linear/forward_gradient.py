@@ -273,12 +273,17 @@ def linear_forward_gradient(
     needs: Needs,
     backend: str,
     num_tokens: int,
+    num_active: int,
     budget: PassBudget,
     one_chunk: bool,
 ) -> LinearLoss:
-    """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide."""
-    arguments = (head, targets, mask, transform, inputs, objective, needs, backend, num_tokens, budget, one_chunk)
-    results, gradients = row_local_gradients(*arguments)
+    """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide.
+
+    num_tokens, num_active: the numbers of valid rows and of `active_rows` among them, -1 if the host does not know.
+    """
+    results, gradients = row_local_gradients(
+        head, targets, mask, transform, inputs, objective, needs, backend, num_tokens, num_active, budget, one_chunk
+    )
     return LinearLoss(
         results.terms[0].sum(), *results, *(head.hidden.new_empty(0) if g is None else g for g in gradients)
     )
@@ -294,13 +299,14 @@ def row_local_gradients(
     needs: Needs,
     backend: str,
     num_tokens: int,
+    num_active: int,
     budget: PassBudget,
     one_chunk: bool,
     shard: VocabularyShard | None = None,
 ) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
     """`forward_gradient` of a row-local objective."""
     checks.targets_in_range(targets, mask, head.entries if shard is None else shard.total)
-    used, active = forward.active_first(mask, active_rows(inputs), targets.shape[0], num_tokens)
+    used, active = forward.active_first(mask, active_rows(inputs), targets.shape[0], num_tokens, num_active)
     chunks: list[Chunk] = []
     if one_chunk:
         chunks = row_chunks(used.count, active, max(used.count, 1))

@@ -100,8 +100,9 @@ class _Backward(Backward):
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, down, up, targets, mask, transform, backend, budget = inputs
-        head, low_rank, used = Head(hidden, weight, bias), LowRank(down, up), order(mask, targets.shape[0])
+        hidden, weight, bias, down, up, targets, mask, transform, backend, num_tokens, budget = inputs
+        head, low_rank = Head(hidden, weight, bias), LowRank(down, up)
+        used = order(mask, targets.shape[0], num_tokens)
         stats = Statistics(*(torch.zeros(targets.shape, device=targets.device) for _ in range(4)))
         if used.count:
             tile = pass_tile("statistics", head, used, budget)
@@ -133,7 +134,7 @@ class _Statistics(torch.autograd.Function):
         d_head = of_tiles.run("recompute")
         gradients = (*d_head, *of_tiles.low_rank_gradients())
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None, None, None, None, None
+        return *wanted, None, None, None, None, None, None
 
 
 def low_rank_statistics(
@@ -143,10 +144,14 @@ def low_rank_statistics(
     mask: Tensor | None,
     transform: Transform,
     backend: str,
+    num_tokens: int,
     budget: PassBudget,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (N,) float32, 0 where masked; differentiable once in the head, down and up."""
+    """Log-probabilities and entropies (N,) float32, 0 where masked; differentiable once in the head, down and up.
+
+    num_tokens: the number of valid rows, or -1.
+    """
     result: tuple[Tensor, Tensor] = _Statistics.apply(
-        *head.tensors, *low_rank, targets, mask, transform, backend, budget
+        *head.tensors, *low_rank, targets, mask, transform, backend, num_tokens, budget
     )
     return result

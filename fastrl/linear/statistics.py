@@ -67,21 +67,29 @@ def _places(chosen: Tensor, known: int) -> Tensor:
     return torch.nonzero_static(chosen, size=known)[:, 0].clamp_min(0)
 
 
-def active_first(valid: Tensor | None, active: Tensor, total: int, known: int) -> tuple[Order, int]:
+def counted(valid: Tensor | None, active: Tensor) -> tuple[int, int]:
+    """The number of valid rows, and of those that are also `active` (N,) bool; one synchronisation on a GPU."""
+    if valid is None:
+        return active.shape[0], int(active.sum())
+    count, active_count = torch.stack([valid.sum(), (active & valid).sum()]).tolist()
+    return count, active_count
+
+
+def active_first(
+    valid: Tensor | None, active: Tensor, total: int, known: int, known_active: int = -1
+) -> tuple[Order, int]:
     """The order of the valid rows, with the `active` rows (N,) bool first, and the number of those.
 
-    One synchronisation on a GPU. If the number of valid rows is known there is none, and all rows count as active.
+    Where that of the active ones is not known (>= 0), a GPU counts all rows as active if it knows the number of valid
+    ones, and is synchronised otherwise.
     """
-    if known >= 0 and active.is_cuda:
+    if known_active < 0 and active.is_cuda and (known >= 0 or valid is None):
         used = order(valid, total, known)
         return used, used.count
-    if valid is None:
-        active_count, count = int(active.sum()), total
-    else:
-        active = active & valid
-        active_count, count = torch.stack([active.sum(), valid.sum()]).tolist()
+    count, active_count = (known, known_active) if known_active >= 0 else counted(valid, active)
     if active_count == count:
         return order(valid, total, count), count
+    active = active if valid is None else active & valid
     valid_idle = ~active if valid is None else valid & ~active
     return (
         Order(torch.cat([_places(active, active_count), _places(valid_idle, count - active_count)]), count),

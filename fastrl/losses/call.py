@@ -52,6 +52,11 @@ class LinearCall(NamedTuple):
         return self.head.entries if self.shard is None else self.shard.largest
 
     @property
+    def waits(self) -> bool:
+        """Whether the host may wait for a GPU to learn which rows are computed."""
+        return self.args.mask is not None and self.num_tokens < 0
+
+    @property
     def needs(self) -> Needs:
         """Which gradients are needed."""
         return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in self.head.tensors))
@@ -153,11 +158,14 @@ def checked_count(num_tokens: int | None, mask: Tensor | None, rows: int) -> int
     return num_tokens
 
 
-def counted_rows(mask: Tensor | None, rows: int) -> int:
-    """The number of valid tokens if the host may read the mask (rows,), else of all tokens."""
-    if mask is not None and checks.values_are_checked(mask):
-        return int(mask.sum())
-    return rows
+def counted_rows(mask: Tensor | None, rows: int, known: int = -1) -> int:
+    """The number of valid tokens if it is not `known` (>= 0), for which a mask (rows,) on a GPU makes the host wait.
+
+    -1 if torch.compile traces, which has no values.
+    """
+    if known >= 0 or mask is None:
+        return rows if mask is None else known
+    return -1 if torch.compiler.is_compiling() else int(mask.sum())
 
 
 class PlannedCall(NamedTuple):
@@ -166,7 +174,7 @@ class PlannedCall(NamedTuple):
     call: LinearCall
     plan: Plan
     inputs: Call  # what the plan was chosen for
-    rows: int  # the number of valid tokens that take the dense kernels, -1 if the host does not know it
+    rows: int  # the number of valid tokens that take the dense kernels; -1 while torch.compile traces a mask
     supports: Supports | None  # the recorded support of the others
 
     def statistics(self, all_statistics: bool = False) -> Statistics:
@@ -183,10 +191,9 @@ class PlannedCall(NamedTuple):
                 head, args.targets, *rows, forced(), self.rows, plan.name, plan.pass_budget
             )
             return Statistics(*sparse[:4])
-        waits = self.call.num_tokens < 0  # whether the backward may synchronise to learn which rows are idle
         slopes = self.inputs.slopes if plan.name == "frozen-head" else 0
         stats = linear_statistics(
-            head, *args, forced(), self.rows, waits, plan.name, plan.pass_budget, slopes, all_statistics
+            head, *args, forced(), self.rows, self.call.waits, plan.name, plan.pass_budget, slopes, all_statistics
         )
         return Statistics(*stats[:4])
 
@@ -204,7 +211,7 @@ class PlannedCall(NamedTuple):
                 transform,
                 forced(),
                 self.rows,
-                self.call.num_tokens < 0,
+                self.call.waits,
                 plan.name,
                 plan.pass_budget,
                 self.inputs.slopes if plan.name == "frozen-head" else 0,
@@ -222,7 +229,7 @@ def planned(
     Args:
         scope: what a token's loss depends on; ANY if no objective follows.
         slopes: how many statistics have a gradient.
-        rows: the number of valid tokens, or -1 if the host does not know it.
+        rows: the number of valid tokens; -1: it is counted here.
         longest: that of the longest response.
         gathered: the number of entries whose log-probabilities are asked for beside targets.
     """
@@ -234,9 +241,11 @@ def planned(
         supports = split(recorded, call.args, widest, True, lambda n, ids: gathers(n, ids, sizes))
         entries, rows = recorded.token_ids.shape[0], supports.num_dense
         scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0  # an objective runs in torch, in any scope
+    elif rows < 0:
+        rows = counted_rows(call.args.mask, call.args.targets.shape[0], call.num_tokens)
     device = call.head.weight.device.type
     inputs = Call(
-        rows=counted_rows(call.args.mask, call.args.targets.shape[0]) if rows < 0 else rows,
+        rows=call.args.targets.shape[0] if rows < 0 else rows,
         hidden=call.head.weight.shape[1],
         vocab=call.largest,
         dtype=call.head.weight.dtype,

@@ -12,8 +12,9 @@ from fastrl.backend.contract import Divergence
 from fastrl.base import checks
 from fastrl.linear.divergence import divergence_forward_gradient, divergence_statistics, teacher_sizes, weighted_sum
 from fastrl.linear.head import Head
+from fastrl.linear.statistics import counted
 from fastrl.losses.arguments import checked_transform, head_arguments
-from fastrl.losses.call import checked_count, counted_rows, marked
+from fastrl.losses.call import checked_count, marked
 from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.dependence import TOKEN
 from fastrl.planning import plans
@@ -141,8 +142,11 @@ def linear_divergence(
 
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head.tensors))
     device = head.weight.device
+    rows, active, waits = count if flat is not None else like.numel(), -1, flat is not None and count < 0
+    if flat is not None and waits and not torch.compiler.is_compiling():
+        rows, active = counted(flat, c != 0)
     call = Call(
-        rows=count if count >= 0 else counted_rows(flat, like.numel()),
+        rows=like.numel() if rows < 0 else rows,
         hidden=head.weight.shape[1],
         vocab=head.entries,
         dtype=head.weight.dtype,
@@ -161,10 +165,10 @@ def linear_divergence(
     arguments = (head, teacher, flat, transform, teacher_transform, divergence)
     if plan.name == "forward-gradient":
         loss, per_row, *_ = divergence_forward_gradient(
-            *arguments, c, needs, teacher_wide, forced(), count, plan.pass_budget, plan.one_chunk
+            *arguments, c, needs, teacher_wide, forced(), rows, active, plan.pass_budget, plan.one_chunk
         )
     else:
-        stats = divergence_statistics(*arguments, teacher_wide, forced(), count, count < 0, plan.name, plan.pass_budget)
+        stats = divergence_statistics(*arguments, teacher_wide, forced(), rows, waits, plan.name, plan.pass_budget)
         loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
     return DivergenceLoss(loss, per_row.detach().view(like.shape))
 

@@ -39,11 +39,12 @@ Coefficients = Callable[[Statistics, Tensor | slice, int], tuple[Tensor, Tensor,
 
 
 class _Host(NamedTuple):
-    """What the host knows about each response, after at most one synchronisation."""
+    """What the host knows about each response, after at most one synchronisation; or about all tokens at once."""
 
     counts: list[int]  # the number of valid tokens
-    active: list[int]  # the same, but 0 for an idle response: one with only idle rows
+    active: list[int]  # of a response the same, but 0 for an idle one, which has only idle rows; or of rows not idle
     ends: list[int]  # the end of its rows, masked rows included
+    of_rows: Any = None  # of a row-local objective what `row_objective` returned
 
 
 class PlannedLoss(NamedTuple):
@@ -67,7 +68,6 @@ def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> Planne
 
     over_ranks: whether the tokens of a response will lie over the ranks of a group.
     """
-    count = call.num_tokens
     depends = scope(problem.objective, Given.of(problem.batch)._replace(over_ranks=over_ranks))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels
@@ -75,8 +75,10 @@ def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> Planne
     if call.sampling_mask is not None:
         depends = RESPONSE  # no plan holds a response's support entries until its objective is known
     elif any(call.needs) and depends in (RESPONSE, BATCH):
-        host = _ask(problem, call)
-    rows = count if host is None else sum(host.counts)
+        host = _of_responses(problem, call)
+    elif any(call.needs) and depends == TOKEN and not over_ranks:  # whose weights are not known yet
+        host = _of_tokens(problem, call)
+    rows = call.num_tokens if host is None else sum(host.counts)
     longest = max(rows, 0) if host is None else max(host.counts, default=0)
     return PlannedLoss(planned(call, depends, slopes(problem.objective), rows, longest), host)
 
@@ -85,11 +87,27 @@ def _from_statistics(problem: Problem, by_plan: PlannedCall, host: _Host | None)
     return from_statistics(problem, *by_plan.statistics()[:2])
 
 
-def _ask(problem: Problem, call: LinearCall) -> _Host | None:
-    """Reads all that the host needs in one synchronisation; None if it must not synchronise."""
-    if call.args.targets.is_cuda and call.num_tokens >= 0:
+def _of_tokens(problem: Problem, call: LinearCall) -> _Host | None:
+    """The numbers of valid rows and of those that are not idle; None if no GPU has to be asked before the plan."""
+    mask, objective = call.args.mask, problem.objective
+    if mask is None or not mask.is_cuda or not call.waits or torch.compiler.is_compiling():
         return None
+    if not isinstance(objective, Objective):
+        return None
+    of_rows = row_objective(objective, problem.batch, problem.weights)
+    count, active = forward.counted(mask, forward_gradient_ops.active_rows(of_rows[1]))
+    return _Host([count], [active], [mask.shape[0]], of_rows)
+
+
+def _of_responses(problem: Problem, call: LinearCall) -> _Host | None:
+    """Reads all that the host needs in one synchronisation; None if it must not synchronise."""
     batch = problem.batch
+    if call.args.targets.is_cuda:
+        if call.num_tokens >= 0:
+            return None
+        if call.args.mask is None and batch.responses.offsets is None:
+            length, size = batch.responses.length, batch.responses.count
+            return _Host([length] * size, [length] * size, [(i + 1) * length for i in range(size)])
     active = batch.counts
     if isinstance(problem.objective, Objective):
         _, inputs, *_ = row_objective(problem.objective, batch, problem.weights)
@@ -112,8 +130,9 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
     """The forward-gradient plan: the forward computes the loss and its gradients."""
     call, plan = by_plan.call, by_plan.plan
     if isinstance(problem.objective, Objective):
-        spec, inputs, clamped, marks = row_objective(problem.objective, problem.batch, problem.weights)
-        arguments = (*call.args, inputs, spec, call.needs, forced(), call.num_tokens, plan.pass_budget, plan.one_chunk)
+        of_rows = row_objective(problem.objective, problem.batch, problem.weights) if host is None else host.of_rows
+        (spec, inputs, clamped, marks), known = of_rows, (by_plan.rows, -1 if host is None else host.active[0])
+        arguments = (*call.args, inputs, spec, call.needs, forced(), *known, plan.pass_budget, plan.one_chunk)
         if call.shard is not None:
             compute = partial(row_local_gradients, shard=call.shard)
             loss, result = _attached(call, lambda head: compute(head, *arguments))
@@ -121,7 +140,7 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
         loss, *terms, _, _, _ = linear_forward_gradient(call.head, *arguments)
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
     # A row-local callable runs in torch between each chunk's statistics and its gradient.
-    used = forward.order(call.args.mask, call.args.targets.shape[0], call.num_tokens)
+    used = forward.order(call.args.mask, call.args.targets.shape[0], by_plan.rows)
     chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:

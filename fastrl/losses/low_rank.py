@@ -64,7 +64,8 @@ def low_rank_token_logprobs(
     rank = up.shape[-1]
     checks.shape("up", up, (call.vocab, rank), "(V, r)")
     checks.shape("down", down, (*targets.shape, rank), "targets' shape and r")
-    inputs, name, held = planned(call._replace(budget=None), ANY, slopes=2).inputs, "forward", 0
+    by_plan, name, held = planned(call._replace(budget=None), ANY, slopes=2), "forward", 0
+    inputs = by_plan.inputs
     if any(call.needs) or (torch.is_grad_enabled() and (down.requires_grad or up.requires_grad)):
         name, held = "recompute", 4 * rank * (call.vocab + inputs.rows)
         inputs = replace(inputs, needs=Needs(True, *call.needs[1:]))
@@ -85,5 +86,5 @@ def low_rank_token_logprobs(
     args = call.args
     checks.targets_in_range(args.targets, args.mask, call.vocab)
     low_rank = LowRank(down.reshape(-1, rank), up)
-    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), found[0].pass_budget)
+    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, found[0].pass_budget)
     return TokenStats(logprobs.view(targets.shape), entropy.view(targets.shape))

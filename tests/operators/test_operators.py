@@ -71,7 +71,7 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         *(
             (
                 forward_gradient.linear_forward_gradient,
-                (head, *row, inputs, objective, Needs(True, True, True), backend, -1, budget, one_chunk),
+                (head, *row, inputs, objective, Needs(True, True, True), backend, -1, -1, budget, one_chunk),
             )
             for one_chunk in (False, True)
         ),
@@ -93,7 +93,7 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
         *(
             (
                 divergence.divergence_forward_gradient,
-                (head, *pair, a, Needs(True, True, True), False, backend, -1, budget, one_chunk),
+                (head, *pair, a, Needs(True, True, True), False, backend, -1, -1, budget, one_chunk),
             )
             for one_chunk in (False, True)
         ),

@@ -44,9 +44,6 @@ class Launches(TorchDispatchMode):
                 self.kernels[name] += _KERNELS.get(name, 1)
             if name in _WAITS:
                 self.waits[name] += 1
-        elif function.namespace == "fastrl":
-            with self:
-                return torch._library.custom_ops.OPDEFS[function.name().split(".")[0]]._init_fn(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
     @property
