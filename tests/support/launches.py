@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
