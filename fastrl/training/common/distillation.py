@@ -46,9 +46,9 @@ class Distillation:
             return hidden_states(self.teacher, batch, self.packing)
 
     def loss(
-        self, policy: Policy, states: Tensor, teacher_states: Tensor, batch: Rollout, denominator: int
+        self, policy: Policy, states: Tensor, teacher_states: Tensor, batch: Rollout, count: int, denominator: int
     ) -> tuple[Tensor, Tensor]:
-        """The divergence summed over a batch's tokens, divided by `denominator`; and the sum alone, detached.
+        """The divergence summed over a batch's `count` tokens, divided by `denominator`; and the sum alone, detached.
 
         `states` and `teacher_states` are the hidden states of policy and teacher. Both results are scalars.
         """
@@ -65,6 +65,7 @@ class Distillation:
                 kind=kind,
                 beta=beta,
                 mask=mask,
+                num_tokens=count,
                 denominator=denominator,
                 teacher_bias=head["bias"],
                 teacher_logit_scale=head["logit_scale"],

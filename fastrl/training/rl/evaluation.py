@@ -63,7 +63,7 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
         batch = rollout.select(rows)
         with run.policy.computing():
             states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
-            _, divergence = distillation.loss(run.policy, states, taught, batch, 1)
+            _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
         sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
     return dict(zip(("eval/divergence", "eval/teacher_logprob"), (sums / count).tolist(), strict=True))
 

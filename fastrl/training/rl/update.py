@@ -114,15 +114,17 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
 
     The denominators are the whole minibatch's, so the sum does not depend on how it is split.
     """
-    tokens = max(int(rollout.mask[rows].sum()), 1)
+    counts = rollout.mask[rows].sum(1).tolist()
+    tokens = max(sum(counts), 1)
     denominator = _denominator(run.objective, rollout, rows, tokens)
     metrics = []
-    for part in torch.arange(len(rows), device=rows.device).split(run.config.training.micro_batch_size or len(rows)):
-        batch = rollout.select(rows[part])
+    size = run.config.training.micro_batch_size or len(rows)
+    for part in (slice(first, first + size) for first in range(0, len(rows), size)):
+        batch, count = rollout.select(rows[part]), sum(counts[part])
         models = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
         with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
             own = denominator[part] if isinstance(denominator, Tensor) else denominator
-            metrics.append(_backward(run, batch, tokens, own, watch))
+            metrics.append(_backward(run, batch, count, tokens, own, watch))
     if run.text is not None and run.config.pretraining is not None:
         settings, ids = run.config.pretraining, run.text.next(run.config.pretraining.batch_size).to(run.policy.device)
         with checkpointing(run.policy.model):
@@ -145,8 +147,10 @@ def _denominator(objective: Objective, rollout: Rollout, rows: Tensor, tokens: i
     return (prompts.amax() + 1) * group_total(rollout.mask[rows].sum(1), prompts)
 
 
-def _backward(run: Run, batch: Rollout, tokens: int, denominator: int | Tensor, watch: Stopwatch) -> dict[str, Tensor]:
-    """Add the gradient of a micro-batch. Returns its metrics.
+def _backward(
+    run: Run, batch: Rollout, count: int, tokens: int, denominator: int | Tensor, watch: Stopwatch
+) -> dict[str, Tensor]:
+    """Add the gradient of a micro-batch of `count` tokens. Returns its metrics.
 
     tokens: of the minibatch; denominator: of the policy's loss.
     """
@@ -155,11 +159,14 @@ def _backward(run: Run, batch: Rollout, tokens: int, denominator: int | Tensor, 
         states = hidden_states(policy, batch, run.config.training.packing)
         # Detached, so that the vocabulary's losses can be timed on their own.
         leaf = states.detach().requires_grad_(states.requires_grad)
-        metrics = {"loss": torch.zeros((), device=policy.device), "tokens": batch.mask.sum().float()}
+        metrics = {
+            "loss": torch.zeros((), device=policy.device),
+            "tokens": torch.tensor(float(count), device=policy.device),
+        }
         if run.policy_coef:
-            metrics |= _policy_loss(run, batch, leaf, denominator, watch)
+            metrics |= _policy_loss(run, batch, count, leaf, denominator, watch)
         if run.distillation is not None:
-            distilled = _divergence(run.distillation, policy, batch, leaf, tokens, watch)
+            distilled = _divergence(run.distillation, policy, batch, count, leaf, tokens, watch)
             metrics |= {**distilled, "loss": metrics["loss"] + distilled["loss"]}
     if run.critic is not None:
         critic_loss = _value_loss(run, batch, leaf, tokens)
@@ -171,7 +178,7 @@ def _backward(run: Run, batch: Rollout, tokens: int, denominator: int | Tensor, 
 
 
 def _policy_loss(
-    run: Run, batch: Rollout, leaf: Tensor, denominator: int | Tensor, watch: Stopwatch
+    run: Run, batch: Rollout, count: int, leaf: Tensor, denominator: int | Tensor, watch: Stopwatch
 ) -> dict[str, Tensor]:
     """Add the gradient of the weighted objective to the hidden states `leaf` and the head. Returns its metrics."""
     policy, training = run.policy, run.config.training
@@ -190,6 +197,7 @@ def _policy_loss(
             denominator=denominator,
             temperature=run.config.rollout.temperature,
             memory_budget=training.memory_budget,
+            num_tokens=count,
             **arguments,
             **policy.head,
         )
@@ -202,16 +210,16 @@ def _policy_loss(
 
 
 def _divergence(
-    distillation: Distillation, policy: Policy, batch: Rollout, leaf: Tensor, tokens: int, watch: Stopwatch
+    distillation: Distillation, policy: Policy, batch: Rollout, count: int, leaf: Tensor, tokens: int, watch: Stopwatch
 ) -> dict[str, Tensor]:
     """Add the gradient of the weighted divergence, like `_policy_loss`. Returns its metrics."""
     states = distillation.states(batch)
     with watch():
-        divergence, total = distillation.loss(policy, leaf, states, batch, tokens)
+        divergence, total = distillation.loss(policy, leaf, states, batch, count, tokens)
         loss = distillation.settings.coef * divergence
         loss.backward()
         logprobs = distillation.logprobs(states, batch)
-    count = batch.mask.sum().clamp_min(1)
+    count = max(count, 1)
     return {"loss": loss.detach().float(), "divergence": total / count, "teacher_logprob": logprobs / count}
 
 

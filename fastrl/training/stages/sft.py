@@ -68,7 +68,7 @@ class SFT(PolicyStage[Tokens]):
             if self.distillation is None:
                 return self._cross_entropy(states, batch, count, total), {"tokens": count}
             coef, teacher_states = self.distillation.settings.coef, self.distillation.states(batch)
-            divergence, in_all = self.distillation.loss(policy, states, teacher_states, batch, total)
+            divergence, in_all = self.distillation.loss(policy, states, teacher_states, batch, count, total)
             numbers: dict[str, float | Tensor] = {"tokens": count, "divergence": in_all / total}
             if coef == 1:
                 return divergence, numbers

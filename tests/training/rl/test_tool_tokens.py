@@ -138,7 +138,7 @@ def test_a_teacher_is_followed_at_drawn_tokens(policy, make_policy, rollout, dra
     teacher = make_policy(initializer_range=0.3)
     distillation = Distillation(teacher, TeacherConfig(teacher="t"), 1.0, top_k, packed)
     states = hidden_states(policy, rollout, packed).detach()
-    _, total = distillation.loss(policy, states, distillation.states(rollout), rollout, 1)
+    _, total = distillation.loss(policy, states, distillation.states(rollout), rollout, int(rollout.mask.sum()), 1)
     plain = replace(rollout, drawn=None, counted=None, sampling_mask=None)
     whole = [torch.log_softmax((hidden_states(p, plain, False) @ p.weight.T).double(), -1) for p in (teacher, policy)]
     if top_k is not None:
