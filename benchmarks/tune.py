@@ -170,12 +170,8 @@ def bounded(device: str, tile_bytes: int | None) -> Iterator[None]:
     if tile_bytes is None:
         yield
         return
-    with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}), patch.object(tiling, "sums_bytes", lambda one: 0):
-        tiling._fit.cache_clear()  # it does not see that `sums_bytes` is another
-        try:
-            yield
-        finally:
-            tiling._fit.cache_clear()
+    with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}), patch.object(tiling.Pass, "sums_bytes", 0):
+        yield
 
 
 def head_choices(problem: Problem, device: str) -> list[Choice]:

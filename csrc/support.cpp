@@ -180,7 +180,7 @@ int32_t fastrl_support_forward_gradient(const Support* support, const RowArgumen
 
 // Sets `logits` (n, width), entries [first, first + width) of the given rows, to -inf outside the rows' supports
 int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int64_t n, void* logits, int64_t width,
-                                int64_t first, int32_t element) {
+                                int64_t stride, int64_t first, int32_t element) {
   return with_element(element, [&](auto zero) {
     using T = decltype(zero);
     T nothing;
@@ -188,7 +188,7 @@ int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int
     return for_each(n, 1, support->threads, [&](int64_t i) {
       const int32_t *id = support->ids + support->offsets[rows[i]], *end = support->ids + support->offsets[rows[i] + 1];
       if (id == end) return;
-      T* row = (T*)logits + i * width;
+      T* row = (T*)logits + i * stride;
       int64_t column = 0;
       for (id = std::lower_bound(id, end, first); id != end && *id < first + width; ++id) {
         std::fill(row + column, row + (*id - first), nothing);

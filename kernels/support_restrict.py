@@ -28,15 +28,16 @@ def first_not_below(ids_ptr, begin, end, bound):
 
 
 @triton.jit(
-    do_not_specialize=["width", "first"],
+    do_not_specialize=["width", "stride", "first"],
     do_not_specialize_on_alignment=["logits_ptr", "rows_ptr", "token_ids_ptr", "offsets_ptr"],
 )
 def support_restrict_kernel(
-    logits_ptr,  # (n, v), contiguous
+    logits_ptr,  # (n, v), unit stride on v
     rows_ptr,  # (n,) int64
     token_ids_ptr,  # (nnz,) int32
     offsets_ptr,  # (N + 1,) int64
     width: tl.int32,  # v
+    stride: tl.int64,  # from row to row
     first: tl.int32,  # the vocabulary entry of column 0
     BLOCK: tl.constexpr,
     IDS: tl.constexpr,
@@ -61,13 +62,13 @@ def support_restrict_kernel(
         hits += tl.sum((ids[:, None] - first == columns[None, :]).to(tl.int32), axis=0)
 
     # Store.
-    pointers = logits_ptr + place * width + columns
+    pointers = logits_ptr + place * stride + columns
     nothing = tl.full([BLOCK], -float("inf"), tl.float32).to(logits_ptr.dtype.element_ty)
     tl.store(pointers, nothing, mask=(hits == 0) & (columns < width))
 
 
 def support_restrict(
-    logits: Tensor,  # (n, v), contiguous
+    logits: Tensor,  # (n, v), unit stride on v
     first: int,
     rows: Tensor,  # (n,) int64
     token_ids: Tensor,  # (nnz,) int32
@@ -79,5 +80,5 @@ def support_restrict(
         return
     with on_device(logits):
         support_restrict_kernel[(n, triton.cdiv(width, BLOCK))](
-            logits, rows, token_ids, offsets, width, first, BLOCK=BLOCK, IDS=IDS, num_warps=4
+            logits, rows, token_ids, offsets, width, logits.stride(0), first, BLOCK=BLOCK, IDS=IDS, num_warps=4
         )

@@ -48,9 +48,9 @@ tensors of `blank`, and the rest of them is zero afterwards: `blank` gives zeros
 functions sum in a fixed order without atomics, and `support_weight` sums a token's entries in the order of `by_token`.
 Support logits are float32, whereas a matrix product rounds them to the factors' dtype.
 
-`support_restrict` is for rows whose support is too wide to gather. Its logits are a contiguous tile (n, v): entries
-[first, first + v) of the vocabulary for the given rows (n,) int64. Entries outside a row's support become -inf; a row
-without token ids is left as it is.
+`support_restrict` is for rows whose support is too wide to gather. Its logits are a tile (n, v) with stride 1 on v:
+entries [first, first + v) of the vocabulary for the given rows (n,) int64. Entries outside a row's support become -inf;
+a row without token ids is left as it is.
 
 Several entries per row (`Entries`), whose logits are those of the tile from which the statistics are formed:
 

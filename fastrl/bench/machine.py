@@ -95,3 +95,22 @@ def commit() -> str | None:
         return None
     head = git("rev-parse", "HEAD")
     return f"{head}-dirty" if head is not None and git("status", "--porcelain") else head
+
+
+def free_bytes(device: str, index: int | None = None) -> int | None:
+    """Bytes on the device that are free for this process; None if not known."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        free, _ = torch.cuda.mem_get_info(index)
+        return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None  # not Linux
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    try:  # a container may be allowed less than the machine has
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return free if limit == "max" else max(min(free, int(limit) - int(used)), 0)

@@ -19,10 +19,9 @@ from torch import Tensor
 from fastrl.base.errors import one_line
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable, Workload
-from fastrl.bench.machine import field
+from fastrl.bench.machine import field, free_bytes
 from fastrl.bench.problems import Expected
 from fastrl.bench.results import Limit, Row, Section, finish
-from fastrl.planning.budget import free_bytes
 
 #: (run, device, most repeats, seconds after which no repeat begins) -> the seconds of each repeat
 Clock = Callable[[Run, str, int, float], list[float]]

@@ -15,9 +15,9 @@ from fastrl.bench import candidates
 from fastrl.bench.candidates import Candidate
 from fastrl.bench.ceilings import products
 from fastrl.bench.contenders import Contender, Function, Outcome, Result, Run, Workload
+from fastrl.bench.machine import free_bytes
 from fastrl.bench.problems import Expected, Problem, Size, Tokens, chunks, make_problem
 from fastrl.bench.results import Row
-from fastrl.planning.budget import free_bytes
 
 #: The step without head and loss: it determines the share of head and loss in the others' steps.
 BODY = "the model's body alone (loss: the mean of its hidden states)"

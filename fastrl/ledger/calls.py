@@ -86,8 +86,7 @@ def linear(
 
         return run
 
-    free = device.free(tokens, hidden, vocab, dtype.itemsize, teacher_hidden or 0)
-    return record(call, device, free, _answer(tokens, responses))
+    return record(call, device, _answer(tokens, responses))
 
 
 def logits(
@@ -115,7 +114,7 @@ def logits(
 
         return run
 
-    return record(call, device, device.memory, _answer(tokens, responses))
+    return record(call, device, _answer(tokens, responses))
 
 
 def _responses(tokens: int, longest: int | None) -> int:

@@ -61,7 +61,7 @@ def _plans(options: argparse.Namespace) -> str:
             raise ValueError(f"--ledger takes no --unrecorded tokens, got {options.unrecorded}")
         gpu = ledger
     device = options.device if gpu is None else gpu.kind
-    with nullcontext() if gpu is None else pretend(gpu, gpu.free(*sizes, dtype.itemsize, options.teacher_hidden or 0)):
+    with nullcontext() if gpu is None else pretend(gpu):
         plans = plan_memory(*sizes, dtype, unrecorded=options.unrecorded, device=device, **shared)
     if ledger is None:
         return str(plans)
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, required=True, help="unmasked tokens")
     add("--hidden", type=int, required=True, help="width of the hidden states")
     add("--vocab", type=int, required=True, help="entries of the vocabulary")
-    add("--budget", help="such as 512MiB; default: half of the free memory")
+    add("--budget", help="such as 512MiB; default: a sixteenth of the device's memory")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--logits-dtype", choices=("float32",), help="of the logits, unrounded sums; default: that of the head")
     names = [*PRESETS, "logprobs"]
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         type=str.lower,
         choices=("cuda", *map(str.lower, DEVICES)),
-        help="a GPU that is named need not be here; its memory is taken as free; default: the GPU if there is one",
+        help="a GPU that is named need not be here; default: the GPU if there is one",
     )
     add("--tp", type=int, help="GPUs over which the vocabulary lies: prints what each does and exchanges, modelled")
     add("--cp", type=int, help="GPUs over which the tokens lie; the same")
@@ -146,7 +146,6 @@ def _parser() -> argparse.ArgumentParser:
         type=str.upper,
         choices=_GPUS,
         help="also list the kernel launches of the chosen plan and its backward, with their bytes, operations and"
-        f" modelled time on this GPU (default: that of --device, or {H100.name}), which need not be here; its memory is"
-        " taken as free",
+        f" modelled time on this GPU (default: that of --device, or {H100.name}), which need not be here",
     )
     return parser

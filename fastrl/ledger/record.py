@@ -101,8 +101,8 @@ def _address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def pretend(device: Device, free: int) -> Iterator[None]:
-    """Tensors of the meta device say that they are on this GPU, which has so many free bytes.
+def pretend(device: Device) -> Iterator[None]:
+    """Tensors of the meta device say that they are on this GPU.
 
     Holds for the whole process, in all its threads.
     """
@@ -116,9 +116,6 @@ def pretend(device: Device, free: int) -> Iterator[None]:
             (torch.cuda, "device", lambda _: nullcontext()),
             (torch.cuda, "get_device_properties", lambda _: properties),
             (torch.cuda, "is_available", lambda: True),
-            (torch.cuda, "mem_get_info", lambda *_: (free, device.memory)),
-            (torch.cuda, "memory_reserved", lambda *_: 0),
-            (torch.cuda, "memory_allocated", lambda *_: 0),
         ):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(choice.forcing("triton"))
@@ -202,18 +199,15 @@ def _quiet() -> Iterator[None]:
         _Stand.pretends = before
 
 
-def record(
-    call: Callable[[], Callable[[], object]], device: Device, free: int, answer: Callable[[int], float]
-) -> Ledger:
+def record(call: Callable[[], Callable[[], object]], device: Device, answer: Callable[[int], float]) -> Ledger:
     """The ledger of what `call()` returns: a function that makes one call with tensors on `GPU`.
 
-    free: bytes of the device's memory that are free.
     answer: from the number of entries of a tensor that the host reads, the value of each.
     """
     from triton.runtime.jit import KernelInterface
 
     # torch lets tensors be made on a GPU that is not there only while its own mode of fake tensors is on.
-    with FakeTensorMode(), pretend(device, free), torch.autograd.set_multithreading_enabled(False):
+    with FakeTensorMode(), pretend(device), torch.autograd.set_multithreading_enabled(False):
         # Twice, because a first call also finds out what the library can do.
         for _ in range(2):
             recorder = _Recorder(answer)

@@ -46,8 +46,9 @@ class HeldPair(Held):
         forms_gradient: bool,
         mapped: bool = False,
     ) -> None:
-        super().__init__(head, tile, gathers, backend, mapped, budget.float32_logits, forms_gradient)
-        self._teacher = Held(teacher, tile, gathers, backend, mapped, teacher_float32)
+        # The kernels for pairs take contiguous tiles.
+        super().__init__(head, tile, gathers, backend, mapped, budget.float32_logits, forms_gradient, pitched=False)
+        self._teacher = Held(teacher, tile, gathers, backend, mapped, teacher_float32, pitched=False)
         self._teacher_hidden = teacher.hidden[:0]
 
     def hidden(self, where: Tensor | slice) -> Tensor:

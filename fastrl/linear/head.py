@@ -15,7 +15,7 @@ from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Transform
 from fastrl.base.pages import mapped
 from fastrl.distributed.shards import VocabularyShard
-from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile
+from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile, pitch
 
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
 #: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
@@ -91,9 +91,9 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: s
 class Held:
     """Memory for the hidden states of a chunk and a tile of its logits, reused for the next chunk.
 
-    `mapped`: the system gets the memory back when it is freed. `float32_logits`: the tile holds the sums of the product
-    as they are, in float32, although the head is narrower; its gradient, which is as narrow, has a tile of its own
-    (`forms_gradient`: if there is one).
+    `pitched`: the rows of a tile begin on a cache line. `mapped`: the system gets the memory back when it is freed.
+    `float32_logits`: the tile holds the sums of the product as they are, in float32, although the head is narrower; its
+    gradient, which is as narrow, has a tile of its own (`forms_gradient`: if there is one).
     """
 
     def __init__(
@@ -105,11 +105,12 @@ class Held:
         mapped: bool = False,
         float32_logits: bool = False,
         forms_gradient: bool = False,
+        pitched: bool = True,
     ) -> None:
         weight, make = head.weight, scratch if mapped else empty
-        self.head = head
+        self.head, self._pitch = head, pitch if pitched else int
         rows, width = tile.rows, weight.shape[1]
-        size = rows * min(tile.columns, weight.shape[0])  # a tile may be that of a larger shard
+        size = rows * self._pitch(min(tile.columns, weight.shape[0]))  # a tile may be that of a larger shard
         wide = torch.float32 if float32_logits else weight.dtype
         self._logits = make((size,), wide, weight, backend)
         self._gradient = make((size,), weight.dtype, weight, backend) if float32_logits and forms_gradient else None
@@ -135,7 +136,7 @@ class Held:
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Logits (n, v): hidden (n, H), the last that `hidden` returned, times these entries of the head, plus bias."""
         weight, bias = self.head.weight[columns], self.head.bias
-        out = self._logits[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], weight.shape[0])
+        out = self._tile(self._logits, hidden.shape[0], weight.shape[0])
         bias = None if bias is None else bias[columns]
         if out.dtype != hidden.dtype:
             return self._float32_logits(hidden, weight, bias, out)
@@ -162,7 +163,12 @@ class Held:
         if logits.dtype == self.head.weight.dtype:
             return logits
         assert self._gradient is not None
-        return self._gradient[: logits.numel()].view(logits.shape)
+        return self._tile(self._gradient, *logits.shape)
+
+    def _tile(self, memory: Tensor, rows: int, columns: int) -> Tensor:
+        """A tile (rows, columns) in this memory."""
+        width = self._pitch(columns)
+        return memory[: rows * width].view(rows, width)[:, :columns]
 
 
 def slices(total: int, step: int) -> Iterator[slice]:

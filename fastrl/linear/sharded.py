@@ -32,7 +32,7 @@ from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.rows import coefficients
 from fastrl.operators.sharded import empty_shard_statistics, gathered, start_gathered
 from fastrl.operators.support import together
-from fastrl.planning.tiling import Needs, PassBudget
+from fastrl.planning.tiling import Needs, PassBudget, pitch
 
 
 def start_statistics(
@@ -221,7 +221,7 @@ def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall)
     wide, vocab = call.budget.float32_logits, head.weight.shape[0]
     held = Held(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
     second = (
-        products.empty((tile.rows, vocab), head.weight.dtype, head.weight, backend)
+        products.empty((tile.rows, pitch(vocab)), head.weight.dtype, head.weight, backend)[:, :vocab]
         if call.slopes == 2 and not wide
         else None
     )

@@ -22,7 +22,7 @@ from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.entries import RowEntries
 from fastrl.operators.sharded import empty_shard_statistics
-from fastrl.planning.tiling import ALL, NO_TEACHER, Needs, Pass, PassBudget, Teacher, Tile
+from fastrl.planning.tiling import ALL, NO_TEACHER, Needs, Pass, PassBudget, Teacher, Tile, pitch
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def frozen(
     wide = budget.float32_logits
     held = Held(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
     second = (
-        products.empty((tile.rows, tile.columns), head.weight.dtype, head.weight, backend)
+        products.empty((tile.rows, pitch(tile.columns)), head.weight.dtype, head.weight, backend)[:, : tile.columns]
         if vectors == 2 and not wide
         else None
     )

@@ -38,7 +38,7 @@ class LinearCall(NamedTuple):
     copied: int  # bytes of inputs that were copied so far
     padding: int  # rows of the head that are padding; over a group, the most of any rank
     shard: VocabularyShard | None = None  # the part of the vocabulary that the head is, if it lies over a group
-    share: int | None = None  # bytes that a call without a budget may take; None: half of what is free here
+    share: int | None = None  # bytes that a call without a budget may take; None: the device's `default_budget`
     float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
 
     @property

@@ -28,8 +28,8 @@ from fastrl.linear.sharded import ShardedCall, sharded_statistics
 from fastrl.linear.statistics import order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import PlannedCall
-from fastrl.planning.budget import default_budget, rounded_down
-from fastrl.planning.plans import Plan, choose, possible_plans
+from fastrl.planning.budget import default_budget
+from fastrl.planning.plans import Plan, choose
 from fastrl.planning.tiling import Needs
 
 EXTRAS = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -89,18 +89,17 @@ def _plan(by_plan: PlannedCall) -> tuple[Plan, int]:
     If any plan of the call fits, so does this: each computes statistics too, or holds (N, H) and a piece of a product
     in addition to a tile, which is more. So the smallest budget is that of the call.
     """
-    budget, forward = by_plan.call.budget, replace(by_plan.inputs, needs=Needs(False, False, False), slopes=1)
-    if budget is None and torch.compiler.is_compiling():
-        return choose(forward, budget), 0
-    # The free memory may have shrunk since the call's plan was chosen.
-    size = budget
+    forward = replace(by_plan.inputs, needs=Needs(False, False, False), slopes=1)
+    size, names = by_plan.call.budget, ("forward",)
+    if size is None and torch.compiler.is_compiling():
+        return choose(forward, None, names=names), 0
     if size is None:
         share = by_plan.call.share
-        free = default_budget(forward.device, forward.index) if share is None else share
-        size = max(rounded_down(free), by_plan.plan.temporary_bytes)
-    (plan,) = possible_plans(forward, size, named=budget is not None)
+        share = default_budget(forward.device, forward.index) if share is None else share
+        size = max(share, by_plan.plan.temporary_bytes)
+    plan = choose(forward, size, names=names)
     # Other passes follow: their tiles must not be allocated in addition to the memory that these have freed.
-    return replace(plan, mapped=True), size - plan.temporary_bytes
+    return replace(plan, pass_budget=plan.pass_budget._replace(mapped=True)), size - plan.temporary_bytes
 
 
 def extras_of(
@@ -184,8 +183,9 @@ def _mean_by_tiles(
     vocab = head.weight.shape[0]
     max_bytes = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
-    tile = pass_tile("statistics", head, used, plan.pass_budget, shard=shard)
-    held = Held(head, tile, used.index is not None, backend, plan.mapped, plan.float32_logits)
+    budget = plan.pass_budget
+    tile = pass_tile("statistics", head, used, budget, shard=shard)
+    held = Held(head, tile, used.index is not None, backend, budget.mapped, budget.float32_logits)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         hidden = held.hidden(where)

@@ -169,7 +169,8 @@ def linear_token_logprobs(
             not affected.
         memory_budget: bytes, or text such as "256MiB": the limit on the temporary memory that the call and its backward
             use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
-            means what the cheapest plan needs, up to half of the free memory; a dearer plan is logged.
+            means a sixteenth of the memory of the tensors' device, or what the plan that needs least takes if that is
+            more.
         sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
             unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
         extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U

@@ -13,8 +13,7 @@ from fastrl.linear.low_rank import LowRank, low_rank_statistics, piece_bytes
 from fastrl.losses.call import linear_call, planned
 from fastrl.losses.logprobs import TokenStats
 from fastrl.objectives.dependence import ANY
-from fastrl.planning import plans
-from fastrl.planning.budget import BudgetTooSmall, default_budget, text
+from fastrl.planning.plans import choose
 from fastrl.planning.tiling import Needs
 
 
@@ -72,19 +71,13 @@ def low_rank_token_logprobs(
         held += piece_bytes(inputs.device)
     # A tile's factors of the second product in another dtype.
     held += 4 * rank * (call.vocab + inputs.rows)
-    budget = call.budget
-    if budget is None:
-        budget = default_budget(inputs.device, inputs.index)
-    found = [plan for plan in plans.possible_plans(inputs, budget - held, call.budget is not None) if plan.name == name]
-    if not found:
-        least = plans.least_budget(inputs, name) + held
-        raise BudgetTooSmall(
-            f"memory_budget is too small for a head with adapters of rank {rank}: got {budget} bytes, the smallest"
-            f" possible is {least} ({text(least)})",
-            least,
-        )
+    plan = choose(replace(inputs, copied=inputs.copied + held), call.budget, names=(name,))
     args = call.args
     checks.targets_in_range(args.targets, args.mask, call.vocab)
     low_rank = LowRank(down.reshape(-1, rank), up)
+<<<<<<< HEAD
     logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, found[0].pass_budget)
+=======
+    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), plan.pass_budget)
+>>>>>>> a426c02 (Choose plans in a fixed order and tiles by division)
     return TokenStats(logprobs.view(targets.shape), entropy.view(targets.shape))

@@ -1,14 +1,17 @@
-"""Memory budgets in bytes: parsing, formatting, and how much memory is free."""
+"""Memory budgets in bytes: parsing, formatting, and what a call may take without one."""
 
 from __future__ import annotations
 
+import os
 import re
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from fastrl.planning.devices import CPU, H100
+
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SMALL = 4 << 30  # free bytes to assume if the system reports none
 
 
 class BudgetTooSmall(ValueError):
@@ -50,38 +53,29 @@ def parse_budget(value: object, name: str = "memory_budget") -> int | None:
 
 
 def default_budget(device: str, index: int | None = None) -> int:
-    """Half of the device's free memory in bytes: what a call without a budget may take."""
-    free = free_bytes(device, index)
-    if free is None:
-        if device == "cuda":
-            raise ValueError("a budget is needed: there is no GPU here whose free memory could be shared")
-        free = _SMALL
-    return max(free // 2, 1 << 24)
+    """What a call without a budget may take: a sixteenth of the device's memory in bytes, in use or not."""
+    return memory_bytes(device, index) // 16
 
 
-def rounded_down(size: int) -> int:
-    """At most an eighth less, so that small changes of what is free alter no plan, and with it no result."""
-    step = 1 << max(size.bit_length() - 4, 0)
-    return size // step * step
+def memory_bytes(device: str, index: int | None = None) -> int:
+    """The size of the device's memory; for "cuda" without a GPU here, that of an H100."""
+    if device != "cuda":
+        return _machine_bytes()
+    return torch.cuda.get_device_properties(index).total_memory if torch.cuda.is_available() else H100.memory
 
 
-def free_bytes(device: str, index: int | None = None) -> int | None:
-    """Bytes on the device that are free for this process; None if not known."""
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            return None
-        free, _ = torch.cuda.mem_get_info(index)
-        return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+@cache
+def _machine_bytes() -> int:
+    """The size of the machine's memory, or of what a container may take of it."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        size = CPU.memory
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
-        return None  # not Linux
-    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), _SMALL)
-    try:  # a container may be allowed less than the machine has
-        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return free
-    return free if limit == "max" else max(min(free, int(limit) - int(used)), 0)
+        return size
+    return size if limit == "max" else min(size, int(limit))
 
 
 def text(size: int) -> str:

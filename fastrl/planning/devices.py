@@ -1,4 +1,4 @@
-"""What a device can do: the only table of such numbers, by which plans and ledgers are priced.
+"""What a device can do: the only table of such numbers, by which the ledger and the tables of plans are priced.
 
 Prices are modelled, not measured. They are ceilings of one device, and these assumptions (`docs/performance.md` says
 where they come from):
@@ -51,10 +51,6 @@ class Device(NamedTuple):
     def seconds(self, size: float) -> float:
         """The time of moving this many bytes, read and written together."""
         return size / self.bytes_a_second
-
-    def free(self, tokens: int, hidden: int, vocab: int, itemsize: int, teacher_hidden: int = 0) -> int:
-        """The bytes of its memory beside hidden states, weight and their gradients, and a teacher's without them."""
-        return self.memory - itemsize * (tokens + vocab) * (2 * hidden + teacher_hidden)
 
     def peak(self, itemsize: int) -> float:
         """Operations per second of a large matrix product of operands of `itemsize` bytes."""
@@ -119,8 +115,3 @@ H200 = Device("H200", "cuda", 4.3e12, 790e12, 50e12, 3e-6, 141 << 30, 132, 50 <<
 #: Two cores of a Xeon; a launch stands for the Python of one call.
 CPU = Device("CPU", "cpu", 20e9, 400e9, 400e9, 6.25e-6, 16 << 30)
 DEVICES = {device.name: device for device in (H100, H200, CPU)}
-
-
-def of_kind(kind: str) -> Device:
-    """The device by whose ceilings plans are chosen; one GPU for all, so that a call has the same plan on each."""
-    return H100 if kind == "cuda" else CPU

@@ -17,11 +17,10 @@ outputs and gradients. It does not count the workspace of a matrix library.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -30,7 +29,7 @@ from fastrl.backend.choice import fastest
 from fastrl.backend.torch.rows import BLOCK_ENTRIES
 from fastrl.objectives.dependence import ANY, BATCH, SPREAD, TOKEN
 from fastrl.planning import tiling
-from fastrl.planning.budget import BudgetTooSmall, default_budget, rounded_down, text
+from fastrl.planning.budget import BudgetTooSmall, default_budget, text
 from fastrl.planning.devices import Device
 from fastrl.planning.tiling import NO_TEACHER, Needs, Pass, PassBudget, Sizes, Teacher, Tile
 
@@ -46,7 +45,6 @@ _BLOCK_COPIES = 12  # float32 tensors of a block's size that plain torch holds a
 _SLACK = 1 << 20  # rounding up by allocators, and small copies by libraries
 _CORES = os.cpu_count() or 1
 _forced: str | None = None
-_logged: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -141,25 +139,16 @@ def _threads() -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, with its tiles and its cost for one call."""
+    """A plan, with its tiles for one call."""
 
     name: str
     units: int  # matrix products over N x V x H
     flops: int
     temporary_bytes: int
-    cost: float  # modelled seconds, by which plans are compared
     tiles: dict[str, Tile]  # by pass
-    pass_bytes: int  # bytes that a pass may take
-    tile_bytes: int  # bytes that one tile may take
+    pass_budget: PassBudget  # of each of its passes
     one_chunk: bool = False  # whether one tile holds all rows, so that dL/dweight needs no float32 sums
     support_bytes: int = 0  # that products with support entries must move
-    mapped: bool = False  # whether the memory of a pass must be returned to the system before the next pass
-    float32_logits: bool = False  # as in Call
-
-    @property
-    def pass_budget(self) -> PassBudget:
-        """The bytes that each of its passes may take."""
-        return PassBudget(self.pass_bytes, self.tile_bytes, self.mapped, self.float32_logits)
 
     def floor(self, device: Device, itemsize: int) -> float:
         """The seconds below which no computation of its products can be: their operations, and the supports' bytes."""
@@ -187,47 +176,76 @@ def forced() -> str | None:
     return _forced
 
 
-def choose(call: Call, budget: int | None, share: int | None = None) -> Plan:
-    """Returns the cheapest plan that fits. If none fits, BudgetTooSmall names the smallest possible budget.
+def choose(call: Call, budget: int | None, share: int | None = None, names: tuple[str, ...] = ()) -> Plan:
+    """Returns the first plan that fits in tiles that are useful, in the order of `applicable`.
 
-    `share`: what may be taken without a budget; None: half of the device's free memory.
+    If none does, it is the last that fits, whose tiles are the largest. If none fits, BudgetTooSmall names the smallest
+    possible budget; without a budget it is the plan that needs least.
+
+    Args:
+        share: what may be taken without a budget; None: `default_budget`.
+        names: the plans to choose from; (): those that `use_plan` allows.
     """
-    names = applicable(call)
-    if torch.compiler.is_compiling() and budget is None:
-        # The free memory at the time of tracing says nothing about later runs, which may also have other lengths.
+    names = names or _allowed(call)
+    if budget is None and torch.compiler.is_compiling():  # later runs may have other lengths
         tile_bytes = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
-        return Plan(names[0], 0, 0, 0, 0.0, {}, 1 << 60, tile_bytes, float32_logits=call.float32_logits)
-    if _forced is not None:
-        if _forced not in names:
-            raise ValueError(f"the plan {_forced!r} cannot be followed here, only {', '.join(names)}")
-        names = (_forced,)
+        return Plan(names[0], 0, 0, 0, {}, PassBudget(1 << 60, tile_bytes, float32_logits=call.float32_logits))
+    size = budget if budget is not None else default_budget(call.device, call.index) if share is None else share
+    last = None
+    for name in names:
+        plan = plan_within(call, name, size, named=budget is not None)
+        last = plan or last
+        if plan is not None and all(one.useful(plan.tiles[one.kind]) for one in passes(call, name)):
+            return plan
+    if last is not None:
+        return last
+    least, frugal = 0, ""
+    for name in names:  # torch.compile cannot trace min with a key
+        needed = least_budget(call, name)
+        if not frugal or needed < least:
+            least, frugal = needed, name
     if budget is not None:
-        return _cheapest(call, names, budget, named=True) or _refuse(call, names, budget, "memory_budget")
-    share = default_budget(call.device, call.index) if share is None else share
-    cheapest = _cheapest(call, names, 1 << 60, named=False)
-    if cheapest is not None and cheapest.temporary_bytes <= share:
-        # With fewer rows than were counted, no larger tiles.
-        return replace(cheapest, pass_bytes=cheapest.temporary_bytes - call.held(cheapest.name))
-    size = rounded_down(share)
-    best = _cheapest(call, names, size, named=False)
-    if best is None:
-        _refuse(call, names, size, "the default budget, half of the free memory,")
-    if cheapest is not None and best.name != cheapest.name:
-        _log_dearer(best, cheapest, size)
-    return best
+        _refuse(call, budget, least)
+    plan = plan_within(call, frugal, least)
+    assert plan is not None
+    return plan
 
 
-def _cheapest(call: Call, names: tuple[str, ...], budget: int, named: bool) -> Plan | None:
-    """The cheapest of the named plans that fits; None if none does."""
-    best = None
-    for plan in possible_plans(call, budget, named):  # torch.compile cannot trace min with a key
-        if plan.name in names and (best is None or plan.cost < best.cost):
-            best = plan
-    return best
+def _allowed(call: Call) -> tuple[str, ...]:
+    """The plans that can compute the call, or the forced one."""
+    names = applicable(call)
+    if _forced is None:
+        return names
+    if _forced not in names:
+        raise ValueError(f"the plan {_forced!r} cannot be followed here, only {', '.join(names)}")
+    return (_forced,)
 
 
-def _refuse(call: Call, names: tuple[str, ...], size: int, source: str) -> NoReturn:
-    least = min(least_budget(call, name) for name in names)
+@contextmanager
+def named_when_out_of_memory(call: Call, plan: Plan) -> Iterator[None]:
+    """Adds to an error of an allocator inside the context what the plan takes, and a budget that makes it less."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error)
+        on_cpu = "can't allocate memory" in words or "not enough memory" in words
+        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
+            raise
+        raise type(error)(f"{words}\n{_advice(call, plan)}") from error
+
+
+def _advice(call: Call, plan: Plan) -> str:
+    size = plan.temporary_bytes
+    taken = f"out of memory in the plan {plan.name}, which takes {size} bytes ({text(size)}) of temporary memory"
+    smaller = max(size // 2, min(least_budget(call, name) for name in _allowed(call)))
+    if smaller >= size:
+        return f"{taken}, the least that the call can take: fewer tokens in a call need less"
+    return (
+        f"{taken}: set memory_budget={smaller} ({text(smaller)}), with which the plan is {choose(call, smaller).name}"
+    )
+
+
+def _refuse(call: Call, size: int, least: int) -> NoReturn:
     tokens = (
         f"{call.rows} tokens"
         if not call.support_entries
@@ -236,27 +254,13 @@ def _refuse(call: Call, names: tuple[str, ...], size: int, source: str) -> NoRet
     problem = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
     problem += " with float32 logits" if call.float32_logits else ""
     raise BudgetTooSmall(
-        f"{source} is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})",
+        f"memory_budget is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})",
         least,
     )
 
 
-def _log_dearer(plan: Plan, cheaper: Plan, size: int) -> None:
-    """Logs, once for the same plans and memory, that a call takes a dearer plan for want of memory."""
-    key = (plan.name, cheaper.name, size)
-    if key in _logged:
-        return
-    _logged.add(key)
-    logging.getLogger("fastrl").warning(
-        "the plan %s (%dU) is taken instead of %s (%dU), which needs %d bytes (%s) of temporary memory: without"
-        " memory_budget= %d bytes (%s) may be taken, half of what is free",
-        *(plan.name, plan.units, cheaper.name, cheaper.units),
-        *(cheaper.temporary_bytes, text(cheaper.temporary_bytes), size, text(size)),
-    )
-
-
 def applicable(call: Call) -> tuple[str, ...]:
-    """The plans that can compute the call, whatever memory they take."""
+    """The plans that can compute the call, whatever memory they take: the fewer products, the earlier."""
     if call.support_entries and not call.rows:
         return ("sparse",)
     if not any(call.needs):
@@ -291,66 +295,60 @@ def _kinds(call: Call, name: str) -> tuple[str, ...]:
     return ("statistics", *(("hidden",) if call.needs.hidden else ()), *(("weight",) if head else ()))
 
 
-def _least_rows(call: Call, name: str) -> int:
-    """The smallest number of rows that "whole-response" must keep together; 0 for the other plans."""
-    if name != "whole-response":
-        return 0
-    return max(call.rows if call.scope == BATCH else min(call.longest or call.rows, call.rows), 1)
-
-
-def _tile_bytes(call: Call, name: str) -> int:
-    """Upper bound in bytes on a tile of the plan."""
-    cap = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
-    return max([cap, *(one.least_rows * call.vocab * one.logit_bytes for one in passes(call, name))])
-
-
 def passes(call: Call, name: str) -> list[Pass]:
     """The passes of the plan over the logits, in their order."""
-    rows = _least_rows(call, name)
-    return [Pass(kind, call.sizes, call.slopes, rows, call.needs.hidden) for kind in _kinds(call, name)]
+    rows, sizes = 0, call.sizes
+    if name == "whole-response":  # which a tile must hold together
+        rows = max(call.rows if call.scope == BATCH else min(call.longest or call.rows, call.rows), 1)
+    return [Pass(kind, sizes, call.slopes, rows, call.needs.hidden) for kind in _kinds(call, name)]
 
 
 def least_budget(call: Call, name: str) -> int:
     """The smallest budget in bytes that the plan fits."""
-    cap = _tile_bytes(call, name)
-    sizes = [one.least_bytes(cap) for one in passes(call, name)]
-    return max([0, *sizes]) + call.held(name)  # torch.compile cannot trace the default of max
+    each = passes(call, name)
+    cap = _tile_bytes(call, each)
+    return max([0, *(one.least_bytes(cap) for one in each)]) + call.held(name)  # torch.compile: no default of max
 
 
 def possible_plans(call: Call, budget: int, named: bool = True) -> list[Plan]:
     """The plans that fit, in the order of `applicable`; `named`: whether the caller gave the budget."""
-    plans = (_plan(call, name, budget, named) for name in applicable(call))
+    plans = (plan_within(call, name, budget, named) for name in applicable(call))
     return [plan for plan in plans if plan is not None]
 
 
-def _plan(call: Call, name: str, budget: int, named: bool) -> Plan | None:
+def plan_within(call: Call, name: str, budget: int, named: bool = True) -> Plan | None:
     """The plan within the budget; None if it does not fit."""
-    fixed = call.held(name)
-    pass_bytes = budget - fixed
-    cap = _tile_bytes(call, name)
-    if not named and cap > _tile_bytes(call, ""):
-        return None  # such large tiles only within a budget that the caller gave
-    if pass_bytes < 0:
+    fixed, each = call.held(name), passes(call, name)
+    cap, total = _tile_bytes(call, each), budget - fixed
+    if total < 0 or (not named and cap > _tile_bytes(call, [])):  # larger tiles only if the caller gave the budget
         return None
     tiles: dict[str, Tile] = {}
-    pass_sizes = []
-    units, cost = 0, tiling.support_cost(call.sizes, call.support_entries, call.needs)
-    for one in passes(call, name):
-        tile = one.tile(pass_bytes, cap)
+    held = []
+    for one in each:
+        tile = one.tile(total, cap)
         if tile is None:
             return None
         tiles[one.kind] = tile
-        pass_sizes.append(one.bytes(tile))
-        units += one.units
-        cost += one.cost(tile)
-    largest = max([0, *pass_sizes])
-    whole = tiles.get("forward-gradient")
-    one_chunk = whole is not None and whole.rows >= call.rows
+        held.append(one.bytes(tile))
+    units = sum([one.units for one in each])
+    one_chunk = name in ("forward-gradient", "whole-response") and tiles["forward-gradient"].rows >= call.rows
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
-    mapped = len(pass_sizes) > 1 and 2 * sum(pass_sizes) > pass_bytes
+    mapped = len(held) > 1 and 2 * sum(held) > total
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
-    flops += 2 * call.teacher.hidden * len(pass_sizes) * call.rows * call.vocab
-    moved = tiling.support_bytes(call.sizes, call.all_rows, call.support_entries, call.needs)
+    flops += 2 * call.teacher.hidden * len(held) * call.rows * call.vocab
     return Plan(
-        name, units, flops, fixed + largest, cost, tiles, pass_bytes, cap, one_chunk, moved, mapped, call.float32_logits
+        name,
+        units,
+        flops,
+        fixed + max([0, *held]),
+        tiles,
+        PassBudget(total, cap, mapped, call.float32_logits),
+        one_chunk,
+        tiling.support_bytes(call.sizes, call.all_rows, call.support_entries, call.needs),
     )
+
+
+def _tile_bytes(call: Call, each: list[Pass]) -> int:
+    """Upper bound in bytes on a tile of these passes."""
+    cap = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
+    return max([cap, *(one.least_rows * tiling.pitch(call.vocab) * one.logit_bytes for one in each)])

@@ -11,8 +11,10 @@ import torch
 from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
-from fastrl.planning.budget import default_budget, parse_budget, rounded_down, text
+from fastrl.planning.budget import default_budget, parse_budget, text
+from fastrl.planning.devices import CPU, H100
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
+from fastrl.planning.scaling import plan_seconds
 from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, float32_logits
 
 #: The dtypes of hidden states and weight, by name.
@@ -33,6 +35,8 @@ class MemoryPlans:
     """All plans that fit the budget."""
     least: dict[str, int]
     """For each plan that can compute the call: the smallest budget in bytes that it needs."""
+    seconds: dict[str, float]
+    """For each plan that fits: its time as modelled for an H100, or on a CPU for two cores."""
 
     @property
     def smallest_budget(self) -> int:
@@ -60,7 +64,7 @@ class MemoryPlans:
             name,
             f"{plan.units}U",
             f"{plan.flops / 1e12:.3g}",
-            f"{plan.cost / self.chosen.cost:.2f}",
+            f"{self.seconds[name] / self.seconds[self.chosen.name]:.2f}",
             text(plan.temporary_bytes),
             tiles,
         )
@@ -91,7 +95,8 @@ def plan_memory(
         hidden: width of the hidden states, H.
         vocab: vocabulary size, V.
         dtype: of the hidden states and the weight: float32, bfloat16 or float16.
-        budget: bytes, or text such as "256MiB", as for `memory_budget`; None: half of the device's free memory.
+        budget: bytes, or text such as "256MiB", as for `memory_budget`; None: a sixteenth of the device's memory, or
+            what the plan that needs least takes if that is more.
         objective: the objective of `linear_policy_loss`, GRPO by default; None: `linear_token_logprobs`.
         gradients: which of "hidden", "weight" and "bias" need a gradient; ("hidden",): a frozen head; (): forward only.
         on_policy: True if the call has no `old_logprobs`.
@@ -100,7 +105,7 @@ def plan_memory(
         unrecorded: number of tokens that take the dense kernels although others have a recorded support: tokens
             without a support, or with one wider than 1/10 of the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40
             and 1/150).
-        device: "cuda" or "cpu"; None: the GPU if there is one.
+        device: "cuda" or "cpu"; None: the GPU if there is one. "cuda" where there is none is an H100.
         teacher_hidden: width of the teacher's hidden states, of the same dtype: the call is `linear_divergence`, to
             which objective, on_policy, longest and kept do not apply.
         gathered: number of ids whose log-probabilities are asked for, over all tokens: if not 0, the call is
@@ -134,10 +139,12 @@ def plan_memory(
     )
     requested = parse_budget(budget, "budget")
     chosen = choose(call, requested)
-    # Without a budget, what the cheapest plan needs may be taken, or half of what is free, rounded.
-    size = max(rounded_down(default_budget(device)), chosen.temporary_bytes) if requested is None else requested
+    # Without a budget, what the plan that needs least takes is allowed whatever that is.
+    size = max(default_budget(device), chosen.temporary_bytes) if requested is None else requested
     least = {name: least_budget(call, name) for name in applicable(call)}
-    return MemoryPlans(size, chosen, tuple(possible_plans(call, size, named=requested is not None)), least)
+    fitting = tuple(possible_plans(call, size, named=requested is not None)) or (chosen,)
+    priced = H100 if device == "cuda" else CPU
+    return MemoryPlans(size, chosen, fitting, least, {plan.name: plan_seconds(call, plan, priced) for plan in fitting})
 
 
 def call_of(

@@ -1,4 +1,4 @@
-"""Tiles: pieces of the logits, rows x vocabulary entries, that are held at once; their memory and the cost of a pass.
+"""Tiles: pieces of the logits, rows x vocabulary entries, that are held at once; how many rows and entries fit.
 
 A pass forms every tile of the logits once, with one matrix product, and computes from it:
 
@@ -9,23 +9,18 @@ A pass forms every tile of the logits once, with one matrix product, and compute
     weight             dL/dweight and dL/dbias, one slice of the vocabulary after another
     both               `hidden` and `weight` at once, in the order of `weight`
 
-Bytes are those of the tensors that the pass allocates, accurate to a few per mille. Costs are seconds, modelled by
-`fastrl.planning.devices`: of the matrix products, the memory that they and the row kernels read and write, and the
-launches for a tile.
+A pass takes `fixed + rows * (row + pitch * logit) + columns * column` bytes for a tile of rows x columns, those of the
+tensors that it allocates, accurate to a few per mille. So the size of a tile is found by division.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from fastrl.planning.devices import CPU, Device, of_kind
-
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
-TILE_BYTES = {"cpu": 128 << 20, "cuda": 1280 << 20}
+TILE_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
 #: The same if the vocabulary may be cut: on a CPU a tile that stays in the last-level cache gains 2 to 7 %.
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
@@ -33,17 +28,21 @@ PIECE_BYTES = 2 << 20
 #: The same of work row by row, element by element (the slopes of a frozen head, the statistics of shards): a GPU takes
 #: a handful of launches for each piece.
 ELEMENTWISE_BYTES = {"cpu": PIECE_BYTES, "cuda": 32 << 20}
-#: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
-_A_TILE = 6
-#: Allocating a tile costs a CPU as much as moving its bytes this many times: page faults, zeroing, the first write.
-#: Measured at 2048 x 64 x 32768: 13 ms more for a tile of 128 MiB than for one of 51.
-_FRESH = 3
 #: The smallest tile: with smaller ones a pass would be too slow to be useful.
 _LEAST_ROWS, _LEAST_COLUMNS = 64, 128
+#: Rows and columns of a tile from which a product takes the time of its operations, and not that of reading its factors
+#: and of adding to float32 sums: on a GPU in 16 bits, and elsewhere, where bytes cost less beside operations.
+_FAST, _FAST_ELSEWHERE = 512, 128
+#: Columns that are enough for a slice of the vocabulary with all rows.
+_SLICE = 1024
+#: Products are fastest for whole blocks of rows.
+_BLOCK = 256
 #: float64 tensors of the size of what is gathered that combining the statistics of shards holds at once.
 _COMBINED_COPIES = 12
 #: Bytes per row of the float64 values with which the statistics of vocabulary slices are combined
 _COMBINED_BYTES = 12 * 8
+#: Entries of which a row of a tile has a whole number, so that rows begin on a cache line and products are aligned.
+_PITCH = 64
 
 
 class Needs(NamedTuple):
@@ -68,11 +67,6 @@ class Teacher(NamedTuple):
     def logit_bytes(self) -> int:
         """Bytes of a tile per logit."""
         return 4 if self.float32_logits else self.itemsize
-
-    def bytes(self, tile: Tile) -> int:
-        """Bytes of a tile of logits, and of its rows' hidden states."""
-        factors = tile.rows * self.hidden * 4 + PIECE_BYTES if self.float32_logits else 0
-        return tile.rows * (tile.columns * self.logit_bytes + self.hidden * self.itemsize) + factors
 
 
 NO_TEACHER = Teacher(0, 0)
@@ -125,17 +119,13 @@ class Tile(NamedTuple):
     columns: int
 
 
-class Times(NamedTuple):
-    """Modelled seconds of a pass on a GPU, by what takes them."""
-
-    products: float
-    sums: float  # float32 sums of products, beyond what the products' operations hide
-    kernels: float  # the row kernels
-    launches: float
+def pitch(columns: int) -> int:
+    """Entries from one row of a tile to the next."""
+    return -(-columns // _PITCH) * _PITCH
 
 
 class Pass(NamedTuple):
-    """A pass over the logits of a linear loss: what its tile, its memory and its cost are."""
+    """A pass over the logits of a linear loss, and the bytes that it takes."""
 
     kind: str
     sizes: Sizes
@@ -159,51 +149,6 @@ class Pass(NamedTuple):
             return 4 if self.kind == "statistics" else 4 + itemsize
         return itemsize * (self.vectors if self.kind == "frozen" else 1)
 
-    def bytes(self, tile: Tile) -> int:
-        """Temporary bytes, without per-row values."""
-        n, v = tile
-        rows, width, vocab, itemsize, _, half, *_ = self.sizes
-        partial = self._partial
-        # The tile, and its rows' hidden states, contiguous; the same of the teacher.
-        total = n * (v * self.logit_bytes + width * itemsize) + self.sizes.teacher.bytes(tile)
-        if self.sizes.float32_logits:
-            # The factors as float32: the rows' hidden states whole, the weight in pieces. Where the library multiplies
-            # without, which only the device itself can tell, these stay unused.
-            total += n * width * 4 + PIECE_BYTES
-        if self._travels(n):  # while the statistics of one chunk travel between devices, the next is computed
-            total *= 2
-        whole, narrow = v == vocab, self.sizes.narrow
-        if self.kind == "statistics":
-            return total + (0 if whole else n * _COMBINED_BYTES)
-        if self.kind == "frozen":
-            held = self.vectors * rows * width * 4 if partial else n * width * itemsize
-            return total + held
-        if narrow:
-            total += (2 if half else 1) * PIECE_BYTES
-        if self.kind in ("forward-gradient", "hidden", "both"):
-            if partial:
-                total += (n if self.kind == "hidden" else rows) * width * 4
-            elif whole:
-                total += n * width * itemsize
-            elif self.kind == "both" and narrow:
-                total += rows * width * 4
-            else:
-                total += n * width * 4
-        if self.kind == "forward-gradient" and narrow and self.sizes.weight and (n < rows or self.summed):
-            total += vocab * width * 4
-        if self.kind in ("weight", "both") and narrow and (n < rows or half):
-            total += v * width * 4
-        return total
-
-    @property
-    def _partial(self) -> bool:
-        """Whether parts of dL/dhidden are summed over devices in a wider dtype than that of the hidden states."""
-        return self.sizes.partial and self.sizes.narrow and self.inner
-
-    def _travels(self, rows: int) -> bool:
-        """Whether one chunk of several waits for statistics from other devices."""
-        return self.sizes.shards > 1 and self.kind == "forward-gradient" and rows < self.sizes.rows
-
     @property
     def units(self) -> int:
         """The number of matrix products over N x H x V."""
@@ -213,150 +158,152 @@ class Pass(NamedTuple):
             return 1 + self.vectors
         return 1 + (self.kind != "weight" and self.inner) + (self.kind != "hidden" and self.sizes.weight)
 
-    def cost(self, tile: Tile) -> float:
-        """Its modelled seconds."""
-        kind = self.sizes.device
-        return self._on_cpu(tile) if kind == "cpu" else sum(self.times(tile, of_kind(kind)))
+    @property
+    def partial(self) -> bool:
+        """Whether parts of dL/dhidden are summed over devices in a wider dtype than that of the hidden states."""
+        return self.sizes.partial and self.sizes.narrow and self.inner
 
-    def counts(self, tile: Tile) -> tuple[int, int]:
-        """The number of chunks of rows, and of slices of the vocabulary."""
-        rows, _, vocab, *_ = self.sizes
-        return max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of the float32 sums of dL/dweight, which a tile of all rows makes superfluous; 0 if there are none."""
+        superfluous = self.kind == "forward-gradient" and self.sizes.narrow and self.sizes.weight and not self.summed
+        return 4 * self.sizes.vocab * self.sizes.hidden if superfluous else 0
 
-    def _on_cpu(self, tile: Tile) -> float:
-        """Operations hide no traffic, and tiles stay in the cache."""
-        units, (chunks, slices) = self.units, self.counts(tile)
-        rows, width, vocab, itemsize, *_ = self.sizes
-        # Each product reads W once per chunk and the hidden states once per slice.
-        moved = units * (chunks * vocab + slices * rows) * width * itemsize
-        # Sums over several tiles are read and written again.
-        if self.kind in ("forward-gradient", "weight", "both") and chunks > 1 and self.sizes.weight:
-            moved += 8 * chunks * vocab * width
-        if self.kind in ("hidden", "both") and slices > 1:
-            moved += 8 * slices * rows * width
-        teacher = self.sizes.teacher
-        factors = (chunks * vocab + slices * rows) * teacher.hidden
-        moved += factors * (teacher.itemsize + (8 if teacher.float32_logits else 0))
-        if self.sizes.float32_logits:  # the factors are written and read as float32
-            moved += 8 * (chunks * vocab + slices * rows) * width
-        of_logit = (self.logit_bytes if self.sizes.float32_logits else itemsize) + teacher.logit_bytes
-        moved += _FRESH * tile.rows * tile.columns * of_logit
-        flops = 2.0 * (units * width + teacher.hidden) * rows * vocab
-        if self.kind == "statistics" and slices > 1:
-            # Combining slices takes a dozen small calls; and whole rows share their code with the other plans.
-            flops *= 1.05
-        return flops / CPU.flops + CPU.seconds(moved) + (_A_TILE + 2) * CPU.launch * chunks * slices
+    def bytes(self, tile: Tile) -> int:
+        """Temporary bytes, without per-row values."""
+        fixed, row, column, logit = self._parts(tile)
+        return fixed + tile.rows * (row + self._pitch(tile.columns) * logit) + tile.columns * column
 
-    def times(self, tile: Tile, device: Device) -> Times:
-        """The same on this GPU, product by product, for tiles of equal size."""
-        units, (chunks, slices) = self.units, self.counts(tile)
-        rows, width, vocab, itemsize, *_ = self.sizes
-        tiles = chunks * slices
-        n, v = rows / chunks, vocab / slices
-        flops, operands = 2.0 * n * v * width, (n * v + (n + v) * width) * itemsize
-        # Sums over several tiles: float32, written by the first, read and written by the others, cast in the end.
-        wider = 4 - itemsize
-        of_weight = self.sizes.weight and self.kind in ("forward-gradient", "weight", "both")
-        beyond = last = 0.0
-        if of_weight and chunks > 1:
-            beyond += (wider + 4 * (1 - 1 / chunks)) * v * width * tiles
-            last += (4 + itemsize) * vocab * width if wider else 0
-        visits = self.vectors if self.kind == "frozen" else 1
-        of_hidden = self.kind in ("hidden", "both") and slices > 1
-        if of_hidden or (self._partial and self.kind not in ("statistics", "weight")):
-            beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles * visits
-            last += (4 + itemsize) * rows * width * visits if wider else 0
-        teacher = self.sizes.teacher
-        of_logit = 4 if self.sizes.float32_logits else itemsize
-        of_pair = of_logit + teacher.logit_bytes
-        # What float32 logits are wider by, written by the product that forms them.
-        beyond += rows * vocab * (of_pair - itemsize - teacher.itemsize)
-        logits, both = rows * vocab * of_pair, rows * vocab * (of_pair + itemsize)
-        if self.kind == "statistics":
-            kernels = device.row_kernel(logits)
-        elif self.whole_rows and self.sizes.shards > 1:
-            # Between statistics and gradient the devices exchange the former: no kernel can do both.
-            kernels = device.row_kernel(logits) + visits * device.row_kernel(both)
-        elif self.whole_rows:
-            kernels = visits * device.visit(both, rows, vocab * of_pair, 1)
-        else:
-            kernels = device.row_kernel(both)
-        # Combining the statistics of slices takes two dozen operations.
-        combine = 24 if self.kind == "statistics" and slices > 1 else 0
-        product = units * device.product(flops, operands, 0.0, itemsize)
-        if teacher.hidden:
-            operands = (n * v + (n + v) * teacher.hidden) * teacher.itemsize
-            product += device.product(2.0 * n * v * teacher.hidden, operands, 0.0, teacher.itemsize)
-        return Times(
-            tiles * product,
-            device.exposed(beyond) + device.seconds(last),
-            kernels,
-            (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch,
-        )
+    def _pitch(self, columns: int) -> int:
+        return columns if self.sizes.teacher.hidden else pitch(columns)
+
+    def _parts(self, tile: Tile) -> tuple[int, int, int, int]:
+        """The bytes for any tile, for each of its rows, of its columns and of its logits.
+
+        They are the same for all tiles of fewer than all rows, and fewer than all columns.
+        """
+        kind, (rows, width, vocab, itemsize, _, half, weight, shards, _, teacher, wide) = self.kind, self.sizes
+        every, whole, narrow = tile.rows >= rows, tile.columns == vocab, self.sizes.narrow
+        # The tile, and its rows' hidden states, contiguous; the same of the teacher. For float32 logits the factors as
+        # float32: the rows' hidden states whole, the weight in pieces. Where the library multiplies without, which only
+        # the device itself can tell, these stay unused.
+        fixed = PIECE_BYTES * (wide + teacher.float32_logits)
+        row = width * (itemsize + 4 * wide) + teacher.hidden * (teacher.itemsize + 4 * teacher.float32_logits)
+        column, logit = 0, self.logit_bytes + (teacher.logit_bytes if teacher.hidden else 0)
+        if shards > 1 and kind == "forward-gradient" and not every:
+            # While the statistics of one chunk travel between devices, the next is computed.
+            fixed, row, logit = 2 * fixed, 2 * row, 2 * logit
+        if kind == "statistics":
+            return fixed, row + (0 if whole else _COMBINED_BYTES), column, logit
+        if kind == "frozen":
+            if self.partial:
+                return fixed + self.vectors * rows * width * 4, row, column, logit
+            return fixed, row + width * itemsize, column, logit
+        if narrow:
+            fixed += (2 if half else 1) * PIECE_BYTES
+        if kind != "weight":  # dL/dhidden
+            if (self.partial and kind != "hidden") or (kind == "both" and narrow and not whole):
+                fixed += rows * width * 4
+            else:
+                row += width * (itemsize if whole and not self.partial else 4)
+        if kind == "forward-gradient" and narrow and weight and (not every or self.summed):
+            fixed += vocab * width * 4
+        if kind in ("weight", "both") and narrow and (not every or half):
+            column += width * 4
+        return fixed, row, column, logit
+
+    @property
+    def _fast(self) -> int:
+        return _FAST if self.sizes.device == "cuda" and self.sizes.narrow else _FAST_ELSEWHERE
+
+    def useful(self, tile: Tile) -> bool:
+        """Whether one product more, in tiles of enough rows and columns, would take longer."""
+        sums = self.kind == "both" or (self.kind == "forward-gradient" and self.sizes.weight)
+        least = self._fast if sums else self._fast // 4  # without sums over tiles only the head is read often
+        return tile.rows >= min(least, self.sizes.rows) and tile.columns >= min(least, self.sizes.vocab)
 
     def tile(self, budget: int, cap: int) -> Tile | None:
-        """The cheapest tile of at most about `cap` bytes whose pass takes at most `budget` bytes, or None."""
-        return _fit(self, budget, cap)
+        """The tile of about `cap` bytes at most with which the pass takes `budget` bytes at most; None if none does.
+
+        It has whole rows if enough of them fit. Where dL/dweight is summed slice by slice it has all rows, if they
+        leave room for enough columns. Otherwise half of the bytes may go to what is held for each row.
+        """
+        rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
+        enough = min(self._fast, rows)
+        cap, by_slice, least = self._cap(cap), self.kind in ("weight", "both"), self._least
+        whole = Tile(self._rows(budget, cap), vocab)
+        if whole.rows == rows or (not by_slice and whole.rows >= (least.rows if self.whole_rows else enough)):
+            return whole
+        if not self.whole_rows:
+            fixed, row, _, _ = self._parts(Tile(1, 0))
+            half = (budget - fixed) // (2 * row)
+            n = min(half, cap // (_SLICE * self.logit_bytes), rows) if by_slice else min(half, enough)
+            tries = [(rows, _SLICE)] if by_slice else []
+            tries += [] if whole.rows >= enough else [(max(n, least.rows), least.columns), least]
+            for n, columns in tries:
+                v = self._columns(n, budget, cap)
+                if v >= columns:
+                    return Tile(_even(rows, n, _BLOCK), v)
+            if whole.rows >= least.rows:
+                return whole
+        smallest = self._smallest(cap)
+        return smallest if self.bytes(smallest) <= budget else None
 
     def least_bytes(self, cap: int) -> int:
         """The smallest budget in bytes that has a tile."""
-        return min(self.bytes(tile) for tile in self._tiles(cap))
+        return self.bytes(self._smallest(self._cap(cap)))
 
-    def _tiles(self, cap: int) -> Iterator[Tile]:
-        """Tiles to try, of at most `cap` bytes except for the smallest ones.
+    def _cap(self, cap: int) -> int:
+        return cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.sizes.device, cap))
 
-        They do not depend on the budget, so that the cheapest tile that fits never costs more in a larger budget.
-        """
-        rows, _, vocab, *_ = self.sizes
-        least_rows = self.least_rows or (1 if self.whole_rows else _LEAST_ROWS)
-        if not self.whole_rows and self.kind != "statistics":
-            cap = min(cap, SLICED_BYTES.get(self.sizes.device, cap))
+    def _rows(self, budget: int, cap: int) -> int:
+        """How many whole rows fit."""
+        rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
+        row_bytes = self._pitch(vocab) * self.logit_bytes
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
-        sums = sums_bytes(self)
-        for part in _parts(max(rows, 1), least_rows):
-            # Products are fastest for whole blocks of rows.
-            n = part if part <= max(least_rows, 256) else min(-(-part // 256) * 256, rows)
-            for length in (vocab,) if self.whole_rows else _parts(vocab, _LEAST_COLUMNS):
-                # Slices are whole cache lines and vectors.
-                columns = length if length == vocab else min(-(-length // 64) * 64, vocab - 1)
-                smallest = n <= least_rows and columns in (vocab, _LEAST_COLUMNS)
-                if smallest or n * columns * self.logit_bytes <= (cap + sums if n >= rows else cap):
-                    yield Tile(n, columns)
+        if rows * row_bytes <= cap + self.sums_bytes and self.bytes(Tile(rows, vocab)) <= budget:
+            return rows
+        fixed, row, column, logit = self._parts(Tile(1, vocab))
+        most = (budget - fixed - vocab * column) // (row + self._pitch(vocab) * logit)
+        return _even(rows, min(most, max(cap // row_bytes, self._least.rows), rows - 1), _BLOCK)
+
+    def _columns(self, rows: int, budget: int, cap: int) -> int:
+        """How many columns of so many rows fit, if not all."""
+        fixed, row, column, logit = self._parts(Tile(rows, 0))
+        most = min((budget - fixed - rows * row) // (rows * logit + column), cap // (rows * self.logit_bytes))
+        return _even(self.sizes.vocab, min(most, self.sizes.vocab - 1) // _PITCH * _PITCH, _PITCH)
+
+    @property
+    def _least(self) -> Tile:
+        """The fewest rows and columns of a tile."""
+        rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
+        if self.whole_rows:
+            return Tile(min(self.least_rows or 1, rows), vocab)
+        return Tile(min(_LEAST_ROWS, rows), min(_LEAST_COLUMNS, vocab))
+
+    def _smallest(self, cap: int) -> Tile:
+        """The tile that needs least. All rows, or all columns, may need fewer sums."""
+        rows, least = max(self.sizes.rows, 1), self._least
+        smallest = least
+        for tile in (Tile(least.rows, self.sizes.vocab), Tile(rows, least.columns), Tile(rows, self.sizes.vocab)):
+            logits = tile.rows * self._pitch(tile.columns) * self.logit_bytes
+            if tile.rows == least.rows or logits <= cap + self.sums_bytes:
+                smallest = tile if self.bytes(tile) < self.bytes(smallest) else smallest
+        return smallest
+
+
+def _even(total: int, most: int, block: int) -> int:
+    """The length of equal parts of `total`, of at most `most`, in whole blocks if these are larger than one."""
+    if most <= 0 or most >= total:
+        return max(min(most, total), 0)
+    most, block = (most // block * block, block) if most >= block else (most, 1)
+    length = -(-total // -(-total // most))
+    return -(-length // block) * block
 
 
 def combined_rows(shards: int, device: str) -> int:
     """The number of rows whose statistics of all shards are combined at once."""
     return max(1, ELEMENTWISE_BYTES.get(device, PIECE_BYTES) // (_COMBINED_COPIES * 8 * (shards + 2)))
-
-
-def sums_bytes(one: Pass) -> int:
-    """Bytes of the float32 sums of dL/dweight, which a tile of all rows makes superfluous; 0 if there are none."""
-    _, width, vocab, *_ = one.sizes
-    superfluous = one.kind == "forward-gradient" and one.sizes.narrow and one.sizes.weight and not one.summed
-    return 4 * vocab * width if superfluous else 0
-
-
-@lru_cache(maxsize=1024)
-def _fit(one: Pass, budget: int, cap: int) -> Tile | None:
-    best, best_cost = None, 0.0
-    for tile in one._tiles(cap):
-        if one.bytes(tile) <= budget:
-            cost = one.cost(tile)
-            if best is None or cost < best_cost:  # torch.compile cannot trace min with a key
-                best, best_cost = tile, cost
-    return best
-
-
-def _parts(total: int, least: int) -> Iterator[int]:
-    """Lengths to try, in falling order: the total, then ever smaller equal parts, down to `least`."""
-    parts = 1
-    while (length := -(-total // parts)) > least:
-        yield length
-        if torch.compiler.is_compiling():  # which traces every length; the operators search again when they run
-            parts *= 2
-        else:
-            parts = parts + 1 if parts < 8 else parts * 5 // 4  # each at most a fifth smaller than the previous one
-    yield min(total, least)
 
 
 #: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes per element. Measured on two
@@ -377,11 +324,6 @@ def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
     """Whether gathering `rows` rows with wide supports, of `entries` entries in total, is still cheaper."""
     fixed_rows = _ROWS_OF_A_HEAD.get(sizes.device, _ROWS_OF_A_HEAD["cpu"])
     return entries <= (rows + fixed_rows) * widest_support(sizes.vocab, sizes.device, sizes.itemsize)
-
-
-def support_cost(sizes: Sizes, entries: int, needs: Needs) -> float:
-    """The seconds of products with support entries: each reads a row of the weight, or of the hidden states."""
-    return of_kind(sizes.device).seconds(support_bytes(sizes, 0, entries, needs) if entries else 0)
 
 
 def support_bytes(sizes: Sizes, rows: int, entries: int, needs: Needs) -> int:

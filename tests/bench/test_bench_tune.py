@@ -65,7 +65,6 @@ def test_the_tiles_of_a_linear_loss_are_swept_and_each_size_once(
 ) -> None:
     # Rows of 4 KiB: at most 1024 of them, 512, and 512 again by a bound that is no whole number of rows.
     monkeypatch.setattr(tune, "TILES", (1024 << 12, 512 << 12, (512 << 12) + 1))
-    monkeypatch.setattr(tune.tiling, "_FRESH", 0)  # else a CPU's plan prefers smaller tiles anyway
     tune.main(["--out", str(tmp_path), "--kernel", "head", "--shape", "2048x8x1024", "--dtype", "float32"])
     (found,) = json.loads((tmp_path / "tune.json").read_text())["sweeps"]
     assert (found["kernel"], found["shape"]) == ("head", [2048, 8, 1024])
@@ -78,7 +77,7 @@ def test_the_tiles_of_a_linear_loss_are_swept_and_each_size_once(
 
 
 def test_one_chunk_is_compared_with_several_at_the_target_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "free_bytes", lambda *_: 72 << 30)
+    monkeypatch.setattr(budget, "memory_bytes", lambda *_: 80 << 30)
     problem: Any = SimpleNamespace(
         size=Size(8192, 4096, 151936, 2), inputs={"weight": torch.empty(0, dtype=torch.bfloat16)}
     )
@@ -91,7 +90,7 @@ def test_one_chunk_is_compared_with_several_at_the_target_shape(monkeypatch: pyt
             assert tune.head_choices(problem, "cuda")[0]["rows"] == row["rows"]
     # Nothing of it is left.
     one = tiling.Pass("forward-gradient", tiling.Sizes(8192, 4096, 151936, 2, "cuda", False))
-    assert tiling.sums_bytes(one) == 4 * 151936 * 4096
+    assert one.sums_bytes == 4 * 151936 * 4096
     assert tune.head_choices(problem, "cuda")[0] == first
 
 

@@ -79,7 +79,7 @@ def results(case: Case, leaves: dict[str, Tensor], **group: Any) -> dict[str, An
     wanted = {k: x for k, x in leaves.items() if x.requires_grad}
     with pytest.MonkeyPatch.context() as patch, use_plan(case.plan) if case.plan else nullcontext():
         patch.setattr(calls, "gathers", lambda *_: False)
-        for name, value in (("_LEAST_ROWS", 2), ("_LEAST_COLUMNS", 4), ("_fit", tiling._fit.__wrapped__)):
+        for name, value in (("_LEAST_ROWS", 2), ("_LEAST_COLUMNS", 4)):
             patch.setattr(tiling, name, value)  # slices of the shards, and chunks of rows
         for sizes in (tiling.TILE_BYTES, tiling.SLICED_BYTES):
             patch.setitem(sizes, "cpu", 0)

@@ -71,7 +71,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, backend_device: str) -> None:
     monkeypatch.setattr(tiling, "_LEAST_COLUMNS", 32)
     monkeypatch.setitem(tiling.TILE_BYTES, kind, 0)
     monkeypatch.setitem(tiling.SLICED_BYTES, kind, 0)
-    monkeypatch.setattr(tiling, "_fit", tiling._fit.__wrapped__)  # which remembers other tiles
 
 
 @pytest.mark.parametrize("vocab", [1, 1000])

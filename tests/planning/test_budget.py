@@ -252,8 +252,8 @@ def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> No
         scope=ANY,
         slopes=1,
     )
-    assert choose(call, 16 * MIB).mapped
-    assert not choose(call, 1024 * MIB).mapped
+    assert choose(call, 16 * MIB).pass_budget.mapped
+    assert not choose(call, 1024 * MIB).pass_budget.mapped
     by_malloc, mapped = map(int, python("-c", _FREED).split())
     assert mapped < 2 * MIB < 15 * MIB < by_malloc
 

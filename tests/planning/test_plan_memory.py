@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import time
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,7 +23,7 @@ from fastrl.planning import budget as budgets
 from fastrl.planning import plans as memory
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Call, use_plan
-from fastrl.planning.tiling import PIECE_BYTES, Needs, Pass
+from fastrl.planning.tiling import PIECE_BYTES, Needs, Pass, Teacher, Tile
 
 MIB = 2**20
 calls = st.builds(
@@ -56,7 +56,8 @@ def test_what_is_chosen_fits_and_no_smaller_budget_does_better(call: Call, budge
         assert plan.temporary_bytes <= budget
         for tile in plan.tiles.values():
             assert 1 <= tile.rows <= max(call.rows, 1) and 1 <= tile.columns <= call.vocab
-    assert memory.choose(call, 2 * budget).cost <= memory.choose(call, budget).cost
+    less, more = memory.choose(call, budget), memory.choose(call, 2 * budget)
+    assert more.units <= less.units or less.temporary_bytes == min(x.temporary_bytes for x in plans)
 
 
 @given(call=calls, fewer=st.integers(0, 200_000))
@@ -66,8 +67,8 @@ def test_fewer_rows_fit_where_more_did(call: Call, fewer: int) -> None:
     for plan in memory.possible_plans(call, size):
         for kind in plan.tiles:
             one = Pass(kind, call.sizes._replace(rows=min(fewer, call.rows)), call.slopes, inner=call.needs.hidden)
-            tile = one.tile(plan.pass_bytes, plan.tile_bytes)
-            assert tile is not None and one.bytes(tile) <= plan.pass_bytes
+            tile = one.tile(plan.pass_budget.total, plan.pass_budget.tile)
+            assert tile is not None and one.bytes(tile) <= plan.pass_budget.total
 
 
 def test_budgets_are_parsed() -> None:
@@ -106,7 +107,7 @@ def test_the_published_example() -> None:
 
 def test_rows_of_a_chunk_are_whole_blocks() -> None:
     plan = fastrl.plan_memory(131072, 4096, 151936, budget="8GiB", device="cuda").chosen
-    assert plan.name == "forward-gradient" and plan.tiles["forward-gradient"] == (4096, 151936) and not plan.one_chunk
+    assert plan.name == "forward-gradient" and plan.tiles["forward-gradient"] == (4352, 151936) and not plan.one_chunk
 
 
 def test_one_chunk_needs_no_float32_sums_of_the_weights_gradient() -> None:
@@ -142,41 +143,78 @@ def test_a_pass_over_one_chunk_holds_no_more_than_was_planned(dtype: torch.dtype
     assert held - gradients <= planned.temporary_bytes <= held - gradients + unused
 
 
-def test_without_a_budget_the_cheapest_plan_up_to_half_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    free = 1 << 40
-    monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None: free)
-    monkeypatch.setattr(memory, "_logged", set())
+def with_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(budgets, "memory_bytes", lambda device, index=None: size)
+
+
+def test_without_a_budget_a_call_takes_a_sixteenth_of_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(8192, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
+    with_memory(monkeypatch, 80 << 30)
     best = memory.choose(call, None)
-    assert best.name == "forward-gradient" and best.one_chunk
-    free = 2 * best.temporary_bytes
-    assert memory.choose(call, None) == best and not caplog.records
-    free -= 2
-    for rows in (8192, 8193, 8194, 8192):  # one line for all lengths
-        assert memory.choose(replace(call, rows=rows), None).name == "recompute"
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the plan recompute (4U) is taken instead of forward-gradient (3U), which needs")
-    assert str(best.temporary_bytes) in line and "(2.25 GiB)" in line
-    free = 1 << 24
-    with pytest.raises(budgets.BudgetTooSmall, match="the default budget, half of the free memory"):
-        memory.choose(replace(call, all_rows=1 << 20), None)
+    assert best.name == "forward-gradient" and best.one_chunk and best.temporary_bytes <= 5 << 30
+    with_memory(monkeypatch, 16 * best.temporary_bytes)
+    assert memory.choose(call, None).tiles == best.tiles
+    with_memory(monkeypatch, 16 * best.temporary_bytes - 16)
+    assert memory.choose(call, None).name == "recompute"
+    assert memory.choose(call, None, best.temporary_bytes).name == "forward-gradient"  # a share of a group's ranks
 
 
-def test_without_a_budget_the_table_lists_what_the_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gib in (6.4, 6.8, 7.2, 8.0, 64.0):
-        monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None, gib=gib: int(gib * 2**30))
-        plans = fastrl.plan_memory(32768, 4096, 151936, device="cuda")
-        cheapest = min(plans.fitting, key=lambda plan: plan.cost)
-        assert (cheapest.name, cheapest.tiles) == (plans.chosen.name, plans.chosen.tiles), gib
-        assert plans.chosen.temporary_bytes <= plans.budget <= gib * 2**29
+def test_without_a_budget_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no plan fits, the one that needs least is taken."""
+    with_memory(monkeypatch, 1 << 20)
+    call = Call(8192, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
+    plan = memory.choose(call, None)
+    assert (plan.name, plan.temporary_bytes) == ("two-pass", memory.least_budget(call, "two-pass"))
+    table = fastrl.plan_memory(8192, 4096, 151936, device="cuda")
+    assert table.chosen.name == "two-pass" and table.budget == table.chosen.temporary_bytes and "->  two" in str(table)
 
 
-def test_a_budget_is_rounded_by_at_most_an_eighth() -> None:
-    for size in (1, 7, 8, 9, 1000, (3 << 30) - 1, 3 << 30):
-        assert 7 / 8 * size <= budgets.rounded_down(size) <= size
-    assert len({budgets.rounded_down(size) for size in range(1 << 20, 1 << 21)}) == 8
+def test_a_gpu_that_is_not_here_is_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fastrl.plan_memory(8192, 4096, 151936, device="cuda").budget == 5 << 30
+
+
+def test_choosing_takes_little() -> None:
+    """A row count that was never seen: 0.3 ms at most; here an order of magnitude of that."""
+    for device in ("cuda", "cpu"):
+        times = []
+        for rows in range(4096, 4196):
+            call = Call(rows, 4096, 151936, torch.bfloat16, device, Needs(True, True, False), all_rows=rows)
+            start = time.process_time()
+            memory.choose(call, 64 * MIB)  # all three plans are tried
+            times.append(time.process_time() - start)
+        assert sorted(times)[50] <= 3e-4, device
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_out_of_memory_names_plan_bytes_and_budget(kind: type[RuntimeError]) -> None:
+    call = Call(8192, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
+    words = "CUDA out of memory." if kind is torch.OutOfMemoryError else "DefaultCPUAllocator: can't allocate memory"
+    plan = memory.choose(call, 5 << 30)
+    half = plan.temporary_bytes // 2
+    told = rf"(?s){words}.*forward-gradient, which takes {plan.temporary_bytes} bytes.*memory_budget={half} .*recompute"
+    with pytest.raises(kind, match=told) as caught, memory.named_when_out_of_memory(call, plan):
+        raise kind(words)
+    assert type(caught.value) is kind and str(caught.value.__cause__) == words
+    least = memory.least_budget(call, "two-pass")
+    smallest = memory.choose(call, least)
+    with pytest.raises(kind, match="the least that the call can take"), memory.named_when_out_of_memory(call, smallest):
+        raise kind(words)
+    other = RuntimeError("shapes cannot be multiplied")
+    with pytest.raises(RuntimeError) as caught, memory.named_when_out_of_memory(call, plan):
+        raise other
+    assert caught.value is other
+
+
+def test_rows_of_a_tile_begin_on_a_cache_line() -> None:
+    """An odd vocabulary has tiles of the next multiple of 64 entries; kernels for pairs take contiguous ones."""
+    sizes = Call(8192, 4096, 151669, torch.bfloat16, "cuda", Needs(True, True, False)).sizes
+    even = sizes._replace(vocab=151680)
+    tile, wide = Tile(1024, 151669), Tile(1024, 151680)
+    frozen, padded = Pass("frozen", sizes), Pass("frozen", even)
+    assert frozen.bytes(tile) == padded.bytes(wide)
+    pair = Pass("frozen", sizes._replace(teacher=Teacher(8, 2)))
+    assert pair.bytes(tile) == frozen.bytes(tile) - 1024 * 11 * 2 + 1024 * (151669 + 8) * 2
 
 
 def test_fewer_rows_than_planned_keep_the_sums_and_the_budget() -> None:
@@ -186,13 +224,14 @@ def test_fewer_rows_than_planned_keep_the_sums_and_the_budget() -> None:
     assert not plan.one_chunk
     for rows in (32768, 12514, 8192, 4096, 100):
         one = Pass("forward-gradient", planned.sizes._replace(rows=rows), summed=True)
-        tile = one.tile(plan.pass_bytes, plan.tile_bytes)
-        assert tile is not None and tile.rows * tile.columns * 2 <= plan.tile_bytes
-        assert one.bytes(tile) <= plan.pass_bytes and one.bytes(tile) >= 4 * 4096 * 151936
+        total, most, *_ = plan.pass_budget
+        tile = one.tile(total, most)
+        assert tile is not None and tile.rows * tile.columns * 2 <= most
+        assert one.bytes(tile) <= total and one.bytes(tile) >= 4 * 4096 * 151936
 
 
 def test_without_a_budget_no_whole_logits_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "free_bytes", lambda device, index=None: 5 << 30)
+    with_memory(monkeypatch, 40 << 30)
     call = Call(4096, 512, 32768, torch.float32, "cpu", Needs(True, True, False), RESPONSE, longest=4096)
     # "whole-response" would hold 512 MiB of logits, which nobody asked for.
     assert memory.choose(call, None).name == "recompute"

@@ -367,8 +367,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/planning/tiling.py",
-        "total += vocab * width * 4",
-        "total += vocab * width * itemsize",
+        "fixed += vocab * width * 4",
+        "fixed += vocab * width * itemsize",
         "a dtype: the bytes of float32 sums",
         "planning/test_plan_memory.py",
     ),
@@ -380,11 +380,11 @@ FAULTS = (
         "planning/test_smallest_budget.py",
     ),
     Fault(
-        "fastrl/planning/budget.py",
+        "fastrl/bench/machine.py",
         "max(min(free, int(limit) - int(used)), 0)",
         "max(min(free, int(limit)), 0)",
         "a difference: what a container uses already counts as free",
-        "planning/test_free_memory.py",
+        "bench/test_free_memory.py",
     ),
     Fault(
         "fastrl/planning/scaling.py",
@@ -409,8 +409,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/planning/tiling.py",
-        '("weight", "both") and narrow and (n < rows or half)',
-        '("weight", "both") and narrow and n < rows',
+        '("weight", "both") and narrow and (not every or half)',
+        '("weight", "both") and narrow and not every',
         "a case: float16's sums where a tile holds all rows",
         "planning/test_plan_memory.py::test_a_pass_over_one_chunk_holds_no_more_than_was_planned",
     ),

@@ -187,13 +187,16 @@ def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor
         offsets.numel() - 1,
         torch.get_num_threads(),
     )
-    run = function("fastrl_support_restrict", POINTER(_Support), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
+    logits_at, stride = _matrix("logits", logits)
+    sizes = (c_int64,) * 3
+    run = function("fastrl_support_restrict", POINTER(_Support), c_void_p, c_int64, c_void_p, *sizes, c_int32)
     run(
         byref(support),
         pointer("rows", rows, n, torch.int64),
         n,
-        pointer("logits", logits, logits.numel(), logits.dtype),
+        logits_at,
         width,
+        stride,
         first,
         ELEMENTS[logits.dtype],
     )

@@ -210,7 +210,7 @@ class TrainingConfig(MachineConfig):
     packing: bool = False
     """Concatenate a micro-batch's sequences without padding."""
     memory_budget: Budget = None
-    """The most temporary memory of the fused losses, such as "512MiB"; the default is half of what is free."""
+    """The most temporary memory of the fused losses, such as "512MiB"; default: a sixteenth of the device's."""
     max_skipped_updates: int = Field(10, ge=1)
     """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
     its batch is saved under output_dir/skipped. After this many in a row the run stops."""

@@ -34,7 +34,7 @@ class TokenTrainingConfig(TrainingConfig):
     packing: bool = False
     """Concatenate a micro-batch's sequences without padding."""
     memory_budget: Budget = None
-    """The most temporary memory of the fused loss, such as "512MiB"; the default is half of what is free."""
+    """The most temporary memory of the fused loss, such as "512MiB"; default: a sixteenth of the device's."""
 
 
 class DataConfig(HeldOutConfig):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastrl.planning.budget import default_budget, free_bytes
+from fastrl.bench.machine import free_bytes
 
 AVAILABLE = 6 << 30
 MEMINFO = f"MemTotal: 16000000 kB\nMemFree: 1000 kB\nMemAvailable: {AVAILABLE >> 10} kB\n"
@@ -35,4 +35,3 @@ def test_a_container_has_what_it_does_not_use_yet(
 
     monkeypatch.setattr(Path, "read_text", read)
     assert free_bytes("cpu") == free
-    assert default_budget("cpu") == max(free // 2, 16 << 20)
