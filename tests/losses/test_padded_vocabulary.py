@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.linear.head import Head, Held
 from fastrl.planning.plans import use_plan
+from fastrl.planning.tiling import Tile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Several slices of the smallest tile that is ever chosen (64 x 128), the last of them ragged; no multiple of a vector.
@@ -361,3 +363,13 @@ def test_heads_of_a_divergence_count_the_same_entries() -> None:
     with pytest.raises(ValueError, match="teacher_weight must have weight's vocabulary, 7 entries, got 8"):
         called("linear_divergence")
     called("linear_divergence", vocab_size=7)
+
+
+def test_rows_of_a_tile_begin_on_a_cache_line(device: str) -> None:
+    """Of an odd vocabulary, whose products would not be aligned; the tile's memory is as large as the planner counts."""
+    head = Head(torch.randn(5, 8, device=device), torch.randn(101, 8, device=device), None)
+    held = Held(head, Tile(3, 101), False, "")
+    logits = held.logits(held.hidden(slice(1, 3)), slice(0, 101))
+    assert logits.shape == (2, 101) and logits.stride() == (128, 1)
+    assert logits.untyped_storage().nbytes() == 3 * 128 * 4
+    torch.testing.assert_close(logits, head.hidden[1:3] @ head.weight.T)
