@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -69,7 +68,7 @@ def _why_not_in_memory(value: Tensor) -> str | None:
         missing = not lies_in_memory(value)
     except NotImplementedError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
         missing = False
-    wraps = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _address(value)
+    wraps = _dispatches(value) and (missing or not value.data_ptr())
     if not missing and not wraps:
         return None
     if kind == "DTensor":
@@ -89,23 +88,25 @@ def _why_not_in_memory(value: Tensor) -> str | None:
 
 def lies_in_memory(value: Tensor) -> bool:
     """Whether the storage is allocated as far as the strides reach: the storage of a freed view has an address too."""
-    if not value.numel():
-        return True
     storage = value.untyped_storage()
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    reach = (value.storage_offset() + last + 1) * value.element_size()
+    if _dispatches(value) and storage.device.type == "meta":  # a fake tensor: torch warns of a look at its address
+        return False
+    reach = value.numel()
+    if not reach:
+        return True
+    if not value.is_contiguous():
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    if storage.nbytes() < (value.storage_offset() + reach) * value.element_size():
+        return False
     try:
-        with warnings.catch_warnings():  # a fake tensor's address is 0, with a warning
-            warnings.simplefilter("ignore")
-            return storage.data_ptr() != 0 and storage.nbytes() >= reach
+        return storage.data_ptr() != 0
     except RuntimeError:  # a wrapper's storage has none
         return False
 
 
-def _address(value: Tensor) -> int:
-    with warnings.catch_warnings():  # a fake tensor's address is 0, with a warning
-        warnings.simplefilter("ignore")
-        return value.data_ptr()
+def _dispatches(value: Tensor) -> bool:
+    """Whether the tensor's class runs its operators itself, as those do that stand for other tensors."""
+    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def once_differentiable(name: str, value: Tensor) -> None:
@@ -119,7 +120,11 @@ def once_differentiable(name: str, value: Tensor) -> None:
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
     """Return the value if it is a tensor in memory of one of the dtypes (None: any floating-point dtype)."""
-    value = in_memory(name, value)
+    return of_dtype(name, in_memory(name, value), dtypes)
+
+
+def of_dtype(name: str, value: Tensor, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
+    """Return the tensor if its dtype is one of these (None: any floating-point dtype)."""
     if dtypes is None and not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if dtypes is not None and value.dtype not in dtypes:

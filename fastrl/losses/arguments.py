@@ -110,7 +110,7 @@ def head_arguments(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    checks.tensor(names[0], hidden, checks.LOGIT_DTYPES)
+    checks.of_dtype(names[0], hidden, checks.LOGIT_DTYPES)
     sizes = weight.shape[1:] if group is not None else weight.shape
     if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in sizes:
         raise ValueError(

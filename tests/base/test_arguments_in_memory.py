@@ -5,10 +5,14 @@ A kernel would read what lies at address 0, or take the argument for absent and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +93,27 @@ def test_no_pointer_is_taken_from_a_tensor_without_memory() -> None:
     with pytest.raises(ValueError, match="old must hold its numbers in memory, got Tensor without"):
         pointer("old", KINDS["freed"](torch.ones(3)), 3)
     assert pointer("old", torch.empty(0), 0) == 0
+
+
+def test_the_warnings_of_other_libraries_stay_as_they_are() -> None:
+    """Python counts anew what it has warned of wherever the filters change, and these are of all threads."""
+    ended = threading.Event()
+
+    def calls() -> None:
+        while not ended.is_set():
+            for make in (lambda x: x, KINDS["fake"], KINDS["wrapper"], KINDS["freed"]):
+                with contextlib.suppress(TypeError):
+                    fastrl.token_logprobs(make(torch.zeros(2, 3)), torch.zeros(2, dtype=torch.int64))
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")  # once for each place
+        threads = [threading.Thread(target=calls) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            warnings.warn("of another library", stacklevel=1)
+            time.sleep(1e-3)
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert [str(x.message) for x in seen] == ["of another library"]
