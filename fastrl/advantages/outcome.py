@@ -94,7 +94,8 @@ def gae(
             CPU, and inside `check_inputs()`.
         bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
             0 for all of them by default.
-        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
+            leave out tokens behind it.
 
     Returns:
         `(advantages, returns)`, float32, shaped like `rewards`, 0 where masked; `returns = advantages + values`.
@@ -107,7 +108,7 @@ def gae(
     same_layout("values", values, "rewards", rewards)
     valid = token_mask(mask, "rewards", rewards)
     number_between("gamma", gamma, 0.0, 1.0)
-    responses = responses_of("rewards", rewards, cu_seqlens)
+    responses = responses_of("rewards", rewards, cu_seqlens, mask)
     numbers = responses.owners(rewards.device)
     if isinstance(lam, Tensor):
         _check_lambdas(lam, responses.count, rewards)
@@ -206,7 +207,7 @@ def value_loss(
             raise ValueError("old_values must be a tensor shaped like values beside clip, got None")
     if old_values is not None:
         same_layout("old_values", old_values, "values", values)
-    responses_of("values", values, cu_seqlens)
+    responses = responses_of("values", values, cu_seqlens, mask)
     total = checks.divisor("denominator", denominator, valid.sum())
 
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
@@ -218,7 +219,7 @@ def value_loss(
         old = old_values.detach().to(dtype).masked_fill(~valid, 0.0)
         moved = old + (value - old).clamp(-clip, clip)
         squared = torch.maximum(squared, (moved - target).square())
-    return 0.5 * squared.sum() / total
+    return responses.right(0.5 * squared.sum() / total)
 
 
 def _check_lambdas(lam: Tensor, responses: int, like: Tensor) -> None:

@@ -38,7 +38,8 @@ def kl_penalized_rewards(
         mask: bool or 0/1, shaped like `logprobs`, 1 = valid. Masked entries are not read.
         beta: the weight of the KL, a number or a 0-dim tensor, in reward per nat.
         kind: "k1" (unbiased, the usual one), "k2" or "k3".
-        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
+            leave out tokens behind it.
 
     Returns:
         Float32, shaped like `logprobs`, 0 where masked; no gradient.
@@ -54,7 +55,7 @@ def kl_penalized_rewards(
     beta = checks.scalar("beta", beta)
     if not isinstance(beta, Tensor) and beta < 0:
         raise ValueError(f"beta must be >= 0, got {beta!r}")
-    responses = responses_of("logprobs", logprobs, cu_seqlens)
+    responses = responses_of("logprobs", logprobs, cu_seqlens, mask)
     numbers = responses.owners(logprobs.device)
     checks.tensor("scores", scores)
     checks.shape("scores", scores, (responses.count,), "one per response")

@@ -44,7 +44,8 @@ def optimal_token_baseline_advantages(
         zero_tail: where one response is the only one of its group with a token t, there is nothing to compare it with,
             and its advantage is 0. True gives such tokens the baseline 0, so that their advantage is the reward-to-go;
             verl does so by default, and always for a response that is alone in its group.
-        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
+            leave out tokens behind it.
 
     Returns:
         Float32, shaped like `rewards`, in their units, 0 where masked; no gradient. Exactly 0 where the rewards-to-go
@@ -59,7 +60,7 @@ def optimal_token_baseline_advantages(
     valid = token_mask(mask, "rewards", rewards).reshape(-1)
     if not isinstance(zero_tail, bool):
         raise TypeError(f"zero_tail must be a bool, got {type(zero_tail).__name__}")
-    responses = responses_of("rewards", rewards, cu_seqlens)
+    responses = responses_of("rewards", rewards, cu_seqlens, mask)
     numbers = responses.owners(rewards.device)
     groups = group_numbers(group_ids, responses.count, rewards.device, "rewards")
 

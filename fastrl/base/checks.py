@@ -198,7 +198,20 @@ def mask(value: object, like: Tensor, like_name: str = "targets", name: str = "m
         bad = (value != 0) & (value != 1)
         if bool(bad.any()):
             raise ValueError(f"{name} must hold only 0 and 1, got {value[bad][0].item()!r}")
-    return value != 0
+    return value != 0  # `wrong_mask` says where this is not known to be right
+
+
+def wrong_mask(value: object) -> Tensor | None:
+    """Where a mask that `mask` took holds neither 0 nor 1, as bool; None if it cannot, because that was an error."""
+    if not isinstance(value, Tensor) or value.dtype == torch.bool or values_are_checked(value):
+        return None
+    return (value != 0) & (value != 1)
+
+
+def nan_where_wrong(x: Tensor, mask: object) -> Tensor:
+    """x, floating point, with NaN where the mask, with as many entries, holds neither 0 nor 1 and may not be read."""
+    wrong = wrong_mask(mask)
+    return x if wrong is None else x.masked_fill(wrong.reshape(x.shape), torch.nan)
 
 
 def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:

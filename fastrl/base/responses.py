@@ -33,39 +33,57 @@ def token_mask(mask: object, like_name: str, like: Tensor) -> Tensor:
     return checked
 
 
-def check_cu_seqlens(cu_seqlens: object, name: str, tokens: Tensor) -> Tensor:
+def check_cu_seqlens(cu_seqlens: object, name: str, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return `cu_seqlens` `(B+1,)` int32 on the device of the `tokens` `(N,)` it divides; errors call these `name`.
 
-    Its values (0 first, the number of tokens last, never decreasing) are checked if they may be read.
+    Its values are checked if they may be read: 0 first, never decreasing, the number of tokens last, or less where the
+    mask `(N,)`, bool, leaves out all tokens behind.
     """
     if tokens.ndim != 1:
         raise ValueError(f"{name} must have shape (tokens,) beside cu_seqlens, got {tuple(tokens.shape)}")
     cu_seqlens = checks.tensor("cu_seqlens", cu_seqlens, (torch.int32,))
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(f"cu_seqlens must have shape (responses + 1,), got {tuple(cu_seqlens.shape)}")
+    least = 1 + (tokens.numel() > 0)
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < least:
+        raise ValueError(
+            f"cu_seqlens must have shape (responses + 1,), at least ({least},) for {tokens.numel()} tokens, got"
+            f" {tuple(cu_seqlens.shape)}"
+        )
     checks.same_device("cu_seqlens", cu_seqlens, tokens, name)
     if checks.values_are_checked(cu_seqlens):
         ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != tokens.numel() or any(a > b for a, b in pairwise(ends)):
-            raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {tokens.numel()}, got {ends[:16]}")
+        rises = ends[0] == 0 and all(a <= b for a, b in pairwise((*ends, tokens.numel())))
+        if not rises or (ends[-1] < tokens.numel() and (mask is None or bool(mask[ends[-1] :].any()))):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {tokens.numel()}, or to less where mask leaves"
+                f" out the tokens behind, got {ends[:16]}"
+            )
     return cu_seqlens
 
 
 class Responses:
     """The responses of a padded (G, T) or packed batch: sums per response, and their values spread over the tokens."""
 
-    def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device, mask: Tensor | None = None
+    ) -> None:
+        """`cu_seqlens` and `mask`, as given, are checked; masked tokens behind the last response become its own."""
         self.count, self.length = 1, shape.numel()
         self.offsets: Tensor | None = None
-        self.wrong: Tensor | None = None  # bool (): cu_seqlens are wrong, where they may not be read on the host
+        wrong = checks.wrong_mask(mask)
+        #: bool (): cu_seqlens or the mask are wrong, where they may not be read on the host
+        self.wrong = None if wrong is None else wrong.any()
         if cu_seqlens is not None:
             self.count = cu_seqlens.shape[0] - 1
             self.offsets = given = cu_seqlens.long()
+            position = torch.arange(shape.numel(), device=device)
             if not checks.values_are_checked(cu_seqlens):
                 # An index out of range would end the process's work on its GPU: results become NaN instead.
                 self.offsets = given.clamp(0, shape.numel()).cummax(0).values
-                self.wrong = (given != self.offsets).any() | (given[0] != 0) | (given[-1] != shape.numel())
-            position = torch.arange(shape.numel(), device=device)
+                behind = given[-1] < shape.numel() if mask is None else ((mask != 0) & (position >= given[-1])).any()
+                bad = (given != self.offsets).any() | (given[0] != 0) | behind
+                self.wrong = bad if self.wrong is None else self.wrong | bad
+            if mask is not None:
+                self.offsets[-1] = shape.numel()
             self.owner = torch.searchsorted(self.offsets[1:].contiguous(), position, right=True)
             if self.wrong is not None:
                 self.owner.clamp_max_(max(self.count - 1, 0))
@@ -81,13 +99,13 @@ class Responses:
 
     def _own_sum(self, x: Tensor) -> Tensor:
         if self.offsets is None:
-            return x.reshape(self.count, self.length).sum(-1)
+            return self.right(x.reshape(self.count, self.length).sum(-1))
         if x.numel() == 0:
             return x.new_zeros(self.count) + x.sum()
         return self.right(torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0))
 
     def right(self, y: Tensor) -> Tensor:
-        """y of any shape, or NaN if cu_seqlens do not divide the tokens."""
+        """y of any shape, or NaN if cu_seqlens do not divide the tokens, or the mask holds neither 0 nor 1."""
         return y if self.wrong is None or not y.is_floating_point() else y.masked_fill(self.wrong, torch.nan)
 
     def ranks_sum(self, x: Tensor) -> Tensor:
@@ -139,21 +157,22 @@ class Responses:
         return torch.arange(self.count, device=device).repeat_interleave(self.length)
 
 
-def responses_of(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> Responses:
+def responses_of(name: str, tokens: Tensor, cu_seqlens: Tensor | None, mask: Tensor) -> Responses:
     """The responses that the tokens belong to.
 
     Args:
         name: the name of `tokens` in errors.
         tokens: `(B, T)`; or `(N,)`, packed if `cu_seqlens` is given and otherwise one response.
         cu_seqlens: int32 `(B+1,)`, the start of each packed response, and the end of the last.
+        mask: like `tokens`, checked by `token_mask`, but as given.
 
     Raises:
         TypeError, ValueError: as `check_cu_seqlens`, and for another number of dimensions.
     """
     if cu_seqlens is None and tokens.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape (responses, time) or (tokens,), got {tuple(tokens.shape)}")
-    checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, name, tokens)
-    return Responses(tokens.shape, checked, tokens.device)
+    checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, name, tokens, mask)
+    return Responses(tokens.shape, checked, tokens.device, mask)
 
 
 def discounted_sum(x: Tensor, key: Tensor, decay: float | Tensor) -> Tensor:

@@ -70,7 +70,8 @@ def routing_from_vllm(
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (B, S), got {tuple(attention_mask.shape)}")
-    mask = token_mask(attention_mask, "attention_mask", attention_mask).cpu()
+    on_host = attention_mask.cpu()
+    mask = token_mask(on_host, "attention_mask", on_host)
     records = _records(routed_experts, "routed_experts", None)
     if len(records) != mask.shape[0]:
         raise ValueError(

@@ -21,13 +21,23 @@ class VocabularyArguments(NamedTuple):
     mask: Tensor | None  # (N,) bool
     transform: Transform
 
+    def shaped_mask(self, targets: Tensor) -> Tensor | None:
+        """The mask in the shape of the targets."""
+        return None if self.mask is None else self.mask.view(targets.shape)
+
 
 def vocabulary_arguments(
     targets: Tensor, mask: object, temperature: object, logit_scale: object, softcap: object, like_name: str = "targets"
 ) -> VocabularyArguments:
-    """Checks and flattens the arguments that all these entry points share; errors call the targets `like_name`."""
+    """Checks and flattens the arguments that all these entry points share; errors call the targets `like_name`.
+
+    Where the mask holds neither 0 nor 1, and may not be read, the target is -1: outside every vocabulary, thus NaN.
+    """
     checked = checks.mask(mask, targets, like_name)
     transform = checked_transform(temperature, logit_scale, softcap, targets, checked, like_name)
+    wrong = checks.wrong_mask(mask)
+    if wrong is not None:
+        targets = targets.masked_fill(wrong, -1)
     return VocabularyArguments(
         targets.reshape(-1).contiguous(), None if checked is None else checked.reshape(-1).contiguous(), transform
     )

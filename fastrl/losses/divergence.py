@@ -138,7 +138,7 @@ def linear_divergence(
     wide, teacher_wide = (float32_logits(logits_dtype, x.weight.dtype) for x in (head, teacher))
     flat = None if checked is None else checked.reshape(-1).contiguous()
     count = checked_count(num_tokens, flat, like.numel())
-    c = _weights(token_weights, denominator, like, flat, count)
+    c = checks.nan_where_wrong(_weights(token_weights, denominator, like, flat, count), mask)
 
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head.tensors))
     device = head.weight.device

@@ -104,8 +104,15 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor | None]:
     return ids.where(firsts == own, NOTHING), (firsts + rows).view(-1)
 
 
-def within_set(entries: Entries, sampling_mask: SamplingMask | None, vocab: int) -> Entries:
-    """The entries, with a mark in place of ids of the vocabulary that are not in their row's recorded support."""
+def within_set(entries: Entries, mask: object, sampling_mask: SamplingMask | None, vocab: int) -> Entries:
+    """The entries, with a mark in place of ids of the vocabulary that are not in their row's recorded support.
+
+    Where the mask, as given, holds neither 0 nor 1 and may not be read, all are outside the vocabulary, thus NaN.
+    """
+    wrong = checks.wrong_mask(mask)
+    if wrong is not None:
+        in_wrong = wrong.reshape(-1)[entries.rows()]
+        entries = entries._replace(token_ids=entries.token_ids.masked_fill(in_wrong, INT32_MAX))
     if sampling_mask is None or not sampling_mask.token_ids.shape[0]:
         return entries
     ids = entries.token_ids
@@ -176,7 +183,7 @@ def gathered_logprobs(
         shard = agreed_logits(tp, rows, args, tokens.shape, sampling_mask, same)
         vocab = tp.counted("logits", logits.shape[-1], shard)
     args = args._replace(mask=wanted.valid(args.mask))
-    entries = within_set(wanted.entries, sampling_mask, vocab)
+    entries = within_set(wanted.entries, mask, sampling_mask, vocab)
     supports = split_support(sampling_mask, args, vocab)
     (_, valid, transform), (dense, support, wide) = args, _parts(supports, shard)
     if shard is None:
@@ -251,7 +258,7 @@ def linear_gathered_logprobs(
         call = over_tp_group(call, tp, tokens.shape, ids=wanted.described(call.args.mask, tp))
     call = call._replace(args=call.args._replace(mask=wanted.valid(call.args.mask)))
     by_plan = planned(call, ANY, gathered=wanted.entries.token_ids.shape[0])
-    entries = within_set(wanted.entries, call.sampling_mask, call.vocab)
+    entries = within_set(wanted.entries, mask, call.sampling_mask, call.vocab)
     (_, valid, transform), (dense, support, wide) = call.args, _parts(by_plan.supports, call.shard)
     backend, rows, plan, budget = forced(), by_plan.rows, by_plan.plan.name, by_plan.plan.pass_budget
     if call.shard is None:

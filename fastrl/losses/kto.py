@@ -74,6 +74,7 @@ def kto_loss(
     checks.shape("ref_logprobs", ref, logprobs.shape, "the shape of logprobs")
     checks.same_device("ref_logprobs", ref, logprobs, "logprobs")
     numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, logprobs, "logprobs")
+    ref = checks.nan_where_wrong(ref, desirable)
     return _of_responses(numbers, logprobs, ref, checks.divisor("denominator", denominator, logprobs.shape[0]))
 
 
@@ -115,7 +116,8 @@ def linear_kto_loss(
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (B,), log-probabilities under the reference, summed over each response's valid tokens.
         desirable, kl, beta, desirable_weight, undesirable_weight, denominator: as in `kto_loss`.
-        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N.
+        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out
+            the tokens behind, as at the end of padded packs.
 
     Returns:
         KTOLoss, differentiable in hidden, weight and bias.
@@ -127,6 +129,7 @@ def linear_kto_loss(
         tokens = CheckedResponses.of(targets, mask, cu_seqlens)
         ref = tokens.per_response("ref_logprobs", ref_logprobs)
         numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, ref, "ref_logprobs")
+        ref = checks.nan_where_wrong(ref, desirable)
         count = checks.divisor("denominator", denominator, tokens.responses.count)
         return loss_of_units(
             hidden,

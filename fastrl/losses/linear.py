@@ -119,7 +119,7 @@ def _of_responses(problem: Problem, call: LinearCall) -> _Host | None:
     values = torch.cat(on_device).tolist()
     if math.isnan(sum(values)):  # the counts of responses that do not divide the tokens, which could not be read before
         with checks.check_inputs():
-            check_cu_seqlens(problem.cu_seqlens, "targets", call.args.targets)
+            check_cu_seqlens(problem.cu_seqlens, "targets", call.args.targets, call.args.mask)
     on_host = [int(x) for x in values]
     length = batch.responses.length
     rows = on_host[2 * size :] if ends is not None else [(i + 1) * length for i in range(size)]

@@ -79,7 +79,8 @@ def policy_loss(
         entropy_weights: shaped like logprobs; replace w in the entropy term.
         entropy_threshold: train only on tokens with at least this entropy; replaces the threshold that
             `top_entropy_fraction` computes.
-        cu_seqlens: (B + 1,) int32, rising from 0 to N.
+        cu_seqlens: (B + 1,) int32, rising from 0 to N, or to less: the mask must leave out the tokens behind, as at the
+            end of padded packs.
         denominator: replaces the local number of tokens (token-mean), of prompts (prompt-mean) or of responses (the
             other aggregations). A response without a valid token is one of them, as in TRL; verl leaves it out, and so
             does its adapter. A tensor may also have one for each response, (B,).
@@ -197,7 +198,7 @@ def logits_policy_loss(
             denominator,
             torch.float32,
             advantages=advantages,
-            mask=mask,
+            mask=args.shaped_mask(targets),
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=rollout_logprobs,
@@ -343,7 +344,7 @@ def linear_policy_loss(
             denominator,
             torch.float32,
             advantages=advantages,
-            mask=mask,
+            mask=call.args.shaped_mask(targets),
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=rollout_logprobs,

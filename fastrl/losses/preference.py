@@ -251,7 +251,8 @@ def linear_preference_loss(
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
             if `objective.reference`, and not used without. The mean over a response without tokens is 0 here too.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
-        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N.
+        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out
+            the tokens behind, as at the end of padded packs.
         nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an
             `nll_coef`; the default is those of the chosen responses.
         denominator: replaces B; for micro-batches, the number of pairs of all of them.
@@ -287,7 +288,10 @@ def linear_preference_loss(
             sums = _halves(tokens.sums(logprobs, likely))
             nll = None
             if objective.nll_coef:
-                counted = sums[0] if likely is None else tokens.responses.sum(logprobs.where(likely.reshape(-1), 0.0))
+                counted = sums[0]
+                if likely is not None:
+                    marked = checks.nan_where_wrong(logprobs, nll_mask).where(likely.reshape(-1), 0.0)
+                    counted = tokens.responses.sum(marked)
                 nll = -wide(counted).sum() / nll_tokens
             with_ref = None if ref is None or not objective.reference else _halves(ref)
             return _of_pairs(objective, sums, with_ref, lengths if objective.average else None, nll, pairs)

@@ -21,16 +21,16 @@ class CheckedResponses(NamedTuple):
     responses: Responses
 
     @classmethod
-    def of(cls, targets: object, mask: object, cu_seqlens: object) -> CheckedResponses:
+    def of(cls, targets: object, mask: Tensor, cu_seqlens: object) -> CheckedResponses:
         """Raises TypeError or ValueError for an argument of the wrong type, shape, device or value."""
         targets = checks.tensor("targets", targets, (torch.int64,))
         if cu_seqlens is None and targets.ndim != 2:
             raise ValueError(
                 f"targets must have shape (responses, time) without cu_seqlens, got {tuple(targets.shape)}"
             )
-        checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets)
-        responses = Responses(targets.shape, checked, targets.device)
-        return cls(targets, token_mask(mask, "targets", targets), responses)
+        valid = token_mask(mask, "targets", targets)
+        checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets, valid)
+        return cls(targets, valid, Responses(targets.shape, checked, targets.device, mask))
 
     def per_response(self, name: str, value: object) -> Tensor:
         """The value, checked to be floating point with one number per response."""

@@ -54,7 +54,8 @@ def topk_divergence(
     if not isinstance(tail, bool):
         raise TypeError(f"tail must be a bool, got {type(tail).__name__}")
     valid = checks.mask(mask, logprobs, "logprobs")
-    log_p, log_q = logprobs.double(), teacher.detach().double()  # so that 1 - sum p does not cancel
+    # float64, so that 1 - sum p does not cancel
+    log_p, log_q = logprobs.double(), checks.nan_where_wrong(teacher.detach().double(), mask)
     if valid is not None:
         log_p, log_q = (x.masked_fill(~valid, -torch.inf) for x in (log_p, log_q))
     # A NaN on one side alone might not show in the value, or not in the gradient.

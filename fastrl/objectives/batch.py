@@ -64,7 +64,9 @@ class Batch:
         if cu_seqlens is None:
             shape, offsets = torch.Size((last - first, self.responses.length)), None
         else:
-            shape, offsets = torch.Size((rows.stop - rows.start,)), cu_seqlens[first : last + 1] - cu_seqlens[first]
+            assert self.responses.offsets is not None
+            ends = self.responses.offsets[first : last + 1]
+            shape, offsets = torch.Size((rows.stop - rows.start,)), (ends - ends[0]).int()
         responses = Responses(shape, offsets, self.mask.device)
         counts = self.counts[first:last]
         return replace(self, shape=shape, responses=responses, counts=counts, **self._tokens(rows)), offsets
@@ -149,7 +151,7 @@ def make_batch(
     targets_name: str,
     *,
     advantages: object,
-    mask: object,
+    mask: Tensor | None,
     old_logprobs: object,
     ref_logprobs: object,
     rollout_logprobs: object,
@@ -164,9 +166,9 @@ def make_batch(
     """Checks the arguments of a policy loss against the targets (or log-probabilities) and flattens them."""
     if targets.dim() == 0:
         raise ValueError(f"{targets_name} must have at least one dimension, got a 0-dim tensor")
-    offsets = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, targets_name, targets)
-    responses = Responses(targets.shape, offsets, targets.device)
     checked = checks.mask(mask, targets, targets_name)
+    offsets = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, targets_name, targets, checked)
+    responses = Responses(targets.shape, offsets, targets.device, mask)
     counted = torch.ones_like(targets, dtype=torch.bool) if checked is None else checked
     counted = counted.reshape(-1)
 

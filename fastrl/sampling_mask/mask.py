@@ -245,7 +245,8 @@ class SamplingMask:
 
         targets: int64, one per row, in any shape; not read where the mask (bool or 0/1, the same shape) is 0.
         """
-        valid = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
+        with checks.check_inputs():  # what follows waits for the device too
+            valid = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
         targets = checks.tensor("targets", targets, (torch.int64,)).reshape(-1)
         checks.shape("targets", targets, (len(self),), "one per row of the mask")
         checks.same_device("targets", targets, self.token_ids, "the mask")
