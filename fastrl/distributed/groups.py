@@ -104,13 +104,10 @@ def _exchange(group: ProcessGroup, message: dict[str, Any]) -> list[dict[str, An
 def _host_group(group: ProcessGroup) -> ProcessGroup:
     """The group in which its ranks exchange tensors of a CPU; all of them make it together at their first exchange."""
     if group not in _host_groups:
-        try:
-            group._get_backend(torch.device("cpu"))
-            _host_groups[group] = None
-        except RuntimeError:
-            timeout = group._get_backend(torch.device("cuda")).options._timeout
-            members = dist.get_process_group_ranks(group)
-            _host_groups[group] = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
+        own = None
+        if "cpu:" not in dist.get_backend_config(group):  # such as "cpu:gloo,cuda:nccl"
+            own = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        _host_groups[group] = own
     return _host_groups[group] or group
 
 

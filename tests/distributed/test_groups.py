@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,21 @@ def sums() -> tuple[torch.Tensor, ...]:
 def test_every_rank_gets_the_facts_of_all(ranks: Ranks) -> None:
     for facts in ranks.run(facts_of_all):
         assert [x["vocab"] for x in facts] == [10, 11, 12, 13]
+
+
+def through_gpus_alone() -> tuple[list[str], list[dict[str, int]]]:
+    """A group without a backend for a CPU, as NCCL's are; ranks 2 and 3 make no call."""
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return [], []
+    with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as made:
+        facts = [agree("tp_group", group, {}, {"vocab": dist.get_rank()}) for _ in range(2)][-1]
+    return [call.kwargs["backend"] for call in made.call_args_list], facts
+
+
+def test_hosts_of_a_group_of_gpus_talk_in_one_of_their_own(ranks: Ranks) -> None:
+    expected = (["gloo"], [{"vocab": 0}, {"vocab": 1}])
+    assert ranks.run(through_gpus_alone) == [expected, expected, ([], []), ([], [])]
 
 
 def test_what_differs_is_named_on_every_rank(ranks: Ranks) -> None:
