@@ -74,7 +74,7 @@ def make_problem(
     elif denominator is not None:
         denominator = checks.scalar("denominator", denominator, positive=True)
     check_requirements(settings, batch, has_entropy)
-    weights = batch.responses.right(batch.aggregation_weights(settings, denominator).to(dtype))
+    weights = batch.aggregation_weights(settings, denominator).to(dtype)
     return Problem(objective, batch, weights, inputs["cu_seqlens"], has_entropy)
 
 

@@ -99,7 +99,7 @@ class Batch:
         return batch
 
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
-        """w (N,): the aggregation's weight of each token, 0 where masked.
+        """w (N,): the aggregation's weight of each token, 0 where masked; NaN if the mask or cu_seqlens are wrong.
 
         Raises ValueError if the aggregation is over prompts, and the batch does not know them.
         """
@@ -122,10 +122,11 @@ class Batch:
             divisor = divisor * objective.max_length
         if isinstance(divisor, Tensor) and divisor.dim():
             weights = self.responses.divided(self.mask, divisor)
-            # A given denominator may be 0 for a response without tokens.
-            return weights.where(self.mask, 0.0) if isinstance(denominator, Tensor) and denominator.dim() else weights
-        # A number would divide in the default dtype.
-        return (self.mask if isinstance(divisor, Tensor) else self.mask.to(counts.dtype)) / divisor
+            if isinstance(denominator, Tensor) and denominator.dim():  # it may be 0 for a response without tokens
+                weights = weights.where(self.mask, 0.0)
+        else:  # a number would divide in the default dtype
+            weights = (self.mask if isinstance(divisor, Tensor) else self.mask.to(counts.dtype)) / divisor
+        return self.responses.right(weights)
 
 
 def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dtype: torch.dtype) -> Tensor | None:

@@ -85,6 +85,15 @@ def other_denominators() -> str:
         return said(fastrl.logits_policy_loss, logits, **given, denominator=16.0 if rank == 2 else 8.0)
 
 
+def half_a_token() -> bool:
+    """On one rank alone."""
+    given = {"objective": fastrl.DrGRPO(4), "advantages": torch.ones(1), "cp_group": dist.group.WORLD}
+    mask = torch.tensor([1.0, 0.5 if dist.get_rank() == 1 else 0.0, 1.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "values_are_checked", lambda tensor: False)  # as on a GPU
+        return bool(fastrl.policy_loss(-torch.ones(3), mask=mask, **given).loss.isnan())
+
+
 def another_end() -> str:
     group = group_of(0, 1)
     if group is None:
@@ -123,6 +132,10 @@ def test_other_denominators_are_found_where_no_value_may_be_read(ranks: Ranks) -
         assert words == (
             "ValueError: denominator must be the same on every rank of tp_group, got 8.0 on rank 0 and 16.0 on rank 2"
         )
+
+
+def test_a_wrong_mask_on_one_rank_makes_the_loss_of_all_nan(ranks: Ranks) -> None:
+    assert ranks.run(half_a_token) == [True] * 4
 
 
 def test_nemo_rls_wrong_end_stops_nobody_else(ranks: Ranks) -> None:
