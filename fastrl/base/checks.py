@@ -194,18 +194,19 @@ def mask(value: object, like: Tensor, like_name: str = "targets", name: str = "m
         return value
     if value.is_complex():
         raise TypeError(f"{name} must be bool or 0/1, got {value.dtype}")
+    valid = value != 0  # `wrong_mask` says where this is not known to be right
     if values_are_checked(value):
-        bad = (value != 0) & (value != 1)
+        bad = value != valid
         if bool(bad.any()):
             raise ValueError(f"{name} must hold only 0 and 1, got {value[bad][0].item()!r}")
-    return value != 0  # `wrong_mask` says where this is not known to be right
+    return valid
 
 
 def wrong_mask(value: object) -> Tensor | None:
     """Where a mask that `mask` took holds neither 0 nor 1, as bool; None if it cannot, because that was an error."""
     if not isinstance(value, Tensor) or value.dtype == torch.bool or values_are_checked(value):
         return None
-    return (value != 0) & (value != 1)
+    return value != (value != 0)
 
 
 def nan_where_wrong(x: Tensor, mask: object) -> Tensor:
