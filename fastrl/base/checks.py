@@ -65,11 +65,9 @@ def _why_not_in_memory(value: Tensor) -> str | None:
     if value.is_meta:
         return "a meta tensor, which has a shape alone"
     try:
-        missing = not lies_in_memory(value)
+        if lies_in_memory(value):
+            return None
     except NotImplementedError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
-        missing = False
-    wraps = _dispatches(value) and (missing or not value.data_ptr())
-    if not missing and not wraps:
         return None
     if kind == "DTensor":
         return (
@@ -81,19 +79,21 @@ def _why_not_in_memory(value: Tensor) -> str | None:
         return "a FakeTensor, which has a shape alone"
     if kind == "AsyncCollectiveTensor":
         return "an AsyncCollectiveTensor: .wait() gives the tensor"
-    if wraps:
+    if _dispatches(value):
         return f"{kind}, a subclass around other tensors: pass the tensor that it wraps"
     return "one whose memory was freed (FSDP frees what it reshards: pass it inside its module's forward)"
 
 
 def lies_in_memory(value: Tensor) -> bool:
-    """Whether the storage is allocated as far as the strides reach: the storage of a freed view has an address too."""
-    storage = value.untyped_storage()
-    if _dispatches(value) and storage.device.type == "meta":  # a fake tensor: torch warns of a look at its address
+    """Whether the storage is allocated as far as the strides reach: the storage of a freed view has an address too.
+
+    An empty tensor needs none, but if its class runs its operators itself, others stand behind it.
+    """
+    storage, reach, dispatches = value.untyped_storage(), value.numel(), _dispatches(value)
+    if dispatches and storage.device.type == "meta":  # a fake tensor: torch warns of a look at its address
         return False
-    reach = value.numel()
     if not reach:
-        return True
+        return not dispatches
     if not value.is_contiguous():
         reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     if storage.nbytes() < (value.storage_offset() + reach) * value.element_size():
