@@ -75,9 +75,5 @@ def low_rank_token_logprobs(
     args = call.args
     checks.targets_in_range(args.targets, args.mask, call.vocab)
     low_rank = LowRank(down.reshape(-1, rank), up)
-<<<<<<< HEAD
-    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, found[0].pass_budget)
-=======
-    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), plan.pass_budget)
->>>>>>> a426c02 (Choose plans in a fixed order and tiles by division)
+    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, plan.pass_budget)
     return TokenStats(logprobs.view(targets.shape), entropy.view(targets.shape))
