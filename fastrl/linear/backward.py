@@ -89,7 +89,6 @@ class Passes(ABC):
             return out
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
-    @torch.no_grad()
     def run(self, plan: str) -> tuple[Tensor | None, ...]:
         """Runs the plan's passes; returns dL/d(hidden, weight, bias) in their dtypes, None if not needed.
 

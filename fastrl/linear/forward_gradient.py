@@ -126,7 +126,6 @@ class GradientSums:
         return self.hidden, self.weight, self.bias
 
 
-@torch.no_grad()
 def forward_gradient(
     head: Head,
     targets: Tensor,

@@ -143,7 +143,6 @@ def _zeros(targets: Tensor) -> Statistics:
     return Statistics(*(torch.zeros(targets.shape, dtype=torch.float32, device=targets.device) for _ in range(4)))
 
 
-@torch.no_grad()
 def statistics(
     head: Head,
     targets: Tensor,
@@ -213,7 +212,6 @@ def _slope_inputs(vector: int, like: Tensor, scale: float | Tensor) -> RowInputs
     return RowInputs(zeros, zeros, entropy_weights=minus) if vector else RowInputs(minus, torch.ones_like(zeros))
 
 
-@torch.no_grad()
 def frozen(
     head: Head,
     targets: Tensor,

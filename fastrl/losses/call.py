@@ -40,6 +40,7 @@ class LinearCall(NamedTuple):
     shard: VocabularyShard | None = None  # the part of the vocabulary that the head is, if it lies over a group
     share: int | None = None  # bytes that a call without a budget may take; None: the device's `default_budget`
     float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
+    needs: Needs = Needs(False, False, False)  # which gradients are needed
 
     @property
     def vocab(self) -> int:
@@ -55,11 +56,6 @@ class LinearCall(NamedTuple):
     def waits(self) -> bool:
         """Whether the host may wait for a GPU to learn which rows are computed."""
         return self.args.mask is not None and self.num_tokens < 0
-
-    @property
-    def needs(self) -> Needs:
-        """Which gradients are needed."""
-        return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in self.head.tensors))
 
 
 def linear_call(
@@ -97,9 +93,16 @@ def linear_call(
     if support is not None:  # the kernels for support entries need rows of unit stride
         head, more = unit_strides(head)
         copied += more
+    padding = head.weight.shape[0] - head.entries
     return LinearCall(
-        head, args, support, count, budget, copied, head.weight.shape[0] - head.entries, float32_logits=wide
+        head, args, support, count, budget, copied, padding, float32_logits=wide, needs=needed_gradients(head)
     )
+
+
+def needed_gradients(head: Head) -> Needs:
+    """Which of its tensors need a gradient."""
+    graph = torch.is_grad_enabled()
+    return Needs(*[graph and x is not None and x.requires_grad for x in head.tensors])
 
 
 def marked(head: Head, name: str, tp: TensorParallel) -> Head:

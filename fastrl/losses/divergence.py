@@ -14,13 +14,13 @@ from fastrl.linear.divergence import divergence_forward_gradient, divergence_sta
 from fastrl.linear.head import Head
 from fastrl.linear.statistics import counted
 from fastrl.losses.arguments import checked_transform, head_arguments
-from fastrl.losses.call import checked_count, marked
+from fastrl.losses.call import checked_count, marked, needed_gradients
 from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.dependence import TOKEN
 from fastrl.planning import plans
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Call
-from fastrl.planning.tiling import Needs, float32_logits
+from fastrl.planning.tiling import float32_logits
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 _ROWS = "hidden.shape[:-1]"
@@ -140,7 +140,7 @@ def linear_divergence(
     count = checked_count(num_tokens, flat, like.numel())
     c = checks.nan_where_wrong(_weights(token_weights, denominator, like, flat, count), mask)
 
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head.tensors))
+    needs = needed_gradients(head)
     device = head.weight.device
     rows, active, waits = count if flat is not None else like.numel(), -1, flat is not None and count < 0
     if flat is not None and waits and not torch.compiler.is_compiling():

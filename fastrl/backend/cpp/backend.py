@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+#: Bytes of a huge page; there is none in less memory.
+_HUGE_PAGE = 2 << 20
+
+
 class _Rows(Structure):
     _fields_ = (
         ("logits", c_void_p),
@@ -179,4 +183,5 @@ def row_forward_gradient(
 
 def advise(tensor: Tensor) -> None:
     """Ask for huge pages for a new, contiguous tensor that is about to be filled."""
-    function("fastrl_advise", c_void_p, c_int64)(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    if tensor.nbytes >= _HUGE_PAGE:
+        function("fastrl_advise", c_void_p, c_int64)(tensor.data_ptr(), tensor.nbytes)

@@ -74,6 +74,7 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+@cache
 def function(name: str, *argument_types: Any) -> Any:
     """A function of the library; a call raises RuntimeError if the status that it returns is not 0 (success)."""
     result = getattr(library(), name)

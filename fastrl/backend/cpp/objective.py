@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
+from ctypes import Array, Structure, c_double, c_int32, c_int64, c_void_p
+from functools import lru_cache
 
 import torch
 
@@ -11,6 +12,9 @@ from fastrl.backend.cpp.library import pointer
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+
+#: The inputs of which a row has one each: all but the entropy's threshold, which is the last.
+_PER_ROW = RowInputs._fields[:-1]
 
 
 class LossArguments(Structure):
@@ -21,22 +25,7 @@ class LossArguments(Structure):
         ("rollout_parameters", c_double * 4),
         ("max_log_ratio", c_double),
         ("entropy_threshold", c_double),
-        *(
-            (name, c_void_p)
-            for name in (
-                "advantages",
-                "policy_weights",
-                "old",
-                "ref",
-                "rollout",
-                "kl_weights",
-                "entropy_weights",
-                "logprobs",
-                "entropy",
-                "terms",
-                "out",
-            )
-        ),
+        *((name, c_void_p) for name in (*_PER_ROW, "logprobs", "entropy", "terms", "out")),
         ("out_stride", c_int64),
         ("gate", c_int32),
         ("kl", c_int32),
@@ -53,18 +42,27 @@ def objective_arguments(
     from a row of it to the next.
     """
     shapes = ((rows,), (rows,), (len(TERMS), rows))
-    result = LossTerms(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
-    threshold = inputs.entropy_threshold
+    result = LossTerms(*[torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes])
+    *per_row, threshold = inputs
+    gate_parameters, rollout_parameters, gate, kl = _numbers(objective)
     return result, LossArguments(
-        (c_double * 4)(*objective.gate_parameters),
-        (c_double * 4)(*objective.rollout_parameters),
+        gate_parameters,
+        rollout_parameters,
         objective.max_log_ratio,
         -1e30 if threshold is None else float(threshold),
-        *(pointer(name, value, rows) for name, value in inputs._asdict().items() if name != "entropy_threshold"),
-        *(tensor.data_ptr() for tensor in result),
+        *[pointer(name, value, rows) for name, value in zip(_PER_ROW, per_row, strict=True)],
+        *[tensor.data_ptr() for tensor in result],
         out,
         stride,
-        list(GATE_FORMULAS).index(objective.gate),
-        list(KL_FORMULAS).index(objective.kl),
+        gate,
+        kl,
         element,
     )
+
+
+@lru_cache(maxsize=256)
+def _numbers(objective: RowObjective) -> tuple[Array[c_double], Array[c_double], int, int]:
+    """The objective's parameters of the gate and of the rollout correction, and the numbers of its gate and its KL."""
+    four = c_double * 4
+    numbers = list(GATE_FORMULAS).index(objective.gate), list(KL_FORMULAS).index(objective.kl)
+    return four(*objective.gate_parameters), four(*objective.rollout_parameters), *numbers
