@@ -1,1 +1,1 @@
-"""What every other folder may import, and imports none: argument checks, responses, errors, optional packages."""
+"""What every other folder may import, and imports none: argument checks, responses, errors, devices, packages."""

@@ -253,3 +253,13 @@ def temperature(
 def softcap(value: object, name: str = "softcap") -> float:
     """A positive softcap, or 0.0 for None."""
     return 0.0 if value is None else number(name, value, positive=True)
+
+
+def float32_logits(logits_dtype: object, dtype: torch.dtype) -> bool:
+    """Whether tiles of the logits of a head of this dtype are float32 although it is narrower."""
+    if logits_dtype is not None and not isinstance(logits_dtype, torch.dtype):
+        raise TypeError(f"logits_dtype must be None or torch.float32, got {type(logits_dtype).__name__}")
+    if logits_dtype not in (None, torch.float32):
+        own = "" if dtype == torch.float32 else f" (the head's own dtype, {dtype})"
+        raise ValueError(f"logits_dtype must be None{own} or torch.float32, got {logits_dtype}")
+    return logits_dtype is not None and dtype != torch.float32

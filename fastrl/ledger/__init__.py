@@ -1,1 +1,1 @@
-"""The ledger of a call: the kernels that it launches, their bytes, operations and modelled times; without data."""
+"""What a call costs, without data: its plans, the kernels that it launches, their bytes, operations and times."""

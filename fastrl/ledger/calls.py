@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.base.devices import Device
 from fastrl.ledger.record import GPU, Ledger, record
 from fastrl.losses.divergence import linear_divergence
 from fastrl.losses.gathered import linear_gathered_logprobs
 from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.losses.policy import linear_policy_loss, logits_policy_loss
 from fastrl.objectives.objective import Objective
-from fastrl.planning.devices import Device
 from fastrl.planning.plans import use_plan
 from fastrl.sampling_mask.mask import SamplingMask, _Facts
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 
+from fastrl.base.devices import DEVICES, H100
 from fastrl.ledger import calls
+from fastrl.ledger.plans import DTYPES, call_of, plan_memory
 from fastrl.ledger.record import pretend
 from fastrl.ledger.table import text_of
 from fastrl.objectives.presets import PRESETS, any_numbers
 from fastrl.planning.budget import parse_budget
-from fastrl.planning.devices import DEVICES, H100
 from fastrl.planning.plans import Call
 from fastrl.planning.scaling import Layout, report, share_of
-from fastrl.planning.table import DTYPES, call_of, plan_memory
 
 _GPUS = [name for name, device in DEVICES.items() if device.kind == "cuda"]
 

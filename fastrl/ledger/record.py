@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from fastrl.backend import choice
 from fastrl.backend.cuda.row_forward_gradient import use_clusters
+from fastrl.base.devices import Device
 from fastrl.ledger.traffic import Traffic, of_kernel, of_operation
-from fastrl.planning.devices import Device
 
 #: A number that no machine's GPU has: nothing that is remembered about a real one is mixed up with it.
 GPU = torch.device("cuda", 100)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from fastrl.base.devices import Device
 from fastrl.ledger.record import Launch, Ledger
 from fastrl.planning.budget import text
-from fastrl.planning.devices import Device
 from fastrl.planning.plans import Plan
 
 #: Kernels and operations that take a smaller share of the time share a line.

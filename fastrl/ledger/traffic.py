@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastrl.planning.devices import Device
+from fastrl.base.devices import Device
 
 
 class Traffic(NamedTuple):

@@ -17,13 +17,22 @@ from fastrl.linear.sharded import ShardedCall, sharded_statistics
 from fastrl.linear.supports import support_linear_statistics
 from fastrl.losses.arguments import VocabularyArguments, checked_head, vocabulary_arguments
 from fastrl.losses.spread import ALONE, TensorParallel, agreed_facts, same_arguments
-from fastrl.losses.supports import Supports, checked_mask, local_supports, outside_support, split, unit_strides
+from fastrl.losses.supports import (
+    Supports,
+    checked_mask,
+    gathers,
+    local_supports,
+    outside_support,
+    split,
+    unit_strides,
+    widest_support,
+)
 from fastrl.objectives.dependence import ANY, RESPONSE
 from fastrl.operators.support import check_targets
 from fastrl.planning import plans
 from fastrl.planning.budget import default_budget, parse_budget
 from fastrl.planning.plans import Call, Plan
-from fastrl.planning.tiling import Needs, float32_logits, gathers, widest_support
+from fastrl.planning.tiling import Needs
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -86,7 +95,7 @@ def linear_call(
     head, targets, copied = checked_head(hidden, weight, bias, targets, tp.group)
     head = marked(head, "weight", tp)
     budget = parse_budget(memory_budget)
-    wide = float32_logits(logits_dtype, head.weight.dtype)
+    wide = checks.float32_logits(logits_dtype, head.weight.dtype)
     args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap, like_name)
     count = checked_count(num_tokens, args.mask, args.targets.shape[0])
     support = checked_mask(sampling_mask, args, None if tp.group else head.entries)

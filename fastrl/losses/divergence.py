@@ -20,7 +20,6 @@ from fastrl.objectives.dependence import TOKEN
 from fastrl.planning import plans
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Call
-from fastrl.planning.tiling import float32_logits
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 _ROWS = "hidden.shape[:-1]"
@@ -135,7 +134,7 @@ def linear_divergence(
         "teacher_",
     )
     budget = parse_budget(memory_budget)
-    wide, teacher_wide = (float32_logits(logits_dtype, x.weight.dtype) for x in (head, teacher))
+    wide, teacher_wide = (checks.float32_logits(logits_dtype, x.weight.dtype) for x in (head, teacher))
     flat = None if checked is None else checked.reshape(-1).contiguous()
     count = checked_count(num_tokens, flat, like.numel())
     c = checks.nan_where_wrong(_weights(token_weights, denominator, like, flat, count), mask)

@@ -39,7 +39,6 @@ from fastrl.models.adapters import Adapter, narrow_factors, unwrapped
 from fastrl.models.balancing import asks_for_routers, balancing_loss, balancing_weight
 from fastrl.models.patching import replaced
 from fastrl.planning.budget import parse_budget
-from fastrl.planning.tiling import float32_logits
 
 try:
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -251,7 +250,7 @@ def fused_lm_head(
         TypeError, ValueError: for an unsupported head; see the module.
     """
     parse_budget(memory_budget)
-    float32_logits(logits_dtype, torch.float32)  # checks it
+    checks.float32_logits(logits_dtype, torch.float32)  # checks it
     checks.number("temperature", temperature, positive=True)
     base = _base_of(model)
     if _fusion_of(base) is not None:

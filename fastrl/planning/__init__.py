@@ -1,1 +1,1 @@
-"""Chooses a plan for a memory budget: budgets, tiles and their costs, the plans, and the table that shows them."""
+"""Chooses a plan for a memory budget: budgets, tiles, the plans; and how a plan scales over GPUs."""

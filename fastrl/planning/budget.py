@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fastrl.planning.devices import CPU, H100
+from fastrl.base.devices import CPU, H100
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 

@@ -21,16 +21,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
 from fastrl.backend.choice import fastest
 from fastrl.backend.torch.rows import BLOCK_ENTRIES
+from fastrl.base.devices import Device
 from fastrl.objectives.dependence import ANY, BATCH, SPREAD, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
-from fastrl.planning.devices import Device
 from fastrl.planning.tiling import NO_TEACHER, Needs, Pass, PassBudget, Sizes, Teacher, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
@@ -75,49 +74,30 @@ class Call:
     @property
     def sizes(self) -> Sizes:
         """The sizes from which tiles are chosen."""
-        return Sizes(
-            self.rows,
-            self.hidden,
-            self.vocab,
-            self.dtype.itemsize,
-            self.device,
-            self.dtype == torch.float16,
-            self.needs.weight,
-            self.shards,
-            self.partial,
-            self.teacher,
-            self.float32_logits,
-        )
+        size = (self.rows, self.hidden, self.vocab, self.dtype.itemsize, self.device, self.dtype == torch.float16)
+        return Sizes(*size, self.needs.weight, self.shards, self.partial, self.teacher, self.float32_logits)
 
     def held(self, name: str) -> int:
         """Temporary memory of a plan outside its passes: per-row values, and what is kept for the backward."""
         per_row = _ROW_BYTES_ALONE if self.scope == ANY else _ROW_BYTES.get(name, _ROW_BYTES_IN_TORCH)
-        total = self.copied + _SLACK + self._scratch(name) + self._support_bytes()
+        total = self.copied + _SLACK + self._scratch(name)
+        total += _ENTRY_BYTES * self.support_entries + _GATHERED_BYTES * self.gathered
+        narrow = self.dtype.itemsize < 4
         if name == "frozen-head":
             per_row += self.slopes * self.hidden * self.dtype.itemsize
-            total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
         if self.needs.bias:
             total += 12 * (self.vocab + self.padding)
-        if name in ("forward-gradient", "whole-response") and self.needs.weight and self.dtype.itemsize < 4:
+        if name in ("forward-gradient", "whole-response") and self.needs.weight and narrow:
             total += 4 * self.padding * self.hidden  # its rows in the float32 sums
-        if self.shards > 1:  # the statistics of all shards, and the pieces in which they are combined
-            total += max(self.all_rows, self.rows) * 16 * (self.shards + 4)
-            total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
-        if self.gathered:  # and the pieces of the elementwise work
-            total += _GATHERED_BYTES * self.gathered
-            total += tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
-        if self.partial and self.support_entries and self.needs.hidden and self.dtype.itemsize < 4:
-            total += 4 * max(self.all_rows, self.rows) * self.hidden  # the sum of dL/dhidden over the devices
+        if self.shards > 1:  # the statistics of all shards
+            per_row += 16 * (self.shards + 4)
+        if self.partial and self.support_entries and self.needs.hidden and narrow:
+            per_row += 4 * self.hidden  # the sum of dL/dhidden over the devices
+        if self.device == "cuda" and self.support_entries:  # long sums in pieces of 256 entries, indexed by token
+            total += 4 * self.hidden * self.support_entries // 256 + 8 * self.vocab
+        elementwise = (name == "frozen-head", self.shards > 1, self.gathered > 0)  # each in pieces of its own
+        total += sum(elementwise) * tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
         return total + max(self.all_rows, self.rows) * per_row
-
-    def _support_bytes(self) -> int:
-        """Bytes for the recorded ids. A GPU also forms long sums in pieces of 256 entries, indexed by token."""
-        pieces = (
-            4 * self.hidden * self.support_entries // 256 + 8 * self.vocab
-            if self.device == "cuda" and self.support_entries
-            else 0
-        )
-        return _ENTRY_BYTES * self.support_entries + pieces
 
     def _scratch(self, name: str) -> int:
         """Bytes that the row functions themselves hold."""
@@ -125,16 +105,13 @@ class Call:
         if backend == "torch":
             copies = 2 * _BLOCK_COPIES if teacher else _BLOCK_COPIES
             return copies * 4 * max(min(BLOCK_ENTRIES, self.rows * self.vocab), self.vocab)
+        # torch.compile cannot trace torch's number of threads, which is seldom larger than that of the cores.
+        threads = _CORES if torch.compiler.is_compiling() else torch.get_num_threads()
         if backend == "cpp" and teacher:
-            return _threads() * 12 * (self.vocab + 64)  # per thread two rows of probabilities and one of log ratios
+            return threads * 12 * (self.vocab + 64)  # per thread two rows of probabilities and one of log ratios
         if backend == "cpp" and name == "forward-gradient" and self.shards == 1:
-            return _threads() * 4 * (self.vocab + 64)  # a row of exponentials per thread
+            return threads * 4 * (self.vocab + 64)  # a row of exponentials per thread
         return 0
-
-
-def _threads() -> int:
-    # torch.compile cannot trace torch's own number, which is seldom larger than the number of cores.
-    return _CORES if torch.compiler.is_compiling() else torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -199,14 +176,15 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
             return plan
     if last is not None:
         return last
-    least, frugal = 0, ""
-    for name in names:  # torch.compile cannot trace min with a key
-        needed = least_budget(call, name)
-        if not frugal or needed < least:
-            least, frugal = needed, name
+    needed = [least_budget(call, name) for name in names]
+    least = min(needed)
     if budget is not None:
-        _refuse(call, budget, least)
-    plan = plan_within(call, frugal, least)
+        ids = f"{call.support_entries} recorded ids, {call.rows} other" if call.support_entries else f"{call.rows}"
+        problem = f"{ids} tokens x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
+        problem += " with float32 logits" if call.float32_logits else ""
+        told = f"got {budget} bytes, the smallest possible is {least} ({text(least)})"
+        raise BudgetTooSmall(f"memory_budget is too small for {problem}: {told}", least)
+    plan = plan_within(call, names[needed.index(least)], least)
     assert plan is not None
     return plan
 
@@ -240,23 +218,8 @@ def _advice(call: Call, plan: Plan) -> str:
     smaller = max(size // 2, min(least_budget(call, name) for name in _allowed(call)))
     if smaller >= size:
         return f"{taken}, the least that the call can take: fewer tokens in a call need less"
-    return (
-        f"{taken}: set memory_budget={smaller} ({text(smaller)}), with which the plan is {choose(call, smaller).name}"
-    )
-
-
-def _refuse(call: Call, size: int, least: int) -> NoReturn:
-    tokens = (
-        f"{call.rows} tokens"
-        if not call.support_entries
-        else f"{call.support_entries} recorded ids, {call.rows} other tokens"
-    )
-    problem = f"{tokens} x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
-    problem += " with float32 logits" if call.float32_logits else ""
-    raise BudgetTooSmall(
-        f"memory_budget is too small for {problem}: got {size} bytes, the smallest possible is {least} ({text(least)})",
-        least,
-    )
+    other = choose(call, smaller).name
+    return f"{taken}: set memory_budget={smaller} ({text(smaller)}), with which the plan is {other}"
 
 
 def applicable(call: Call) -> tuple[str, ...]:
@@ -336,16 +299,14 @@ def plan_within(call: Call, name: str, budget: int, named: bool = True) -> Plan 
     mapped = len(held) > 1 and 2 * sum(held) > total
     flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
     flops += 2 * call.teacher.hidden * len(held) * call.rows * call.vocab
-    return Plan(
-        name,
-        units,
-        flops,
-        fixed + max([0, *held]),
-        tiles,
-        PassBudget(total, cap, mapped, call.float32_logits),
-        one_chunk,
-        tiling.support_bytes(call.sizes, call.all_rows, call.support_entries, call.needs),
-    )
+    moved = 0
+    if call.support_entries:
+        # Each product gathers a row of the weight or of the hidden states for each entry; the hidden states are read,
+        # and the gradients are written.
+        gathered = (1 + sum(call.needs[:2])) * call.support_entries + (1 + call.needs.hidden) * call.all_rows
+        moved = (gathered + call.needs.weight * call.vocab) * call.hidden * call.dtype.itemsize
+    budget_of_pass = PassBudget(total, cap, mapped, call.float32_logits)
+    return Plan(name, units, flops, fixed + max([0, *held]), tiles, budget_of_pass, one_chunk, moved)
 
 
 def _tile_bytes(call: Call, each: list[Pass]) -> int:

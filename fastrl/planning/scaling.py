@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
+from fastrl.base.devices import Collective, Device
 from fastrl.objectives.dependence import ANY, SPREAD, TOKEN
 from fastrl.objectives.rows import TERMS
 from fastrl.planning.budget import BudgetTooSmall, text
-from fastrl.planning.devices import Collective, Device
 from fastrl.planning.plans import Call, Plan, choose, passes
 from fastrl.planning.tiling import Pass, Tile, combined_rows
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
 #: The same if the vocabulary may be cut: on a CPU a tile that stays in the last-level cache gains 2 to 7 %.
@@ -92,15 +90,10 @@ class Sizes(NamedTuple):
         """Whether sums of products need a wider dtype than that of the operands."""
         return self.itemsize < 4
 
-
-def float32_logits(logits_dtype: object, dtype: torch.dtype) -> bool:
-    """Whether tiles of the logits of a head of this dtype are float32 although it is narrower."""
-    if logits_dtype is not None and not isinstance(logits_dtype, torch.dtype):
-        raise TypeError(f"logits_dtype must be None or torch.float32, got {type(logits_dtype).__name__}")
-    if logits_dtype not in (None, torch.float32):
-        own = "" if dtype == torch.float32 else f" (the head's own dtype, {dtype})"
-        raise ValueError(f"logits_dtype must be None{own} or torch.float32, got {logits_dtype}")
-    return logits_dtype is not None and dtype != torch.float32
+    @property
+    def fast(self) -> int:
+        """Rows and columns of a tile from which a product takes the time of its operations."""
+        return _FAST if self.device == "cuda" and self.narrow else _FAST_ELSEWHERE
 
 
 class PassBudget(NamedTuple):
@@ -212,14 +205,10 @@ class Pass(NamedTuple):
             column += width * 4
         return fixed, row, column, logit
 
-    @property
-    def _fast(self) -> int:
-        return _FAST if self.sizes.device == "cuda" and self.sizes.narrow else _FAST_ELSEWHERE
-
     def useful(self, tile: Tile) -> bool:
         """Whether one product more, in tiles of enough rows and columns, would take longer."""
         sums = self.kind == "both" or (self.kind == "forward-gradient" and self.sizes.weight)
-        least = self._fast if sums else self._fast // 4  # without sums over tiles only the head is read often
+        least = self.sizes.fast if sums else self.sizes.fast // 4  # without sums over tiles only the head is read often
         return tile.rows >= min(least, self.sizes.rows) and tile.columns >= min(least, self.sizes.vocab)
 
     def tile(self, budget: int, cap: int) -> Tile | None:
@@ -229,15 +218,14 @@ class Pass(NamedTuple):
         leave room for enough columns. Otherwise half of the bytes may go to what is held for each row.
         """
         rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
-        enough = min(self._fast, rows)
+        enough = min(self.sizes.fast, rows)
         cap, by_slice, least = self._cap(cap), self.kind in ("weight", "both"), self._least
         whole = Tile(self._rows(budget, cap), vocab)
         if whole.rows == rows or (not by_slice and whole.rows >= (least.rows if self.whole_rows else enough)):
             return whole
         if not self.whole_rows:
             fixed, row, _, _ = self._parts(Tile(1, 0))
-            half = (budget - fixed) // (2 * row)
-            n = min(half, cap // (_SLICE * self.logit_bytes), rows) if by_slice else min(half, enough)
+            n = min((budget - fixed) // (2 * row), cap // (_SLICE * self.logit_bytes) if by_slice else enough, rows)
             tries = [(rows, _SLICE)] if by_slice else []
             tries += [] if whole.rows >= enough else [(max(n, least.rows), least.columns), least]
             for n, columns in tries:
@@ -304,35 +292,3 @@ def _even(total: int, most: int, block: int) -> int:
 def combined_rows(shards: int, device: str) -> int:
     """The number of rows whose statistics of all shards are combined at once."""
     return max(1, ELEMENTWISE_BYTES.get(device, PIECE_BYTES) // (_COMBINED_COPIES * 8 * (shards + 2)))
-
-
-#: The share of the vocabulary up to which a row's recorded entries are gathered, by bytes per element. Measured on two
-#: cores of an EPYC at 128 to 512 rows x 512 and 1024 x 151936: 200 to 400 ns per entry, 4 ms per dense row in float32
-#: and 1.2 ms in bfloat16. For a GPU, calculated from the speed of its memory and tensor cores; not measured.
-_WIDEST = {"cpu": {4: 1 / 10, 2: 1 / 25}, "cuda": {4: 1 / 40, 2: 1 / 150}}
-#: The number of dense rows whose products take as long as reading the head and writing its gradient: the fixed cost of
-#: having any dense rows.
-_ROWS_OF_A_HEAD = {"cpu": 32, "cuda": 275}
-
-
-def widest_support(vocab: int, device: str, itemsize: int) -> int:
-    """The largest support of a row for which gathering its entries is cheaper than dense products."""
-    return max(int(vocab * _WIDEST.get(device, _WIDEST["cpu"])[itemsize]), 1)
-
-
-def gathers(rows: int, entries: int, sizes: Sizes) -> bool:
-    """Whether gathering `rows` rows with wide supports, of `entries` entries in total, is still cheaper."""
-    fixed_rows = _ROWS_OF_A_HEAD.get(sizes.device, _ROWS_OF_A_HEAD["cpu"])
-    return entries <= (rows + fixed_rows) * widest_support(sizes.vocab, sizes.device, sizes.itemsize)
-
-
-def support_bytes(sizes: Sizes, rows: int, entries: int, needs: Needs) -> int:
-    """The bytes that products with support entries of `rows` rows must move; 0 without entries.
-
-    Each product gathers a row of the weight or of the hidden states for each entry; the hidden states are read, and the
-    gradients are written.
-    """
-    if not entries:
-        return 0
-    gathered = (1 + needs.hidden + needs.weight) * entries
-    return (gathered + (1 + needs.hidden) * rows + needs.weight * sizes.vocab) * sizes.hidden * sizes.itemsize

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.base.devices import H100, H200
 from fastrl.cli import main
 from fastrl.objectives.presets import any_numbers
-from fastrl.planning.devices import H100, H200
 from fastrl.planning.plans import use_plan
 
 pytest.importorskip("triton")

@@ -366,7 +366,7 @@ def test_heads_of_a_divergence_count_the_same_entries() -> None:
 
 
 def test_rows_of_a_tile_begin_on_a_cache_line(device: str) -> None:
-    """Of an odd vocabulary, whose products would not be aligned; the tile is as large as the planner counts."""
+    """Of an odd vocabulary, whose products would not be aligned; and the planner counts that memory."""
     head = Head(torch.randn(5, 8, device=device), torch.randn(101, 8, device=device), None)
     held = Held(head, Tile(3, 101), False, "")
     logits = held.logits(held.hidden(slice(1, 3)), slice(0, 101))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from fastrl.base.devices import CPU
 from fastrl.planning import budget
 from fastrl.planning.budget import default_budget, memory_bytes
-from fastrl.planning.devices import CPU
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else CPU.memory
 

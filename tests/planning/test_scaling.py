@@ -13,6 +13,7 @@ from refused import refused
 
 from fastrl.backend.contract import Statistics
 from fastrl.backend.torch.rows import row_terms
+from fastrl.base.devices import CPU, H100, H200
 from fastrl.cli import main
 from fastrl.distributed import sums
 from fastrl.distributed.responses import SpreadResponses
@@ -21,7 +22,6 @@ from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.combined import Combined
 from fastrl.planning import scaling
 from fastrl.planning.budget import BudgetTooSmall
-from fastrl.planning.devices import CPU, H100, H200
 from fastrl.planning.plans import Call, use_plan
 from fastrl.planning.scaling import GPUS, TOKENS, TP, Layout, Share, share_of, times
 from fastrl.planning.tiling import Needs, Pass, Tile, combined_rows

@@ -415,7 +415,7 @@ FAULTS = (
         "planning/test_plan_memory.py::test_a_pass_over_one_chunk_holds_no_more_than_was_planned",
     ),
     Fault(
-        "fastrl/planning/devices.py",
+        "fastrl/base/devices.py",
         "nodes = -(-ranks // inside)",
         "nodes = ranks // inside",
         "a rounding: the nodes of 12 devices",

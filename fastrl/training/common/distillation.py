@@ -14,10 +14,11 @@ from fastrl import (
     topk_divergence,
 )
 from fastrl.backend.choice import forced
+from fastrl.base import checks
 from fastrl.base.errors import UserError
 from fastrl.linear.head import Head, Held
 from fastrl.planning.budget import default_budget, parse_budget
-from fastrl.planning.tiling import TILE_BYTES, Tile, float32_logits
+from fastrl.planning.tiling import TILE_BYTES, Tile
 from fastrl.training.common.loading import load_config, load_tokenizer, name_of
 from fastrl.training.common.policy import Policy, check_token_ids, load_policy
 from fastrl.training.common.rollout import Rollout, hidden_states
@@ -107,7 +108,7 @@ class Distillation:
         budget = parse_budget(self.memory_budget) or default_budget(device.type, device.index)
         size = min(TILE_BYTES.get(device.type, TILE_BYTES["cpu"]), budget)
         rows = max(size // (LOGIT_BYTES * len(weight) + ENTRY_BYTES * (count + 1)), 1)
-        wide = float32_logits(head["logits_dtype"], dtype)
+        wide = checks.float32_logits(head["logits_dtype"], dtype)
         ids, logprobs = [], []
         for part in states.split(rows):
             tile = Tile(len(part), len(weight))

@@ -11,11 +11,13 @@ import torch
 
 from fastrl import Objective
 from fastrl.backend.choice import forced, resolved
+from fastrl.base import checks
 from fastrl.base.errors import UserError
+from fastrl.losses.supports import widest_support
 from fastrl.objectives.dependence import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
 from fastrl.planning.plans import Call, applicable, choose, least_budget
-from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, float32_logits, widest_support
+from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import Policy, logits_dtype
@@ -45,7 +47,7 @@ class LossCall:
     def plan_call(self, vocab: int, hidden: int, bias: bool, config: ModelConfig, device: str) -> Call:
         """The call that the plan is chosen for, with a head of these sizes."""
         dtype = getattr(torch, config.dtype)
-        wide_logits = float32_logits(logits_dtype(config), dtype)
+        wide_logits = checks.float32_logits(logits_dtype(config), dtype)
         hidden = self.width or hidden
         gathered = not self.packed and self.rows > self.longest  # hidden states of several sequences, without prompts
         copies = gathered * (1 + self.own_leaf)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from fastrl.base import checks
+from fastrl.base.devices import CPU, H100
 from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
 from fastrl.planning.budget import default_budget, parse_budget, text
-from fastrl.planning.devices import CPU, H100
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
 from fastrl.planning.scaling import plan_seconds
-from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher, float32_logits
+from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
 
 #: The dtypes of hidden states and weight, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -195,7 +196,7 @@ def call_of(
         raise ValueError("teacher_hidden is of a divergence, which takes no kept, on_policy or longest")
     if gathered and (on_policy or longest or teacher_hidden is not None):
         raise ValueError("gathered is of linear_gathered_logprobs, which takes no on_policy, longest or teacher_hidden")
-    wide = float32_logits(logits_dtype, dtype)
+    wide = checks.float32_logits(logits_dtype, dtype)
     teacher = NO_TEACHER if teacher_hidden is None else Teacher(teacher_hidden, dtype.itemsize, wide)
     return Call(
         rows=unrecorded if kept else tokens,
