@@ -161,14 +161,15 @@ def linear_divergence(
         float32_logits=wide,
     )
     plan = plans.choose(call, budget)
-    arguments = (head, teacher, flat, transform, teacher_transform, divergence)
-    if plan.name == "forward-gradient":
-        loss, per_row, *_ = divergence_forward_gradient(
-            *arguments, c, needs, teacher_wide, forced(), rows, active, plan.pass_budget, plan.one_chunk
-        )
-    else:
-        stats = divergence_statistics(*arguments, teacher_wide, forced(), rows, waits, plan.name, plan.pass_budget)
-        loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
+    arguments, passes = (head, teacher, flat, transform, teacher_transform, divergence), plan.pass_budget
+    with plans.run(call, plan):
+        if plan.name == "forward-gradient":
+            loss, per_row, *_ = divergence_forward_gradient(
+                *arguments, c, needs, teacher_wide, forced(), rows, active, passes, plan.one_chunk
+            )
+        else:
+            stats = divergence_statistics(*arguments, teacher_wide, forced(), rows, waits, plan.name, passes)
+            loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
     return DivergenceLoss(loss, per_row.detach().view(like.shape))
 
 

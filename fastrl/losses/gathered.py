@@ -21,6 +21,7 @@ from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.entries import NOT_IN_SET, NOTHING, support_places
 from fastrl.operators.gathered import RowsSupport, gathered_rows, sharded_gathered_rows
 from fastrl.operators.rows import as_rows
+from fastrl.planning import plans
 from fastrl.sampling_mask.csr import INT32_MAX
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -261,14 +262,15 @@ def linear_gathered_logprobs(
     entries = within_set(wanted.entries, mask, call.sampling_mask, call.vocab)
     (_, valid, transform), (dense, support, wide) = call.args, _parts(by_plan.supports, call.shard)
     backend, rows, plan, budget = forced(), by_plan.rows, by_plan.plan.name, by_plan.plan.pass_budget
-    if call.shard is None:
-        found = linear_gathered(
-            call.head, entries, valid, transform, dense, support, wide, backend, rows, plan, budget
-        ).logprobs
-    else:
-        over = RowsSupport.of(dense, support, wide)
-        spread = ShardedGather(entries, valid, transform, over, backend, rows, plan, budget, call.shard)
-        found = sharded_gathered(call.head, spread)
+    with plans.run(by_plan.inputs, by_plan.plan):
+        if call.shard is None:
+            found = linear_gathered(
+                call.head, entries, valid, transform, dense, support, wide, backend, rows, plan, budget
+            ).logprobs
+        else:
+            over = RowsSupport.of(dense, support, wide)
+            spread = ShardedGather(entries, valid, transform, over, backend, rows, plan, budget, call.shard)
+            found = sharded_gathered(call.head, spread)
     return wanted.result(found)
 
 

@@ -30,6 +30,7 @@ from fastrl.objectives.dependence import ANY, BATCH, RESPONSE, TOKEN, Given, sco
 from fastrl.objectives.evaluate import marks_of, objective_loss, row_objective
 from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
+from fastrl.planning import plans
 
 #: (rows, number) of a chunk -> its tokens as a batch, their weights w, cu_seqlens, and the rows' indices in that batch
 _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
@@ -60,7 +61,8 @@ class PlannedLoss(NamedTuple):
             # If the host cannot check the count, a wrong count must not train silently: it makes the loss NaN.
             wrong = problem.batch.own_tokens != call.num_tokens
             problem = problem._replace(weights=problem.weights.masked_fill_(wrong, torch.nan))
-        return CODE[self.by_plan.plan.name](problem, self.by_plan, self.host)
+        with plans.run(self.by_plan.inputs, self.by_plan.plan):
+            return CODE[self.by_plan.plan.name](problem, self.by_plan, self.host)
 
 
 def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> PlannedLoss:

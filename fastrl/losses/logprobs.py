@@ -16,6 +16,7 @@ from fastrl.losses.spread import TensorParallel, agreed_logits
 from fastrl.losses.supports import Supports, logits_over_support, sharded_stats, split_support
 from fastrl.objectives.dependence import ANY
 from fastrl.operators.rows import as_rows, row_statistics
+from fastrl.planning import plans
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -209,8 +210,9 @@ def linear_token_logprobs(
         )
         call = over_tp_group(call, tp, targets.shape, entropy=entropy, extras=extras)
     by_plan = planned(call, ANY, slopes=1 + entropy)
-    ahead = extras_ahead(extras, by_plan)
-    stats = by_plan.statistics(all_statistics=bool(extras))
+    with plans.run(by_plan.inputs, by_plan.plan):
+        ahead = extras_ahead(extras, by_plan)
+        stats = by_plan.statistics(all_statistics=bool(extras))
     more = extras_of(extras, ahead, stats, call.args.mask, targets.shape)
     return TokenStats(
         stats.logprobs.view(targets.shape), stats.entropy.view(targets.shape) if entropy else None, **more

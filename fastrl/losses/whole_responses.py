@@ -68,9 +68,10 @@ def loss_of_units(
         call = linear_call(hidden, weight, targets, mask=mask, tp=tp, **options)
         call = over_tp_group(call, tp, targets.shape)
     by_plan, counts = _planned(call, units, count)
-    if by_plan.plan.name != "whole-response":
-        return loss_of(by_plan.statistics().logprobs)
-    return _whole_units(by_plan, units, counts, loss_of)
+    with plans.run(by_plan.inputs, by_plan.plan):
+        if by_plan.plan.name != "whole-response":
+            return loss_of(by_plan.statistics().logprobs)
+        return _whole_units(by_plan, units, counts, loss_of)
 
 
 def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, list[int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
-from fastrl.operators.operator import keep, refuse_second_order, saved, use_up
+from fastrl.operators.operator import keep, refuse_second_order, resumed, saved, use_up
 
 R = TypeVar("R")
 Gradients = Sequence[Tensor | None]
@@ -64,7 +64,8 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: None) -> tuple[Tensor | None, ...]:
         refuse_second_order(upstream)
-        return None, None, *hand_over(ctx, upstream)
+        with resumed(ctx):
+            return None, None, *hand_over(ctx, upstream)
 
 
 def attach_gradients(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from types import NoneType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+from fastrl.planning.plans import run, running
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,7 +209,8 @@ class Operator(Generic[P, R]):
         refuse_second_order(*upstream)
         ctx.needs = needs[: first.width]
         assert self._backward is not None
-        return first.unpacked(self._backward(ctx, *upstream))
+        with resumed(ctx):
+            return first.unpacked(self._backward(ctx, *upstream))
 
 
 class _Eager(torch.autograd.Function):
@@ -253,6 +257,7 @@ def keep(ctx: Any, values: dict[str, Any]) -> None:
 
     ctx.values = {name: _rebuilt(value, place) for name, value in values.items()}
     ctx.spent = False  # whether a backward has used up what it reads
+    ctx.running = running()
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -265,6 +270,11 @@ def saved(ctx: Any) -> dict[str, Any]:
         return tensors[leaf.place] if isinstance(leaf, _Saved) else leaf
 
     return {name: _rebuilt(value, tensor) for name, value in ctx.values.items()}
+
+
+def resumed(ctx: Any) -> AbstractContextManager[None]:
+    """The context of the plan that ran when `keep` saved."""
+    return nullcontext() if ctx.running is None else run(*ctx.running)
 
 
 def use_up(ctx: Any) -> None:

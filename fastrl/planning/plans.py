@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,7 @@ _BLOCK_COPIES = 12  # float32 tensors of a block's size that plain torch holds a
 _SLACK = 1 << 20  # rounding up by allocators, and small copies by libraries
 _CORES = os.cpu_count() or 1
 _forced: str | None = None
+_running: ContextVar[tuple[Call, Plan] | None] = ContextVar("running", default=None)
 
 
 @dataclass(frozen=True)
@@ -199,9 +201,18 @@ def _allowed(call: Call) -> tuple[str, ...]:
     return (_forced,)
 
 
+def running() -> tuple[Call, Plan] | None:
+    """The call that runs now, with its plan."""
+    return _running.get()
+
+
 @contextmanager
-def named_when_out_of_memory(call: Call, plan: Plan) -> Iterator[None]:
-    """Adds to an error of an allocator inside the context what the plan takes, and a budget that makes it less."""
+def run(call: Call, plan: Plan) -> Iterator[None]:
+    """Runs a plan, or its backward: an allocator's error gets its name, its bytes and a budget that makes it less."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = _running.set((call, plan))
     try:
         yield
     except RuntimeError as error:
@@ -210,6 +221,8 @@ def named_when_out_of_memory(call: Call, plan: Plan) -> Iterator[None]:
         if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
             raise
         raise type(error)(f"{words}\n{_advice(call, plan)}") from error
+    finally:
+        _running.reset(before)
 
 
 def _advice(call: Call, plan: Plan) -> str:

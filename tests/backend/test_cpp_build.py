@@ -136,9 +136,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def unloaded() -> object:
-    cpp_library._load.cache_clear()
+    for cached in (cpp_library._load, cpp_library.function):
+        cached.cache_clear()
     yield
-    cpp_library._load.cache_clear()
+    for cached in (cpp_library._load, cpp_library.function):
+        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")

@@ -305,7 +305,7 @@ def test_a_mask_whose_tokens_are_not_known_makes_the_host_wait_once(
 
         return run
 
-    ledger = record.record(call, H100, 20 << 30, lambda numbers: 4096)
+    ledger = record.record(call, H100, lambda numbers: 4096)
     assert ledger.syncs == waits
     assert chunks(ledger) == (1 if mask else 4)
 
@@ -323,5 +323,5 @@ def test_a_backward_that_computes_the_logits_again_waits_only_beside_a_mask() ->
 
         return run
 
-    assert record.record(call, H100, 20 << 30, lambda numbers: 64).syncs == ["1 number", "nonzero"]
+    assert record.record(call, H100, lambda numbers: 64).syncs == ["1 number", "nonzero"]
     assert linear((64, 32, 256), None).syncs == []
