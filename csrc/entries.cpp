@@ -21,7 +21,7 @@ struct Slice {
   // Call each(i, row, logits of the row) for every row. Cache misses overlap with the work on the rows before.
   template <class T, class F>
   int32_t for_rows(const F& each) const {
-    const int64_t count = a * b, block = std::max<int64_t>(1, std::min<int64_t>(64, count / (8 * int64_t(threads))));
+    const int64_t count = a * b, block = block_of(count, threads, 64);
     const auto at = [&](int64_t i) { return (T*)logits + i / b * stride_a + i % b * stride_b; };
     return for_each(count, block, threads, [&](int64_t i) {
       if (i + AHEAD < count) prefetch(rows[i + AHEAD], at(i + AHEAD));

@@ -36,8 +36,7 @@ constexpr int64_t BLOCK_ENTRIES = 1 << 18;  // of the rows that a thread takes a
 // Call f<kind>(student's row, teacher's row, gradient) for every row.
 template <class F>
 int32_t for_pairs(const Pair& pair, const F& f) {
-  const int64_t fair = pair.rows / (int64_t(pair.threads) * 8);
-  const int64_t block = std::max<int64_t>(1, std::min(fair, BLOCK_ENTRIES / pair.vocab));
+  const int64_t block = block_of(pair.rows, pair.threads, BLOCK_ENTRIES / pair.vocab, GRAIN / pair.vocab);
   const auto all = [&](auto kind) {
     return for_each(pair.rows, block, pair.threads, [&](int64_t row) {
       const SideRow student{pair.student, row, pair.vocab}, teacher{pair.teacher, row, pair.vocab};

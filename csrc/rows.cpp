@@ -55,8 +55,8 @@ constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the
 // Call each_row(row, next) for every row; next is the row that this thread gets afterwards, or -1 if none is valid.
 template <class F>
 int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
-  const int64_t count = rows.count(), fair = count / (int64_t(rows.threads) * 8);
-  const int64_t block = std::max<int64_t>(1, std::min(fair, BLOCK_BYTES / std::max<int64_t>(row_bytes, 1)));
+  const int64_t count = rows.count();
+  const int64_t block = block_of(count, rows.threads, BLOCK_BYTES / row_bytes, GRAIN / rows.vocab);
   return share_out(count, block, rows.threads, [&](auto& take) {
     int64_t end = 0;
     const auto after = [&](int64_t row) {

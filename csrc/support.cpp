@@ -20,7 +20,7 @@ struct Support {
   // Call each(row) for every row, a few rows at a time.
   template <class F>
   int32_t for_rows(const F& each) const {
-    return for_each(rows, std::max<int64_t>(1, std::min<int64_t>(64, rows / (8 * int64_t(threads)))), threads, each);
+    return for_each(rows, block_of(rows, threads, 64), threads, each);
   }
 };
 
