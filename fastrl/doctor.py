@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ OPTIONAL = {
     "model.lora_rank": ("peft",),
     "logging.wandb": ("wandb",),
 }
+#: How long OpenMP's threads spin before they sleep: the standard's setting, GNU's, and LLVM's and Intel's.
+_OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def missing_for_train() -> list[str]:
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] = ()) -> int:
     argparse.ArgumentParser(prog="fastrl doctor", description=about).parse_args(argv)
     facts = machine.describe(())
     _section("versions", {name: _version(name, value) for name, value in facts["versions"].items()})
-    _section("machine", facts["machine"])
+    _section("machine", {**facts["machine"], "threads that wait": _waiting()})
     _section("compiler", {"C++": _compiler()})
     _section("backends", facts["backends"])
     missing = missing_for_train()
@@ -47,6 +50,12 @@ def main(argv: Sequence[str] = ()) -> int:
     _section("commands", {f"fastrl {name}": ready for name in ("train", "sft", "dpo", "reward-model", "sample")})
     _section("what a config may need", {what: _installed(modules) for what, modules in OPTIONAL.items()})
     return 0
+
+
+def _waiting() -> str:
+    """What the user has set for OpenMP, which reads it when torch is loaded."""
+    found = [f"{name}={os.environ[name]}" for name in _OPENMP if name in os.environ]
+    return ", ".join(found) or "spin; beside other work set OMP_WAIT_POLICY=PASSIVE before torch is imported"
 
 
 def _installed(modules: Sequence[str]) -> str:

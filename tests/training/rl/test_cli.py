@@ -1,6 +1,7 @@
 """The command line: subcommands, exit codes, and one line for a mistake."""
 
 import io
+import re
 import subprocess
 import sys
 
@@ -111,6 +112,16 @@ def test_doctor_names_versions_backends_and_compiler(capsys):
         assert word in output
     first, last = fastrl.doctor.TESTED["torch"]
     assert f"{torch.__version__} (tested: {first} to {last})" in output
+
+
+def test_doctor_says_how_threads_wait(monkeypatch, capsys):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor"]) == 0
+    assert "set OMP_WAIT_POLICY=PASSIVE before torch is imported" in capsys.readouterr().out
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    assert main(["doctor"]) == 0
+    assert re.search(r"threads that wait +GOMP_SPINCOUNT=1000\n", capsys.readouterr().out)
 
 
 def test_doctor_says_what_is_missing_for_some_configs(monkeypatch, capsys):
