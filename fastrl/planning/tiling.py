@@ -28,9 +28,11 @@ PIECE_BYTES = 2 << 20
 ELEMENTWISE_BYTES = {"cpu": PIECE_BYTES, "cuda": 32 << 20}
 #: The smallest tile: with smaller ones a pass would be too slow to be useful.
 _LEAST_ROWS, _LEAST_COLUMNS = 64, 128
-#: Rows and columns of a tile from which a product takes the time of its operations, and not that of reading its factors
-#: and of adding to float32 sums: on a GPU in 16 bits, and elsewhere, where bytes cost less beside operations.
-_FAST, _FAST_ELSEWHERE = 512, 128
+#: Rows of a tile from which a product takes the time of its operations, not that of reading its factors.
+_FAST = 512
+#: Rows and columns from which forming a tile once with sums over tiles beats one product more without: on a GPU in 16
+#: bits, and elsewhere, where bytes cost less beside operations. Half do where only the head is read more often.
+_USEFUL, _USEFUL_ELSEWHERE = 512, 64
 #: Columns that are enough for a slice of the vocabulary with all rows.
 _SLICE = 1024
 #: Products are fastest for whole blocks of rows.
@@ -89,11 +91,6 @@ class Sizes(NamedTuple):
     def narrow(self) -> bool:
         """Whether sums of products need a wider dtype than that of the operands."""
         return self.itemsize < 4
-
-    @property
-    def fast(self) -> int:
-        """Rows and columns of a tile from which a product takes the time of its operations."""
-        return _FAST if self.device == "cuda" and self.narrow else _FAST_ELSEWHERE
 
 
 class PassBudget(NamedTuple):
@@ -208,7 +205,8 @@ class Pass(NamedTuple):
     def useful(self, tile: Tile) -> bool:
         """Whether one product more, in tiles of enough rows and columns, would take longer."""
         sums = self.kind == "both" or (self.kind == "forward-gradient" and self.sizes.weight)
-        least = self.sizes.fast if sums else self.sizes.fast // 4  # without sums over tiles only the head is read often
+        least = _USEFUL if self.sizes.device == "cuda" and self.sizes.narrow else _USEFUL_ELSEWHERE
+        least = least if sums else least // 2
         return tile.rows >= min(least, self.sizes.rows) and tile.columns >= min(least, self.sizes.vocab)
 
     def tile(self, budget: int, cap: int) -> Tile | None:
@@ -218,7 +216,7 @@ class Pass(NamedTuple):
         leave room for enough columns. Otherwise half of the bytes may go to what is held for each row.
         """
         rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
-        enough = min(self.sizes.fast, rows)
+        enough = min(_FAST, rows)
         cap, by_slice, least = self._cap(cap), self.kind in ("weight", "both"), self._least
         whole = Tile(self._rows(budget, cap), vocab)
         if whole.rows == rows or (not by_slice and whole.rows >= (least.rows if self.whole_rows else enough)):

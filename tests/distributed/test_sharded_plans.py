@@ -13,6 +13,7 @@ from ranks import Ranks
 from shards import EVEN, LAYOUTS, Case
 
 import fastrl
+from fastrl.losses import call as calls
 from fastrl.planning import plans
 
 PADDED = LAYOUTS["padding alone last"]
@@ -43,6 +44,8 @@ def choices(which: str, given: dict[str, Any]) -> list[str]:
             return plan
 
         patch.setattr(plans, "choose", spy)
+        if which == "memory":  # devices of different sizes
+            patch.setattr(calls, "default_budget", lambda *_: (3 - rank) << 20)
         try:
             problem.arguments["targets"] = torch.zeros(3, 4, dtype=torch.int64)
             arguments = {**problem.arguments, **given, **shards.options(rank), "tp_group": dist.group.WORLD}
@@ -53,7 +56,7 @@ def choices(which: str, given: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("budget", [None, "4MiB"])
-@pytest.mark.parametrize("which", ["padding", "strides", "hidden", "threads"])
+@pytest.mark.parametrize("which", ["padding", "strides", "hidden", "threads", "memory"])
 def test_all_ranks_choose_alike(ranks: Ranks, which: str, budget: str | None) -> None:
     given: dict[str, Any] = {"memory_budget": budget} | ({"sampling_mask": SETS} if which == "strides" else {})
     first, *others = ranks.run(choices, which, given)
