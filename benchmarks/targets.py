@@ -84,6 +84,8 @@ TARGETS = [
     Target("logits", "loss and gradient", "fastrl, in place", 5.0, "eager torch", faster=True, least=_LARGE),
     Target("overhead", "issue loss and gradient", "fastrl", 1.0, "eager torch"),
     Target("overhead", "issue loss and gradient", "fastrl, in place", 1.0, "eager torch"),
+    Target("overhead", "issue linear loss and gradients", "fastrl", 1.3, "eager torch"),
+    Target("overhead", "issue linear log-probabilities and gradients", "fastrl", 1.0, "eager torch"),
     Target("masks", "loss over recorded sets", "fastrl", 0.03, "fastrl", "loss over the whole vocabulary"),
     Target("sets", "top-p 0.95", "fastrl SamplingMask.from_logits", 5.0, "transformers' warpers", faster=True),
     *(

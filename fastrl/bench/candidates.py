@@ -97,6 +97,16 @@ def _logprobs(logprobs_of: Callable[..., fastrl.TokenStats], tokens: Tokens) -> 
     return function
 
 
+def _plain_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Result:
+    """What `fastrl.linear_token_logprobs` gives, in plain torch."""
+    return Result(None, plain.linear(plain.logprobs)(hidden, weight, targets))
+
+
+def _mean_logprob(logprobs_of: Callable[..., Any], tokens: Tokens) -> Function:
+    """The mean of the log-probabilities from hidden states and weight, with the sign of a loss."""
+    return lambda *inputs: Result(-logprobs_of(*inputs, tokens.targets).logprobs.mean())
+
+
 def _logits_cross_entropy(tokens: Tokens) -> Function:
     """The mean cross-entropy from logits (B, T, V), which its backward overwrites with the gradient."""
     targets = tokens.padded(tokens.targets)
@@ -275,6 +285,10 @@ LINEAR_STATISTICS = [
     Candidate("TRL chunked head", peers.trl_head, lambda s: _GIB),
     Candidate("Apple cut-cross-entropy", peers.apple_head, lambda s: _GIB),
     Candidate(_LIGER_HOPPER_HEAD, partial(peers.liger_hopper_head, True), lambda s: _GIB),
+]
+LINEAR_LOGPROBS = [
+    Candidate("fastrl", partial(_mean_logprob, fastrl.linear_token_logprobs), lambda s: 2 * s.gradients, ours=True),
+    Candidate(EAGER, partial(_mean_logprob, _plain_logprobs), lambda s: s.once + 3 * s.wide + s.gradients),
 ]
 POLICY = [
     ours("fastrl"),

@@ -59,8 +59,11 @@ def run_logits(bench: Bench) -> Section:
 
 
 def run_overhead(bench: Bench) -> Section:
-    """The overhead suite at N, V: the host's time for a loss and its backward; no limit."""
-    return replace(bench, clock=time_issue).run([workloads.OVERHEAD.on(bench.problem(logits_problem))])
+    """The overhead suite at N, H, V: the host's time for a loss and its backward; no limit."""
+    from_logits = bench.problem(lambda n, _, vocab, *rest: logits_problem(n, vocab, *rest))
+    from_head = bench.problem(linear_problem)
+    works = [workloads.OVERHEAD.on(from_logits), *(x.on(from_head) for x in workloads.OVERHEAD_OF_HEAD)]
+    return replace(bench, clock=time_issue).run(works)
 
 
 def run_linear(bench: Bench) -> Section:
@@ -250,10 +253,10 @@ SUITES = {
         "losses and statistics of N rows of V logits",
     ),
     "overhead": Suite(
-        "NV",
-        {"cpu": ((64, 1024),), "cuda": ((64, 1024),)},
+        "NHV",
+        {"cpu": ((64, 64, 1024),), "cuda": ((64, 64, 1024),)},
         run_overhead,
-        "the host's time to issue a loss of N rows of V logits and its backward",
+        "the host's time to issue losses of N rows of V logits, and of H hidden states, with their backward",
     ),
     "linear": Suite(
         "NHV",

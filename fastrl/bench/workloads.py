@@ -85,6 +85,22 @@ OVERHEAD = Definition(
     Problem.expected_loss,
     _LOGITS,
 )
+OVERHEAD_OF_HEAD = [
+    Definition(
+        "issue linear loss and gradients",
+        "the same from hidden states and the weight, with the gradients of both",
+        [c for c in candidates.POLICY if c.ours or c.name == candidates.EAGER],
+        Problem.expected_loss,
+        BOTH,
+    ),
+    Definition(
+        "issue linear log-probabilities and gradients",
+        "the same of the mean log-probability",
+        candidates.LINEAR_LOGPROBS,
+        Problem.expected_cross_entropy,
+        BOTH,
+    ),
+]
 LINEAR = [
     Definition(
         "loss and gradients",

@@ -146,8 +146,10 @@ def forward_gradient(
     product of the next is computed.
     """
     n, vocab, device = targets.shape[0], head.entries, targets.device
-    make = torch.zeros if used.count < n else torch.empty  # masked rows have no chunk that writes them
-    out = LossTerms(*(make(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))))
+    at_once = used.index is None and len(chunks) == 1
+    if not at_once:
+        make = torch.zeros if used.count < n else torch.empty  # masked rows have no chunk that writes them
+        out = LossTerms(*[make(shape, dtype=torch.float32, device=device) for shape in ((n,), (n,), (len(TERMS), n))])
     all_active = sum(chunk.active for chunk in chunks) == n and vocab > 0
     sums = GradientSums(head, used, needs, one_chunk, all_active, backend, shard)
     head = head.unpadded()
@@ -161,10 +163,14 @@ def forward_gradient(
     begun: list[tuple[int, Tensor, Tensor, Callable[[], LossTerms]]] = []
 
     def end() -> None:
+        nonlocal out
         number, hidden, gradient, terms = begun.pop(0)
         chunk = chunks[number]
         where = used.rows(slice(chunk.start, chunk.stop))
-        out.logprobs[where], out.entropy[where], out.terms[:, where] = terms()
+        if at_once:
+            out = LossTerms(*[x.clone() for x in terms()])  # which may be parts of one tensor
+        else:
+            out.logprobs[where], out.entropy[where], out.terms[:, where] = terms()
         if chunk.active:
             positions = slice(chunk.start, chunk.start + chunk.active)
             sums.add(positions, hidden[: chunk.active], gradient[: chunk.active], number == last)

@@ -35,7 +35,7 @@ DEVICE = default_device()
 #: N = 40 is not a multiple of a sampled row count, V = 77 not of a vector.
 SHAPES = [
     ("logits", {"N": 40, "V": 77}),
-    ("overhead", {"N": 40, "V": 77}),
+    ("overhead", {"N": 40, "H": 8, "V": 77}),
     ("linear", {"N": 40, "H": 8, "V": 77}),
     ("plans", {"N": 40, "H": 8, "V": 77}),
     ("memory", {"N": 40, "H": 8, "V": 77}),
@@ -56,6 +56,8 @@ MEASURED = {
     "cross-entropy": {"fastrl", "eager torch", "torch.compile", "the three matrix products alone"},
     "40 tokens": {"fastrl, no budget", "fastrl, 64MiB", "fastrl, 256MiB", "fastrl, 1GiB", "eager torch"},
     "issue loss and gradient": {"fastrl", "fastrl, in place", "eager torch", "torch.compile"},
+    "issue linear loss and gradients": {"fastrl", "eager torch"},
+    "issue linear log-probabilities and gradients": {"fastrl", "eager torch"},
     "loss over recorded sets": {"fastrl", "eager torch"},
     "loss over the whole vocabulary": {"fastrl"},
     "top-p 0.95": {"fastrl SamplingMask.from_logits"},
