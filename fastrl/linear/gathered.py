@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Best, Entries, Statistics, Support, Transform
@@ -36,7 +35,8 @@ from fastrl.operators.entries import (
     support_places,
 )
 from fastrl.operators.gathered import RowsSupport, over_group
-from fastrl.operators.operator import keep, operator, saved
+from fastrl.operators.operator import operator
+from fastrl.operators.saved import keep, refuse_second_order, resumed, saved
 from fastrl.operators.support import together
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, PassBudget
 
@@ -360,13 +360,14 @@ class _Sharded(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 4
+        refuse_second_order(upstream)
         given, needs = saved(ctx), Needs(*ctx.needs_input_grad[1:4])
         over, shard = given["over"], given["shard"]
-        gradients = _gradients(**given, upstream=upstream.detach().contiguous(), needs=needs)
+        with resumed(ctx):
+            gradients = _gradients(**given, upstream=upstream.detach().contiguous(), needs=needs)
         if over is not None and shard.reduces and needs.hidden:
             hidden = gradients[0]
             assert hidden is not None

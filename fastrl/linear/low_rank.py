@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.linear import head as products
 from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head, Held, slices
 from fastrl.linear.statistics import Rows, chunk_statistics, order, pass_tile
+from fastrl.operators.rows import coefficients
+from fastrl.operators.saved import keep, refuse_second_order, resumed, saved
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, PassBudget, Tile
 
 
@@ -114,25 +115,22 @@ class _Statistics(torch.autograd.Function):
                 chunk = chunk_statistics(held, held.hidden(where), rows.part(part), transform, tile.columns, backend)
                 for total, values in zip(stats, chunk, strict=True):
                     total[where] = values
-        ctx.save_for_backward(hidden, weight, bias, down, up, targets, mask, transform.temperatures, *stats)
-        ctx.options = transform._replace(temperatures=None), backend, budget
+        given = (head, targets, mask, transform, stats)
+        keep(ctx, {"low_rank": low_rank, "given": given, "options": (backend, -1, budget)})
         return stats.logprobs, stats.entropy
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, c: Tensor, h: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, targets, mask, temperatures, logprobs, entropy, maximum, log_sum = ctx.saved_tensors
-        hidden, weight, bias, down, up = inputs
-        transform, backend, budget = ctx.options
-        transform = transform._replace(temperatures=temperatures)
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_logprobs is None and d_entropy is None:
+            return (None,) * 11
+        refuse_second_order(d_logprobs, d_entropy)
+        kept, slopes = saved(ctx), coefficients(d_logprobs, d_entropy)
         # The pass that forms dL/dhidden always runs: down comes from hidden, or is all that has a gradient.
         needs = Needs(True, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        stats = Statistics(logprobs, entropy, maximum, log_sum)
-        head, c, h = Head(hidden, weight, bias), c.contiguous(), h.contiguous()
-        arguments = (head, targets, mask, transform, stats, c, h, needs, backend, -1, budget)
-        of_tiles = _Backward(LowRank(down, up), *arguments)
-        d_head = of_tiles.run("recompute")
-        gradients = (*d_head, *of_tiles.low_rank_gradients())
+        with resumed(ctx):
+            of_tiles = _Backward(kept["low_rank"], *kept["given"], slopes["c"], slopes["h"], needs, *kept["options"])
+            d_head = of_tiles.run("recompute")
+            gradients = (*d_head, *of_tiles.low_rank_gradients())
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None, None, None, None, None, None
 

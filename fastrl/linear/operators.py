@@ -17,8 +17,9 @@ from fastrl.linear import head as products
 from fastrl.linear import statistics as forward
 from fastrl.linear.backward import Backward
 from fastrl.linear.head import Head
-from fastrl.operators.operator import Operator, operator, saved
+from fastrl.operators.operator import Operator, operator
 from fastrl.operators.rows import coefficients, empty_statistics, upstream
+from fastrl.operators.saved import saved
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, PassBudget
 
 

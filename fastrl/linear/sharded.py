@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Statistics, Support, Transform
@@ -30,6 +29,7 @@ from fastrl.linear.statistics import Rows, order, pass_tile
 from fastrl.linear.supports import support_products
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.rows import coefficients
+from fastrl.operators.saved import keep, refuse_second_order, resumed, saved
 from fastrl.operators.sharded import empty_shard_statistics, gathered, start_gathered
 from fastrl.operators.support import together
 from fastrl.planning.tiling import Needs, PassBudget, pitch
@@ -67,7 +67,7 @@ def write_gradient(
 class ShardedCall(NamedTuple):
     """What the forward and the backward of statistics over a group need beside tensors of the caller."""
 
-    transform: Transform  # without temperatures per token
+    transform: Transform
     backend: str
     num_tokens: int  # the number of valid tokens, or of the dense rows if there are supports; -1 if it is not known
     waits: bool  # whether the backward may synchronise to learn which rows are idle
@@ -89,54 +89,37 @@ def sharded_statistics(head: Head, targets: Tensor, mask: Tensor | None, call: S
     (two-pass in 16 bits: one per chunk of rows). A frozen head's slopes: one per chunk of rows and one for each slope
     in the forward, none in the backward.
     """
-    temperatures = call.transform.temperatures
-    call = call._replace(transform=call.transform._replace(temperatures=None))
-    return Statistics(*_Statistics.apply(call, *head.tensors, targets, mask, temperatures))
+    return Statistics(*_Statistics.apply(call, targets, mask, *head.tensors))
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: ShardedCall, *tensors: Any) -> tuple[Tensor, ...]:
-        *head, targets, mask, temperatures = tensors
-        call = call._replace(transform=call.transform._replace(temperatures=temperatures))
-        stats, values, slopes = _forward(Head.of(head, call.shard.size).unpadded(), targets, mask, call)
-        ctx.call = call._replace(transform=call.transform._replace(temperatures=None))
-        ctx.has_slopes = bool(slopes)
+    def forward(
+        ctx: Any, call: ShardedCall, targets: Tensor, mask: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        head = Head.of(tensors, call.shard.size)
+        stats, values, slopes = _forward(head.unpadded(), targets, mask, call)
         if slopes:
-            ctx.save_for_backward(temperatures, *slopes)
+            keep(ctx, {"slopes": slopes, "transform": call.transform})
         else:
-            ctx.save_for_backward(*tensors, *stats, values)
+            keep(ctx, {"head": head, "targets": targets, "mask": mask, "call": call, "stats": stats, "values": values})
         ctx.mark_non_differentiable(stats.maximum, stats.log_sum)
-        ctx.set_materialize_grads(False)
         return tuple(stats)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        none = (None,) * 7
         if d_logprobs is None and d_entropy is None:
-            return none
-        if ctx.has_slopes:
-            temperatures, *slopes = ctx.saved_tensors
-            transform = ctx.call.transform._replace(temperatures=temperatures)
-            return None, gradient_of_slopes(slopes, d_logprobs, d_entropy, transform), *none[2:]
-        *head, targets, mask, temperatures, logprobs, entropy, maximum, log_sum, values = ctx.saved_tensors
-        call = ctx.call._replace(transform=ctx.call.transform._replace(temperatures=temperatures))
-        stats = Statistics(logprobs, entropy, maximum, log_sum)
-        needs = Needs(*ctx.needs_input_grad[1:4])
-        slopes = coefficients(d_logprobs, d_entropy)
-        gradients = _backward(
-            Head.of(head, call.shard.size),
-            targets,
-            mask,
-            call,
-            stats,
-            values,
-            slopes["c"],  # type: ignore[arg-type]
-            slopes["h"],
-            needs,
-        )
-        return None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None, None, None
+            return (None,) * 6
+        refuse_second_order(d_logprobs, d_entropy)
+        kept, needs = saved(ctx), Needs(*ctx.needs_input_grad[3:])
+        gradients: tuple[Tensor | None, ...]
+        with resumed(ctx):
+            if "slopes" in kept:
+                gradients = (gradient_of_slopes(**kept, c=d_logprobs, h=d_entropy), None, None)
+            else:
+                kept |= coefficients(d_logprobs, d_entropy)
+                gradients = _backward(**kept, needs=needs)
+        return None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
 def _forward(

@@ -13,7 +13,8 @@ from fastrl.linear.low_rank import LowRank, low_rank_statistics, piece_bytes
 from fastrl.losses.call import linear_call, planned
 from fastrl.losses.logprobs import TokenStats
 from fastrl.objectives.dependence import ANY
-from fastrl.planning.plans import choose
+from fastrl.planning import plans
+from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.tiling import Needs
 
 
@@ -71,9 +72,14 @@ def low_rank_token_logprobs(
         held += piece_bytes(inputs.device)
     # A tile's factors of the second product in another dtype.
     held += 4 * rank * (call.vocab + inputs.rows)
-    plan = choose(replace(inputs, copied=inputs.copied + held), call.budget, names=(name,))
+    inputs = replace(inputs, copied=inputs.copied + held)
+    try:
+        plan = plans.choose(inputs, call.budget, names=(name,))
+    except BudgetTooSmall as error:
+        raise BudgetTooSmall(f"{error}, for the adapters' rank of {rank} too", error.least) from None
     args = call.args
     checks.targets_in_range(args.targets, args.mask, call.vocab)
     low_rank = LowRank(down.reshape(-1, rank), up)
-    logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, plan.pass_budget)
+    with plans.run(inputs, plan):
+        logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, plan.pass_budget)
     return TokenStats(logprobs.view(targets.shape), entropy.view(targets.shape))

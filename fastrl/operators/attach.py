@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
-from fastrl.operators.operator import keep, refuse_second_order, resumed, saved, use_up
+from fastrl.operators.saved import keep, refuse_second_order, resumed, saved, use_up
 
 R = TypeVar("R")
 Gradients = Sequence[Tensor | None]

@@ -19,8 +19,9 @@ from fastrl.distributed.sums import add_parts
 from fastrl.operators import consumed
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.entries import best_of, check_entries, entry_gradients, entry_logprobs, no_best, wide
-from fastrl.operators.operator import keep, operator, refuse_second_order
+from fastrl.operators.operator import operator
 from fastrl.operators.rows import like_logits, logits_backward
+from fastrl.operators.saved import keep, refuse_second_order
 from fastrl.operators.sharded import empty_shard_statistics, failure, start_gathered
 from fastrl.operators.support import statistics_over_support, write_row_gradient
 

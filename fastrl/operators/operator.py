@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from types import NoneType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from fastrl.planning.plans import run, running
+from fastrl.operators.saved import keep, refuse_second_order, resumed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,24 +76,6 @@ class _Parameter(NamedTuple):
         return (None,) * len(self.fields) if value is None else value
 
 
-class _Saved(NamedTuple):
-    """The place of a tensor among those that autograd saved."""
-
-    place: int
-
-
-_TUPLES = (tuple, list)
-
-
-def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The value with `leaf` applied to everything in it that is neither a tuple nor a list."""
-    kind = type(value)
-    if kind is _Saved or not isinstance(value, _TUPLES):
-        return leaf(value)
-    parts = [_rebuilt(x, leaf) if isinstance(x, _TUPLES) else leaf(x) for x in value]
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-
-
 class Operator(Generic[P, R]):
     """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`.
 
@@ -134,14 +116,22 @@ class Operator(Generic[P, R]):
         first = self._parameters[0].unpacked(arguments[self._parameters[0].name])
         if _is_traced(first[0]):
             results = self._operator(*self._unpacked(arguments))
-        elif self._backward is not None and torch.is_grad_enabled() and any(map(_requires_grad, first)):
-            results = _Eager.apply(self, arguments, *first)
+        elif profiler._is_profiler_enabled:
+            with profiler.record_function(f"fastrl::{self.__name__}"):
+                results = self._run(arguments, first)
         else:
-            with torch.no_grad():
-                results = self._function(**arguments)
-                for name in self._mutates:
-                    torch.autograd.graph.increment_version(arguments[name])
+            results = self._run(arguments, first)
         return cast(R, results if self._result is None else self._result(*results))
+
+    def _run(self, arguments: dict[str, Any], first: Sequence[Any]) -> Any:
+        """Calls the function, inside an autograd function if a tensor of its first parameter needs a gradient."""
+        if self._backward is not None and torch.is_grad_enabled() and any(map(_requires_grad, first)):
+            return _Eager.apply(self, arguments, *first)
+        with torch.no_grad():
+            results = self._function(**arguments)
+            for name in self._mutates:
+                torch.autograd.graph.increment_version(arguments[name])
+        return results
 
     def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         arguments = {p.name: value for p, value in zip(self._parameters, args, strict=False)} | kwargs
@@ -237,54 +227,6 @@ def _is_traced(value: Any) -> bool:
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def refuse_second_order(*upstream: Tensor | None) -> None:
-    """Raises RuntimeError if a graph of the backward is requested, which would be cut silently."""
-    if torch.is_grad_enabled() and any(type(x) is Tensor for x in upstream):
-        raise RuntimeError("this function is differentiable once: its backward has no graph (create_graph=True)")
-
-
-def keep(ctx: Any, values: dict[str, Any]) -> None:
-    """Saves what a backward reads, by name: tensors, numbers, texts, and tuples or lists of them."""
-    tensors: list[Tensor] = []
-
-    def place(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        tensors.append(leaf)
-        return _Saved(len(tensors) - 1)
-
-    ctx.values = {name: _rebuilt(value, place) for name, value in values.items()}
-    ctx.spent = False  # whether a backward has used up what it reads
-    ctx.running = running()
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def saved(ctx: Any) -> dict[str, Any]:
-    """What `keep` saved, by name; raises RuntimeError if a tensor of it was freed or changed."""
-    tensors = ctx.saved_tensors
-
-    def tensor(leaf: Any) -> Any:
-        return tensors[leaf.place] if isinstance(leaf, _Saved) else leaf
-
-    return {name: _rebuilt(value, tensor) for name, value in ctx.values.items()}
-
-
-def resumed(ctx: Any) -> AbstractContextManager[None]:
-    """The context of the plan that ran when `keep` saved."""
-    return nullcontext() if ctx.running is None else run(*ctx.running)
-
-
-def use_up(ctx: Any) -> None:
-    """Notes that this backward uses up what `keep` saved; raises RuntimeError if an earlier one did."""
-    if ctx.spent:
-        raise RuntimeError(
-            "the first backward used up what this loss had kept, logits to overwrite (inplace=True) or gradients that"
-            " were formed with the loss: for a second backward (retain_graph=True) compute the loss again"
-        )
-    ctx.spent = True
 
 
 def operator(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Operator[P, R]]:

@@ -16,7 +16,8 @@ from fastrl.backend.choice import kernels
 from fastrl.backend.contract import Statistics, Transform
 from fastrl.base import checks
 from fastrl.operators import consumed
-from fastrl.operators.operator import operator, saved, use_up
+from fastrl.operators.operator import operator
+from fastrl.operators.saved import saved, use_up
 
 
 @operator()

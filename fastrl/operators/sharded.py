@@ -19,8 +19,8 @@ from fastrl.distributed.groups import start_gather
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.operator import keep, refuse_second_order
 from fastrl.operators.rows import like_logits, logits_backward, write_gradient
+from fastrl.operators.saved import keep, refuse_second_order
 from fastrl.operators.support import statistics_over_support, write_row_gradient
 from fastrl.planning.tiling import combined_rows
 

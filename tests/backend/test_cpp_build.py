@@ -136,11 +136,9 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def unloaded() -> object:
-    for cached in (cpp_library._load, cpp_library.function):
-        cached.cache_clear()
+    cpp_library._load.cache_clear()
     yield
-    for cached in (cpp_library._load, cpp_library.function):
-        cached.cache_clear()
+    cpp_library._load.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")

@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import fastrl
 from fastrl.base import checks
 from fastrl.linear import forward_gradient
+from fastrl.losses.low_rank import low_rank_token_logprobs
 from fastrl.objectives.objective import Objective
 
+DAPO = fastrl.DAPO()
 _OTHER_DEFAULTS = """
 import sys, torch, fastrl
 torch.manual_seed(0)
@@ -378,3 +380,25 @@ def test_checkpointing_around_a_loss_drops_its_gradients_and_forms_them_again(mo
     value.backward()
     assert len(formed) == 2
     assert all(torch.equal(leaves[name].grad, gradient) for name, gradient in expected.items())
+
+
+def test_every_function_refuses_a_graph_of_its_backward(backend: str, backend_device: str) -> None:
+    """Also where nothing asks for the second derivative: a graph that stops here would stop in silence."""
+    problem = Problem(backend_device)
+    leaves, targets = problem.leaves(), problem.arguments["targets"].clamp_min(0)
+    logits = torch.randn(B, T, V, device=backend_device, requires_grad=True)
+    ids = targets[..., None]
+    down, up = (torch.randn(*shape, 2, device=backend_device, requires_grad=True) for shape in ((B, T), (V,)))
+    head = (leaves["hidden"], leaves["weight"])
+    calls = [
+        (fastrl.token_logprobs(logits, targets).logprobs, logits),
+        (fastrl.linear_token_logprobs(*head, targets).logprobs, head[0]),
+        (fastrl.gathered_logprobs(logits, ids), logits),
+        (fastrl.linear_gathered_logprobs(*head, ids), head[0]),
+        (low_rank_token_logprobs(*head, targets, down=down, up=up).logprobs, down),
+        (fastrl.logits_policy_loss(logits, objective=DAPO, **problem.arguments).loss, logits),
+        (fastrl.linear_policy_loss(**leaves, objective=DAPO, **problem.arguments).loss, head[0]),
+    ]
+    for result, leaf in calls:
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(result.sum(), leaf, create_graph=True)

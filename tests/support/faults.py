@@ -717,7 +717,7 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/rl/update.py",
-        "tokens = max(int(rollout.mask[rows].sum()), 1)",
+        "tokens = max(sum(counts), 1)",
         "tokens = max(int(rollout.mask.sum()), 1)",
         "a denominator: the whole rollout's in each minibatch",
         "training/rl/test_update.py::test_a_minibatch_is_averaged_over_its_own_tokens_sequences_and_prompts",

@@ -74,10 +74,14 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-@cache
 def function(name: str, *argument_types: Any) -> Any:
     """A function of the library; a call raises RuntimeError if the status that it returns is not 0 (success)."""
-    result = getattr(library(), name)
+    return _prepared(library(), name, *argument_types)
+
+
+@cache
+def _prepared(library: ctypes.CDLL, name: str, *argument_types: Any) -> Any:
+    result = getattr(library, name)
     result.argtypes, result.restype, result.errcheck = argument_types, c_int32, _check_status
     return result
 
