@@ -171,9 +171,9 @@ def checked_count(num_tokens: int | None, mask: Tensor | None, rows: int) -> int
 
 
 def counted_rows(mask: Tensor | None, rows: int, known: int = -1) -> int:
-    """The number of valid tokens if it is not `known` (>= 0), for which a mask (rows,) on a GPU makes the host wait.
+    """The number of valid tokens, which may be `known` (>= 0): otherwise a mask (rows,) on a GPU makes the host wait.
 
-    -1 if torch.compile traces, which has no values.
+    -1 while torch.compile traces a mask, which has no values.
     """
     if known >= 0 or mask is None:
         return rows if mask is None else known

@@ -14,7 +14,7 @@ from fastrl.linear.divergence import divergence_forward_gradient, divergence_sta
 from fastrl.linear.head import Head
 from fastrl.linear.statistics import counted
 from fastrl.losses.arguments import checked_transform, head_arguments
-from fastrl.losses.call import checked_count, marked, needed_gradients
+from fastrl.losses.call import checked_count, counted_rows, marked, needed_gradients
 from fastrl.losses.spread import TensorParallel
 from fastrl.objectives.dependence import TOKEN
 from fastrl.planning import plans
@@ -141,8 +141,10 @@ def linear_divergence(
 
     needs = needed_gradients(head)
     device = head.weight.device
-    rows, active, waits = count if flat is not None else like.numel(), -1, flat is not None and count < 0
-    if flat is not None and waits and not torch.compiler.is_compiling():
+    waits = flat is not None and count < 0
+    if flat is None or not waits or torch.compiler.is_compiling():
+        rows, active = counted_rows(flat, like.numel(), count), -1
+    else:
         rows, active = counted(flat, c != 0)
     call = Call(
         rows=like.numel() if rows < 0 else rows,
@@ -161,14 +163,14 @@ def linear_divergence(
         float32_logits=wide,
     )
     plan = plans.choose(call, budget)
-    arguments, passes = (head, teacher, flat, transform, teacher_transform, divergence), plan.pass_budget
+    arguments = (head, teacher, flat, transform, teacher_transform, divergence)
     with plans.run(call, plan):
         if plan.name == "forward-gradient":
             loss, per_row, *_ = divergence_forward_gradient(
-                *arguments, c, needs, teacher_wide, forced(), rows, active, passes, plan.one_chunk
+                *arguments, c, needs, teacher_wide, forced(), rows, active, plan.pass_budget, plan.one_chunk
             )
         else:
-            stats = divergence_statistics(*arguments, teacher_wide, forced(), rows, waits, plan.name, passes)
+            stats = divergence_statistics(*arguments, teacher_wide, forced(), rows, waits, plan.name, plan.pass_budget)
             loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
     return DivergenceLoss(loss, per_row.detach().view(like.shape))
 

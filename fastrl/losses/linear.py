@@ -39,20 +39,28 @@ _Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tens
 Coefficients = Callable[[Statistics, Tensor | slice, int], tuple[Tensor, Tensor, Tensor | None]]
 
 
-class _Host(NamedTuple):
-    """What the host knows about each response, after at most one synchronisation; or about all tokens at once."""
+class _Responses(NamedTuple):
+    """What the host knows about each response, after at most one synchronisation."""
 
     counts: list[int]  # the number of valid tokens
-    active: list[int]  # of a response the same, but 0 for an idle one, which has only idle rows; or of rows not idle
+    active: list[int]  # the same, but 0 for an idle response: one with only idle rows
     ends: list[int]  # the end of its rows, masked rows included
-    of_rows: Any = None  # of a row-local objective what `row_objective` returned
+
+
+class _Rows(NamedTuple):
+    """What the host asked about the rows of a row-local objective, all at once."""
+
+    of_rows: Any  # what `row_objective` returned
+    valid: int  # how many are valid
+    active: int  # and how many of those are not idle
 
 
 class PlannedLoss(NamedTuple):
-    """The plan of a loss."""
+    """The plan of a loss, and what the host learned before it."""
 
     by_plan: PlannedCall
-    host: _Host | None
+    responses: _Responses | None = None
+    rows: _Rows | None = None
 
     def loss(self, problem: Problem) -> PolicyLoss:
         """The loss of the problem that the plan was chosen for."""
@@ -62,7 +70,7 @@ class PlannedLoss(NamedTuple):
             wrong = problem.batch.own_tokens != call.num_tokens
             problem = problem._replace(weights=problem.weights.masked_fill_(wrong, torch.nan))
         with plans.run(self.by_plan.inputs, self.by_plan.plan):
-            return CODE[self.by_plan.plan.name](problem, self.by_plan, self.host)
+            return CODE[self.by_plan.plan.name](problem, self)
 
 
 def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> PlannedLoss:
@@ -73,35 +81,33 @@ def planned_loss(problem: Problem, call: LinearCall, over_ranks: bool) -> Planne
     depends = scope(problem.objective, Given.of(problem.batch)._replace(over_ranks=over_ranks))
     if torch.compiler.is_compiling() and (depends != TOKEN or not isinstance(problem.objective, Objective)):
         depends = ANY  # torch.compile cannot trace the Python that the other plans run between kernels
-    host = None
+    responses, rows, count = None, None, call.num_tokens
     if call.sampling_mask is not None:
         depends = RESPONSE  # no plan holds a response's support entries until its objective is known
     elif any(call.needs) and depends in (RESPONSE, BATCH):
-        host = _of_responses(problem, call)
+        responses = _ask_of_responses(problem, call)
+        count = count if responses is None else sum(responses.counts)
     elif any(call.needs) and depends == TOKEN and not over_ranks:  # whose weights are not known yet
-        host = _of_tokens(problem, call)
-    rows = call.num_tokens if host is None else sum(host.counts)
-    longest = max(rows, 0) if host is None else max(host.counts, default=0)
-    return PlannedLoss(planned(call, depends, slopes(problem.objective), rows, longest), host)
+        rows = _ask_of_rows(problem, call)
+        count = count if rows is None else rows.valid
+    longest = max(count, 0) if responses is None else max(responses.counts, default=0)
+    return PlannedLoss(planned(call, depends, slopes(problem.objective), count, longest), responses, rows)
 
 
-def _from_statistics(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
-    return from_statistics(problem, *by_plan.statistics()[:2])
+def _from_statistics(problem: Problem, chosen: PlannedLoss) -> PolicyLoss:
+    return from_statistics(problem, *chosen.by_plan.statistics()[:2])
 
 
-def _of_tokens(problem: Problem, call: LinearCall) -> _Host | None:
-    """The numbers of valid rows and of those that are not idle; None if no GPU has to be asked before the plan."""
+def _ask_of_rows(problem: Problem, call: LinearCall) -> _Rows | None:
+    """Counts the rows in one synchronisation, if their number is not known; None while torch.compile traces."""
     mask, objective = call.args.mask, problem.objective
-    if mask is None or not mask.is_cuda or not call.waits or torch.compiler.is_compiling():
-        return None
-    if not isinstance(objective, Objective):
+    if mask is None or not call.waits or torch.compiler.is_compiling() or not isinstance(objective, Objective):
         return None
     of_rows = row_objective(objective, problem.batch, problem.weights)
-    count, active = forward.counted(mask, forward_gradient_ops.active_rows(of_rows[1]))
-    return _Host([count], [active], [mask.shape[0]], of_rows)
+    return _Rows(of_rows, *forward.counted(mask, forward_gradient_ops.active_rows(of_rows[1])))
 
 
-def _of_responses(problem: Problem, call: LinearCall) -> _Host | None:
+def _ask_of_responses(problem: Problem, call: LinearCall) -> _Responses | None:
     """Reads all that the host needs in one synchronisation; None if it must not synchronise."""
     batch = problem.batch
     if call.args.targets.is_cuda:
@@ -109,7 +115,7 @@ def _of_responses(problem: Problem, call: LinearCall) -> _Host | None:
             return None
         if call.args.mask is None and batch.responses.offsets is None:
             length, size = batch.responses.length, batch.responses.count
-            return _Host([length] * size, [length] * size, [(i + 1) * length for i in range(size)])
+            return _Responses([length] * size, [length] * size, [(i + 1) * length for i in range(size)])
     active = batch.counts
     if isinstance(problem.objective, Objective):
         _, inputs, *_ = row_objective(problem.objective, batch, problem.weights)
@@ -125,15 +131,16 @@ def _of_responses(problem: Problem, call: LinearCall) -> _Host | None:
     on_host = [int(x) for x in values]
     length = batch.responses.length
     rows = on_host[2 * size :] if ends is not None else [(i + 1) * length for i in range(size)]
-    return _Host(on_host[:size], on_host[size : 2 * size], rows)
+    return _Responses(on_host[:size], on_host[size : 2 * size], rows)
 
 
-def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
+def _forward_gradient(problem: Problem, chosen: PlannedLoss) -> PolicyLoss:
     """The forward-gradient plan: the forward computes the loss and its gradients."""
+    by_plan, _, rows = chosen
     call, plan = by_plan.call, by_plan.plan
     if isinstance(problem.objective, Objective):
-        of_rows = row_objective(problem.objective, problem.batch, problem.weights) if host is None else host.of_rows
-        (spec, inputs, clamped, marks), known = of_rows, (by_plan.rows, -1 if host is None else host.active[0])
+        of_rows = row_objective(problem.objective, problem.batch, problem.weights) if rows is None else rows.of_rows
+        (spec, inputs, clamped, marks), known = of_rows, (by_plan.rows, -1 if rows is None else rows.active)
         arguments = (*call.args, inputs, spec, call.needs, forced(), *known, plan.pass_budget, plan.one_chunk)
         if call.shard is not None:
             compute = partial(row_local_gradients, shard=call.shard)
@@ -151,12 +158,13 @@ def _forward_gradient(problem: Problem, by_plan: PlannedCall, host: _Host | None
     return _forward_gradient_in_torch(problem, call, used, chunks, part, {})
 
 
-def _sparse(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
+def _sparse(problem: Problem, chosen: PlannedLoss) -> PolicyLoss:
     """The sparse plan: for a row-local objective, the forward computes the loss and the support logits' gradient."""
-    (head, args, *_), objective = by_plan.call, problem.objective
+    by_plan, objective = chosen.by_plan, problem.objective
+    head, args, *_ = by_plan.call
     row_local = isinstance(objective, Objective) and scope(objective, Given.of(problem.batch)) == TOKEN
     if not row_local or by_plan.supports is None or by_plan.call.shard is not None:
-        return _from_statistics(problem, by_plan, host)
+        return _from_statistics(problem, chosen)
     assert isinstance(objective, Objective)
     spec, inputs, clamped, marks = row_objective(objective, problem.batch, problem.weights)
     support = by_plan.supports.support
@@ -164,23 +172,24 @@ def _sparse(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> Polic
     return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
 
 
-def _whole_response(problem: Problem, by_plan: PlannedCall, host: _Host | None) -> PolicyLoss:
+def _whole_response(problem: Problem, chosen: PlannedLoss) -> PolicyLoss:
     """The whole-response plan: a chunk holds the logits of whole responses until their objective is known."""
+    by_plan, responses, _ = chosen
     call, batch = by_plan.call, problem.batch
     targets, mask, _ = call.args
     total = targets.shape[0]
-    if host is None:  # one chunk of all rows
+    if responses is None:  # one chunk of all rows
         used = forward.order(mask, total, call.num_tokens)
         chunks, spans = [Chunk(0, used.count, used.count)], [(0, batch.responses.count)]
         ends = [total]
     else:
-        spans = spans_of(host.counts, by_plan.plan.tiles["forward-gradient"].rows)
+        spans = spans_of(responses.counts, by_plan.plan.tiles["forward-gradient"].rows)
         chunks, start = [], 0
         for first, last in spans:
-            stop = start + sum(host.counts[first:last])
-            chunks.append(Chunk(start, stop, sum(host.active[first:last])))
+            stop = start + sum(responses.counts[first:last])
+            chunks.append(Chunk(start, stop, sum(responses.active[first:last])))
             start = stop
-        used, ends = _order_of_responses(problem, call.args, host, spans), host.ends
+        used, ends = _order_of_responses(problem, call.args, responses, spans), responses.ends
     marks = {name: torch.zeros(total, device=targets.device) for name in marks_of(problem.objective)}
 
     def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
@@ -205,13 +214,13 @@ def spans_of(counts: list[int], most: int) -> list[tuple[int, int]]:
 
 
 def _order_of_responses(
-    problem: Problem, args: VocabularyArguments, host: _Host, spans: list[tuple[int, int]]
+    problem: Problem, args: VocabularyArguments, responses: _Responses, spans: list[tuple[int, int]]
 ) -> Order:
     """The valid rows, span by span; within a span, rows of idle responses come last."""
-    count, total = sum(host.counts), args.targets.shape[0]
-    if count == total and host.active == host.counts:
+    count, total = sum(responses.counts), args.targets.shape[0]
+    if count == total and responses.active == responses.counts:
         return Order(None, total)
-    keys = [2 * number + (host.active[i] == 0) for number, span in enumerate(spans) for i in range(*span)]
+    keys = [2 * number + (responses.active[i] == 0) for number, span in enumerate(spans) for i in range(*span)]
     key = problem.batch.responses.spread(torch.tensor(keys).to(args.targets.device, non_blocking=True))
     if args.mask is not None:
         key = key.where(args.mask, 2 * len(spans))
@@ -319,7 +328,7 @@ def _placed(x: Tensor, places: Tensor | slice, batch: Batch) -> Tensor:
 
 
 #: What follows each plan: the checked problem and the planned call -> the loss.
-CODE: dict[str, Callable[[Problem, PlannedCall, _Host | None], PolicyLoss]] = {
+CODE: dict[str, Callable[[Problem, PlannedLoss], PolicyLoss]] = {
     "forward": _from_statistics,
     "forward-gradient": _forward_gradient,
     "whole-response": _whole_response,

@@ -154,7 +154,8 @@ def linear_token_logprobs(
     (`fastrl.plan_memory` shows the plans). It costs U = 2 N V H operations if no input needs a gradient, 2U for a
     frozen head (3U with the entropy), and otherwise 4U, because the backward computes the logits again (5U with the
     least memory). Gradients of weight and bias are summed in float32. Masked rows enter no matrix product, and rows
-    without an upstream gradient enter none of the backward's: each of the two costs one host synchronisation on a GPU.
+    without an upstream gradient enter none of the backward's. On a GPU each of the two costs a host synchronisation
+    beside a mask; without one there is none, and the backward computes all rows.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.

@@ -310,9 +310,11 @@ def linear_policy_loss(
 
     Args: those of `policy_loss` except `entropy`, those of `linear_token_logprobs` except `extras`, and
         num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations
-            that leaving rows out costs (one here, one in a backward that computes the logits again); there a wrong
-            number makes the loss NaN, and idle rows are not left out. If a sampling_mask has a row that is not
-            recorded, a GPU still synchronises for the number of such rows. With a cp_group, of this rank's tokens.
+            that leaving rows out costs beside a mask (one here, one in a backward that computes the logits again);
+            there a wrong number makes the loss NaN, and idle rows are not left out, as without a mask. If a
+            sampling_mask has a row that is not recorded, a GPU still synchronises for the number of such rows, and
+            without num_tokens for the lengths of packed responses that depend on each other. With a cp_group, of this
+            rank's tokens.
         cp_group: as in `policy_loss`. The gradients of weight and bias are this rank's part. Objectives that are not
             row-local then compute the logits again in the backward (4U), and so do those of a sequence ratio on-policy.
 

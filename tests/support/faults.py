@@ -202,8 +202,8 @@ FAULTS = (
     # --- base, distributed --------------------------------------------------------------------------------------------
     Fault(
         "fastrl/base/checks.py",
-        "bad = (value < 0) | (value >= vocab)",
-        "bad = (value < 0) | (value > vocab)",
+        "if lowest < 0 or highest >= vocab:",
+        "if lowest < 0 or highest > vocab:",
         "a bound: a target equal to V",
         "losses/test_bad_input.py::test_vocabulary_arguments",
     ),
