@@ -26,5 +26,8 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, least: int)
     size = dtype.itemsize * math.prod(shape)
     if like.device.type != "cpu" or size < least or not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no memory, which an allocator says in words that are known
+        return None
     return torch.frombuffer(pages, dtype=dtype).view(shape)

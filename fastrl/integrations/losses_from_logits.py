@@ -64,7 +64,6 @@ def token_losses(
         batch.flat(logprobs.to(dtype)),
         None if entropy is None else batch.flat(entropy.to(dtype)),
         batch.mask.to(dtype),
-        optional["cu_seqlens"],
     )
     row = {name: terms[i].view(batch.shape) for i, name in enumerate(TERMS)}
     return TokenLosses(row["loss"], row["kl"].detach(), row["side"].detach())

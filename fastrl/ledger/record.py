@@ -28,6 +28,7 @@ from fastrl.backend import choice
 from fastrl.backend.cuda.row_forward_gradient import use_clusters
 from fastrl.base.devices import Device
 from fastrl.ledger.traffic import Traffic, of_kernel, of_operation
+from fastrl.operators.operator import body
 
 #: A number that no machine's GPU has: nothing that is remembered about a real one is mixed up with it.
 GPU = torch.device("cuda", 100)
@@ -133,6 +134,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func.namespace == "fastrl":
+            with self:
+                return body(func.name())(*args, **kwargs)
         if func._can_decompose():  # inside an operator, what torch makes of other operations arrives whole
             with self:
                 return func.decompose(*args, **kwargs)

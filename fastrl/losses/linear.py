@@ -32,8 +32,8 @@ from fastrl.objectives.objective import Objective
 from fastrl.operators.attach import attach_gradients
 from fastrl.planning import plans
 
-#: (rows, number) of a chunk -> its tokens as a batch, their weights w, cu_seqlens, and the rows' indices in that batch
-_Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | None, Tensor | slice]]
+#: (rows, number) of a chunk -> its tokens as a batch, their weights w, and the rows' indices in that batch
+_Part = Callable[[Tensor | slice, int], tuple[Batch, Tensor, Tensor | slice]]
 
 #: (statistics, rows, number) of a chunk -> its rows' terms (len(TERMS), n), c (n,), and h (n,) or None
 Coefficients = Callable[[Statistics, Tensor | slice, int], tuple[Tensor, Tensor, Tensor | None]]
@@ -152,8 +152,8 @@ def _forward_gradient(problem: Problem, chosen: PlannedLoss) -> PolicyLoss:
     used = forward.order(call.args.mask, call.args.targets.shape[0], by_plan.rows)
     chunks = forward_gradient_ops.row_chunks(used.count, used.count, plan.tiles["forward-gradient"].rows)
 
-    def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
-        return problem.batch.rows(where), problem.weights[where], None, slice(None)
+    def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | slice]:
+        return problem.batch.rows(where), problem.weights[where], slice(None)
 
     return _forward_gradient_in_torch(problem, call, used, chunks, part, {})
 
@@ -192,12 +192,12 @@ def _whole_response(problem: Problem, chosen: PlannedLoss) -> PolicyLoss:
         used, ends = _order_of_responses(problem, call.args, responses, spans), responses.ends
     marks = {name: torch.zeros(total, device=targets.device) for name in marks_of(problem.objective)}
 
-    def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | None, Tensor | slice]:
+    def part(where: Tensor | slice, number: int) -> tuple[Batch, Tensor, Tensor | slice]:
         first, last = spans[number]
         rows = slice(ends[first - 1] if first else 0, ends[last - 1] if len(spans) > 1 else total)
         places = slice(None) if isinstance(where, slice) else where - rows.start
-        chunk_batch, offsets = batch.part(first, last, rows, problem.cu_seqlens)
-        return chunk_batch, problem.weights[rows], offsets, places
+        chunk_batch = batch.part(first, last, rows)
+        return chunk_batch, problem.weights[rows], places
 
     return _forward_gradient_in_torch(problem, call, used, chunks, part, marks)
 
@@ -299,16 +299,11 @@ def _coefficients(problem: Problem, part: _Part, marks: dict[str, Tensor]) -> Co
 
     def coefficients(stats: Statistics, where: Tensor | slice, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """A chunk's terms (len(TERMS), n), c (n,) and h (n,) or None."""
-        batch, weights, offsets, places = part(where, number)
+        batch, weights, places = part(where, number)
         with torch.enable_grad():
             logp, entropy = (x.detach().requires_grad_() for x in stats[:2])
             terms, chunk_marks = objective_loss(
-                problem.objective,
-                batch,
-                _placed(logp, places, batch),
-                _placed(entropy, places, batch),
-                weights,
-                offsets,
+                problem.objective, batch, _placed(logp, places, batch), _placed(entropy, places, batch), weights
             )
             c, h = (
                 torch.autograd.grad(terms[0].sum(), (logp, entropy), allow_unused=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import forced
+from fastrl.base import checks
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
 from fastrl.losses.call import linear_call, over_tp_group, planned
@@ -104,7 +105,9 @@ def token_logprobs(
         vocab = tp.counted("logits", logits.shape[-1], shard)
     supports = split_support(sampling_mask, args, vocab)
     logprobs, entropies = logits_stats(rows, args, supports, vocab, forced(), consume, shard)
-    return TokenStats(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+    return TokenStats(
+        logprobs.view(targets.shape), checks.nan_where_wrong(entropies.view(targets.shape), mask) if entropy else None
+    )
 
 
 def logits_stats(
@@ -215,6 +218,6 @@ def linear_token_logprobs(
         ahead = extras_ahead(extras, by_plan)
         stats = by_plan.statistics(all_statistics=bool(extras))
     more = extras_of(extras, ahead, stats, call.args.mask, targets.shape)
-    return TokenStats(
-        stats.logprobs.view(targets.shape), stats.entropy.view(targets.shape) if entropy else None, **more
-    )
+    entropies = checks.nan_where_wrong(stats.entropy.view(targets.shape), mask) if entropy else None
+    more = {name: checks.nan_where_wrong(x, mask) if x.is_floating_point() else x for name, x in more.items()}
+    return TokenStats(stats.logprobs.view(targets.shape), entropies, **more)

@@ -82,4 +82,4 @@ def low_rank_token_logprobs(
     low_rank = LowRank(down.reshape(-1, rank), up)
     with plans.run(inputs, plan):
         logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, plan.pass_budget)
-    return TokenStats(logprobs.view(targets.shape), entropy.view(targets.shape))
+    return TokenStats(logprobs.view(targets.shape), checks.nan_where_wrong(entropy.view(targets.shape), mask))

@@ -245,7 +245,7 @@ def _logits_forward_gradient(
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped, marks = row_objective(problem.objective, problem.batch, problem.weights)
 
-    def run(logits: Tensor) -> tuple[Tensor, list[Tensor], LossTerms]:
+    def run(logits: Tensor) -> tuple[Tensor, list[Tensor | consumed.Written], LossTerms]:
         rows = row_ops.as_rows(logits.detach(), consume)
         consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -258,9 +258,11 @@ def _logits_forward_gradient(
             if consume:  # so that autograd raises if another operation saved the logits for its backward
                 torch.autograd.graph.increment_version(rows)
         if out is None:
-            out = rows.data  # with a version of its own: a later call may consume other parts of the logits' memory
-            consumed.mark(rows)
-        return result.terms[0].sum(), [out.view(logits.shape)], result
+            written = consumed.Written(rows.data.view(logits.shape), rows, consumed.mark(rows))
+            gradient: Tensor | consumed.Written = written
+        else:
+            gradient = out.view(logits.shape)
+        return result.terms[0].sum(), [gradient], result
 
     loss, result = attach_gradients(run, (logits,), backend)
     return from_terms(problem, result, loss, clamped=clamped, marks=marks)

@@ -97,7 +97,7 @@ def from_statistics(problem: Problem, logprobs: Tensor, entropy: Tensor | None) 
     batch = problem.batch
     logp = batch.flat(logprobs)
     flat_entropy = None if entropy is None else batch.flat(entropy)
-    terms, marks = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights, problem.cu_seqlens)
+    terms, marks = objective_loss(problem.objective, batch, logp, flat_entropy, problem.weights)
     loss = terms[0].sum()
     if not isinstance(problem.objective, Objective):  # a callable's result may have no graph
         loss = loss + torch.nan_to_num(0 * logp).sum()

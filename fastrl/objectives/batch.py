@@ -57,19 +57,18 @@ class Batch:
         names = ("mask", "advantages", "old", "ref", "rollout", "token_weights", "entropy_weights")
         return {name: None if (x := getattr(self, name)) is None else x[index] for name in names}
 
-    def part(self, first: int, last: int, rows: slice, cu_seqlens: Tensor | None) -> tuple[Batch, Tensor | None]:
-        """The responses [first, last), whose tokens are `rows`, and their cu_seqlens if they are packed."""
+    def part(self, first: int, last: int, rows: slice) -> Batch:
+        """The responses [first, last), whose tokens are `rows`."""
         if (first, last) == (0, self.responses.count):
-            return self, cu_seqlens
-        if cu_seqlens is None:
+            return self
+        if self.responses.offsets is None:
             shape, offsets = torch.Size((last - first, self.responses.length)), None
         else:
-            assert self.responses.offsets is not None
             ends = self.responses.offsets[first : last + 1]
             shape, offsets = torch.Size((rows.stop - rows.start,)), (ends - ends[0]).int()
         responses = Responses(shape, offsets, self.mask.device)
         counts = self.counts[first:last]
-        return replace(self, shape=shape, responses=responses, counts=counts, **self._tokens(rows)), offsets
+        return replace(self, shape=shape, responses=responses, counts=counts, **self._tokens(rows))
 
     def over(self, group: ProcessGroup, same: Mapping[str, object], advantages: Tensor) -> Batch:
         """This batch as one rank's tokens of responses that lie over the ranks of a group.

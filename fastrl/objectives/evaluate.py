@@ -223,12 +223,7 @@ def _kl(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, token: _R
 
 
 def objective_loss(
-    objective: Objective | CustomObjective,
-    batch: Batch,
-    logp: Tensor,
-    entropy: Tensor | None,
-    weights: Tensor,
-    cu_seqlens: Tensor | None,
+    objective: Objective | CustomObjective, batch: Batch, logp: Tensor, entropy: Tensor | None, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns per-token terms (len(TERMS), N), whose first row sums to the loss, and by the names of MARKS (N,) each.
 
@@ -260,7 +255,7 @@ def objective_loss(
         if objective.gate.token_clip is not None:  # a clipped token has no gradient through the response's mean
             weight = weight.where(side == 0, 0.0)
     else:
-        value = _custom_value(objective, batch, token.log, logp, entropy, old, cu_seqlens)
+        value = _custom_value(objective, batch, token.log, logp, entropy, old)
         policy = torch.where(kept == 0, 0.0, kept * value)
         weight = side = torch.full_like(logp, torch.nan)  # unknown for a callable
     loss, kl = policy, torch.zeros_like(logp)
@@ -304,19 +299,14 @@ def _sides(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, side: 
 
 
 def _custom_value(
-    objective: CustomObjective,
-    batch: Batch,
-    log_ratio: Tensor,
-    logp: Tensor,
-    entropy: Tensor | None,
-    old: Tensor,
-    cu_seqlens: Tensor | None,
+    objective: CustomObjective, batch: Batch, log_ratio: Tensor, logp: Tensor, entropy: Tensor | None, old: Tensor
 ) -> Tensor:
     """The callable's per-token loss (N,); the callable gets tensors shaped like the targets."""
 
     def shaped(x: Tensor | None) -> Any:
         return None if x is None else x.reshape(batch.shape)
 
+    offsets = batch.responses.offsets  # from 0 to all tokens, whatever padding the caller's leave out
     context = LossContext(
         shaped(logp),
         shaped(entropy),
@@ -324,7 +314,7 @@ def _custom_value(
         shaped(batch.ref),
         shaped(batch.rollout),
         shaped(batch.mask),
-        cu_seqlens,
+        None if offsets is None else offsets.int(),
     )
     value = objective(shaped(log_ratio), shaped(batch.advantages), context)
     if not isinstance(value, Tensor) or value.shape != batch.shape:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import kernels
+from fastrl.operators import consumed
 from fastrl.operators.saved import keep, refuse_second_order, resumed, saved, use_up
 
 R = TypeVar("R")
-Gradients = Sequence[Tensor | None]
+Gradients = Sequence[Tensor | consumed.Written | None]
 
 
 def formed(
@@ -23,7 +24,9 @@ def formed(
 ) -> dict[str, Any]:
     """What `keep` saves for `hand_over`: the gradients that are needed of these inputs."""
     dtypes = tuple(x.dtype if x is not None and need else None for x, need in zip(inputs, needs, strict=True))
-    return {"gradients": tuple(gradients), "dtypes": dtypes, "backend": backend}
+    written = tuple(x for x in gradients if isinstance(x, consumed.Written))
+    tensors = tuple(x.gradient if isinstance(x, consumed.Written) else x for x in gradients)
+    return {"gradients": tensors, "written": written, "dtypes": dtypes, "backend": backend}
 
 
 def hand_over(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
@@ -34,6 +37,9 @@ def hand_over(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     """
     kept = saved(ctx)
     use_up(ctx)
+    for one in kept["written"]:
+        one.check()
+    ctx.values = {}  # which hold what was written
     scaled: list[Tensor | None] = []
     for gradient, dtype in zip(kept["gradients"], kept["dtypes"], strict=True):
         if gradient is None or dtype is None:
@@ -62,7 +68,9 @@ class _Attach(torch.autograd.Function):
         return value, (others,)  # a tensor in a tuple is no output of the graph
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return (None,) * len(ctx.needs_input_grad)
         refuse_second_order(upstream)
         with resumed(ctx):
             return None, None, *hand_over(ctx, upstream)

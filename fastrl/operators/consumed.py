@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,14 +48,34 @@ class _Region(NamedTuple):
         return bool(((before > 0) & (theirs[(before - 1).clamp_min(0)] + other.width > mine)).any())
 
 
-def mark(rows: Tensor) -> None:
-    """Record that the logits (A, B, V) now hold their gradient."""
+def mark(rows: Tensor) -> _Region | None:
+    """Record that the logits (A, B, V) now hold their gradient. Returns where they lie, None if they are empty."""
     if not rows.numel():
-        return
+        return None
     storage = rows.untyped_storage()
     version, regions = getattr(storage, _MARK, (None, ()))
     earlier = regions if version == rows._version else ()
-    setattr(storage, _MARK, (rows._version, (*earlier, _Region.of(rows))))
+    region = _Region.of(rows)
+    setattr(storage, _MARK, (rows._version, (*earlier, region)))
+    return region
+
+
+@dataclass(frozen=True)
+class Written:
+    """A gradient that was written over logits in a forward, to be handed over by the backward."""
+
+    gradient: Tensor  # with a version of its own: a later call may consume other parts of the logits' memory
+    rows: Tensor  # the same memory as logits (A, B, V)
+    region: _Region | None  # that was marked
+
+    def check(self) -> None:
+        """Raises RuntimeError if something else was written there since."""
+        version, regions = getattr(self.rows.untyped_storage(), _MARK, (None, ()))
+        if self.region and (version != self.rows._version or all(region is not self.region for region in regions)):
+            raise RuntimeError(
+                "logits were modified by an inplace operation before the backward of a loss that had put its gradient"
+                " there (inplace=True): call backward first, or leave inplace=True out"
+            )
 
 
 @contextmanager

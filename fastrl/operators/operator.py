@@ -76,6 +76,15 @@ class _Parameter(NamedTuple):
         return (None,) * len(self.fields) if value is None else value
 
 
+#: Of each operator by its name: its function, with the arguments of the schema.
+_bodies: dict[str, Callable[..., Any]] = {}
+
+
+def body(name: str) -> Callable[..., Any]:
+    """The function of the operator `fastrl::name`, with the arguments of its schema, as the dispatcher calls it."""
+    return _bodies[name]
+
+
 class Operator(Generic[P, R]):
     """A torch.library operator `fastrl::name` that is called as its function is; made by `operator`.
 
@@ -109,6 +118,7 @@ class Operator(Generic[P, R]):
             # What works within a budget may ask the GPU for the number of its rows.
             tags=(torch.Tag.cudagraph_unsafe,) if "budget" in hints else (),
         )
+        _bodies[f"fastrl::{self.__name__}"] = on_arguments
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the operator; all parameters are needed, in order or by name."""
@@ -219,8 +229,13 @@ class _Eager(torch.autograd.Function):
 
 
 def _is_traced(value: Any) -> bool:
-    """Whether this argument stands for others: while torch.compile traces, in its stand-ins, or under torch.func."""
+    """Whether something looks at the operators of this call: torch.compile, its stand-ins, torch.func, a dispatch mode.
+
+    Such a mode is selective activation checkpointing, which would keep the tiles that a product overwrites.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    if torch._C._len_torch_dispatch_stack():
         return True
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 

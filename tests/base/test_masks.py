@@ -81,7 +81,8 @@ def test_what_is_neither_0_nor_1_never_counts_without_a_word(name: str, monkeypa
                     function(**{**given, argument: mask})
             else:
                 spoilt = numbers(function(**{**given, argument: mask}))
-                assert any(x.isnan().any() for x in spoilt), (dtype, wrong)
+                some = all if name.endswith("token_logprobs") else any
+                assert some(x.isnan().any() for x in spoilt if x.is_floating_point()), (dtype, wrong)
 
 
 def packed_functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:

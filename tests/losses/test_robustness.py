@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from objectives import OBJECTIVES
 from problem import CLOSE, B, H, Problem, T, V, assert_same
 from python import python
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastrl
 from fastrl.base import checks
 from fastrl.linear import forward_gradient
 from fastrl.losses.low_rank import low_rank_token_logprobs
 from fastrl.objectives.objective import Objective
+from fastrl.planning.plans import use_plan
 
 DAPO = fastrl.DAPO()
 _OTHER_DEFAULTS = """
@@ -402,3 +404,42 @@ def test_every_function_refuses_a_graph_of_its_backward(backend: str, backend_de
     for result, leaf in calls:
         with pytest.raises(RuntimeError, match="differentiable once"):
             torch.autograd.grad(result.sum(), leaf, create_graph=True)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_upstream_gradient_that_there_is_not(inplace: bool) -> None:
+    problem = Problem("cpu")
+    leaves, leaf = problem.leaves(), torch.randn(B, T, V, requires_grad=True)
+    losses = [
+        fastrl.logits_policy_loss(leaf * 1, objective=DAPO, inplace=inplace, **problem.arguments).loss,
+        fastrl.linear_policy_loss(**leaves, objective=DAPO, **problem.arguments).loss,
+        fastrl.linear_policy_loss(**leaves, objective=fastrl.GSPO(), **problem.arguments).loss,
+    ]
+    for loss in losses:
+        NoGradient.apply(loss).backward()
+    assert all(x.grad is None for x in (leaf, *leaves.values()))
+
+
+@pytest.mark.parametrize("plan", ["forward-gradient", "recompute", "two-pass"])
+def test_selective_checkpointing_that_saves_every_operator(plan: str) -> None:
+    hidden, weight = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    given = {"targets": torch.arange(6), "advantages": torch.randn(6), "old_logprobs": torch.randn(6) - 3}
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with use_plan(plan):
+            return fastrl.linear_policy_loss(hidden, weight, objective=DAPO, **given).loss
+
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    value = checkpoint(loss, hidden, weight, use_reentrant=False, context_fn=contexts)
+    expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    assert all(map(torch.equal, torch.autograd.grad(value, (hidden, weight)), expected))

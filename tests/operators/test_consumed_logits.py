@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,3 +80,26 @@ def test_logits_that_were_not_consumed() -> None:
     for logits, inplace in ((fresh(), False), (torch.randn(B, T, V), True)):
         for _ in range(2):
             assert torch.isfinite(loss(logits, inplace=inplace))
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.copy_(torch.ones(V)), lambda x: x.detach().zero_(), lambda x: x[0].mul_(2)]
+)
+def test_logits_that_are_written_to_before_the_backward(write: Callable[[torch.Tensor], Any]) -> None:
+    logits = fresh() * 1
+    value = loss(logits)
+    with torch.no_grad():
+        write(logits)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation before the backward"):
+        value.backward()
+
+
+def test_logits_that_are_new_in_the_same_memory_before_the_backward() -> None:
+    logits = fresh() * 1
+    first = loss(logits)
+    with torch.no_grad():
+        logits.copy_(torch.randn(B, T, V))
+    second = loss(logits.detach().requires_grad_())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation before the backward"):
+        first.backward()
+    second.backward()

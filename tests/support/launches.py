@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 from fastrl.base import checks
+from fastrl.operators.operator import body
 
 #: Operators that only make views of memory, or allocate it.
 _FREE = {
@@ -43,6 +44,9 @@ class Launches(TorchDispatchMode):
                 self.kernels[name] += _KERNELS.get(name, 1)
             if name in _WAITS:
                 self.waits[name] += 1
+        elif function.namespace == "fastrl":
+            with self:
+                return body(function.name().split(".")[0])(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
     @property

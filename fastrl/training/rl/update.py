@@ -240,7 +240,12 @@ def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
     with run.policy.computing():
         states = decoder_states(run.policy.decoder, ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
         return linear_cross_entropy(
-            states, run.policy.weight, ids[:, 1:], memory_budget=run.config.training.memory_budget, **run.policy.head
+            states,
+            run.policy.weight,
+            ids[:, 1:],
+            num_tokens=ids[:, 1:].numel(),
+            memory_budget=run.config.training.memory_budget,
+            **run.policy.head,
         )
 
 
