@@ -14,14 +14,16 @@ from typing import NamedTuple
 from fastrl.base.devices import Collective, Device
 from fastrl.objectives.dependence import ANY, SPREAD, TOKEN
 from fastrl.objectives.rows import TERMS
-from fastrl.planning.budget import BudgetTooSmall, text
+from fastrl.planning.budget import text
 from fastrl.planning.plans import Call, Plan, choose, passes
 from fastrl.planning.tiling import Pass, Tile, combined_rows
 
 #: Bytes that a rank sends for each row: log-probability, entropy, maximum and log-sum in float32.
 _ROW_BYTES = 16
-#: Launches that combine the statistics of all ranks for a piece of rows, and of a clipped objective in torch: counted.
-_COMBINE, _OBJECTIVE = 64, 130
+#: Launches that combine the statistics of all ranks for a piece of rows, and more of them for each rank: counted.
+_COMBINE, _COMBINE_RANK = 58, 2
+#: Launches of a clipped objective in torch: counted.
+_OBJECTIVE = 130
 #: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
 _A_TILE = 6
 #: Launches of a sum over ranks, for any number of them, and those that pack the loss and find the maximum: counted.
@@ -76,8 +78,8 @@ def times(one: Pass, tile: Tile, device: Device) -> Times:
         kernels = visits * device.visit(both, rows, vocab * of_pair, 1)
     else:
         kernels = device.row_kernel(both)
-    # Combining the statistics of slices takes two dozen operations.
-    combine = 24 if one.kind == "statistics" and slices > 1 else 0
+    # Combining the statistics of a slice with those before: counted.
+    combine = 45 if one.kind == "statistics" and slices > 1 else 0
     product = units * device.product(flops, operands, 0.0, itemsize)
     if teacher.hidden:
         operands = (n * v + (n + v) * teacher.hidden) * teacher.itemsize
@@ -180,11 +182,9 @@ class Share:
 
     def fits(self, device: Device) -> bool:
         """Whether the device holds the plan's memory beside hidden states, weight and their gradients."""
-        return self.plan.temporary_bytes <= _free(self.call, device)
-
-
-def _free(call: Call, device: Device) -> int:
-    return device.memory - call.dtype.itemsize * (call.rows + call.vocab) * 2 * call.hidden
+        call = self.call
+        taken = 2 * call.dtype.itemsize * (call.rows + call.vocab) * call.hidden
+        return self.plan.temporary_bytes <= device.memory - taken
 
 
 def _chunks(call: Call, plan: Plan) -> list[int]:
@@ -202,14 +202,14 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
         call: of all ranks, without recorded supports. With cp > 1 its scope is that over ranks: TOKEN, SPREAD or ANY.
         layout: how it lies over GPUs.
         device: a GPU with links.
-        budget: of each rank in bytes; None: half of what inputs and gradients leave free.
+        budget: of each rank in bytes; None: a sixteenth of the device's memory, as in every call.
 
-    Raises BudgetTooSmall.
+    Raises BudgetTooSmall if it does not suffice.
     """
     assert layout.cp == 1 or call.scope in (TOKEN, SPREAD, ANY), call.scope
     over_tokens = _over_tokens(call, layout, device)
     call = layout.part(call)
-    plan = choose(call, max(_free(call, device) // 2, 1) if budget is None else budget)
+    plan = choose(call, budget, share=device.memory // 16)
     chunks = _chunks(call, plan)
     spent = [times(one, plan.tiles[one.kind], device) for one in passes(call, plan.name)]
     operations = plan.flops / device.peak(call.dtype.itemsize)
@@ -219,7 +219,7 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     in_torch = call.scope != ANY and (layout.tp > 1 or plan.name != "forward-gradient")
     pieces = sum(-(-rows // combined_rows(layout.tp, call.device)) for rows in chunks)
     more = in_torch * _OBJECTIVE * evaluations
-    more += (layout.tp > 1) * _COMBINE * pieces
+    more += (layout.tp > 1) * (_COMBINE + _COMBINE_RANK * layout.tp) * pieces
     more += bool(over_tokens) * _PACK + sum(x.count for x in over_tokens) * _SUM
     launches = sum(x.launches for x in spent) + more * device.launch
 
@@ -352,10 +352,7 @@ def fastest(call: Call, tokens: int, gpus: int, device: Device) -> Layout:
 
 def of_sequence(call: Call, tokens: int, layout: Layout, device: Device) -> Share | None:
     """The share of a rank if `call` had one response of so many tokens; None if memory does not suffice."""
-    try:
-        share = share_of(replace(call, rows=tokens, all_rows=tokens, longest=tokens), layout, device)
-    except BudgetTooSmall:
-        return None
+    share = share_of(replace(call, rows=tokens, all_rows=tokens, longest=tokens), layout, device)
     return share if share.fits(device) else None
 
 

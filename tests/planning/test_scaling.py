@@ -50,8 +50,14 @@ def test_what_the_page_says_limits() -> None:
     """Its sentences, against the shares."""
     layouts = [(tokens, Layout(tp, gpus // tp, gpus)) for gpus in GPUS for tokens in TOKENS for tp in TP]
     shares = {(tokens, layout): made(tokens, layout) for tokens, layout in layouts}
-    assert all(share.plan.name == "forward-gradient" for share in shares.values())
-    assert min(x.operations / x.seconds for (_, layout), x in shares.items() if layout.gpus <= 64) >= 0.81
+    few = {(tokens, layout.tp): x for (tokens, layout), x in shares.items() if layout.gpus == 8}
+    assert all(x.plan.name == "forward-gradient" for (_, layout), x in shares.items() if layout.gpus > 8)
+    other = {(tokens >> 10, tp): x.plan.name for (tokens, tp), x in few.items() if x.plan.name != "forward-gradient"}
+    assert other == {(512, 8): "two-pass", (1024, 2): "recompute", (1024, 4): "two-pass", (1024, 8): "two-pass"}
+    arithmetic = sorted(x.operations / x.seconds for (_, layout), x in shares.items() if layout.gpus <= 64)
+    short = few[256 << 10, 8], few[512 << 10, 4]
+    assert arithmetic[:2] == sorted(x.operations / x.seconds for x in short) and arithmetic[2] >= 0.84
+    assert [round(100 * x.parts["launches"] / x.seconds) for x in short] == [11, 18]
     late: dict[int, list[float]] = {gpus: [] for gpus in GPUS}
     second: dict[int, list[str]] = {gpus: [] for gpus in GPUS}
     for gpus in GPUS:
@@ -59,7 +65,7 @@ def test_what_the_page_says_limits() -> None:
             best = scaling.fastest(GRPO, tokens, gpus, H100)
             assert best.tp == (8 if gpus > 256 else 1)
             share = shares[tokens, best]
-            second[gpus].append(sorted(list(share.parts)[:2], key="arithmetic".__ne__)[1])
+            second[gpus].append(next(name for name in share.parts if name != "arithmetic"))
             late[gpus].append(round(share.parts["latency"] / share.seconds, 2))
             if gpus <= 64:
                 assert share.exposed / share.seconds < 0.015
@@ -68,13 +74,13 @@ def test_what_the_page_says_limits() -> None:
     assert (late[256][0], late[256][-1]) == (0.14, 0.02) and set(second[1024]) == {"latency"}
     alone, eight = (shares[TOKENS[0], Layout(tp, 256 // tp, 256)] for tp in (1, 8))
     assert (round(eight.exposed * 1e3, 2), round(alone.exposed * 1e3, 2)) == (0.2, 0.45)
-    assert round((eight.launches - alone.launches) * 1e3, 3) == 0.585
+    assert round((eight.launches - alone.launches) * 1e3, 3) == 0.615
     eights = [shares[tokens, Layout(8, 128, 1024)] for tokens in (TOKENS[0], TOKENS[-1])]
     names = ("latency", "arithmetic", "launches")
     parts = [[round(100 * x.parts[name] / x.seconds) for name in names] for x in eights]
-    assert parts == [[34, 32, 31], [10, 75, 9]]
+    assert parts == [[34, 31, 32], [10, 74, 10]]
     alone, eight = shares[TOKENS[0], Layout(1, 1024, 1024)], eights[0]
-    assert [round(x.launches * 1e3, 2) for x in (alone, eight)] == [0.06, 0.64]
+    assert [round(x.launches * 1e3, 2) for x in (alone, eight)] == [0.06, 0.67]
     assert [round(x.parts["latency"] * 1e3, 1) for x in (alone, eight)] == [1.8, 0.7]
     assert round(max(x.head_gradient.seconds / x.seconds for x in shares.values()), 1) == 4.1
     for tokens, layout in layouts:
@@ -82,11 +88,15 @@ def test_what_the_page_says_limits() -> None:
         assert share.sent.network < 7e3
         if layout.gpus > 8:
             assert 6e-3 < share.head_gradient.seconds < 12e-3
-    for tokens, percent in ((1 << 17, 3.3), (1 << 20, 9.0)):
-        share = shares[tokens, Layout(8, 1, 8)]
-        assert round(100 * share.exposed / share.seconds, 1) == percent
-    other = [x for x in layouts if made(*x, WIDE).plan.name != "forward-gradient"]
-    assert other == [(1 << 20, Layout(8, 1, 8))] and made(*other[0], WIDE).plan.name == "two-pass"
+    lost = [100 * few[tokens, 8].exposed / few[tokens, 8].seconds for tokens in TOKENS]
+    assert [round(x, 1) for x in lost] == [4.8, 8.6, 6.4, 6.4]
+    for tokens, tp, budget, ms in ((1 << 20, 8, 20, (827, 1295)), (1 << 19, 4, 8, (383, 499))):
+        call = replace(GRPO, rows=tokens, all_rows=tokens, longest=tokens)
+        more = share_of(call, Layout(tp, 8 // tp, 8), H100, budget << 30)
+        assert more.fits(H100) and (round(more.seconds * 1e3), round(few[tokens, tp].seconds * 1e3)) == ms
+    wide = made(TOKENS[0], Layout(1, 8, 8), WIDE)
+    assert round(100 * wide.traffic / wide.seconds) == 16 and wide.plan.tiles["forward-gradient"].rows == 1024
+    assert [scaling.fastest(WIDE, tokens, 8, H100).tp for tokens in TOKENS] == [4, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("tp", "most"), [(2, 19), (4, 6), (8, 2)])
@@ -145,7 +155,7 @@ def test_a_share_by_hand() -> None:
 
 def test_products_around_a_gather_hide_it() -> None:
     """Those of the gradients before and of the logits after it; dL/dhidden is summed behind the last chunk only."""
-    share = share_of(CHUNKED, Layout(8, 1, 8), H100)
+    share = share_of(CHUNKED, Layout(8, 1, 8), H100, 20 << 30)
     gather, d_hidden = share.exchanges
     tile = share.plan.tiles["forward-gradient"]
     last = CHUNKED.rows - (gather.count - 1) * tile.rows
@@ -153,7 +163,7 @@ def test_products_around_a_gather_hide_it() -> None:
     product = 2 * last * 18992 * 4096 / 730e12
     assert d_hidden.exposed == pytest.approx(d_hidden.each.seconds - product, rel=0.01)
     slow = H100._replace(nvlink=H100.nvlink / 1e5)
-    gather = share_of(CHUNKED, Layout(8, 1, 8), slow).exchanges[0]
+    gather = share_of(CHUNKED, Layout(8, 1, 8), slow, 20 << 30).exchanges[0]
     one, ends = 2 * tile.rows * 18992 * 4096 / 730e12, slow.collective(16 * last * 8, 8).seconds
     middle = slow.collective(16 * tile.rows * 8, 8).seconds
     hidden = one + 3 * (gather.count - 3) * one + (2 * one + product) + 2 * one  # the first, the next, two at the end
@@ -212,7 +222,7 @@ def test_the_costs_of_shards() -> None:
 def test_sums_over_responses() -> None:
     """128 responses over 2 ranks: a count, a sum and its gradient of each in float32, and 12 numbers."""
     call = replace(CHUNKED, scope=SPREAD, longest=8192)
-    share = share_of(call, Layout(4, 2, 8), H100)
+    share = share_of(call, Layout(4, 2, 8), H100, 20 << 30)
     assert share.plan.name == "recompute"
     assert [(x.count, x.each.nvlink) for x in share.exchanges[2:]] == [(1, 512), (2, 512), (1, 48)]
     assert all(x.exposed == x.count * x.each.seconds > 0 for x in share.exchanges[2:])
@@ -232,7 +242,7 @@ def test_launches_of_sums_over_ranks() -> None:
 
     alone = launches(Layout())
     assert [round(launches(Layout(1, cp, cp)) - alone) for cp in (2, 8, 1024)] == [9, 9, 9]
-    assert launches(Layout(2, 1, 2)) == launches(Layout(8, 1, 8))
+    assert round(launches(Layout(8, 1, 8)) - launches(Layout(2, 1, 2))) == 6 * scaling._COMBINE_RANK
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
@@ -268,25 +278,26 @@ def test_more_gpus_tokens_and_speed() -> None:
 
 
 def test_launches_to_combine_and_of_the_objective() -> None:
-    """What the model takes for each gather is what the functions launch, to a tenth."""
+    """What the model takes for each gather is what the functions launch; of the objective, to a tenth."""
     pytest.importorskip("triton")
     from launches import counted
 
-    ranks = Statistics(*torch.rand(4, 8, 10).unbind())
-    with counted() as combining:
-        whole = Combined(torch.zeros(10, dtype=torch.int64))
-        whole.add(ranks, torch.ones(8, 10, dtype=torch.bool))
-        torch.stack(whole.finish())
+    for count in (2, 8):
+        ranks = Statistics(*torch.rand(4, count, 10).unbind())
+        with counted() as combining:
+            whole = Combined(torch.zeros(10, dtype=torch.int64))
+            whole.add(ranks, torch.ones(count, 10, dtype=torch.bool))
+            torch.stack(whole.finish())
+        assert combining.total == scaling._COMBINE + count * scaling._COMBINE_RANK
     objective = RowObjective("clip", (0.2, 0.2, 0.0, 0.0))
     with counted() as evaluating:
         row_terms(*torch.rand(2, 10), None, objective, RowInputs(torch.ones(10), torch.ones(10), old=torch.rand(10)))
-    assert combining.total == pytest.approx(scaling._COMBINE, rel=0.1)
     assert evaluating.total == pytest.approx(scaling._OBJECTIVE, rel=0.1)
     assert combined_rows(8, "cuda") == 34952
     with use_plan("recompute"):
         one, two = (share_of(replace(CHUNKED, rows=rows), Layout(8, 1, 8), H100) for rows in (34952, 2 * 34952))
-    assert one.launches > (64 + 130) * H100.launch
-    assert two.launches - one.launches >= 64 * H100.launch
+    assert one.launches > (74 + 130) * H100.launch
+    assert two.launches - one.launches >= 74 * H100.launch
 
 
 def test_one_rank_is_the_plan_alone() -> None:
@@ -333,8 +344,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*ARGUMENTS, "--tp", "8", "--cp", "4", "--device", "h100", "--objective", *objective]) == 0
         text = capsys.readouterr().out
         assert "recompute, 4U" in text and text.split("sums over each response")[1].split()[0] == "2"
-        assert text.split("\n")[2].startswith("32.97 ms") and "(8.2%)" in text
-    assert "33.0 ms in place of 23.3" in page
+        assert text.split("\n")[2].startswith("33 ms") and "(8.2%)" in text
+    assert "33.0 ms in place of 23.4" in page
     assert main([*ARGUMENTS, "--tp", "8", "--objective", "GSPO", "--longest", "8192"]) == 0
     assert "whole-response, 3U" in capsys.readouterr().out
     assert main([*ARGUMENTS, "--tp", "1", "--gradients", "none", "--objective", "logprobs"]) == 0
