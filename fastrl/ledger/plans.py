@@ -14,7 +14,7 @@ from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
 from fastrl.planning.budget import default_budget, parse_budget, text
-from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, possible_plans
+from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, plan_within
 from fastrl.planning.scaling import plan_seconds
 from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
 
@@ -114,8 +114,9 @@ def plan_memory(
         logits_dtype: as in `linear_token_logprobs`: None for `dtype`, or torch.float32.
 
     Returns:
-        MemoryPlans. U = 2 N V H floating-point operations. Estimated times are relative to the chosen plan; they count
-        the matrix products and the memory that these read. Temporary memory is an upper bound in bytes.
+        MemoryPlans. U = 2 N V H floating-point operations. Its `seconds` are modelled for an H100, or on a CPU for two
+        cores: products, their sums, the row kernels and launches; the table shows them relative to the chosen plan.
+        Temporary memory is an upper bound in bytes.
 
     Raises:
         TypeError, ValueError: if an argument is wrong; the message names it. If the budget is too small, the message
@@ -143,7 +144,8 @@ def plan_memory(
     # Without a budget, what the plan that needs least takes is allowed whatever that is.
     size = max(default_budget(device), chosen.temporary_bytes) if requested is None else requested
     least = {name: least_budget(call, name) for name in applicable(call)}
-    fitting = tuple(possible_plans(call, size, named=requested is not None)) or (chosen,)
+    within = [plan_within(call, name, size, named=requested is not None) for name in least]
+    fitting = tuple(plan for plan in within if plan is not None) or (chosen,)
     priced = H100 if device == "cuda" else CPU
     return MemoryPlans(size, chosen, fitting, least, {plan.name: plan_seconds(call, plan, priced) for plan in fitting})
 

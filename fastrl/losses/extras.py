@@ -28,7 +28,6 @@ from fastrl.linear.sharded import ShardedCall, sharded_statistics
 from fastrl.linear.statistics import order, pass_tile
 from fastrl.losses.arguments import VocabularyArguments
 from fastrl.losses.call import PlannedCall
-from fastrl.planning.budget import default_budget
 from fastrl.planning.plans import Plan, choose
 from fastrl.planning.tiling import Needs
 
@@ -90,14 +89,10 @@ def _plan(by_plan: PlannedCall) -> tuple[Plan, int]:
     in addition to a tile, which is more. So the smallest budget is that of the call.
     """
     forward = replace(by_plan.inputs, needs=Needs(False, False, False), slopes=1)
-    size, names = by_plan.call.budget, ("forward",)
-    if size is None and torch.compiler.is_compiling():
-        return choose(forward, None, names=names), 0
-    if size is None:
-        share = by_plan.call.share
-        share = default_budget(forward.device, forward.index) if share is None else share
-        size = max(share, by_plan.plan.temporary_bytes)
-    plan = choose(forward, size, names=names)
+    if by_plan.call.budget is None and torch.compiler.is_compiling():
+        return choose(forward, None, names=("forward",)), 0
+    size = by_plan.inputs.held(by_plan.plan.name) + by_plan.plan.pass_budget.total  # what the call may take
+    plan = choose(forward, size, names=("forward",))
     # Other passes follow: their tiles must not be allocated in addition to the memory that these have freed.
     return replace(plan, pass_budget=plan.pass_budget._replace(mapped=True)), size - plan.temporary_bytes
 

@@ -286,14 +286,8 @@ def least_budget(call: Call, name: str) -> int:
     return max([0, *(one.least_bytes(cap) for one in each)]) + call.held(name)  # torch.compile: no default of max
 
 
-def possible_plans(call: Call, budget: int, named: bool = True) -> list[Plan]:
-    """The plans that fit, in the order of `applicable`; `named`: whether the caller gave the budget."""
-    plans = (plan_within(call, name, budget, named) for name in applicable(call))
-    return [plan for plan in plans if plan is not None]
-
-
 def plan_within(call: Call, name: str, budget: int, named: bool = True) -> Plan | None:
-    """The plan within the budget; None if it does not fit."""
+    """The plan within the budget; None if it does not fit. `named`: whether the caller gave the budget."""
     fixed, each = call.held(name), passes(call, name)
     cap, total = _tile_bytes(call, each), budget - fixed
     if total < 0 or (not named and cap > _tile_bytes(call, [])):  # larger tiles only if the caller gave the budget

@@ -161,19 +161,16 @@ class Pass(NamedTuple):
 
     def bytes(self, tile: Tile) -> int:
         """Temporary bytes, without per-row values."""
-        fixed, row, column, logit = self._parts(tile)
+        fixed, row, column, logit = self._parts(tile.rows >= self.sizes.rows, tile.columns == self.sizes.vocab)
         return fixed + tile.rows * (row + self._pitch(tile.columns) * logit) + tile.columns * column
 
     def _pitch(self, columns: int) -> int:
         return columns if self.sizes.teacher.hidden else pitch(columns)
 
-    def _parts(self, tile: Tile) -> tuple[int, int, int, int]:
-        """The bytes for any tile, for each of its rows, of its columns and of its logits.
-
-        They are the same for all tiles of fewer than all rows, and fewer than all columns.
-        """
+    def _parts(self, every: bool, whole: bool) -> tuple[int, int, int, int]:
+        """The bytes for any tile (of `every` row, of `whole` rows), for each of its rows, of its columns and logits."""
         kind, (rows, width, vocab, itemsize, _, half, weight, shards, _, teacher, wide) = self.kind, self.sizes
-        every, whole, narrow = tile.rows >= rows, tile.columns == vocab, self.sizes.narrow
+        narrow = self.sizes.narrow
         # The tile, and its rows' hidden states, contiguous; the same of the teacher. For float32 logits the factors as
         # float32: the rows' hidden states whole, the weight in pieces. Where the library multiplies without, which only
         # the device itself can tell, these stay unused.
@@ -222,7 +219,7 @@ class Pass(NamedTuple):
         if whole.rows == rows or (not by_slice and whole.rows >= (least.rows if self.whole_rows else enough)):
             return whole
         if not self.whole_rows:
-            fixed, row, _, _ = self._parts(Tile(1, 0))
+            fixed, row, _, _ = self._parts(False, False)
             n = min((budget - fixed) // (2 * row), cap // (_SLICE * self.logit_bytes) if by_slice else enough, rows)
             tries = [(rows, _SLICE)] if by_slice else []
             tries += [] if whole.rows >= enough else [(max(n, least.rows), least.columns), least]
@@ -249,13 +246,13 @@ class Pass(NamedTuple):
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
         if rows * row_bytes <= cap + self.sums_bytes and self.bytes(Tile(rows, vocab)) <= budget:
             return rows
-        fixed, row, column, logit = self._parts(Tile(1, vocab))
+        fixed, row, column, logit = self._parts(False, True)
         most = (budget - fixed - vocab * column) // (row + self._pitch(vocab) * logit)
         return _even(rows, min(most, max(cap // row_bytes, self._least.rows), rows - 1), _BLOCK)
 
     def _columns(self, rows: int, budget: int, cap: int) -> int:
         """How many columns of so many rows fit, if not all."""
-        fixed, row, column, logit = self._parts(Tile(rows, 0))
+        fixed, row, column, logit = self._parts(rows >= self.sizes.rows, False)
         most = min((budget - fixed - rows * row) // (rows * logit + column), cap // (rows * self.logit_bytes))
         return _even(self.sizes.vocab, min(most, self.sizes.vocab - 1) // _PITCH * _PITCH, _PITCH)
 
