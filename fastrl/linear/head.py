@@ -79,6 +79,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str
     return tensor
 
 
+def empty_tile(rows: int, columns: int, like: Tensor, backend: str) -> Tensor:
+    """Like `empty` in the dtype of `like`: a tile (rows, columns) whose rows begin on a cache line."""
+    return empty((rows, pitch(columns)), like.dtype, like, backend)[:, :columns]
+
+
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
     """Like `empty`, but on a CPU the system gets the memory back when it is freed; each use pays for fresh pages."""
     tensor = mapped(shape, dtype, like, _MAPPED)
@@ -108,7 +113,7 @@ class Held:
         pitched: bool = True,
     ) -> None:
         weight, make = head.weight, scratch if mapped else empty
-        self.head, self._pitch = head, pitch if pitched else int
+        self.head, self._pitched = head, pitched
         rows, width = tile.rows, weight.shape[1]
         size = rows * self._pitch(min(tile.columns, weight.shape[0]))  # a tile may be that of a larger shard
         wide = torch.float32 if float32_logits else weight.dtype
@@ -164,6 +169,9 @@ class Held:
             return logits
         assert self._gradient is not None
         return self._tile(self._gradient, *logits.shape)
+
+    def _pitch(self, columns: int) -> int:
+        return pitch(columns) if self._pitched else columns
 
     def _tile(self, memory: Tensor, rows: int, columns: int) -> Tensor:
         """A tile (rows, columns) in this memory."""

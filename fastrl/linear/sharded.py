@@ -32,7 +32,7 @@ from fastrl.operators.rows import coefficients
 from fastrl.operators.saved import keep, refuse_second_order, resumed, saved
 from fastrl.operators.sharded import empty_shard_statistics, gathered, start_gathered
 from fastrl.operators.support import together
-from fastrl.planning.tiling import Needs, PassBudget, pitch
+from fastrl.planning.tiling import Needs, PassBudget
 
 
 def start_statistics(
@@ -203,11 +203,7 @@ def _frozen(head: Head, targets: Tensor, mask: Tensor | None, call: ShardedCall)
     tile = pass_tile("frozen", head, used, call.budget, call.slopes, shard=shard)
     wide, vocab = call.budget.float32_logits, head.weight.shape[0]
     held = Held(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
-    second = (
-        products.empty((tile.rows, pitch(vocab)), head.weight.dtype, head.weight, backend)[:, :vocab]
-        if call.slopes == 2 and not wide
-        else None
-    )
+    second = products.empty_tile(tile.rows, vocab, head.weight, backend) if call.slopes == 2 and not wide else None
     narrow = head.hidden.dtype != torch.float32
     shape = (used.count, head.hidden.shape[1])
     parts = [torch.empty(shape, dtype=torch.float32, device=targets.device) for _ in slopes if shard.reduces and narrow]

@@ -22,7 +22,7 @@ from fastrl.operators.combined import Combined
 from fastrl.operators.dense_support import DenseSupport
 from fastrl.operators.entries import RowEntries
 from fastrl.operators.sharded import empty_shard_statistics
-from fastrl.planning.tiling import ALL, NO_TEACHER, Needs, Pass, PassBudget, Teacher, Tile, pitch
+from fastrl.planning.tiling import ALL, NO_TEACHER, Needs, Pass, PassBudget, Teacher, Tile
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,7 @@ def frozen(
     tile = pass_tile("frozen", head, used, budget, vectors)
     wide = budget.float32_logits
     held = Held(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
-    second = (
-        products.empty((tile.rows, pitch(tile.columns)), head.weight.dtype, head.weight, backend)[:, : tile.columns]
-        if vectors == 2 and not wide
-        else None
-    )
+    second = products.empty_tile(*tile, head.weight, backend) if vectors == 2 and not wide else None
     rows = Rows(used.of(targets), used.of(transform.temperatures), entries=used.entries(entries))  # type: ignore[arg-type]
     for places in slices(used.count, tile.rows):
         where, part = used.rows(places), rows.part(places)
