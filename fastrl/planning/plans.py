@@ -167,8 +167,7 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
     """
     names = names or _allowed(call)
     if budget is None and torch.compiler.is_compiling():  # later runs may have other lengths
-        tile_bytes = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
-        return Plan(names[0], 0, 0, 0, {}, PassBudget(1 << 60, tile_bytes, float32_logits=call.float32_logits))
+        return Plan(names[0], 0, 0, 0, {}, PassBudget(1 << 60, _tile_bytes(call, []), False, call.float32_logits))
     size = budget if budget is not None else default_budget(call.device, call.index) if share is None else share
     last = None
     for name in names:
