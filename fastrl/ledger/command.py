@@ -12,11 +12,11 @@ from fastrl.base.devices import DEVICES, H100
 from fastrl.ledger import calls
 from fastrl.ledger.plans import DTYPES, call_of, plan_memory
 from fastrl.ledger.record import pretend
+from fastrl.ledger.scaling import Layout, report, share_of
 from fastrl.ledger.table import text_of
 from fastrl.objectives.presets import PRESETS, any_numbers
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Call
-from fastrl.planning.scaling import Layout, report, share_of
 
 _GPUS = [name for name, device in DEVICES.items() if device.kind == "cuda"]
 

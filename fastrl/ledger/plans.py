@@ -10,12 +10,12 @@ import torch
 
 from fastrl.base import checks
 from fastrl.base.devices import CPU, H100
+from fastrl.ledger.prices import plan_seconds
 from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
 from fastrl.planning.budget import default_budget, parse_budget, text
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, plan_within
-from fastrl.planning.scaling import plan_seconds
 from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
 
 #: The dtypes of hidden states and weight, by name.

@@ -18,8 +18,8 @@ import fastrl
 from fastrl.base.devices import H100
 from fastrl.distributed import groups
 from fastrl.ledger.plans import call_of
+from fastrl.ledger.scaling import Layout, share_of
 from fastrl.planning.plans import use_plan
-from fastrl.planning.scaling import Layout, share_of
 
 SIZE = B, T, H, V = 4, 9, 8, 37
 # The second response has tokens at its end alone, the last has none.

@@ -394,11 +394,11 @@ FAULTS = (
         "bench/test_free_memory.py",
     ),
     Fault(
-        "fastrl/planning/scaling.py",
+        "fastrl/ledger/scaling.py",
         "rows, all_rows, longest = (-(-n // self.cp) for n",
         "rows, all_rows, longest = (n // self.cp for n",
         "a rounding: the rank with most tokens",
-        "planning/test_scaling.py::test_the_rank_that_has_most_is_modelled",
+        "ledger/test_scaling.py::test_the_rank_that_has_most_is_modelled",
     ),
     Fault(
         "fastrl/backend/choice.py",
@@ -426,7 +426,7 @@ FAULTS = (
         "nodes = -(-ranks // inside)",
         "nodes = ranks // inside",
         "a rounding: the nodes of 12 devices",
-        "planning/test_scaling.py::test_a_collective_by_hand",
+        "ledger/test_scaling.py::test_a_collective_by_hand",
     ),
     # --- operators ----------------------------------------------------------------------------------------------------
     Fault(

@@ -17,13 +17,14 @@ from fastrl.base.devices import CPU, H100, H200
 from fastrl.cli import main
 from fastrl.distributed import sums
 from fastrl.distributed.responses import SpreadResponses
+from fastrl.ledger import scaling
+from fastrl.ledger.prices import plan_seconds, times
+from fastrl.ledger.scaling import GPUS, TOKENS, TP, Layout, Share, share_of
 from fastrl.objectives.dependence import ANY, RESPONSE, SPREAD
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.combined import Combined
-from fastrl.planning import scaling
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.plans import Call, use_plan
-from fastrl.planning.scaling import GPUS, TOKENS, TP, Layout, Share, share_of, times
 from fastrl.planning.tiling import Needs, Pass, Tile, combined_rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
@@ -303,7 +304,7 @@ def test_launches_to_combine_and_of_the_objective() -> None:
 def test_one_rank_is_the_plan_alone() -> None:
     share = share_of(CHUNKED, Layout(), H100)
     assert share.exchanges == ()
-    assert share.seconds == pytest.approx(scaling.plan_seconds(CHUNKED, share.plan, H100))
+    assert share.seconds == pytest.approx(plan_seconds(CHUNKED, share.plan, H100))
 
 
 def test_what_does_not_fit() -> None:

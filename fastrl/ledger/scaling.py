@@ -1,4 +1,4 @@
-"""What a linear loss takes, and what one rank of it exchanges and waits for over several GPUs; all modelled.
+"""What one rank of a linear loss over several GPUs computes, exchanges and waits for; all modelled.
 
 `docs/scaling.md` has the formulas, the assumptions and tables that this module makes. Ranks are numbered with the
 vocabulary (tp) inside, the tokens (cp) around it, and whole copies of both outside.
@@ -12,11 +12,12 @@ from math import inf
 from typing import NamedTuple
 
 from fastrl.base.devices import Collective, Device
+from fastrl.ledger.prices import times
 from fastrl.objectives.dependence import ANY, SPREAD, TOKEN
 from fastrl.objectives.rows import TERMS
 from fastrl.planning.budget import text
 from fastrl.planning.plans import Call, Plan, choose, passes
-from fastrl.planning.tiling import Pass, Tile, combined_rows
+from fastrl.planning.tiling import combined_rows
 
 #: Bytes that a rank sends for each row: log-probability, entropy, maximum and log-sum in float32.
 _ROW_BYTES = 16
@@ -24,78 +25,12 @@ _ROW_BYTES = 16
 _COMBINE, _COMBINE_RANK = 58, 2
 #: Launches of a clipped objective in torch: counted.
 _OBJECTIVE = 130
-#: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
-_A_TILE = 6
 #: Launches of a sum over ranks, for any number of them, and those that pack the loss and find the maximum: counted.
 _SUM, _PACK = 3, 3
 #: Numbers that travel with a rank's loss: the loss, sums of its terms, of clipped tokens and of entropies, a maximum.
 _TOTALS = 4 + len(TERMS)
 #: Plans whose tile holds whole rows, so that its gradient needs the statistics of all ranks while it is in memory.
 _BY_CHUNK = ("forward-gradient", "whole-response", "frozen-head")
-
-
-class Times(NamedTuple):
-    """Modelled seconds of a pass on a GPU, by what takes them."""
-
-    products: float
-    sums: float  # float32 sums of products, beyond what the products' operations hide
-    kernels: float  # the row kernels
-    launches: float
-
-
-def times(one: Pass, tile: Tile, device: Device) -> Times:
-    """The time of a pass, product by product, for tiles of equal size."""
-    sizes, units = one.sizes, one.units
-    rows, width, vocab, itemsize, *_ = sizes
-    chunks, slices = max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
-    tiles = chunks * slices
-    n, v = rows / chunks, vocab / slices
-    flops, operands = 2.0 * n * v * width, (n * v + (n + v) * width) * itemsize
-    # Sums over several tiles: float32, written by the first, read and written by the others, cast in the end.
-    wider = 4 - itemsize
-    of_weight = sizes.weight and one.kind in ("forward-gradient", "weight", "both")
-    beyond = last = 0.0
-    if of_weight and chunks > 1:
-        beyond += (wider + 4 * (1 - 1 / chunks)) * v * width * tiles
-        last += (4 + itemsize) * vocab * width if wider else 0
-    visits = one.vectors if one.kind == "frozen" else 1
-    of_hidden = one.kind in ("hidden", "both") and slices > 1
-    if of_hidden or (one.partial and one.kind not in ("statistics", "weight")):
-        beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles * visits
-        last += (4 + itemsize) * rows * width * visits if wider else 0
-    teacher = sizes.teacher
-    of_logit = 4 if sizes.float32_logits else itemsize
-    of_pair = of_logit + teacher.logit_bytes
-    # What float32 logits are wider by, written by the product that forms them.
-    beyond += rows * vocab * (of_pair - itemsize - teacher.itemsize)
-    logits, both = rows * vocab * of_pair, rows * vocab * (of_pair + itemsize)
-    if one.kind == "statistics":
-        kernels = device.row_kernel(logits)
-    elif one.whole_rows and sizes.shards > 1:
-        # Between statistics and gradient the devices exchange the former: no kernel can do both.
-        kernels = device.row_kernel(logits) + visits * device.row_kernel(both)
-    elif one.whole_rows:
-        kernels = visits * device.visit(both, rows, vocab * of_pair, 1)
-    else:
-        kernels = device.row_kernel(both)
-    # Combining the statistics of a slice with those before: counted.
-    combine = 45 if one.kind == "statistics" and slices > 1 else 0
-    product = units * device.product(flops, operands, 0.0, itemsize)
-    if teacher.hidden:
-        operands = (n * v + (n + v) * teacher.hidden) * teacher.itemsize
-        product += device.product(2.0 * n * v * teacher.hidden, operands, 0.0, teacher.itemsize)
-    return Times(
-        tiles * product,
-        device.exposed(beyond) + device.seconds(last),
-        kernels,
-        (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch,
-    )
-
-
-def plan_seconds(call: Call, plan: Plan, device: Device) -> float:
-    """The time of a plan's passes, and of its products with support entries."""
-    passing = sum(sum(times(one, plan.tiles[one.kind], device)) for one in passes(call, plan.name))
-    return passing + device.seconds(plan.support_bytes)
 
 
 class Layout(NamedTuple):
