@@ -1,9 +1,9 @@
 """Records the kernel launches of a call at its real shapes, without its data and without a GPU.
 
 Tensors of torch's meta device stand in for those of a GPU: `pretend` makes them say that they are on one, so that the
-package takes the path that it would take there, with the Triton backend. A dispatch mode sees every operation on them:
-where nothing is traced, the package's functions run as they are, and none of them is an operator of its own. A Triton
-kernel that would be launched is noted instead.
+package takes the path that it would take there, with the Triton backend. A dispatch mode sees every operation on them;
+for an operator of the package it runs the operator's own function, so that what is inside is seen too. A Triton kernel
+that would be launched is noted instead.
 
 Values do not exist. Where the host asks for one, which on a GPU is a synchronisation, the ledger gives an answer: every
 mask is true, and `answer` says which number the host reads.
