@@ -227,7 +227,8 @@ class Pass(NamedTuple):
             for n, columns in tries:
                 v = self._columns(n, budget, cap)
                 if v >= columns:
-                    return Tile(_even(rows, n, _BLOCK), v)
+                    cut = Tile(max(_even(rows, n, _BLOCK), min(n, least.rows)), v)  # equal chunks may be too small
+                    return whole if whole.rows >= cut.rows else cut
             if whole.rows >= least.rows:
                 return whole
         smallest = self._smallest(cap)
