@@ -11,8 +11,8 @@ namespace fastrl {
 using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 extern ParallelFor parallel_for;
 
-// Entries of a row that one thread takes together: 10 us of work, where a second thread takes 5 to 50 us to start, and
-// milliseconds if it has no core.
+// Entries that a row kernel gives to one thread together: 10 us of work, where a second thread takes 5 to 50 us to
+// start, and milliseconds if it has no core.
 constexpr int64_t GRAIN = 1 << 15;
 
 // Of `count` items, how many a thread takes at a time: 8 blocks for each thread, within [least, most].

@@ -236,7 +236,7 @@ class PlannedCall(NamedTuple):
 def planned(
     call: LinearCall, scope: str, slopes: int = 1, rows: int = -1, longest: int = 0, gathered: int = 0
 ) -> PlannedCall:
-    """Chooses the cheapest plan that fits the budget.
+    """Chooses the plan with the fewest products that fits the budget in useful tiles.
 
     Args:
         scope: what a token's loss depends on; ANY if no objective follows.

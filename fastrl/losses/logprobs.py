@@ -153,12 +153,12 @@ def linear_token_logprobs(
 ) -> TokenStats:
     """Computes `token_logprobs` of `hidden @ weight.T + bias` in chunks of rows, without an (N, V) tensor.
 
-    The result is differentiable in hidden, weight and bias. The cheapest plan that fits `memory_budget` is used
-    (`fastrl.plan_memory` shows the plans). It costs U = 2 N V H operations if no input needs a gradient, 2U for a
-    frozen head (3U with the entropy), and otherwise 4U, because the backward computes the logits again (5U with the
-    least memory). Gradients of weight and bias are summed in float32. Masked rows enter no matrix product, and rows
-    without an upstream gradient enter none of the backward's. On a GPU each of the two costs a host synchronisation
-    beside a mask; without one there is none, and the backward computes all rows.
+    The result is differentiable in hidden, weight and bias. The plan with the fewest products that fits `memory_budget`
+    in useful tiles is used (`fastrl.plan_memory` shows the plans). It costs U = 2 N V H operations if no input needs a
+    gradient, 2U for a frozen head (3U with the entropy), and otherwise 4U, because the backward computes the logits
+    again (5U with the least memory). Gradients of weight and bias are summed in float32. Masked rows enter no matrix
+    product, and rows without an upstream gradient enter none of the backward's. On a GPU each of the two costs a host
+    synchronisation beside a mask; without one there is none, and the backward computes all rows.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.

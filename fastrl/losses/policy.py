@@ -4,7 +4,7 @@ From `linear_policy_loss(hidden, weight, ...)` down to a kernel:
 
     losses/call           the checked arguments (LinearCall), and these with a plan (PlannedCall)
     losses/problem        the objective, the batch and the aggregation's weights (Problem)
-    planning/             the cheapest plan within the budget (plans), and the tile of each of its passes (tiling)
+    planning/             the plan for the budget (plans), and the tile of each of its passes (tiling)
     losses/linear         what follows each plan: the table CODE
     linear/               the plan's torch.library operator, its passes over tiles of logits, their matrix products; a
                           tile is sized again for the rows that the pass has in the end
@@ -302,13 +302,13 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """Computes `policy_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
-    The loss and the gradients are those of `policy_loss(linear_token_logprobs(hidden, weight, targets))`. The cheapest
-    plan that fits `memory_budget` is used (`fastrl.plan_memory` shows the plans). If the objective's tokens or
-    responses do not depend on each other, the forward computes the gradients while it holds the logits (3U,
-    U = 2 N V H operations); otherwise the backward computes the logits again (4U or 5U). Gradients of weight and bias
-    are summed in float32. Masked rows enter no matrix product. Idle rows, whose gradient is 0 (A = 0 without a KL or
-    an entropy term, or clipped if that is known in time), enter none of the backward's. A weight that needs no gradient
-    costs no product for it.
+    The loss and the gradients are those of `policy_loss(linear_token_logprobs(hidden, weight, targets))`. The plan with
+    the fewest products that fits `memory_budget` in useful tiles is used (`fastrl.plan_memory` shows the plans). If the
+    objective's tokens or responses do not depend on each other, the forward computes the gradients while it holds the
+    logits (3U, U = 2 N V H operations); otherwise the backward computes them again (4U or 5U). Gradients of weight and
+    bias are summed in float32. Masked rows enter no matrix product. Idle rows, whose gradient is 0 (A = 0 without a KL
+    or an entropy term, or clipped if that is known in time), enter none of the backward's. A weight that needs no
+    gradient costs no product for it.
 
     Args: those of `policy_loss` except `entropy`, those of `linear_token_logprobs` except `extras`, and
         num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations

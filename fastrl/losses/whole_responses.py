@@ -55,7 +55,7 @@ def loss_of_units(
     reduce_hidden_grad: bool,
     **options: Any,
 ) -> _L:
-    """A loss of the log-probabilities of targets, whose units do not depend on each other, by the cheapest plan.
+    """A loss of the log-probabilities of targets, whose units do not depend on each other, by the plan that fits.
 
     Args:
         hidden, weight, targets, mask, and the keywords: as in `linear_token_logprobs`; targets and mask are checked.
