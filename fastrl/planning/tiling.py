@@ -222,8 +222,7 @@ class Pass(NamedTuple):
         if not self.whole_rows:
             fixed, row, _, _ = self._parts(False, False)
             n = min((budget - fixed) // (2 * row), cap // (_SLICE * self.logit_bytes) if by_slice else enough, rows)
-            tries = [(rows, _SLICE)] if by_slice else []
-            tries += [] if whole.rows >= enough else [(max(n, least.rows), least.columns), least]
+            tries = [(rows, _SLICE)] * by_slice + [(max(n, least.rows), least.columns), least] * (whole.rows < enough)
             for n, columns in tries:
                 v = self._columns(n, budget, cap)
                 if v >= columns:
