@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -118,6 +119,18 @@ def _by_plan(draw: Draw, plan: str | None, function: Any, work: Vocabulary, opti
         return function(*work.arguments, **options, memory_budget=budget)
 
 
+#: The functions whose gradients are formed with the loss, and handed over once.
+FORMED = {"_AttachBackward", "linear_forward_gradient", "divergence_forward_gradient"}
+
+
+def nodes(function: Any) -> Iterator[str]:
+    """The names of a graph's autograd functions, of fastrl's operators their own."""
+    if function is not None:
+        yield function.operator.__name__ if hasattr(function, "operator") else type(function).__name__
+        for following, _ in function.next_functions:
+            yield from nodes(following)
+
+
 def backward(draw: Draw, loss: Tensor, work: Vocabulary, factor: float) -> float:
     """The gradients of `factor * loss`, once or twice; returns what they are multiples of."""
     twice = draw.often(0.2) and work.tokens > 0
@@ -126,10 +139,7 @@ def backward(draw: Draw, loss: Tensor, work: Vocabulary, factor: float) -> float
     scaled.backward(retain_graph=twice)
     if not twice:
         return factor
-    # Gradients that were formed with the loss, by an autograd function whose result it is, are handed over once.
-    graph: Any = loss.grad_fn
-    name = graph.operator.__name__ if hasattr(graph, "operator") else type(graph).__name__
-    if work.inplace or name in ("_AttachBackward", "linear_forward_gradient", "divergence_forward_gradient"):
+    if work.inplace or FORMED & set(nodes(loss.grad_fn)):
         with pytest.raises(RuntimeError, match="compute the loss again"):
             scaled.backward()
         return factor
