@@ -234,8 +234,10 @@ def _gradient_by_kernel(
     def begin(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
     ) -> Callable[[], LossTerms]:
-        chosen = {k: x if x is None or x.dim() == 0 else x[where].contiguous() for k, x in inputs._asdict().items()}
-        part = RowInputs(**chosen)
+        part = inputs
+        if not (isinstance(where, slice) and where.stop - where.start == inputs.advantages.shape[0]):
+            chosen = [x if x is None or x.dim() == 0 else x[where].contiguous() for x in inputs]
+            part = RowInputs(*chosen)  # type: ignore[arg-type]
         if shard is None:
             result: LossTerms = kernels(backend, logits).row_forward_gradient(
                 logits, targets, None, transform, objective, part, None if out.dtype == logits.dtype else out
