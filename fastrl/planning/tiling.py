@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
-#: The same of gradients if the vocabulary may be cut, and half of that of statistics: on a CPU, tiles of all rows that
-#: stay in the last-level cache gain 2 to 10 %.
+#: The same of gradients if the vocabulary may be cut, half that of statistics: a CPU's tiles of all rows stay in cache.
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
@@ -210,8 +209,8 @@ class Pass(NamedTuple):
     def tile(self, budget: int, cap: int) -> Tile | None:
         """The tile of about `cap` bytes at most with which the pass takes `budget` bytes at most; None if none does.
 
-        It has whole rows if enough of them fit. Where dL/dweight is summed slice by slice it has all rows, if they
-        leave room for enough columns. Otherwise half of the bytes may go to what is held for each row.
+        It has whole rows if enough of them fit. Where dL/dweight is summed slice by slice, or statistics on a CPU, it
+        has all rows if they leave room for enough columns. Otherwise half of the bytes may go to what a row holds.
         """
         rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
         enough = min(_FAST, rows)
@@ -239,11 +238,8 @@ class Pass(NamedTuple):
         return self.bytes(self._smallest(self._cap(cap)))
 
     def _cap(self, cap: int) -> int:
-        return (
-            cap
-            if self.whole_rows
-            else min(cap, SLICED_BYTES.get(self.sizes.device, cap) << (self.kind == "statistics"))
-        )
+        sliced = SLICED_BYTES.get(self.sizes.device, cap) << (self.kind == "statistics")
+        return cap if self.whole_rows else min(cap, sliced)
 
     def _rows(self, budget: int, cap: int) -> int:
         """How many whole rows fit."""
