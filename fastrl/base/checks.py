@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+#: The target of a token whose mask is neither 0 nor 1 and may not be read: outside every vocabulary, thus NaN.
+WRONG_MASK = -(1 << 30)
 _always = False
 
 
@@ -223,6 +225,8 @@ def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:
     lowest, highest = known.aminmax() if known.numel() else (0, 0)  # a third of the time of comparing each
     if lowest < 0 or highest >= vocab:
         where = ((known < 0) | (known >= vocab)).nonzero()[0].tolist()
+        if lowest == WRONG_MASK:  # a compiled graph could not read it
+            raise ValueError("mask must hold only 0 and 1")
         raise IndexError(
             f"targets{where} is {value[tuple(where)].item()}, outside [0, {vocab}) and not masked"
             " (mask=0 marks tokens that do not count)"

@@ -51,11 +51,12 @@ def check_cu_seqlens(cu_seqlens: object, name: str, tokens: Tensor, mask: Tensor
     checks.same_device("cu_seqlens", cu_seqlens, tokens, name)
     if checks.values_are_checked(cu_seqlens):
         ends = cu_seqlens.tolist()
-        rises = ends[0] == 0 and all(a <= b for a, b in pairwise((*ends, tokens.numel())))
-        if not rises or (ends[-1] < tokens.numel() and (mask is None or bool(mask[ends[-1] :].any()))):
+        place = 0 if ends[0] else next((i for i, (a, b) in enumerate(pairwise((*ends, tokens.numel()))) if a > b), -1)
+        if place >= 0 or (ends[-1] < tokens.numel() and (mask is None or bool(mask[ends[-1] :].any()))):
+            place %= len(ends)  # the last one leaves out tokens that count
             raise ValueError(
                 f"cu_seqlens must rise from 0 to the number of tokens, {tokens.numel()}, or to less where mask leaves"
-                f" out the tokens behind, got {ends[:16]}"
+                f" out the tokens behind, got {ends[place]} at {place}, among {ends[max(place - 2, 0) : place + 3]}"
             )
     return cu_seqlens
 

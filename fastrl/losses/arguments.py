@@ -31,13 +31,13 @@ def vocabulary_arguments(
 ) -> VocabularyArguments:
     """Checks and flattens the arguments that all these entry points share; errors call the targets `like_name`.
 
-    Where the mask holds neither 0 nor 1, and may not be read, the target is -1: outside every vocabulary, thus NaN.
+    Where the mask holds neither 0 nor 1, and may not be read, the target is `checks.WRONG_MASK`.
     """
     checked = checks.mask(mask, targets, like_name)
     transform = checked_transform(temperature, logit_scale, softcap, targets, checked, like_name)
     wrong = checks.wrong_mask(mask)
     if wrong is not None:
-        targets = targets.masked_fill(wrong, -1)
+        targets = targets.masked_fill(wrong, checks.WRONG_MASK)
     return VocabularyArguments(
         targets.reshape(-1).contiguous(), None if checked is None else checked.reshape(-1).contiguous(), transform
     )

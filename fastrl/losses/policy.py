@@ -170,12 +170,15 @@ def logits_policy_loss(
 ) -> PolicyLoss:
     """Computes `policy_loss` from logits (..., V); the only (N, V) tensors are the logits and their gradient.
 
-    The loss and the gradient are those of `policy_loss(token_logprobs(logits, targets))`. With `inplace=True`, logits
-    that need a gradient are overwritten by it, without it the gradient has its own buffer. For a row-local objective
+    The loss and the gradient are those of `policy_loss(token_logprobs(logits, targets))`. For a row-local objective
     (each token's loss depends on that token only) the forward reads every row once and computes the gradient, which
     activation checkpointing drops and computes again. For other objectives, for float16, with a sampling mask and over
-    a tp_group, the backward computes it. The loss is differentiable once (no create_graph=True). A second backward
-    (retain_graph=True) raises RuntimeError if the first has handed over what the forward had computed, or the logits.
+    a tp_group, the backward computes it. With `inplace=True`, logits that need a gradient are overwritten by it, by
+    this call already if its forward computes it: nothing may read them afterwards, and checkpointing must compute them
+    anew.
+    Without it the gradient has its own buffer. The loss is differentiable once (no create_graph=True). A second
+    backward (retain_graph=True) raises RuntimeError if the first has handed over what the forward had computed, or the
+    logits.
 
     Over a tp_group every rank gets the whole loss, to the bit: everything but the logits is the same on all ranks.
 
@@ -308,7 +311,8 @@ def linear_policy_loss(
     logits (3U, U = 2 N V H operations); otherwise the backward computes them again (4U or 5U). Gradients of weight and
     bias are summed in float32. Masked rows enter no matrix product. Idle rows, whose gradient is 0 (A = 0 without a KL
     or an entropy term, or clipped if that is known in time), enter none of the backward's. A weight that needs no
-    gradient costs no product for it.
+    gradient costs no product for it. The loss is differentiable once, and walked back twice (retain_graph=True) only
+    if its backward computes the logits again: `policy_loss` of `linear_token_logprobs` always is.
 
     Args: those of `policy_loss` except `entropy`, those of `linear_token_logprobs` except `extras`, and
         num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations

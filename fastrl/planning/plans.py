@@ -225,13 +225,14 @@ def run(call: Call, plan: Plan) -> Iterator[None]:
 
 
 def _advice(call: Call, plan: Plan) -> str:
-    size = plan.temporary_bytes
-    taken = f"out of memory in the plan {plan.name}, which takes {size} bytes ({text(size)}) of temporary memory"
-    smaller = max(size // 2, min(least_budget(call, name) for name in _allowed(call)))
-    if smaller >= size:
-        return f"{taken}, the least that the call can take: fewer tokens in a call need less"
-    other = choose(call, smaller).name
-    return f"{taken}: set memory_budget={smaller} ({text(smaller)}), with which the plan is {other}"
+    size, least = plan.temporary_bytes, min(least_budget(call, name) for name in _allowed(call))
+    taken = (
+        f"out of memory in the plan {plan.name}, which takes {size} bytes ({text(size)}) beside results and gradients"
+    )
+    if least >= size:
+        return f"{taken}, the least that so many tokens can take"
+    half = max(size // 2, least)
+    return f"{taken}: memory_budget={half} makes it {choose(call, half).name}; the smallest is memory_budget={least}"
 
 
 def applicable(call: Call) -> tuple[str, ...]:

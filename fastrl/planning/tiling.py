@@ -202,8 +202,7 @@ class Pass(NamedTuple):
     def useful(self, tile: Tile) -> bool:
         """Whether one product more, in tiles of enough rows and columns, would take longer."""
         sums = self.kind == "both" or (self.kind == "forward-gradient" and self.sizes.weight)
-        least = _USEFUL if self.sizes.device == "cuda" and self.sizes.narrow else _USEFUL_ELSEWHERE
-        least = least if sums else least // 2
+        least = (_USEFUL if self.sizes.device == "cuda" and self.sizes.narrow else _USEFUL_ELSEWHERE) // (2 - sums)
         return tile.rows >= min(least, self.sizes.rows) and tile.columns >= min(least, self.sizes.vocab)
 
     def tile(self, budget: int, cap: int) -> Tile | None:

@@ -163,3 +163,11 @@ def test_no_responses_have_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"objective": fastrl.GRPO(kl_coef=0), "advantages": torch.ones(4), "cu_seqlens": torch.zeros(1).int()}
     with pytest.raises(ValueError, match=r"cu_seqlens must have shape .* at least \(2,\) for 4 tokens, got \(1,\)"):
         fastrl.policy_loss(torch.zeros(4), **given)
+
+
+def test_a_compiled_call_names_the_mask_that_its_graph_could_not_read() -> None:
+    logits, targets = torch.randn(2, 3, VOCAB), torch.zeros(2, 3, dtype=torch.int64)
+    call = torch.compile(lambda mask: fastrl.token_logprobs(logits, targets, mask=mask).logprobs, backend="eager")
+    assert call(torch.ones(2, 3)).isfinite().all()
+    with pytest.raises(ValueError, match="mask must hold only 0 and 1"):
+        call(torch.full((2, 3), 0.5))

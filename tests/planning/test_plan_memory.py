@@ -200,7 +200,7 @@ def test_out_of_memory_names_plan_bytes_and_budget(kind: type[RuntimeError]) -> 
     assert type(caught.value) is kind and str(caught.value.__cause__) == words
     least = memory.least_budget(call, "two-pass")
     smallest = memory.choose(call, least)
-    with pytest.raises(kind, match="the least that the call can take"), memory.run(call, smallest):
+    with pytest.raises(kind, match="the least that so many tokens can take"), memory.run(call, smallest):
         raise kind(words)
     other = RuntimeError("shapes cannot be multiplied")
     with pytest.raises(RuntimeError) as caught, memory.run(call, plan):
