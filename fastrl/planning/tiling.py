@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
-#: The same of gradients if the vocabulary may be cut, half that of statistics: a CPU's tiles of all rows stay in cache.
+#: The same if the vocabulary may be cut: on a CPU, tiles of all rows that stay in the last-level cache gain 2 to 10 %.
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
@@ -237,8 +237,7 @@ class Pass(NamedTuple):
         return self.bytes(self._smallest(self._cap(cap)))
 
     def _cap(self, cap: int) -> int:
-        sliced = SLICED_BYTES.get(self.sizes.device, cap) << (self.kind == "statistics")
-        return cap if self.whole_rows else min(cap, sliced)
+        return cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.sizes.device, cap))
 
     def _rows(self, budget: int, cap: int) -> int:
         """How many whole rows fit."""

@@ -118,10 +118,10 @@ def test_rows_of_a_chunk_are_whole_blocks() -> None:
     assert plan.name == "forward-gradient" and plan.tiles["forward-gradient"] == (4352, 151936) and not plan.one_chunk
 
 
-def test_on_a_cpu_gradients_that_may_be_cut_have_smaller_tiles_than_statistics() -> None:
+def test_on_a_cpu_what_may_be_cut_has_tiles_of_all_rows_in_its_cache() -> None:
     call = Call(2048, 512, 32768, torch.float32, "cpu", Needs(True, True, False), ANY)
     plan = memory.choose(call, 1 << 30)
-    assert plan.name == "recompute" and plan.tiles == {"statistics": (2048, 4096), "both": (2048, 2048)}
+    assert plan.name == "recompute" and plan.tiles == {"statistics": (2048, 2048), "both": (2048, 2048)}
 
 
 def test_one_chunk_needs_no_float32_sums_of_the_weights_gradient() -> None:
