@@ -142,10 +142,10 @@ def linear_divergence(
     needs = needed_gradients(head)
     device = head.weight.device
     waits = flat is not None and count < 0
-    if flat is None or not waits or torch.compiler.is_compiling():
-        rows, active = counted_rows(flat, like.numel(), count), -1
-    else:
+    if flat is not None and waits and not torch.compiler.is_compiling():
         rows, active = counted(flat, c != 0)
+    else:
+        rows, active = counted_rows(flat, like.numel(), count), -1
     call = Call(
         rows=like.numel() if rows < 0 else rows,
         hidden=head.weight.shape[1],
