@@ -125,7 +125,7 @@ def defaults(tree: ast.Module, name: str) -> dict[str, Any]:
             value: ast.expr = node.value
             if isinstance(value, ast.Call):  # field(default=..., metadata=...)
                 value = next((x.value for x in value.keywords if x.arg == "default"), value)
-            if not isinstance(value, ast.Call):
+            if not isinstance(value, ast.Call | ast.Name):
                 found[node.target.id] = ast.literal_eval(value)
     return found
 
