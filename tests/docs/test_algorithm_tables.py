@@ -232,7 +232,7 @@ def test_verls_modes_are_named_by_how_they_aggregate():
 # --- rollout correction -----------------------------------------------------------------------------------------------
 
 ROLLOUT = torch.zeros(3, 4)
-LOG_W = torch.tensor([[0.1, -1.5, 1.2, 0.0], [0.3, 0.2, 0.5, 0.3], [-0.1, 0.1, -0.05, 0.0]])
+LOG_W = torch.tensor([[0.1, -1.5, 1.2, 0.0], [0.3, 0.2, 0.5, 0.3], [-0.1, -0.3, -0.2, -0.4]])
 LOG_W_MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
 
 

@@ -95,7 +95,7 @@ def test_a_wrong_formula_is_found():
 @every_preference
 def test_the_sections_are_there(name):
     headings = re.findall(r"^## (.*)$", pages.page(name.lower()), re.MULTILINE)
-    assert headings == ["When to use it", "Formula", "Use", "Defaults", "With fastrl dpo"]
+    assert headings == ["When to use it", "Formula", "Use", "Defaults", "With `fastrl dpo`"]
 
 
 @pytest.mark.parametrize("name", [*map(str.lower, fastrl.PREFERENCES), "preferences", "kto", "reward_model"])
