@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import tomllib
@@ -101,6 +102,34 @@ def test_what_the_page_says_of_expected_gradients():
     pages.close(found["k3"], found["of policy"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_beyond_the_clamp_there_is_no_derivative(kind):
+    assert "clamped to +-20 (`max_log_ratio`), where the derivative is 0" in pages.page("kl")
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    objective = fastrl.REINFORCE(kl=fastrl.KL(kind, 1.0))
+    far = {"old_logprobs": torch.tensor([[-31.0]]), "ref_logprobs": torch.tensor([[-31.0]])}
+    fastrl.policy_loss(logprobs, objective=objective, advantages=torch.zeros(1), **far).loss.backward()
+    assert logprobs.grad == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mean_of_an_estimator_is_the_kl_that_its_row_names(kind):
+    policy, other = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.double).log_softmax(1)
+    zeros = torch.zeros_like(policy)
+    # Tokens of the old policy for the estimators that correct for it; old is also what old-new measures from.
+    reads_old = kind.startswith("old-new") or kind == "k3-unbiased"
+    old = torch.randn(5, generator=torch.Generator().manual_seed(2), dtype=torch.double).log_softmax(0)
+    drawn, log_ratio = (old, policy - old) if reads_old else (policy, zeros)
+    mean = (drawn.exp() * KL_FORMULAS[kind][0](other - policy, log_ratio)).sum()
+    distributions = {"policy": policy, "ref": other, "old": old}
+    said = {row[0].strip("`"): row[3] for row in pages.table(pages.page("kl"), "kind")}[kind]
+    named = re.match(r"KL\((\w+), (\w+)\)", said)
+    assert (named is None) == (kind in ("k2", "k1+", "k3+", "old-new-k2"))
+    if named is not None:
+        p, q = (distributions[name] for name in named.groups())
+        pages.close(mean, (p.exp() * (p - q)).sum())
+
+
 def test_the_presets_with_a_kl_term():
     rows = pages.table(pages.section(pages.page("kl"), "Presets with a KL term"), "preset")
     assert [row[0].strip("`") for row in rows] == [name for name, x in MADE.items() if x.kl is not None]
@@ -133,7 +162,7 @@ def test_the_names_of_kl_estimators_elsewhere():
             pages.close(value, said[0].expand_as(LOGP))
             pages.close(logp.grad, said[1].expand_as(LOGP))
     # TRL's lines: k3 of coef_1, and with it times the ratio.
-    grpo = pages.ast.unparse(pages.trl("trainer/grpo_trainer.py"))
+    grpo = ast.unparse(pages.trl("trainer/grpo_trainer.py"))
     assert (
         "per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1"
         in grpo
@@ -202,7 +231,7 @@ def test_trls_loss_types_are_named_by_how_they_aggregate():
         found = pages.run_branch(body, **scope)["policy_loss"]
         pages.close(found, (losses * weights_of(pages.code(ours)[0])).sum())
     # The chain that ends in an error for a loss type that there is not.
-    named = re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|'\w+'):\n +(?:loss|normalizer) = ", pages.ast.unparse(tree))
+    named = re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|'\w+'):\n +(?:loss|normalizer) = ", ast.unparse(tree))
     assert set(said) == {name for text in named for name in re.findall(r"\w+", text)}
     assert pages.defaults(pages.trl("trainer/grpo_config.py"), "GRPOConfig")["loss_type"] == "dapo"
 
@@ -220,8 +249,8 @@ def test_verls_modes_are_named_by_how_they_aggregate():
         found = aggregated(losses, MASK, mode, **dict.fromkeys(options, 7))
         denominator = {"denominator": 1.0} if "denominator of 1" in ours else {}
         pages.close(found, (losses * weights_of(pages.code(ours)[0], **denominator)).sum())
-    source = pages.ast.unparse(verl("workers/config/actor.py"))
-    assert modes == set(pages.ast.literal_eval(re.findall(r"valid_loss_agg_modes = (\[.*?\])", source)[0]))
+    source = ast.unparse(verl("workers/config/actor.py"))
+    assert modes == set(ast.literal_eval(re.findall(r"valid_loss_agg_modes = (\[.*?\])", source)[0]))
     assert pages.defaults(verl("workers/config/actor.py"), "ActorConfig")["loss_agg_mode"] == "token-mean"
     # What the page says of responses without a token, and of the constant's default.
     empty = MASK & torch.tensor([[True], [True], [True], [False]])
@@ -290,8 +319,8 @@ def test_trls_modes_are_these_corrections():
     tree = pages.trl("trainer/grpo_trainer.py")
     (body,) = [
         x
-        for x in pages.ast.walk(tree)
-        if isinstance(x, pages.ast.If) and ast_starts(x, "mask = completion_mask if tool_mask is None")
+        for x in ast.walk(tree)
+        if isinstance(x, ast.If) and ast_starts(x, "mask = completion_mask if tool_mask is None")
     ]
     rows = [row for row in elsewhere("rollout_correction") if row[1]]
     assert {pages.code(row[1])[0] for row in rows} == set(TRL_MODES)
@@ -304,7 +333,7 @@ def test_trls_modes_are_these_corrections():
         )
         scope = {"self": trainer, "completion_mask": LOG_W_MASK.float(), "tool_mask": None}
         scope |= {"old_per_token_logps": LOG_W, "sampling_per_token_logps": ROLLOUT}
-        found = pages.run_branch(pages.ast.Module(body.body, []), **scope)["vllm_importance_sampling_ratio"]
+        found = pages.run_branch(ast.Module(body.body, []), **scope)["vllm_importance_sampling_ratio"]
         correction = fastrl.RolloutCorrection(**settings(ours), low=0.5, high=2.0)  # type: ignore[arg-type]
         pages.close(found.expand(3, 4) * LOG_W_MASK, correction_weights(correction))
     config = pages.defaults(pages.trl("trainer/grpo_config.py"), "GRPOConfig")
@@ -316,7 +345,7 @@ def test_trls_modes_are_these_corrections():
 
 def ast_starts(node: Any, text: str) -> bool:
     """Whether the first statement of a branch begins with this text."""
-    return pages.ast.unparse(node.body[0]).startswith(text)
+    return ast.unparse(node.body[0]).startswith(text)
 
 
 def masked_sum(x: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
@@ -338,9 +367,9 @@ def verl_corrections() -> tuple[Any, Any]:
         "Optional": None,
     }
     for node in tree.body:
-        target = node.target if isinstance(node, pages.ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        if isinstance(target, pages.ast.Name):
-            scope[target.id] = pages.ast.literal_eval(node.value)
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        if isinstance(target, ast.Name):
+            scope[target.id] = ast.literal_eval(node.value)
     for name in ("_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds"):
         scope[name] = pages.function(tree, name, scope)
     names = ("compute_rollout_correction_weights", "compute_rollout_rejection_mask")

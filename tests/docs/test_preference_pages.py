@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from functools import cache
@@ -67,6 +68,17 @@ def test_the_overview_has_every_option_with_its_default_and_its_readers():
         assert default == str(getattr(made, field.strip("`")))
         readers = [n for n, make in fastrl.PREFERENCES.items() if field.strip("`") in _READS[make().formula]]
         assert set(pages.code(meaning)) & set(fastrl.PREFERENCES) == set(readers)
+
+
+@pytest.mark.parametrize("field", ["label_smoothing", "gamma", "tau"])
+@every_preference
+def test_a_preference_refuses_what_its_formula_does_not_read(name, field):
+    make = fastrl.PREFERENCES[name]
+    if field in _READS[make().formula]:
+        make(**{field: 0.3})
+    else:
+        with pytest.raises(ValueError, match=field):
+            make(**{field: 0.3})
 
 
 # --- a page each ------------------------------------------------------------------------------------------------------
@@ -184,7 +196,7 @@ def test_trls_sigmoid_norm_is_dpo_of_means_and_sigmoid_reads_no_smoothing():
     pages.close(dpo_loss_of_trl("sigmoid_norm", fastrl.DPO()), loss_of(fastrl.DPO(average=True)).losses)
     smoothed = dpo_loss_of_trl("sigmoid", fastrl.DPO(label_smoothing=0.3))
     pages.close(smoothed, loss_of(fastrl.DPO()).losses)
-    trainer = pages.ast.unparse(dpo_trainer())
+    trainer = ast.unparse(dpo_trainer())
     assert "'exo_pair' in self.loss_types and self.label_smoothing == 0.0" in trainer  # refused
 
 
@@ -207,7 +219,7 @@ def test_trls_cpo_loss_of_the_name_is_the_same(loss_type, objective):
         simpo_gamma=objective.gamma,
         label_smoothing=objective.label_smoothing,
     )
-    source = pages.ast.unparse(tree)
+    source = ast.unparse(tree)
     means = "average_log_prob=self.loss_type in ['ipo', 'simpo']" in source
     assert means and "loss = losses.mean() + self.cpo_alpha * policy_nll_loss" in source
     losses, *_ = pages.function(tree, "cpo_loss", {})(trainer, *scores_of(objective))
@@ -230,7 +242,7 @@ def test_trls_orpo_loss_is_the_same():
     trainer = SimpleNamespace(beta=objective.beta, accelerator=SimpleNamespace(device="cpu"))
     scope = {"log1mexp": lambda x: torch.log1p(-torch.exp(x))}
     losses, *_ = pages.function(tree, "odds_ratio_loss", scope)(trainer, *scores_of(objective))
-    assert "loss = policy_nll_loss - losses.mean()" in pages.ast.unparse(tree)
+    assert "loss = policy_nll_loss - losses.mean()" in ast.unparse(tree)
     pages.close(-losses, loss_of(objective).losses)
     assert rows_of("orpo")[:2] == ("ORPOConfig", None)
 
@@ -270,7 +282,7 @@ def test_the_reward_models_formula_is_the_function_and_trls():
     better, worse = torch.tensor([0, 0, 1, 4]), torch.tensor([1, 2, 2, 3])
     losses = pages.evaluated(formula, {"s_w": scores[better], "s_l": scores[worse]})["loss"]
     pages.close((losses[:3].mean() + losses[3]) / 2, fastrl.reward_model_loss(scores, ranks, prompts))
-    trainer = pages.ast.unparse(pages.trl("trainer/reward_trainer.py"))
+    trainer = ast.unparse(pages.trl("trainer/reward_trainer.py"))
     assert "-nn.functional.logsigmoid(rewards_chosen - rewards_rejected - inputs['margin']).mean()" in trainer
     assert "center_rewards_coefficient * torch.mean((rewards_chosen + rewards_rejected) ** 2)" in trainer
     assert pages.defaults(pages.trl("trainer/reward_config.py"), "RewardConfig")["center_rewards_coefficient"] is None
