@@ -26,6 +26,9 @@ from places import ROOT
 import fastrl
 from fastrl.cli import main
 
+#: What `make test` installs, and not every machine with a GPU has.
+MAY_BE_MISSING = ("transformers", "trl", "liger_kernel", "peft", "datasets", "math_verify", "pydantic", "matplotlib")
+
 
 def failure(message: str) -> pytest.fail.Exception:
     """A failure whose report is this text alone."""
@@ -72,6 +75,10 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
     try:
         with redirect_stdout(printed):
             exec(code_of(block), namespace)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in MAY_BE_MISSING:
+            raise failure(f"{block.where}: {error}; mark the block with <!-- not run: needs ... -->") from None
+        pytest.skip(f"{block.where}: {error}")
     except Exception as error:
         lines = [
             x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(ROOT / block.page.name)

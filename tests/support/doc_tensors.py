@@ -46,10 +46,17 @@ def _model(width: int) -> Any:
     return tiny_model("qwen3", vocab_size=V, hidden_size=width, head_dim=8, tie_word_embeddings=False).train()
 
 
-_MAKERS = {
+_MAKERS: dict[str, Any] = {
+    "B": lambda: B,
+    "T": lambda: T,
+    "H": lambda: H,
+    "V": lambda: V,
     "input_ids": lambda: torch.randint(V, (B, P + T)),
     "attention_mask": lambda: _of_whole_sequences(_completion_mask(), True).long(),
     "labels": lambda: _of_whole_sequences(given("completion_ids").masked_fill(~_completion_mask(), -100), -100),
+    "dataset": lambda: [
+        {"input_ids": ids, "labels": labels} for ids, labels in zip(given("input_ids"), given("labels"), strict=True)
+    ],
     "prompts": lambda: given("input_ids")[:, :P],
     "prompt_length": lambda: P,
     "completion_ids": lambda: given("input_ids")[:, P:].contiguous(),
