@@ -214,10 +214,16 @@ def test_a_name_that_does_not_exist_is_found(code: str, fault: str | None) -> No
         ("torchrun --nproc-per-node 2 examples/distributed/nowhere.py", "no file"),
         ("(umask 077; python benchmarks/nowhere.py)", "no file"),
         ("$ make test", "no prompt"),
+        ("fastrl train mine/config.toml && python mine/make.py", None),
+        ("fastrl sft mine/config.toml", "mine/config.toml: rollout: unknown field"),
+        ("fastrl train yours/config.toml", "cannot read the config"),
     ],
 )
 def test_a_command_that_would_fail_is_found(command: str, fault: str | None, tmp_path: Path) -> None:
-    (block,) = given("```sh", *command.splitlines(), "```").blocks
+    least = ["[model]", "path = 'model'", "[data]", "path = 'train.jsonl'", "[reward]", "function = 'reward.py:f'"]
+    config = ["# mine/config.toml", *least, "[objective]", "name = 'dapo'", "[rollout]", "top_p = 0.9"]
+    files = ["```toml", *config, "```", "", "```python", "# mine/make.py: not long", "```"]
+    (block,) = given(*files, "```sh", *command.splitlines(), "```").of("sh")
     found = []
     for words in commands(block):
         with pytest.MonkeyPatch.context() as patch:

@@ -264,11 +264,11 @@ def wrong_command(words: list[str], page: Page, folder: Path, monkeypatch: pytes
         unknown = sorted(extras - set(_project()["optional-dependencies"]))
         return f"pyproject.toml has no extra {', '.join(unknown)}" if unknown else None
     if re.fullmatch(r"python[\d.]*|torchrun|pytest|bash|sh", program):
-        return _wrong_script(program, rest)
+        return _wrong_script(program, rest, page)
     return None
 
 
-def _wrong_script(program: str, rest: list[str]) -> str | None:
+def _wrong_script(program: str, rest: list[str], page: Page) -> str | None:
     if rest[:1] == ["-c"]:
         compile(rest[1], "python -c", "exec")
         return None
@@ -278,7 +278,7 @@ def _wrong_script(program: str, rest: list[str]) -> str | None:
     scripts = [x.partition("::")[0] for x in rest if x.partition("::")[0].endswith((".py", ".sh"))]
     if program == "pytest" or module == "pytest":
         scripts += [x for x in rest if x.startswith(("tests", "benchmarks"))]
-    missing = [x for x in scripts if x not in PLACEHOLDERS and not (ROOT / x.partition("::")[0]).exists()]
+    missing = [x for x in scripts if x not in PLACEHOLDERS | page.files.keys() and not (ROOT / x).exists()]
     return f"there is no file {', '.join(missing)}" if missing else None
 
 
@@ -344,11 +344,10 @@ def _wrong_fastrl(words: list[str], page: Page, folder: Path, monkeypatch: pytes
 
 
 def _config_file(word: str, command: str, page: Page, folder: Path) -> str:
-    """The word, or if it is the name of a config of the reader's, a file: a block of this page that begins with its
-    name in a comment, else the shortest config."""
-    if not word.endswith(".toml") or word not in PLACEHOLDERS or (ROOT / word).exists():
+    """The word, or where it names a config of the reader's, a file: the page's own, else the shortest config."""
+    if not word.endswith(".toml") or (word not in PLACEHOLDERS and word not in page.files) or (ROOT / word).exists():
         return word
-    named = [x.text for x in page.of("toml") if re.match(rf"# {re.escape(word)}\b", x.text)]
     path = folder / word
-    path.write_text(named[0] if named else least_config(command))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.files.get(word) or least_config(command))
     return str(path)

@@ -5,6 +5,8 @@ A block is fenced and names its language. A comment in the line directly before 
     <!-- not run: needs vLLM -->   a python block whose syntax and names alone are checked
     <!-- config: sft -->           a toml block of another command than `fastrl train`
     <!-- output -->                a text block that is what the block before it prints
+
+A python or toml block that begins with a path in a comment, `# mine/config.toml`, is that file in the page's commands.
 """
 
 from __future__ import annotations
@@ -77,6 +79,12 @@ class Page:
     def prose(self) -> tuple[tuple[int, str], ...]:
         """The lines outside of code blocks, with their numbers."""
         return _read(self).prose
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that the reader makes of blocks: those that begin with a path in a comment, by that path."""
+        named = ((re.match(r"# ([\w./-]+\.(?:py|toml))\b", block.text), block.text) for block in self.blocks)
+        return {name[1]: text for name, text in named if name is not None}
 
     def of(self, *languages: str) -> list[Block]:
         """The blocks of these languages."""
@@ -233,7 +241,7 @@ _LINK = re.compile(r"\[(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()]*\))?)*\]" + _TARGET)
 _IMAGE = re.compile(r"!\[[^\[\]]*\]" + _TARGET)
 _REFERENCE = re.compile(r"(?m)^ {0,3}\[[^\]^]+\]:[ \t]*<?(\S+?)>?(?:[ \t]+\"[^\"]*\")?[ \t]*$")
 _HTML = re.compile(r"<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=\"([^\"]+)\"")
-_CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+_CODE = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 
 
 def links(page: Page) -> list[tuple[int, str]]:
