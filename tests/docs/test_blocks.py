@@ -24,10 +24,15 @@ from doc_pages import Block, Page, pages, with_blocks
 from places import ROOT
 
 import fastrl
+from fastrl import doctor
 from fastrl.cli import main
 
 #: What `make test` installs, and not every machine with a GPU has.
 MAY_BE_MISSING = ("transformers", "trl", "liger_kernel", "peft", "datasets", "math_verify", "pydantic", "matplotlib")
+
+
+#: Configs and commands are read by what takes them.
+needs_the_commands = pytest.mark.skipif(bool(doctor.missing_for_train()), reason="needs the extra `train`")
 
 
 def failure(message: str) -> pytest.fail.Exception:
@@ -89,6 +94,7 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
         assert printed.getvalue().rstrip() == block.output.text.rstrip(), f"{block.output.where}: {block.where} prints"
 
 
+@needs_the_commands
 @by_page("toml")
 def test_configs_are_valid(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,6 +105,7 @@ def test_configs_are_valid(page: Page, tmp_path: Path, monkeypatch: pytest.Monke
             raise failure(f"{block.where}: {type(error).__name__}: {error}") from None
 
 
+@needs_the_commands
 @by_page("sh")
 def test_commands_can_be_given(page: Page, tmp_path: Path) -> None:
     wrong = []
@@ -127,9 +134,8 @@ def test_plans_are_quoted_as_they_are_printed(page: Page, capsys: pytest.Capture
         assert capsys.readouterr().out.rstrip() == block.output.text.rstrip(), f"{block.output.where}"
 
 
-@by_page("json", "jsonl")
-def test_json_can_be_read(page: Page) -> None:
-    for block in page.of("json", "jsonl"):
+def test_json_can_be_read() -> None:
+    for block in [block for page in pages() for block in page.of("json", "jsonl")]:
         for text in [block.text] if block.language == "json" else block.text.splitlines():
             try:
                 json.loads(text)
@@ -159,6 +165,7 @@ def given(*lines: str) -> Page:
         (["<!-- not run: needs vLLM -->", "```sh", "```"], "is for python blocks"),
         (["<!-- output -->", "```text", "```"], "that prints it"),
         (["```sh", "```", "<!-- output -->", "```text", "```"], None),
+        (["<!-- not run: it -->", "```python", "```", "<!-- output -->", "```text", "```"], "that prints it"),
     ],
 )
 def test_what_a_page_may_not_write_is_found(lines: list[str], fault: str | None) -> None:
@@ -213,12 +220,14 @@ def test_a_name_that_does_not_exist_is_found(code: str, fault: str | None) -> No
         ("python -m pip install 'dist/fastrl_lm-0.1.0-py3-none-any.whl[nothing]'", "no extra nothing"),
         ("torchrun --nproc-per-node 2 examples/distributed/nowhere.py", "no file"),
         ("(umask 077; python benchmarks/nowhere.py)", "no file"),
+        ("python -c 'import fastrl; print(fastrl'", "never closed"),
         ("$ make test", "no prompt"),
         ("fastrl train mine/config.toml && python mine/make.py", None),
         ("fastrl sft mine/config.toml", "mine/config.toml: rollout: unknown field"),
         ("fastrl train yours/config.toml", "cannot read the config"),
     ],
 )
+@needs_the_commands
 def test_a_command_that_would_fail_is_found(command: str, fault: str | None, tmp_path: Path) -> None:
     least = ["[model]", "path = 'model'", "[data]", "path = 'train.jsonl'", "[reward]", "function = 'reward.py:f'"]
     config = ["# mine/config.toml", *least, "[objective]", "name = 'dapo'", "[rollout]", "top_p = 0.9"]
@@ -250,6 +259,7 @@ def test_lines_of_a_shell() -> None:
         ("", "[model\n", "Expected"),
     ],
 )
+@needs_the_commands
 def test_a_config_that_would_fail_is_found(note: str, text: str, fault: str | None, tmp_path: Path) -> None:
     (block,) = given(note, "```toml", *text.splitlines(), "```").blocks
     if fault is None:

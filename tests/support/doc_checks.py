@@ -270,7 +270,10 @@ def wrong_command(words: list[str], page: Page, folder: Path, monkeypatch: pytes
 
 def _wrong_script(program: str, rest: list[str], page: Page) -> str | None:
     if rest[:1] == ["-c"]:
-        compile(rest[1], "python -c", "exec")
+        try:
+            compile(rest[1], "python -c", "exec")
+        except SyntaxError as error:
+            return str(error)
         return None
     module = rest[rest.index("-m") + 1] if "-m" in rest and program != "pytest" else ""
     if module.partition(".")[0] == "fastrl" and find_spec(module) is None:

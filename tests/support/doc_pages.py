@@ -187,9 +187,12 @@ def _wrong(blocks: list[Block]) -> Iterator[str]:
     if "config" in block.notes and block.language != "toml":
         yield f"{block.where}: `config` is for toml blocks"
     if "output" in block.notes and (
-        block.language != "text" or len(blocks) < 2 or blocks[-2].language not in ("python", "sh")
+        block.language != "text"
+        or len(blocks) < 2
+        or blocks[-2].language not in ("python", "sh")
+        or "not run" in blocks[-2].notes
     ):
-        yield f"{block.where}: `output` is for a text block after the python or sh block that prints it"
+        yield f"{block.where}: `output` is for a text block after the python or sh block that prints it, which is run"
 
 
 # --- headings and links -----------------------------------------------------------------------------------------------
