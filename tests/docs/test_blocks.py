@@ -19,7 +19,7 @@ from typing import Any
 import doc_tensors
 import pytest
 import torch
-from doc_checks import check_config, code_of, commands, logical_lines, wrong_command, wrong_names
+from doc_checks import check_config, code_of, commands, logical_lines, wrong_command, wrong_in_prose, wrong_names
 from doc_pages import Block, Page, pages, with_blocks
 from places import ROOT
 
@@ -65,6 +65,15 @@ def test_python_runs(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert not wrong, "\n".join(wrong)
             else:
                 run(block, namespace)
+
+
+@pytest.mark.parametrize(
+    "page", [x for x in pages() if not x.name.startswith("benchmarks/results/")], ids=lambda page: page.name
+)
+def test_names_and_files_in_sentences_exist(page: Page) -> None:
+    """Code between backticks: what it reads of fastrl and passes to it, and paths of the repository."""
+    wrong = wrong_in_prose(page)
+    assert not wrong, "\n".join(wrong)
 
 
 def names_of(block: Block) -> list[ast.Name]:
@@ -197,6 +206,26 @@ def test_a_name_that_does_not_exist_is_found(code: str, fault: str | None) -> No
     (block,) = given("<!-- not run: an example -->", "```python", *code.splitlines(), "```").blocks
     found = wrong_names(block)
     assert [fault in x for x in found] == [True] if fault else found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("fastrl.integrations.routing", None),
+        ("fastrl.integrations.rooting", "has no rooting"),
+        ("fastrl.rewards.NAME", None),
+        ("SamplingMask.from_nothing", "SamplingMask has no from_nothing"),
+        ("linear_policy_loss(..., tp_grup=group)", "'tp_grup'"),
+        ("GRPO(kl_coef=0)", None),
+        ("tests/docs/test_blocks.py", None),
+        ("tests/docs/test_nothing.py", "there is no"),
+        ("owner/name", None),
+        ("--rollout.top_p 0.9", None),
+    ],
+)
+def test_a_name_in_a_sentence_that_does_not_exist_is_found(code: str, fault: str | None) -> None:
+    found = wrong_in_prose(given("Take", f"`{code}` or", "not."))
+    assert [x.startswith("docs/given.md:2: ") and fault in x for x in found] == [True] if fault else found == []
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,40 @@ def code_of(block: Block) -> Any:
 
 def wrong_names(block: Block) -> list[str]:
     """What a block that is not run imports, reads of fastrl or passes to it, and that does not exist."""
-    tree = ast.parse(block.text)
-    found: list[str] = []
-    bound: dict[str, Any] = {"fastrl": fastrl, "torch": torch}
+    found = wrong_in(ast.parse(block.text), {})
+    return [f"{block.page.name}:{block.line + line}: {what}" for line, what in found]
+
+
+def wrong_in_prose(page: Page) -> list[str]:
+    """The same of the code within sentences, where fastrl's own names stand alone too; and files that are not there."""
+    found = []
+    for line, code in page.spans:
+        folder = code.partition("/")[0]
+        if (
+            re.fullmatch(r"(?!\.\./)[\w.-]+(/[\w.-]+)+/?", code)
+            and (ROOT / folder).is_dir()
+            and not (ROOT / code).exists()
+        ):
+            found.append(f"{page.name}:{line}: there is no {code}")
+        if code in LOGGERS or re.fullmatch(r"[\w.]*\.[A-Z]+", code):  # a name to be put in
+            continue
+        try:
+            tree = ast.parse(code)
+        except SyntaxError:
+            continue
+        own = {name: getattr(fastrl, name) for name in fastrl.__all__}
+        found += [f"{page.name}:{line}: `{code}`: {what}" for _, what in wrong_in(tree, own)]
+    return found
+
+
+#: Whose names are not those of modules.
+LOGGERS = ("fastrl.trl", "fastrl.verl")
+
+
+def wrong_in(tree: ast.AST, known: dict[str, Any]) -> list[tuple[int, str]]:
+    """The lines of what does not exist, and what it is. `known`: names beside fastrl and torch, and what they are."""
+    found: list[tuple[int, str]] = []
+    bound: dict[str, Any] = {**known, "fastrl": fastrl, "torch": torch}
     for node in ast.walk(tree):
         try:
             if isinstance(node, ast.Import):
@@ -45,7 +76,7 @@ def wrong_names(block: Block) -> list[str]:
             elif isinstance(node, ast.ImportFrom):
                 _bind_names(node, bound)
         except _Missing as error:
-            found.append(f"{block.page.name}:{block.line + node.lineno}: {error}")
+            found.append((node.lineno, str(error)))
     for node in ast.walk(tree):
         try:
             if isinstance(node, ast.Attribute):
@@ -53,7 +84,7 @@ def wrong_names(block: Block) -> list[str]:
             elif isinstance(node, ast.Call):
                 _check_arguments(node, _value(node.func, bound))
         except _Missing as error:
-            found.append(f"{block.page.name}:{block.line + node.lineno}: {error}")
+            found.append((node.lineno, str(error)))
     return sorted(set(found))
 
 
@@ -112,9 +143,14 @@ def _value(node: ast.expr, bound: dict[str, Any]) -> Any:
     name = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
     if name.partition(".")[0] not in ("fastrl", "torch"):
         return _UNKNOWN
-    if not hasattr(owner, node.attr):
-        raise _Missing(f"{owner.__name__} has no {node.attr}")
-    return getattr(owner, node.attr)
+    if hasattr(owner, node.attr):
+        return getattr(owner, node.attr)
+    if isinstance(owner, ModuleType) and hasattr(owner, "__path__"):
+        try:
+            return _module(f"{name}.{node.attr}") or _UNKNOWN
+        except _Missing:
+            pass
+    raise _Missing(f"{owner.__name__} has no {node.attr}")
 
 
 def _check_arguments(call: ast.Call, function: Any) -> None:

@@ -86,6 +86,13 @@ class Page:
         named = ((re.match(r"# ([\w./-]+\.(?:py|toml))\b", block.text), block.text) for block in self.blocks)
         return {name[1]: text for name, text in named if name is not None}
 
+    @property
+    def spans(self) -> list[tuple[int, str]]:
+        """The code within the prose, with the lines where it begins."""
+        numbers = [number for number, _ in self.prose]
+        text = "\n".join(line for _, line in self.prose)
+        return [(numbers[text.count("\n", 0, x.start())], " ".join(x[2].split())) for x in _CODE.finditer(text)]
+
     def of(self, *languages: str) -> list[Block]:
         """The blocks of these languages."""
         return [block for block in self.blocks if block.language in languages]
