@@ -49,8 +49,8 @@ def test_what_can_be_named_in_a_config_is_exported():
         assert made.__name__ in fastrl.__all__ and getattr(fastrl, made.__name__) is made
 
 
-def test_the_page_of_algorithms_has_every_preset_preference_estimator_and_advantage():
-    page = (ROOT / "docs" / "algorithms.md").read_text()
+def test_the_pages_of_algorithms_have_every_preset_preference_estimator_and_advantage():
+    page = "\n".join(path.read_text() for path in (ROOT / "docs" / "algorithms").glob("*.md"))
     named = [*fastrl.PRESETS, *fastrl.PREFERENCES, *(k for k in KL_FORMULAS if k != "none")]
     named += [name for name in fastrl.__all__ if name.endswith("_advantages")]
     assert [name for name in named if f"`{name}`" not in page] == []
