@@ -78,7 +78,7 @@ def overview() -> str:
 
 def test_the_overview_has_each_preset_once():
     names = [
-        re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", cells[0]).groups() for cells in rows_after(overview(), "All presets")
+        re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", cells[0]).groups() for cells in rows_after(overview(), "Presets")
     ]
     assert sorted(names) == sorted((name, name.lower()) for name in fastrl.PRESETS)
 
@@ -86,7 +86,7 @@ def test_the_overview_has_each_preset_once():
 @by_preset
 def test_the_overview_says_what_the_preset_is(preset):
     objective = any_numbers(preset)
-    (cells,) = (cells for cells in rows_after(overview(), "All presets") if f"[`{preset}`]" in cells[0])
+    (cells,) = (cells for cells in rows_after(overview(), "Presets") if f"[`{preset}`]" in cells[0])
     _, ratio, gate, kl, aggregate = cells
     reads_ratio = objective.gate != NoGate(ratio=False)
     detached = reads_ratio and objective.gate.formula in DETACHED_GATES
@@ -99,13 +99,15 @@ def test_the_overview_says_what_the_preset_is(preset):
 
 def test_the_overview_names_a_use_for_each_preset():
     used = {
-        name for cells in rows_after(overview(), "Which one") for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", cells[1])
+        name
+        for cells in rows_after(overview(), "Choosing an algorithm")
+        for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", cells[1])
     }
     assert used == set(fastrl.PRESETS)
 
 
 def test_the_overview_has_each_field_of_an_objective_with_its_default():
-    shown = {cells[0].strip("`"): cells[1] for cells in rows_after(overview(), "What every preset takes")}
+    shown = {cells[0].strip("`"): cells[1] for cells in rows_after(overview(), "Options of every preset")}
     assert list(shown) == [field.name for field in fields(Objective)]
     for field in fields(Objective):
         default = field.default if field.default is not MISSING else field.default_factory()
