@@ -42,12 +42,21 @@ def linear_cross_entropy(
     U = 2 N V H operations). `hidden[t]` predicts `targets[t]`: nothing is shifted.
 
     Args:
-        hidden, weight, bias, temperature, logit_scale, softcap, logits_dtype: as in `linear_token_logprobs`.
+        hidden: (..., H) float32, bfloat16 or float16.
+        weight: (V, H), the output head, with hidden's dtype.
         targets: (...) int64; tokens whose target is `ignore_index` are not valid, and these targets are not read.
         reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
         denominator: replaces the local number of tokens in "mean".
+        bias: (V,) with hidden's dtype.
+        temperature: as in `linear_token_logprobs`.
+        logit_scale: as in `linear_token_logprobs`.
+        softcap: as in `linear_token_logprobs`.
+        logits_dtype: as in `linear_token_logprobs`.
         memory_budget: as in `linear_token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`.
+        tp_group: as in `linear_token_logprobs`.
+        vocab_start: as in `linear_token_logprobs`.
+        vocab_size: as in `linear_token_logprobs`.
+        reduce_hidden_grad: as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if known; saves a host synchronisation on a GPU.
 
     Returns:

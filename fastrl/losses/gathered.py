@@ -153,10 +153,16 @@ def gathered_logprobs(
         ids: (..., K) int64 in [0, V), or -1: nothing is there. Ids may repeat; each has its own number. Or a
             `SamplingMask`, whose rows are those of the logits: as many ids in each row as it holds.
         mask: (...) bool or 0/1, 1 = valid; ids of other rows are not read.
-        temperature, sampling_mask, logit_scale, softcap: as in `token_logprobs`, shaped like the mask.
+        temperature: as in `token_logprobs`, shaped like the mask.
+        sampling_mask: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        softcap: as in `token_logprobs`.
         inplace: as in `token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `token_logprobs`; ids are of the whole vocabulary,
-            without its padding. The forward makes a second collective, of 4 bytes per id.
+        tp_group: as in `token_logprobs`; ids are of the whole vocabulary, without its padding. The forward makes a
+            second collective, of 4 bytes per id.
+        vocab_start: as in `token_logprobs`.
+        vocab_size: as in `token_logprobs`.
+        reduce_hidden_grad: as in `token_logprobs`: it has no effect.
 
     Returns:
         float32 (..., K), in nats, differentiable; 0 where the mask is 0 or the id -1. For a SamplingMask (nnz,), in the
@@ -226,13 +232,26 @@ def linear_gathered_logprobs(
         weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
         ids: as in `gathered_logprobs`, with the leading dimensions of hidden.
         bias: (V,) with hidden's dtype.
-        mask, temperature, sampling_mask, logit_scale, softcap: as in `gathered_logprobs`.
-        logits_dtype, memory_budget: as in `linear_token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`. The forward makes a second
-            collective, of 4 bytes per id, and a frozen head has no plan of its own.
+        mask: as in `gathered_logprobs`.
+        temperature: as in `gathered_logprobs`.
+        sampling_mask: as in `linear_token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        softcap: as in `token_logprobs`.
+        logits_dtype: as in `linear_token_logprobs`.
+        memory_budget: as in `linear_token_logprobs`.
+        tp_group: as in `linear_token_logprobs`. The forward makes a second collective, of 4 bytes per id, and a frozen
+            head has no plan of its own.
+        vocab_start: as in `linear_token_logprobs`.
+        vocab_size: as in `linear_token_logprobs`.
+        reduce_hidden_grad: as in `linear_token_logprobs`.
 
-    Returns, raises: as `gathered_logprobs`. Also ValueError for a budget too small for any plan (the message names the
-    smallest that works).
+    Returns:
+        float32 (..., K), in nats, or (nnz,) for a SamplingMask, as `gathered_logprobs`; differentiable in hidden,
+        weight and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError, NotImplementedError: as `gathered_logprobs`. A memory_budget
+            too small for any plan is a ValueError, whose message names the smallest that works.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():

@@ -62,12 +62,12 @@ def token_logprobs(
         logits: (..., V) float32, bfloat16 or float16, with any leading strides.
         targets: (...) int64 in [0, V); not read where the mask is 0.
         mask: (...) bool or 0/1, 1 = valid. Masked outputs and gradients are 0.
-        temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
+        temperature: above 0: a number, or a floating tensor, 0-dim or shaped like targets (not differentiated).
         sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded
             row is over its support only, that of any other row over the whole vocabulary.
         entropy: whether to return entropies.
-        logit_scale: multiplies the logits (Cohere, Granite).
-        softcap: > 0, bounds the logits smoothly (Gemma 2).
+        logit_scale: above 0, multiplies the logits (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
         inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
             RuntimeError. Nothing else may read the logits after the backward. It has no effect under torch.compile.
         tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: logits (..., V_r) are this
@@ -165,7 +165,11 @@ def linear_token_logprobs(
         weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
         targets: (...) int64 in [0, V); not read where the mask is 0.
         bias: (V,) with hidden's dtype.
-        mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
+        mask: as in `token_logprobs`.
+        temperature: as in `token_logprobs`.
+        entropy: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        softcap: as in `token_logprobs`.
         logits_dtype: None, or torch.float32: the logits are the products' float32 sums, unrounded, whatever the head's
             dtype, as in an inference engine that computes its head in float32. A tile then takes twice the bytes and,
             where it becomes a gradient, as much again in the head's dtype, in which the products of the backward stay.
@@ -187,13 +191,19 @@ def linear_token_logprobs(
             rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
             frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
             torch.compile.
-        vocab_start, vocab_size: as in `token_logprobs`, of rows. Heads are often padded to a multiple (Qwen: 151,936
-            rows for 151,669 tokens), and an inference engine that never samples the padding leaves it out of the
-            softmax. It costs neither a product nor a copy of the head; its gradient is formed in place.
+        vocab_start: as in `token_logprobs`, of rows.
+        vocab_size: as in `token_logprobs`, of rows. Heads are often padded to a multiple (Qwen: 151,936 rows for
+            151,669 tokens), and an inference engine that never samples the padding leaves it out of the softmax. It
+            costs neither a product nor a copy of the head; its gradient is formed in place.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
 
-    Returns, raises: as `token_logprobs`. Also ValueError for a budget too small for any plan (the message names the
-    smallest that works) and for an unknown extra, and NotImplementedError for extras with a sampling_mask.
+    Returns:
+        TokenStats of tensors shaped like targets.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as `token_logprobs`. A memory_budget too small for any plan is
+            a ValueError, whose message names the smallest that works, and so is an unknown extra.
+        NotImplementedError: extras with a sampling_mask; a tp_group under torch.compile.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
