@@ -44,7 +44,8 @@ def linear_cross_entropy(
     Args:
         hidden: (..., H) float32, bfloat16 or float16.
         weight: (V, H), the output head, with hidden's dtype.
-        targets: (...) int64; tokens whose target is `ignore_index` are not valid, and these targets are not read.
+        targets: (...) int64 in [0, V), or `ignore_index`.
+        ignore_index: tokens with this target are not valid; any integer.
         reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
         denominator: replaces the local number of tokens in "mean".
         bias: (V,) with hidden's dtype.

@@ -167,6 +167,8 @@ def linear_token_logprobs(
         bias: (V,) with hidden's dtype.
         mask: as in `token_logprobs`.
         temperature: as in `token_logprobs`.
+        sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
+            unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
         entropy: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         softcap: as in `token_logprobs`.
@@ -180,11 +182,6 @@ def linear_token_logprobs(
             use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
             means a sixteenth of the memory of the tensors' device, or what the plan that needs least takes if that is
             more.
-        sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
-            unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
-        extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
-            with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
-            "log_sum_sq_probs" (costs U). See `TokenStats`.
         tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: weight and bias are this
             rank's consecutive rows of the head, (V_r, H) and (V_r,), V_r >= 0; a DTensor in such shards is taken too.
             All else is the same on every rank, and so are the results, to the bit. The head's gradient is that of the
@@ -196,6 +193,9 @@ def linear_token_logprobs(
             151,669 tokens), and an inference engine that never samples the padding leaves it out of the softmax. It
             costs neither a product nor a copy of the head; its gradient is formed in place.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
+        extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
+            with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
+            "log_sum_sq_probs" (costs U). See `TokenStats`.
 
     Returns:
         TokenStats of tensors shaped like targets.

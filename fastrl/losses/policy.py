@@ -109,6 +109,7 @@ def policy_loss(
     Raises:
         TypeError, ValueError: the message names the argument, the value and what was expected.
         RuntimeError: another rank of cp_group raised an error, which the message has.
+        NotImplementedError: a cp_group under torch.compile.
     """
     cp_group = checked_cp_group(cp_group, None)
     with ALONE.reporting(cp_group):
