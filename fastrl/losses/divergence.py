@@ -96,20 +96,21 @@ def linear_divergence(
         bias: (V,) with hidden's dtype.
         teacher_bias: (V,), like teacher_weight.
         mask: (...) bool or 0/1, 1 = valid. The tokens of a masked row count nowhere, and are not read.
-        temperature: as in `linear_token_logprobs`, of the student. No factor temperature^2 is applied, as some authors
-            do.
-        logit_scale: as in `linear_token_logprobs`, of the student.
-        softcap: as in `linear_token_logprobs`, of the student.
+        temperature: above 0, a number or a floating tensor (...), of the student; as in `linear_token_logprobs`. No
+            factor temperature^2 is applied, as some authors do.
+        logit_scale: above 0, multiplies the student's logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound; of the student.
         teacher_temperature: of the teacher; None: the student's.
         teacher_logit_scale: of the teacher; None: the student's.
         teacher_softcap: of the teacher; None: the student's; 0: none.
         token_weights: (...) floating point, detached; they multiply a token's divergence in the loss and do not enter
             the denominator.
         denominator: replaces the number of valid tokens: a number > 0, or a 0-dim tensor.
-        logits_dtype: as in `linear_token_logprobs`, of both sides' logits.
-        memory_budget: as in `linear_token_logprobs`.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`, of both sides' logits.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if the caller knows it, as in `linear_policy_loss`.
-        vocab_size: as in `linear_token_logprobs`, of both heads, which may then have different numbers of rows.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`, of both heads, which may
+            then have different numbers of rows.
 
     Returns:
         DivergenceLoss. The loss is float32. A token whose p is 0 where its q is not has an infinite forward KL, one

@@ -59,8 +59,8 @@ def kto_loss(
         desirable_weight: above 0; the paper keeps its ratio to undesirable_weight, times that of the numbers of
             responses, between 1 and 4/3.
         undesirable_weight: above 0.
-        denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of
-            them only if it is given).
+        denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of them
+            only if it is given).
 
     Returns:
         KTOLoss. The loss of no responses is 0.
@@ -120,22 +120,22 @@ def linear_kto_loss(
         desirable: (B,), bool or 0/1.
         kl: z or what it is the mean of, in nats, as in `kto_loss`.
         beta: above 0.
-        desirable_weight: as in `kto_loss`.
-        undesirable_weight: as in `kto_loss`.
-        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out
-            the tokens behind, as at the end of padded packs.
+        desirable_weight: above 0; as in `kto_loss`.
+        undesirable_weight: above 0; as in `kto_loss`.
+        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
+            tokens behind, as at the end of padded packs.
         denominator: replaces B, as in `kto_loss`.
         bias: (V,) with hidden's dtype.
-        temperature: as in `linear_token_logprobs`.
-        sampling_mask: as in `linear_token_logprobs`.
-        logit_scale: as in `linear_token_logprobs`.
-        softcap: as in `linear_token_logprobs`.
-        logits_dtype: as in `linear_token_logprobs`.
-        memory_budget: as in `linear_token_logprobs`.
-        tp_group: as in `linear_token_logprobs`.
-        vocab_start: as in `linear_token_logprobs`.
-        vocab_size: as in `linear_token_logprobs`.
-        reduce_hidden_grad: as in `linear_token_logprobs`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
         KTOLoss, differentiable in hidden, weight and bias.

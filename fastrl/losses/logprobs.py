@@ -63,8 +63,8 @@ def token_logprobs(
         targets: (...) int64 in [0, V); not read where the mask is 0.
         mask: (...) bool or 0/1, 1 = valid. Masked outputs and gradients are 0.
         temperature: above 0: a number, or a floating tensor, 0-dim or shaped like targets (not differentiated).
-        sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded
-            row is over its support only, that of any other row over the whole vocabulary.
+        sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded row
+            is over its support only, that of any other row over the whole vocabulary.
         entropy: whether to return entropies.
         logit_scale: above 0, multiplies the logits (Cohere, Granite).
         softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
@@ -165,13 +165,14 @@ def linear_token_logprobs(
         weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
         targets: (...) int64 in [0, V); not read where the mask is 0.
         bias: (V,) with hidden's dtype.
-        mask: as in `token_logprobs`.
-        temperature: as in `token_logprobs`.
-        sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
-            unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
-        entropy: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        softcap: as in `token_logprobs`.
+        mask: bool or 0/1, 1 = valid; as in `token_logprobs`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `token_logprobs`. A token with a support costs
+            products with the support's entries only, unless it is so wide (a good part of the vocabulary) that dense
+            products are cheaper.
+        entropy: whether to return entropies; as in `token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None, or torch.float32: the logits are the products' float32 sums, unrounded, whatever the head's
             dtype, as in an inference engine that computes its head in float32. A tile then takes twice the bytes and,
             where it becomes a gradient, as much again in the head's dtype, in which the products of the backward stay.
@@ -188,10 +189,11 @@ def linear_token_logprobs(
             rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
             frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
             torch.compile.
-        vocab_start: as in `token_logprobs`, of rows.
-        vocab_size: as in `token_logprobs`, of rows. Heads are often padded to a multiple (Qwen: 151,936 rows for
-            151,669 tokens), and an inference engine that never samples the padding leaves it out of the softmax. It
-            costs neither a product nor a copy of the head; its gradient is formed in place.
+        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`, of rows.
+        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`, of rows. Heads are often padded to
+            a multiple (Qwen: 151,936 rows for 151,669 tokens), and an inference engine that never samples the padding
+            leaves it out of the softmax. It costs neither a product nor a copy of the head; its gradient is formed in
+            place.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
         extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
             with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;

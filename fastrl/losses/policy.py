@@ -95,11 +95,11 @@ def policy_loss(
         cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
             parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
             cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and
-            advantages (B,) are the same on every rank. Every sum over a response or the batch, denominators and
-            metrics run over the group, and every rank gets the whole loss, to the same bits. Its gradient is that of
-            the whole loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the
-            group, or multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the
-            backward or none. A callable must have row_local = True.
+            advantages (B,) are the same on every rank. Every sum over a response or the batch, denominators and metrics
+            run over the group, and every rank gets the whole loss, to the same bits. Its gradient is that of the whole
+            loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the group, or
+            multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the backward or
+            none. A callable must have row_local = True.
         position_ids: shaped like logprobs, integers that rise along each response; masked ones are not read. Required
             beside a cp_group by objectives that depend on the order of tokens (FIPO), otherwise not read.
 
@@ -189,7 +189,7 @@ def logits_policy_loss(
     Args:
         logits: (..., V) float32, bfloat16 or float16; `logits[t]` predicts `targets[t]`.
         targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
-        objective: as in `policy_loss`.
+        objective: an `Objective`, or a callable in torch; as in `policy_loss`.
         advantages: (B,), one per response, or shaped like targets; floating point.
         mask: shaped like targets, bool or 0/1, 1 = valid.
         old_logprobs: shaped like targets, in nats; None means on-policy.
@@ -197,21 +197,21 @@ def logits_policy_loss(
         rollout_logprobs: shaped like targets, in nats; required by a rollout correction.
         token_weights: shaped like targets; multiply the policy term only.
         entropy_weights: shaped like targets; replace w in the entropy term.
-        entropy_threshold: in nats, as in `policy_loss`.
+        entropy_threshold: nats, a number or a 0-dim tensor; as in `policy_loss`.
         cu_seqlens: (B + 1,) int32 for packed responses, as in `policy_loss`.
-        denominator: as in `policy_loss`.
-        group_ids: (B,), as in `policy_loss`.
-        temperature: as in `token_logprobs`.
-        sampling_mask: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        softcap: as in `token_logprobs`.
+        denominator: above 0: a number, or a tensor, 0-dim or (B,); as in `policy_loss`.
+        group_ids: (B,), the prompt of each response; required by "prompt-mean", as in `policy_loss`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
         inplace: whether the gradient overwrites the logits, if they need one.
-        tp_group: as in `token_logprobs`.
-        vocab_start: as in `token_logprobs`.
-        vocab_size: as in `token_logprobs`.
-        reduce_hidden_grad: as in `token_logprobs`: it has no effect.
-        cp_group: as in `policy_loss`.
-        position_ids: as in `policy_loss`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`.
+        reduce_hidden_grad: has no effect, as in `token_logprobs`.
+        cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`.
+        position_ids: shaped like targets, integers; as in `policy_loss`.
 
     Returns:
         PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
@@ -353,7 +353,7 @@ def linear_policy_loss(
         hidden: (..., H) float32, bfloat16 or float16; `hidden[t]` predicts `targets[t]`.
         weight: (V, H), the output head, with hidden's dtype.
         targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
-        objective: as in `policy_loss`.
+        objective: an `Objective`, or a callable in torch; as in `policy_loss`.
         advantages: (B,), one per response, or shaped like targets; floating point.
         mask: shaped like targets, bool or 0/1, 1 = valid.
         old_logprobs: shaped like targets, in nats; None means on-policy.
@@ -361,30 +361,30 @@ def linear_policy_loss(
         rollout_logprobs: shaped like targets, in nats; required by a rollout correction.
         token_weights: shaped like targets; multiply the policy term only.
         entropy_weights: shaped like targets; replace w in the entropy term.
-        entropy_threshold: in nats, as in `policy_loss`.
+        entropy_threshold: nats, a number or a 0-dim tensor; as in `policy_loss`.
         cu_seqlens: (B + 1,) int32 for packed responses, as in `policy_loss`.
-        denominator: as in `policy_loss`.
-        group_ids: (B,), as in `policy_loss`.
-        temperature: as in `linear_token_logprobs`.
-        sampling_mask: as in `linear_token_logprobs`.
-        logit_scale: as in `linear_token_logprobs`.
-        softcap: as in `linear_token_logprobs`.
+        denominator: above 0: a number, or a tensor, 0-dim or (B,); as in `policy_loss`.
+        group_ids: (B,), the prompt of each response; required by "prompt-mean", as in `policy_loss`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
         bias: (V,) with hidden's dtype.
-        logits_dtype: as in `linear_token_logprobs`.
-        memory_budget: as in `linear_token_logprobs`.
-        tp_group: as in `linear_token_logprobs`.
-        vocab_start: as in `linear_token_logprobs`.
-        vocab_size: as in `linear_token_logprobs`.
-        reduce_hidden_grad: as in `linear_token_logprobs`.
-        num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations
-            that leaving rows out costs beside a mask (one here, one in a backward that computes the logits again);
-            there a wrong number makes the loss NaN, and idle rows are not left out, as without a mask. If a
-            sampling_mask has a row that is not recorded, a GPU still synchronises for the number of such rows, and
-            without num_tokens for the lengths of packed responses that depend on each other. With a cp_group, of this
-            rank's tokens.
-        cp_group: as in `policy_loss`. The gradients of weight and bias are this rank's part. Objectives that are not
-            row-local then compute the logits again in the backward (4U), and so do those of a sequence ratio on-policy.
-        position_ids: as in `policy_loss`.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
+        num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations that
+            leaving rows out costs beside a mask (one here, one in a backward that computes the logits again); there a
+            wrong number makes the loss NaN, and idle rows are not left out, as without a mask. If a sampling_mask has a
+            row that is not recorded, a GPU still synchronises for the number of such rows, and without num_tokens for
+            the lengths of packed responses that depend on each other. With a cp_group, of this rank's tokens.
+        cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`. The gradients of
+            weight and bias are this rank's part. Objectives that are not row-local then compute the logits again in the
+            backward (4U), and so do those of a sequence ratio on-policy.
+        position_ids: shaped like targets, integers; as in `policy_loss`.
 
     Returns:
         PolicyLoss, differentiable in hidden, weight and bias. A batch with no valid token gives loss 0 and zero

@@ -257,23 +257,23 @@ def linear_preference_loss(
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
             if `objective.reference`, and not used without. The mean over a response without tokens is 0 here too.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
-        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out
-            the tokens behind, as at the end of padded packs.
+        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
+            tokens behind, as at the end of padded packs.
         nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an
             `nll_coef`; the default is those of the chosen responses.
         denominator: replaces B; for micro-batches, the number of pairs of all of them.
         nll_denominator: replaces the number of tokens of the likelihood term.
         bias: (V,) with hidden's dtype.
-        temperature: as in `linear_token_logprobs`.
-        sampling_mask: as in `linear_token_logprobs`.
-        logit_scale: as in `linear_token_logprobs`.
-        softcap: as in `linear_token_logprobs`.
-        logits_dtype: as in `linear_token_logprobs`.
-        memory_budget: as in `linear_token_logprobs`.
-        tp_group: as in `linear_token_logprobs`.
-        vocab_start: as in `linear_token_logprobs`.
-        vocab_size: as in `linear_token_logprobs`.
-        reduce_hidden_grad: as in `linear_token_logprobs`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
         PreferenceLoss, differentiable in hidden, weight and bias.
@@ -375,16 +375,16 @@ def linear_dpo_loss(
         cu_seqlens: (2B + 1,) int32 for packed responses, as in `linear_preference_loss`.
         denominator: replaces B, as in `linear_preference_loss`.
         bias: (V,) with hidden's dtype.
-        temperature: as in `linear_token_logprobs`.
-        sampling_mask: as in `linear_token_logprobs`.
-        logit_scale: as in `linear_token_logprobs`.
-        softcap: as in `linear_token_logprobs`.
-        logits_dtype: as in `linear_token_logprobs`.
-        memory_budget: as in `linear_token_logprobs`.
-        tp_group: as in `linear_token_logprobs`.
-        vocab_start: as in `linear_token_logprobs`.
-        vocab_size: as in `linear_token_logprobs`.
-        reduce_hidden_grad: as in `linear_token_logprobs`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
         DPOLoss, differentiable in hidden, weight and bias.

@@ -9,7 +9,6 @@ import re
 import textwrap
 
 import pytest
-import torch
 from places import ROOT
 
 import fastrl
@@ -310,4 +309,3 @@ def test_who_takes_a_group():
     # The page of linear_divergence says that it has none.
     without = [n for n in HAND_WRITTEN if n.startswith("linear_") and "tp_group" not in parameters(FUNCTIONS[n])]
     assert without == ["linear_divergence"]
-    assert torch.device("cpu") == fastrl.SamplingMask.from_lists([[1]]).device
