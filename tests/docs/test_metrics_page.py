@@ -227,7 +227,7 @@ INTERNAL, CHECKPOINTS = {"kl_last", "seconds"}, ("checkpoint.py", "run.py")
 
 
 def written_in(path: Path) -> Iterator[str]:
-    """What a module's code names, in a run or not: `numbers["..."] = ...`, `numbers |= {"...": ...}`, `timed("...")`."""
+    """What a module names, in a run or not: `numbers["..."] = ...`, `numbers |= {"...": ...}`, `timed("...")`."""
     kept = {"numbers", "metrics", "shape"}
     for node in ast.walk(ast.parse(path.read_text())):
         if (
