@@ -27,8 +27,8 @@ TRAIN, STAGES, RESULTS = "fastrl train", "fastrl sft, dpo and reward-model", "Re
 #: The parts of "fastrl train" whose rows are the keys of a policy loss's `out.metrics`.
 OF_THE_LOSS = ("Policy loss", "Rollout correction")
 
-# Draws digits uniformly, without weights; and answers "=" as a tool.
-MINE = """
+# Draws digits uniformly, without weights.
+ENGINE = """
 import math, random
 
 from fastrl.training.engines.protocol import Completion
@@ -53,8 +53,9 @@ class Digits:
 
 def make(policy, rollout):
     return Digits(policy)
-
-
+"""
+# A file of its own, because workers import it.
+FUNCTIONS = """
 def tool(prompts, completions, **columns):
     return ["7"] * len(prompts)
 
@@ -132,7 +133,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
     narrowed(tmp_path)
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "text.txt").write_text("123=321" * 50)
     rows = [{"prompt": f"{n}=", "answer": str(n)[::-1]} for n in range(100, 112)]
     write_json_lines(tmp_path / "rows.jsonl", [*rows, {"prompt": "1" * 12, "answer": ""}])
@@ -195,7 +197,7 @@ def test_the_trainer_logs_what_the_page_lists(rl: Callable[..., set[str]], folde
         entropy={"target": 1.0},
         rollout_correction={"level": "token"},
         rollout={
-            "engine": f"{mine}:make",
+            "engine": f"{folder}/engine.py:make",
             "tools": f"{mine}:tool",
             "stop": ["="],
             "tool_workers": 1,
