@@ -174,8 +174,9 @@ def test_messages_ask_for_the_packages_of_the_extras():
     assert {dependencies.REQUIREMENTS[name] for name in dependencies.TRAIN} == set(extras["train"])
 
 
-def test_the_readme_and_the_doctor_name_the_same_tested_versions():
-    (line,) = re.findall(r"^Versions: .*?(?=\n\n)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_page_and_the_doctor_name_the_same_tested_versions():
+    page = (ROOT / "docs" / "features.md").read_text()
+    (line,) = re.findall(r"^## Versions\n.*?(?=^## )", page, re.MULTILINE | re.DOTALL)
     for name, versions in doctor.TESTED.items():
         for version in versions:
             # transformers by its minor version: that is how it is released.
