@@ -321,7 +321,7 @@ TESTED_IN: dict[str, tuple[str | None, ...]] = {
         "models/test_routing_from_vllm.py::test_every_form_that_vllm_sends",
         "training/engines/test_vllm_process.py::test_completions_of_vllms_classes",
         "training/engines/test_sglang.py::test_routed_experts",
-        None,
+        "docs/test_features_of_engines.py::test_an_engine_of_ones_own_sleeps_and_records_experts",
     ),
     '`rollout.stop = ["</answer>"]`': (
         "training/rl/test_stop_strings.py::test_a_completion_is_the_same_one_cut_after_the_first_stop_string",
@@ -332,7 +332,7 @@ TESTED_IN: dict[str, tuple[str | None, ...]] = {
     ),
     '`rollout.tools = "tools.py:answer"`': (
         "training/rl/test_runs_with_tools.py::test_steps_and_evaluations_use_tools",
-        None,
+        "docs/test_features_of_engines.py::test_tools_with_a_server_that_plays_vllm",
         None,
         None,
         "training/rl/test_turns.py::test_turns_alternate_until_the_tools_have_nothing_to_say",
@@ -349,7 +349,7 @@ TESTED_IN: dict[str, tuple[str | None, ...]] = {
         "training/engines/test_server_answers.py::test_sleep_wake_up_and_weights_in_this_order",
         "training/engines/test_vllm_process.py::test_sleep_and_ipc_on_a_shared_gpu",
         "training/engines/test_sglang.py::test_sleep_frees_all_memory",
-        None,
+        "docs/test_features_of_engines.py::test_an_engine_of_ones_own_sleeps_and_records_experts",
     ),
     "a seed for each request": (
         None,
