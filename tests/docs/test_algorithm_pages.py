@@ -151,7 +151,7 @@ def test_the_defaults_are_the_presets(preset):
 @by_preset
 def test_what_must_be_given_is_named_where_the_preset_is_called(preset):
     required = [name for name, default in own_parameters(preset).items() if default == "required"]
-    assert defaults(preset)[0].fastrl == f"`{preset}({', '.join(required)})`"
+    assert defaults(preset)[0].fastrl == f"`{preset}({', '.join(f'{name}=...' for name in required)})`"
 
 
 @by_preset

@@ -19,14 +19,6 @@ from typing import NamedTuple
 
 from places import ROOT
 
-import fastrl
-
-#: Pages that the site's build writes, so that links to them lead nowhere in the files: their paths.
-GENERATED = frozenset(
-    [f"docs/config/{name}.md" for name in ("README", "train", "sft", "dpo", "reward_model", "sample")]
-    + [f"docs/functions/{name}.md" for name in fastrl.__all__]
-)
-
 LANGUAGES = ("python", "toml", "sh", "text", "json", "jsonl")
 _FENCE = re.compile(r"( *)(`{3,}|~{3,}) *([^`]*)$")
 _NOTE = re.compile(r" *<!-- *(not run|config|output)\b *(?::(.*?))?-->$")
