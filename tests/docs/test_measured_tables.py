@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from places import BENCHMARKS, ROOT
 
 import fastrl
 from fastrl.base.devices import H200
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
@@ -242,7 +242,7 @@ def text_chunk(path: Path) -> str:
 
 def test_the_picture_has_the_results() -> None:
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(BENCHMARKS))
     import draw_comparison
 
     picture = ROOT / "docs" / "comparison.png"
