@@ -12,6 +12,7 @@ gradients the largest of any input's, as a share of its largest entry.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -173,9 +174,9 @@ def report(shape: tuple[int, int, int], backends: Sequence[str]) -> tuple[str, l
     facts, wrong = machine.describe([]), []
     where, versions = facts["machine"], facts["versions"]
     used = [f"{name} {versions[name]}" for name in ("python", "torch", *(x for x in backends if x == "triton"))]
-    text = [
-        f"{where['cpu']}, {where['cpu_cores']} cores; {', '.join(used)}; commit {facts['commit']}; {facts['date']}."
-    ]
+    n, h, v = shape
+    on = f"{where['cpu']}, {where['cpu_cores']} cores; {', '.join(used)}; commit {facts['commit']}; {facts['date']}."
+    text = [f"{n} tokens, hidden {h}, vocabulary {v}; {on}"]
     names = [*backends, "eager"]
     head = ["function", "of", f"value: {names[0]}", *names[1:], f"gradient: {names[0]}", *names[1:]]
     for dtype in DTYPES:
@@ -198,7 +199,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     n, h, v = map(int, options.shape.split("x"))
     text, wrong = report((n, h, v), options.backends)
-    command = f"```sh\n{shlex.join(['python', 'benchmarks/precision.py', *argv])}\n```"
+    interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") else ""
+    command = f"```sh\n{interpreted}{shlex.join(['python', 'benchmarks/precision.py', *argv])}\n```"
     print(text, *(f"above the margin: {line}" for line in wrong), sep="\n")
     if options.write:
         start = f"<!-- precision: {' '.join(options.backends)} -->"
