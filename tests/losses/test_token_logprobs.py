@@ -174,7 +174,7 @@ def test_float16_at_any_temperature(temperature: float, what: str, plan: str) ->
 
 
 def test_confident_tokens_stay_exact(backend: str, backend_device: str) -> None:
-    """151,936 equal entries 26 below the target: -7.8e-7, not 0 (docs/design.md, numerical rules)."""
+    """151,936 equal entries 26 below the target: -7.8e-7, not 0 (docs/precision.md)."""
     for margin in (10.0, 26.0, 40.0, 80.0):
         logits = torch.full((1, 151936), -margin)
         logits[0, 7] = 0
