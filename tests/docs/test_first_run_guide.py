@@ -41,18 +41,18 @@ def missing(completions, digits):
 QUICK = ["--logging.tensorboard", "false"]
 #: How each mistake of the table is made: arguments behind `fastrl train`.
 MISTAKES = {
-    "a field's name, in the file": "mine/typo.toml",
-    "a field's name, on the command line": "mine/config.toml --rollout.num_generation 4",
-    "the folder has a run already": "mine/config.toml",
-    "no such model directory (a name without `./`, `../` or `/` may be one on the hub, and is looked up there)": "mine/config.toml --model.path ./modle",
-    "no such function": "mine/config.toml --reward.function mine/reward.py:sort",
-    "the reward's parameter is no column": "mine/config.toml --reward.function mine/bad.py:wrong_name",
-    "the reward does not take `prompts` and `completions`": "mine/config.toml --reward.function mine/bad.py:missing",
-    "one number for all (in step 1)": "mine/config.toml --reward.function mine/bad.py:short",
-    "the reward raises (in step 1)": "mine/config.toml --reward.function mine/bad.py:raises",
-    "a prompt that is too long": "mine/config.toml --data.max_prompt_tokens 3",
-    "a budget that no plan fits": "mine/config.toml --training.memory_budget 1KiB",
-    "another config at a resume": "mine/config.toml --resume --optimizer.lr 1e-4",
+    "a field's name, in the file": "typo.toml",
+    "a field's name, on the command line": "my_config.toml --rollout.num_generation 4",
+    "the folder has a run already": "my_config.toml",
+    "no such model directory": "my_config.toml --model.path ./modle",
+    "no such function": "my_config.toml --reward.function my_reward.py:sort",
+    "the reward's parameter is no column": "my_config.toml --reward.function bad.py:wrong_name",
+    "the reward does not take `prompts` and `completions`": "my_config.toml --reward.function bad.py:missing",
+    "one number for all (in step 1)": "my_config.toml --reward.function bad.py:short",
+    "the reward raises (in step 1)": "my_config.toml --reward.function bad.py:raises",
+    "a prompt that is too long": "my_config.toml --data.max_prompt_tokens 3",
+    "a budget that no plan fits": "my_config.toml --training.memory_budget 1KiB",
+    "another config at a resume": "my_config.toml --resume --optimizer.lr 1e-4",
 }
 
 
@@ -66,14 +66,11 @@ def block(first_line: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the page has when its run has ended: its files, a model, and two steps of the run."""
     folder = tmp_path_factory.mktemp("first_run")
-    mine = folder / "mine"
-    mine.mkdir()
-    for name, first in (("make_data.py", "# mine/make_data.py"), ("reward.py", "# mine/reward.py")):
-        (mine / name).write_text(block(first), encoding="utf-8")
-    config = block("# mine/config.toml")
-    (mine / "config.toml").write_text(config, encoding="utf-8")
-    (mine / "typo.toml").write_text(config.replace("num_generations", "num_generation"), encoding="utf-8")
-    (mine / "bad.py").write_text(BAD, encoding="utf-8")
+    (folder / "my_reward.py").write_text(block("# my_reward.py"), encoding="utf-8")
+    config = block("# my_config.toml")
+    (folder / "my_config.toml").write_text(config, encoding="utf-8")
+    (folder / "typo.toml").write_text(config.replace("num_generations", "num_generation"), encoding="utf-8")
+    (folder / "bad.py").write_text(BAD, encoding="utf-8")
     model = folder / "runs" / "reverse_digits" / "checkpoints" / "step-000120"
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(EXAMPLES / "reverse_digits" / "model.json"))
@@ -82,13 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copy(file, model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        exec(compile(block("# mine/make_data.py"), "make_data.py", "exec"), {})
-        assert main(["train", "mine/config.toml", "--training.steps", "2", *QUICK]) == 0
+        exec(compile(block("# make_data.py"), "make_data.py", "exec"), {})
+        assert main(["train", "my_config.toml", "--training.steps", "2", *QUICK]) == 0
         yield folder
 
 
 def test_the_pages_files_train(folder: Path) -> None:
-    rows = (folder / "mine" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 800 and "\n".join(rows[:2]) + "\n" == block('{"prompt": "439="')
     run = folder / "runs" / "sort"
     assert len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
@@ -124,7 +121,7 @@ def test_the_mistakes_have_the_messages_of_the_page(
 def test_a_constant_reward_has_the_warning_of_the_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ["mine/config.toml", "--logging.output_dir", str(tmp_path / "run"), "--evaluation.every", "9", *QUICK]
+    run = ["my_config.toml", "--logging.output_dir", str(tmp_path / "run"), "--evaluation.every", "9", *QUICK]
     small = ["--training.steps", "5", "--rollout.prompts_per_step", "4"]
-    assert main(["train", *run, *small, "--reward.function", "mine/bad.py:constant"]) == 0
+    assert main(["train", *run, *small, "--reward.function", "bad.py:constant"]) == 0
     assert block("fastrl: warning: step 5") in capsys.readouterr().err
