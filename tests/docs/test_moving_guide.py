@@ -55,8 +55,8 @@ def check_here(cells: list[str]) -> None:
     assert fields, cells
     defaults = [value for cell in names(cells[3]) for value in cell.split(", ")]
     assert len(defaults) in (0, len(fields)), cells
-    for name, default in zip(fields, defaults or [None] * len(fields), strict=True):
-        assert default_here(name) == default or default is None, cells
+    here = [default_here(name) for name in fields]
+    assert here == (defaults or here), cells
 
 
 TRL = rows("`trl.GRPOConfig`")
@@ -87,7 +87,7 @@ def test_the_presets_are_the_objectives_of_trl_s_options(loss_type: str) -> None
     from fastrl.integrations.grpo_options import grpo_objective
 
     config = pytest.importorskip("trl").GRPOConfig
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
     high = 5.0 if loss_type == "cispo" else defaults["epsilon"]
     level = "sequence" if loss_type == "luspo" else "token"
     expected = grpo_objective(
