@@ -45,6 +45,8 @@ MISTAKES = {
     "a field's name, on the command line": "my_config.toml --rollout.num_generation 4",
     "the folder has a run already": "my_config.toml",
     "no such model directory": "my_config.toml --model.path ./modle",
+    "a file without the column": "my_config.toml --data.path questions.jsonl",
+    "a chat prompt, and a tokenizer without a template": "my_config.toml --data.system_prompt Sort.",
     "no such function": "my_config.toml --reward.function my_reward.py:sort",
     "the reward's parameter is no column": "my_config.toml --reward.function bad.py:wrong_name",
     "the reward does not take `prompts` and `completions`": "my_config.toml --reward.function bad.py:missing",
@@ -81,6 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         exec(compile(block("# make_data.py"), "make_data.py", "exec"), {})
         assert main(["train", "my_config.toml", "--training.steps", "2", *QUICK]) == 0
+        questions = (folder / "train.jsonl").read_text(encoding="utf-8").replace('"prompt"', '"question"')
+        (folder / "questions.jsonl").write_text(questions, encoding="utf-8")
         yield folder
 
 
