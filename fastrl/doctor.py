@@ -11,7 +11,7 @@ from fastrl.backend.cpp import build as cpp_build
 from fastrl.base import dependencies
 from fastrl.bench import machine
 
-#: The oldest and newest version of each that `make test` passed with, all tests except those the README leaves out.
+#: The oldest and newest version of each that `make test` passed with, but for what docs/features.md names.
 TESTED = {
     "python": ("3.11", "3.12"),
     "torch": ("2.11.0", "2.15.0"),

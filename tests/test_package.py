@@ -49,8 +49,8 @@ def test_what_can_be_named_in_a_config_is_exported():
         assert made.__name__ in fastrl.__all__ and getattr(fastrl, made.__name__) is made
 
 
-def test_the_page_of_algorithms_has_every_preset_preference_estimator_and_advantage():
-    page = (ROOT / "docs" / "algorithms.md").read_text()
+def test_the_pages_of_algorithms_have_every_preset_preference_estimator_and_advantage():
+    page = "\n".join(path.read_text() for path in (ROOT / "docs" / "algorithms").glob("*.md"))
     named = [*fastrl.PRESETS, *fastrl.PREFERENCES, *(k for k in KL_FORMULAS if k != "none")]
     named += [name for name in fastrl.__all__ if name.endswith("_advantages")]
     assert [name for name in named if f"`{name}`" not in page] == []
@@ -174,8 +174,9 @@ def test_messages_ask_for_the_packages_of_the_extras():
     assert {dependencies.REQUIREMENTS[name] for name in dependencies.TRAIN} == set(extras["train"])
 
 
-def test_the_readme_and_the_doctor_name_the_same_tested_versions():
-    (line,) = re.findall(r"^Versions: .*?(?=\n\n)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_page_and_the_doctor_name_the_same_tested_versions():
+    page = (ROOT / "docs" / "features.md").read_text()
+    (line,) = re.findall(r"^## Versions\n.*?(?=^## )", page, re.MULTILINE | re.DOTALL)
     for name, versions in doctor.TESTED.items():
         for version in versions:
             # transformers by its minor version: that is how it is released.

@@ -36,7 +36,9 @@ def process_advantages(
             absent steps, if a response has fewer than S.
         group_ids: `(B,)`, as in `group_advantages`.
         lengths: `(B,)` integers, the number of tokens of each response.
-        scale, ddof, eps: as in `group_advantages`.
+        scale: "group", "batch" or "none"; as in `group_advantages`.
+        ddof: 0 or 1; as in `group_advantages`.
+        eps: at least 0; as in `group_advantages`.
         cu_seqlens: int32 `(B+1,)` of a packed batch, whose differences are `lengths`.
 
     Returns:

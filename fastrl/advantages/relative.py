@@ -137,7 +137,9 @@ def decoupled_group_advantages(
         group_ids: `(B,)`, as in `group_advantages`.
         weights: R numbers, or a tensor `(R,)`; 1 each by default. They are applied after each reward's normalisation,
             so that they weigh preferences and not units.
-        scale, ddof, eps: as in `group_advantages`, for each reward; `ddof` and `eps` also for the batch.
+        scale: "group", "batch" or "none"; as in `group_advantages`, for each reward.
+        ddof: 0 or 1; as in `group_advantages`, for each reward and for the batch.
+        eps: at least 0; as in `group_advantages`, for each reward and for the batch.
 
     Returns:
         `(B,)` float32, in standard deviations; no gradient. Exactly 0 in a group in which every reward is equal.

@@ -25,9 +25,18 @@ _forced = ""
 def use_backend(name: str) -> Iterator[None]:
     """Force one backend, "triton", "cpp" or "torch", for the calls made inside the context and their backward passes.
 
-    The choice applies to the whole process, including its other threads. Raises ValueError for another name, and
-    RuntimeError with the reason if that backend is not available here. A call with tensors that the forced backend
-    cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError too.
+    The choice applies to the whole process, including its other threads. A call with tensors that the forced backend
+    cannot take (Triton on the CPU, C++ on a GPU) raises RuntimeError.
+
+    Args:
+        name: "triton", "cpp" or "torch".
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: that backend is not available here; the message has the reason.
     """
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
@@ -50,7 +59,11 @@ def forcing(name: str) -> Iterator[None]:
 
 
 def backends() -> dict[str, str]:
-    """Map each backend's name to "available" or to the reason why it is not. Compiles the C++ backend if not cached."""
+    """Map each backend's name to "available" or to the reason why it is not. Compiles the C++ backend if not cached.
+
+    Returns:
+        A dictionary with the keys "triton", "cpp" and "torch".
+    """
     return {name: _why_unavailable(name) or "available" for name in NAMES}
 
 

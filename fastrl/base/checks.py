@@ -23,6 +23,9 @@ def check_inputs() -> Iterator[None]:
 
     An unmasked target outside `[0, V)` then raises IndexError before any kernel runs; otherwise a GPU gives that token
     a NaN log-probability. Costs one host synchronisation per call.
+
+    Returns:
+        A context manager; it holds for the whole process.
     """
     global _always
     before, _always = _always, True

@@ -59,12 +59,22 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--output: expected a file that ends in {', '.join(FORMATS)}, got {str(options.output)!r}")
     chosen = figure(PRESETS if options.presets is None else _known(options.presets.split(",")))
     try:
-        with rc_context({"svg.hashsalt": "fastrl"}):  # makes the ids in an SVG deterministic
-            chosen.savefig(options.output, dpi=DPI, metadata=FORMATS[suffix])
+        _save(chosen, options.output)
     except OSError as error:
         raise UserError(f"--output: cannot write {str(options.output)!r}: {error.strerror}") from error
     print(options.output)
     return 0
+
+
+def draw_one(name: str, path: Path) -> None:
+    """Write the figure of one preset, in any case, to a PNG, SVG or PDF; UserError for an unknown name."""
+    _save(figure(_known([name])), path)
+
+
+def _save(chart: Figure, path: Path) -> None:
+    # An SVG: ids that are the same each time, and text as text, at half the size.
+    with rc_context({"svg.hashsalt": "fastrl", "svg.fonttype": "none"}):
+        chart.savefig(path, dpi=DPI, metadata=FORMATS[path.suffix.lower()])
 
 
 def _known(names: Iterable[str]) -> list[str]:

@@ -114,8 +114,8 @@ def plan_memory(
         logits_dtype: as in `linear_token_logprobs`: None for `dtype`, or torch.float32.
 
     Returns:
-        MemoryPlans. U = 2 N V H floating-point operations. Its `seconds` are modelled for an H100, or on a CPU for two
-        cores: products, their sums, the row kernels and launches; the table shows them relative to the chosen plan.
+        MemoryPlans. U = 2 N V H floating-point operations. Its `seconds`, of products, their sums, the row kernels and
+        launches, are modelled for an H100, or on a CPU for two cores; the table shows them relative to the chosen plan.
         Temporary memory is an upper bound in bytes, with 1 MiB of slack. On a CPU each of torch's threads may hold a
         row, so that the smallest budget depends on their number.
 

@@ -42,12 +42,22 @@ def linear_cross_entropy(
     U = 2 N V H operations). `hidden[t]` predicts `targets[t]`: nothing is shifted.
 
     Args:
-        hidden, weight, bias, temperature, logit_scale, softcap, logits_dtype: as in `linear_token_logprobs`.
-        targets: (...) int64; tokens whose target is `ignore_index` are not valid, and these targets are not read.
+        hidden: (..., H) float32, bfloat16 or float16.
+        weight: (V, H), the output head, with hidden's dtype.
+        targets: (...) int64 in [0, V), or `ignore_index`.
+        ignore_index: tokens with this target are not valid; any integer.
         reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
         denominator: replaces the local number of tokens in "mean".
-        memory_budget: as in `linear_token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`.
+        bias: (V,) with hidden's dtype.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if known; saves a host synchronisation on a GPU.
 
     Returns:

@@ -86,24 +86,31 @@ def linear_divergence(
     three products of the teacher). Masked rows enter no product, and rows of weight 0 enter none of the gradients'.
 
     Args:
-        hidden, weight, bias: the student's, as in `linear_token_logprobs`.
-        teacher_hidden, teacher_weight, teacher_bias: (..., H_t), (V, H_t) and (V,), in one dtype of their own; H_t may
-            differ from H. teacher_hidden must not require a gradient; a weight or bias that does gets none.
+        hidden: (..., H) float32, bfloat16 or float16, the student's.
+        weight: (V, H), the student's head, with hidden's dtype.
+        teacher_hidden: (..., H_t), in a dtype of its own; H_t may differ from H. It must not require a gradient.
+        teacher_weight: (V, H_t), with teacher_hidden's dtype; one that requires a gradient gets none.
         kind: "forward_kl", "reverse_kl" or "jsd".
         beta: for "jsd", between 0 and 1, both excluded. With the formula above the limits are 0. (TRL and Liger compute
             forward_kl at their beta = 0 and reverse_kl at 1.)
+        bias: (V,) with hidden's dtype.
+        teacher_bias: (V,), like teacher_weight.
         mask: (...) bool or 0/1, 1 = valid. The tokens of a masked row count nowhere, and are not read.
-        temperature, logit_scale, softcap: as in `linear_token_logprobs`, of the student. No factor temperature^2 is
-            applied, as some authors do.
-        teacher_temperature, teacher_logit_scale, teacher_softcap: of the teacher; None: as the student's. A
-            teacher_softcap of 0 means none.
+        temperature: above 0, a number or a floating tensor (...), of the student; as in `linear_token_logprobs`. No
+            factor temperature^2 is applied, as some authors do.
+        logit_scale: above 0, multiplies the student's logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound; of the student.
+        teacher_temperature: of the teacher; None: the student's.
+        teacher_logit_scale: of the teacher; None: the student's.
+        teacher_softcap: of the teacher; None: the student's; 0: none.
         token_weights: (...) floating point, detached; they multiply a token's divergence in the loss and do not enter
             the denominator.
         denominator: replaces the number of valid tokens: a number > 0, or a 0-dim tensor.
-        logits_dtype: as in `linear_token_logprobs`, of both sides' logits.
-        memory_budget: as in `linear_token_logprobs`.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`, of both sides' logits.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if the caller knows it, as in `linear_policy_loss`.
-        vocab_size: as in `linear_token_logprobs`, of both heads, which may then have different numbers of rows.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`, of both heads, which may
+            then have different numbers of rows.
 
     Returns:
         DivergenceLoss. The loss is float32. A token whose p is 0 where its q is not has an infinite forward KL, one

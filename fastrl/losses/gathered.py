@@ -153,10 +153,16 @@ def gathered_logprobs(
         ids: (..., K) int64 in [0, V), or -1: nothing is there. Ids may repeat; each has its own number. Or a
             `SamplingMask`, whose rows are those of the logits: as many ids in each row as it holds.
         mask: (...) bool or 0/1, 1 = valid; ids of other rows are not read.
-        temperature, sampling_mask, logit_scale, softcap: as in `token_logprobs`, shaped like the mask.
+        temperature: above 0, a number or a floating tensor (...); as in `token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per row of logits; as in `token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
         inplace: as in `token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `token_logprobs`; ids are of the whole vocabulary,
-            without its padding. The forward makes a second collective, of 4 bytes per id.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `token_logprobs`; ids are of the whole
+            vocabulary, without its padding. The forward makes a second collective, of 4 bytes per id.
+        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`.
+        reduce_hidden_grad: has no effect, as in `token_logprobs`.
 
     Returns:
         float32 (..., K), in nats, differentiable; 0 where the mask is 0 or the id -1. For a SamplingMask (nnz,), in the
@@ -226,13 +232,26 @@ def linear_gathered_logprobs(
         weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
         ids: as in `gathered_logprobs`, with the leading dimensions of hidden.
         bias: (V,) with hidden's dtype.
-        mask, temperature, sampling_mask, logit_scale, softcap: as in `gathered_logprobs`.
-        logits_dtype, memory_budget: as in `linear_token_logprobs`.
-        tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`. The forward makes a second
-            collective, of 4 bytes per id, and a frozen head has no plan of its own.
+        mask: bool or 0/1, 1 = valid; as in `gathered_logprobs`.
+        temperature: above 0, a number or a floating tensor (...); as in `gathered_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per row of hidden; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`. The forward makes
+            a second collective, of 4 bytes per id, and a frozen head has no plan of its own.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
-    Returns, raises: as `gathered_logprobs`. Also ValueError for a budget too small for any plan (the message names the
-    smallest that works).
+    Returns:
+        float32 (..., K), in nats, or (nnz,) for a SamplingMask, as `gathered_logprobs`; differentiable in hidden,
+        weight and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError, NotImplementedError: as `gathered_logprobs`. A memory_budget
+            too small for any plan is a ValueError, whose message names the smallest that works.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():

@@ -55,11 +55,12 @@ def kto_loss(
         kl: None for z = 0; z itself, in nats, as a number or a 0-dim tensor, which is taken as it is; or (M,), the
             log-ratios `logp - ref` of responses put to prompts that they do not answer (each response to the next
             prompt of the batch, in the paper): z is then their mean, or 0 if that is negative or M is 0.
-        beta: > 0.
-        desirable_weight, undesirable_weight: > 0; the paper keeps their ratio times that of the numbers of responses
-            between 1 and 4/3.
-        denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of
-            them only if it is given).
+        beta: above 0.
+        desirable_weight: above 0; the paper keeps its ratio to undesirable_weight, times that of the numbers of
+            responses, between 1 and 4/3.
+        undesirable_weight: above 0.
+        denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of them
+            only if it is given).
 
     Returns:
         KTOLoss. The loss of no responses is 0.
@@ -111,13 +112,30 @@ def linear_kto_loss(
     The mismatched responses' log-ratios, for `kl`, come from `linear_token_logprobs` under `torch.no_grad()`.
 
     Args:
-        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,
-            tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for B responses.
+        hidden: (B, T, H), or (N, H) packed, float32, bfloat16 or float16.
+        weight: (V, H), the output head, with hidden's dtype.
+        targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (B,), log-probabilities under the reference, summed over each response's valid tokens.
-        desirable, kl, beta, desirable_weight, undesirable_weight, denominator: as in `kto_loss`.
-        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out
-            the tokens behind, as at the end of padded packs.
+        desirable: (B,), bool or 0/1.
+        kl: z or what it is the mean of, in nats, as in `kto_loss`.
+        beta: above 0.
+        desirable_weight: above 0; as in `kto_loss`.
+        undesirable_weight: above 0; as in `kto_loss`.
+        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
+            tokens behind, as at the end of padded packs.
+        denominator: replaces B, as in `kto_loss`.
+        bias: (V,) with hidden's dtype.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
         KTOLoss, differentiable in hidden, weight and bias.

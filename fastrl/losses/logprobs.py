@@ -62,12 +62,12 @@ def token_logprobs(
         logits: (..., V) float32, bfloat16 or float16, with any leading strides.
         targets: (...) int64 in [0, V); not read where the mask is 0.
         mask: (...) bool or 0/1, 1 = valid. Masked outputs and gradients are 0.
-        temperature: a float > 0, or a floating tensor shaped like targets (not differentiated).
-        sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded
-            row is over its support only, that of any other row over the whole vocabulary.
+        temperature: above 0: a number, or a floating tensor, 0-dim or shaped like targets (not differentiated).
+        sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded row
+            is over its support only, that of any other row over the whole vocabulary.
         entropy: whether to return entropies.
-        logit_scale: multiplies the logits (Cohere, Granite).
-        softcap: > 0, bounds the logits smoothly (Gemma 2).
+        logit_scale: above 0, multiplies the logits (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
         inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
             RuntimeError. Nothing else may read the logits after the backward. It has no effect under torch.compile.
         tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: logits (..., V_r) are this
@@ -165,7 +165,14 @@ def linear_token_logprobs(
         weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
         targets: (...) int64 in [0, V); not read where the mask is 0.
         bias: (V,) with hidden's dtype.
-        mask, temperature, entropy, logit_scale, softcap: as in `token_logprobs`.
+        mask: bool or 0/1, 1 = valid; as in `token_logprobs`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `token_logprobs`. A token with a support costs
+            products with the support's entries only, unless it is so wide (a good part of the vocabulary) that dense
+            products are cheaper.
+        entropy: whether to return entropies; as in `token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None, or torch.float32: the logits are the products' float32 sums, unrounded, whatever the head's
             dtype, as in an inference engine that computes its head in float32. A tile then takes twice the bytes and,
             where it becomes a gradient, as much again in the head's dtype, in which the products of the backward stay.
@@ -176,24 +183,29 @@ def linear_token_logprobs(
             use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
             means a sixteenth of the memory of the tensors' device, or what the plan that needs least takes if that is
             more.
-        sampling_mask: as in `token_logprobs`. A token with a support costs products with the support's entries only,
-            unless it is so wide (a good part of the vocabulary) that dense products are cheaper.
-        extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
-            with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
-            "log_sum_sq_probs" (costs U). See `TokenStats`.
         tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: weight and bias are this
             rank's consecutive rows of the head, (V_r, H) and (V_r,), V_r >= 0; a DTensor in such shards is taken too.
             All else is the same on every rank, and so are the results, to the bit. The head's gradient is that of the
             rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
             frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
             torch.compile.
-        vocab_start, vocab_size: as in `token_logprobs`, of rows. Heads are often padded to a multiple (Qwen: 151,936
-            rows for 151,669 tokens), and an inference engine that never samples the padding leaves it out of the
-            softmax. It costs neither a product nor a copy of the head; its gradient is formed in place.
+        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`, of rows.
+        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`, of rows. Heads are often padded to
+            a multiple (Qwen: 151,936 rows for 151,669 tokens), and an inference engine that never samples the padding
+            leaves it out of the softmax. It costs neither a product nor a copy of the head; its gradient is formed in
+            place.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
+        extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
+            with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
+            "log_sum_sq_probs" (costs U). See `TokenStats`.
 
-    Returns, raises: as `token_logprobs`. Also ValueError for a budget too small for any plan (the message names the
-    smallest that works) and for an unknown extra, and NotImplementedError for extras with a sampling_mask.
+    Returns:
+        TokenStats of tensors shaped like targets.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as `token_logprobs`. A memory_budget too small for any plan is
+            a ValueError, whose message names the smallest that works, and so is an unknown extra.
+        NotImplementedError: extras with a sampling_mask; a tp_group under torch.compile.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():

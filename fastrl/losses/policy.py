@@ -62,14 +62,17 @@ def policy_loss(
 ) -> PolicyLoss:
     """Computes a policy loss from log-probabilities: `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
-    `objective` defines f, kl, alpha and w. It is a preset such as `fastrl.GRPO()`, whose docstring names the paper, or
-    a callable `(log_ratio, advantages, context) -> per-token loss` in torch, aggregated as its attribute `aggregate`
-    says (default "token-mean"). The last dimension of logprobs runs over a response's tokens. With `cu_seqlens`,
-    responses are packed; without it, 1-D logprobs are one response. The gradient is computed by autograd.
+    `objective` defines f, kl, alpha and w. The last dimension of logprobs runs over a response's tokens. With
+    `cu_seqlens`, responses are packed; without it, 1-D logprobs are one response. The gradient is computed by autograd.
 
     Args:
-        logprobs: (B, T) or (N,), floating point: the current policy's log-probabilities, with their autograd graph.
-        advantages: (B,), one per response, or shaped like logprobs; read as (B,) if a packed batch has B == N.
+        logprobs: (B, T) or (N,), floating point, in nats: the current policy's log-probabilities, with their graph.
+        objective: an `Objective`, such as the preset `fastrl.GRPO()`, whose docstring names the paper; or a callable
+            `(log_ratio, advantages, context) -> per-token loss` in torch, whose context is a `LossContext`, aggregated
+            as its attribute `aggregate` says (default "token-mean"). Its attribute `row_local = True` promises that
+            each token's loss depends on that token alone.
+        advantages: (B,), one per response, or shaped like logprobs; floating point, detached; read as (B,) if a packed
+            batch has B == N.
         mask: shaped like logprobs, bool or 0/1, 1 = valid. Values at masked positions are not read.
         old_logprobs: shaped like logprobs; None means on-policy: the detached logprobs are used.
         ref_logprobs: shaped like logprobs; required by a KL term to a reference.
@@ -77,8 +80,8 @@ def policy_loss(
         entropy: shaped like logprobs, in nats; required by an entropy term.
         token_weights: shaped like logprobs; multiply the policy term only.
         entropy_weights: shaped like logprobs; replace w in the entropy term.
-        entropy_threshold: train only on tokens with at least this entropy; replaces the threshold that
-            `top_entropy_fraction` computes.
+        entropy_threshold: nats, a number or a 0-dim tensor: train only on tokens with at least this entropy; replaces
+            the threshold that `top_entropy_fraction` computes.
         cu_seqlens: (B + 1,) int32, rising from 0 to N, or to less: the mask must leave out the tokens behind, as at the
             end of padded packs.
         denominator: replaces the local number of tokens (token-mean), of prompts (prompt-mean) or of responses (the
@@ -92,11 +95,11 @@ def policy_loss(
         cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
             parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
             cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and
-            advantages (B,) are the same on every rank. Every sum over a response or the batch, denominators and
-            metrics run over the group, and every rank gets the whole loss, to the same bits. Its gradient is that of
-            the whole loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the
-            group, or multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the
-            backward or none. A callable must have row_local = True.
+            advantages (B,) are the same on every rank. Every sum over a response or the batch, denominators and metrics
+            run over the group, and every rank gets the whole loss, to the same bits. Its gradient is that of the whole
+            loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the group, or
+            multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the backward or
+            none. A callable must have row_local = True.
         position_ids: shaped like logprobs, integers that rise along each response; masked ones are not read. Required
             beside a cp_group by objectives that depend on the order of tokens (FIPO), otherwise not read.
 
@@ -106,6 +109,7 @@ def policy_loss(
     Raises:
         TypeError, ValueError: the message names the argument, the value and what was expected.
         RuntimeError: another rank of cp_group raised an error, which the message has.
+        NotImplementedError: a cp_group under torch.compile.
     """
     cp_group = checked_cp_group(cp_group, None)
     with ALONE.reporting(cp_group):
@@ -182,10 +186,41 @@ def logits_policy_loss(
 
     Over a tp_group every rank gets the whole loss, to the bit: everything but the logits is the same on all ranks.
 
-    Args: those of `policy_loss` except `entropy`, which is computed here (targets in place of logprobs), and those of
-        `token_logprobs`.
+    Args:
+        logits: (..., V) float32, bfloat16 or float16; `logits[t]` predicts `targets[t]`.
+        targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
+        objective: an `Objective`, or a callable in torch; as in `policy_loss`.
+        advantages: (B,), one per response, or shaped like targets; floating point.
+        mask: shaped like targets, bool or 0/1, 1 = valid.
+        old_logprobs: shaped like targets, in nats; None means on-policy.
+        ref_logprobs: shaped like targets, in nats; required by a KL term to a reference.
+        rollout_logprobs: shaped like targets, in nats; required by a rollout correction.
+        token_weights: shaped like targets; multiply the policy term only.
+        entropy_weights: shaped like targets; replace w in the entropy term.
+        entropy_threshold: nats, a number or a 0-dim tensor; as in `policy_loss`.
+        cu_seqlens: (B + 1,) int32 for packed responses, as in `policy_loss`.
+        denominator: above 0: a number, or a tensor, 0-dim or (B,); as in `policy_loss`.
+        group_ids: (B,), the prompt of each response; required by "prompt-mean", as in `policy_loss`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        inplace: whether the gradient overwrites the logits, if they need one.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`.
+        reduce_hidden_grad: has no effect, as in `token_logprobs`.
+        cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`.
+        position_ids: shaped like targets, integers; as in `policy_loss`.
 
-    Returns, raises: as `policy_loss` and `token_logprobs`.
+    Returns:
+        PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
+
+    Raises:
+        TypeError, ValueError: the message names the argument, the value and what was expected.
+        IndexError: a valid target outside [0, V), under the conditions of `token_logprobs`.
+        RuntimeError: another rank of a group raised an error, which the message has.
+        NotImplementedError: a tp_group or a cp_group under torch.compile.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     cp_group = checked_cp_group(cp_group, tp_group)
@@ -314,17 +349,53 @@ def linear_policy_loss(
     gradient costs no product for it. The loss is differentiable once, and walked back twice (retain_graph=True) only
     if its backward computes the logits again: `policy_loss` of `linear_token_logprobs` always is.
 
-    Args: those of `policy_loss` except `entropy`, those of `linear_token_logprobs` except `extras`, and
-        num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations
-            that leaving rows out costs beside a mask (one here, one in a backward that computes the logits again);
-            there a wrong number makes the loss NaN, and idle rows are not left out, as without a mask. If a
-            sampling_mask has a row that is not recorded, a GPU still synchronises for the number of such rows, and
-            without num_tokens for the lengths of packed responses that depend on each other. With a cp_group, of this
-            rank's tokens.
-        cp_group: as in `policy_loss`. The gradients of weight and bias are this rank's part. Objectives that are not
-            row-local then compute the logits again in the backward (4U), and so do those of a sequence ratio on-policy.
+    Args:
+        hidden: (..., H) float32, bfloat16 or float16; `hidden[t]` predicts `targets[t]`.
+        weight: (V, H), the output head, with hidden's dtype.
+        targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
+        objective: an `Objective`, or a callable in torch; as in `policy_loss`.
+        advantages: (B,), one per response, or shaped like targets; floating point.
+        mask: shaped like targets, bool or 0/1, 1 = valid.
+        old_logprobs: shaped like targets, in nats; None means on-policy.
+        ref_logprobs: shaped like targets, in nats; required by a KL term to a reference.
+        rollout_logprobs: shaped like targets, in nats; required by a rollout correction.
+        token_weights: shaped like targets; multiply the policy term only.
+        entropy_weights: shaped like targets; replace w in the entropy term.
+        entropy_threshold: nats, a number or a 0-dim tensor; as in `policy_loss`.
+        cu_seqlens: (B + 1,) int32 for packed responses, as in `policy_loss`.
+        denominator: above 0: a number, or a tensor, 0-dim or (B,); as in `policy_loss`.
+        group_ids: (B,), the prompt of each response; required by "prompt-mean", as in `policy_loss`.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        bias: (V,) with hidden's dtype.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
+        num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations that
+            leaving rows out costs beside a mask (one here, one in a backward that computes the logits again); there a
+            wrong number makes the loss NaN, and idle rows are not left out, as without a mask. If a sampling_mask has a
+            row that is not recorded, a GPU still synchronises for the number of such rows, and without num_tokens for
+            the lengths of packed responses that depend on each other. With a cp_group, of this rank's tokens.
+        cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`. The gradients of
+            weight and bias are this rank's part. Objectives that are not row-local then compute the logits again in the
+            backward (4U), and so do those of a sequence ratio on-policy.
+        position_ids: shaped like targets, integers; as in `policy_loss`.
 
-    Returns, raises: as `policy_loss` and `linear_token_logprobs`.
+    Returns:
+        PolicyLoss, differentiable in hidden, weight and bias. A batch with no valid token gives loss 0 and zero
+        gradients.
+
+    Raises:
+        TypeError, ValueError: the message names the argument, the value and what was expected. A memory_budget too
+            small for any plan is one: the message names the smallest that works.
+        IndexError: a valid target outside [0, V), under the conditions of `token_logprobs`.
+        RuntimeError: another rank of a group raised an error, which the message has.
+        NotImplementedError: a tp_group or a cp_group under torch.compile.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     cp_group = checked_cp_group(cp_group, tp_group)

@@ -72,14 +72,17 @@ def preference_loss(
     chosen responses, a mean over all of their tokens. Slopes keep their digits at any margin.
 
     Args:
-        chosen, rejected: (B,) floating point, the policy's log-probabilities, summed over each response's tokens.
-            Differentiable.
-        ref_chosen, ref_rejected: (B,), the same under the reference policy, without a gradient; required if
-            `objective.reference`, and not used without.
+        chosen: (B,) floating point, the policy's log-probabilities of the chosen responses, in nats, summed over each
+            response's tokens. Differentiable.
+        rejected: (B,), the same of the rejected responses.
+        ref_chosen: (B,), chosen's under the reference policy, without a gradient; required if `objective.reference`,
+            and not used without.
+        ref_rejected: (B,), rejected's, likewise.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
-        chosen_lengths, rejected_lengths: (B,), the number of tokens of each response; required if `objective.average`,
-            those of the chosen ones if it has an `nll_coef`. The mean over a response without tokens is 0, and so is
-            its likelihood, whatever its log-probabilities.
+        chosen_lengths: (B,), the number of tokens of each chosen response; required if `objective.average`, or if it
+            has an `nll_coef`. The mean over a response without tokens is 0, and so is its likelihood, whatever its
+            log-probabilities.
+        rejected_lengths: (B,), of each rejected response; required if `objective.average`.
         denominator: replaces B; for micro-batches, the number of pairs of all of them.
         nll_denominator: replaces the number of tokens of the chosen responses in the likelihood term.
 
@@ -190,10 +193,12 @@ def dpo_loss(
     arXiv:2305.18290). It is `preference_loss` with the objective `DPO(beta)`.
 
     Args:
-        chosen_logprobs, rejected_logprobs: (B,) floating point, the policy's log-probabilities, summed over each
-            response's tokens. Differentiable.
-        ref_chosen, ref_rejected: (B,), the same under the reference policy; they get no gradient.
-        beta: > 0; the larger, the closer the policy stays to the reference.
+        chosen_logprobs: (B,) floating point, the policy's log-probabilities of the chosen responses, in nats, summed
+            over each response's tokens. Differentiable.
+        rejected_logprobs: (B,), the same of the rejected responses.
+        ref_chosen: (B,), chosen_logprobs under the reference policy; no gradient.
+        ref_rejected: (B,), rejected_logprobs under the reference policy; no gradient.
+        beta: above 0; the larger, the closer the policy stays to the reference.
 
     Returns:
         A scalar, float64 for float64 log-probabilities, else float32; 0 if there are no pairs.
@@ -244,19 +249,31 @@ def linear_preference_loss(
     forms them again (4U). On a GPU the host waits once, for the pairs' lengths. The loss is differentiable once.
 
     Args:
-        hidden, weight, bias, targets, temperature, sampling_mask, logit_scale, softcap, logits_dtype, memory_budget,
-            tp_group, vocab_start, vocab_size, reduce_hidden_grad: as in `linear_token_logprobs`, for 2B responses: the
-            chosen ones first, then the rejected ones in the same order.
+        hidden: (2B, T, H), or (N, H) packed, float32, bfloat16 or float16: the chosen responses first, then the
+            rejected ones in the same order.
+        weight: (V, H), the output head, with hidden's dtype.
+        targets: (2B, T) or (N,) int64 in [0, V), in the order of hidden; not read where the mask is 0.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
             if `objective.reference`, and not used without. The mean over a response without tokens is 0 here too.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
-        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out
-            the tokens behind, as at the end of padded packs.
+        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
+            tokens behind, as at the end of padded packs.
         nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an
             `nll_coef`; the default is those of the chosen responses.
         denominator: replaces B; for micro-batches, the number of pairs of all of them.
         nll_denominator: replaces the number of tokens of the likelihood term.
+        bias: (V,) with hidden's dtype.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
         PreferenceLoss, differentiable in hidden, weight and bias.
@@ -349,8 +366,25 @@ def linear_dpo_loss(
     """Computes `linear_preference_loss` with the objective `DPO(beta)`: `dpo_loss` without an (N, V) tensor.
 
     Args:
-        beta: as in `dpo_loss`.
-        The others: as in `linear_preference_loss`.
+        hidden: (2B, T, H), or (N, H) packed, float32, bfloat16 or float16, as in `linear_preference_loss`.
+        weight: (V, H), the output head, with hidden's dtype.
+        targets: (2B, T) or (N,) int64 in [0, V), in the order of hidden; not read where the mask is 0.
+        mask: bool or 0/1, shaped like targets, as in `linear_preference_loss`.
+        ref_logprobs: (2B,), in nats, as in `linear_preference_loss`.
+        beta: above 0, as in `dpo_loss`.
+        cu_seqlens: (2B + 1,) int32 for packed responses, as in `linear_preference_loss`.
+        denominator: replaces B, as in `linear_preference_loss`.
+        bias: (V,) with hidden's dtype.
+        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
+        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
+        logit_scale: above 0, multiplies the logits.
+        softcap: above 0, bounds the logits smoothly; None: no bound.
+        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
+        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
+        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
         DPOLoss, differentiable in hidden, weight and bias.

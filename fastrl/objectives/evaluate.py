@@ -32,12 +32,19 @@ class LossContext(NamedTuple):
     """
 
     logprobs: Tensor
+    """The policy's log-probabilities, in nats, with their graph."""
     entropy: Tensor | None
+    """In nats, with its graph."""
     old_logprobs: Tensor
+    """In nats; on-policy the detached logprobs."""
     ref_logprobs: Tensor | None
+    """In nats."""
     rollout_logprobs: Tensor | None
+    """In nats."""
     mask: Tensor
+    """bool, True = valid."""
     cu_seqlens: Tensor | None
+    """(B + 1,) int32, as given."""
 
 
 CustomObjective = Callable[[Tensor, Tensor, LossContext], Tensor]

@@ -73,6 +73,7 @@ class NoGate(Gate):
     """No clipping: `-r A` if `ratio` is true (CPI, TRPO's surrogate), else `-A logp` (REINFORCE, GPG)."""
 
     ratio: bool = True
+    """Whether the ratio multiplies the advantage."""
 
     @property
     def formula(self) -> str:  # type: ignore[override]
@@ -88,9 +89,13 @@ class Clip(Gate):
     """
 
     low: float = 0.2
+    """At least 0; the ratio's lower bound is `1 - low`."""
     high: float = 0.2
+    """At least 0; its upper bound is `1 + high`."""
     dual: float | None = None
+    """Above 1: bounds the loss of a negative advantage by `-dual A`; None: no such bound."""
     delta: float | None = None
+    """Above 1: bounds r inside the unclipped branch; None: no such bound."""
     formula: ClassVar[str] = "clip"
 
     def __post_init__(self) -> None:
@@ -114,7 +119,9 @@ class SoftGate(Gate):
     """
 
     tau_pos: float = 1.0
+    """Above 0, tau for A > 0."""
     tau_neg: float = 1.05
+    """Above 0, tau for A <= 0."""
     formula: ClassVar[str] = "soft"
 
     def __post_init__(self) -> None:
@@ -130,7 +137,9 @@ class StopGradientClip(Gate):
     """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound on the ratio (arXiv:2506.13585)."""
 
     cap: float = 5.0
+    """Above 0, the ratio's upper bound."""
     low: float | None = None
+    """From 0 to cap, its lower bound; None: 0."""
     formula: ClassVar[str] = "stop-gradient-clip"
 
     def __post_init__(self) -> None:
@@ -147,6 +156,7 @@ class GeometricMean(Gate):
     """GMPO: `-A exp(mean_t clip(log r_t))`; log r <= clip for A > 0, log r >= -clip for A < 0 (arXiv:2507.20673)."""
 
     clip: float = 0.4
+    """Above 0, the bound on each token's log-ratio."""
     formula: ClassVar[str] = "surrogate"
     level: ClassVar[RatioLevel] = "sequence"
 
@@ -160,12 +170,19 @@ class GeometricMean(Gate):
 
 @dataclass(frozen=True)
 class GammaWeight(Gate):
-    """VESPO: `-sg[phi] A logp` with `log phi = lam + k log W - lam W`; W is the product of the response's ratios."""
+    """VESPO: `-sg[phi] A logp` with `log phi = lam + k log W - lam W`; W is the product of the response's ratios.
+
+    arXiv:2602.10693.
+    """
 
     k_pos: float = 2.0
+    """At least 0, k for A >= 0."""
     lam_pos: float = 3.0
+    """At least 0, lam for A >= 0."""
     k_neg: float = 3.0
+    """At least 0, k for A < 0."""
     lam_neg: float = 2.0
+    """At least 0, lam for A < 0."""
     formula: ClassVar[str] = "gamma"
     level: ClassVar[RatioLevel] = "sequence-product"
     reads_rollout: ClassVar[bool] = True
@@ -188,7 +205,9 @@ class RatioMask(Gate):
     """
 
     low: float = 0.5
+    """At least 0, the smallest ratio that is kept."""
     high: float = 2.0
+    """Above low, the largest ratio that is kept."""
     formula: ClassVar[str] = "ratio-mask"
     reads_rollout: ClassVar[bool] = True
 
@@ -208,7 +227,9 @@ class Tapered(Gate):
     """
 
     low: float = 0.0
+    """At least 0, the ratio's lower bound for A <= 0."""
     high: float = 1.0
+    """Above low, its upper bound."""
     formula: ClassVar[str] = "tapered"
     reads_rollout: ClassVar[bool] = True
 
@@ -231,9 +252,13 @@ class DivergenceMask(Gate):
     """
 
     kind: Literal["tv", "kl"] = "tv"
+    """The divergence, "tv" or "kl"."""
     low: float = 0.15
+    """At least 0, the bound for A <= 0, in nats for "kl"."""
     high: float = 0.15
+    """At least 0, the bound for A > 0, in nats for "kl"."""
     cap: float = 20.0
+    """Above 0, the ratio's upper bound."""
     level: ClassVar[RatioLevel] = "token"
     reads_rollout: ClassVar[bool] = True
     reads_logprob: ClassVar[bool] = True

@@ -42,17 +42,16 @@ KL_FORMULAS: dict[str, tuple[Formula, Formula]] = {
 
 @dataclass(frozen=True)
 class KL:
-    """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
-
-    kind: k1, k2, k3, k3-unbiased, k1+, k3+, forward, old-new or old-new-k2; coef: a float or a 0-dim tensor, which is
-    not copied to the host; ratio: the ratio that multiplies "k3-unbiased", each token's or the objective's (at sequence
-    levels, the response's); weighted: whether omega multiplies the term too, as it does the gate's.
-    """
+    """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556)."""
 
     kind: str = "k3"
+    """k1, k2, k3, k3-unbiased, k1+, k3+, forward, old-new or old-new-k2."""
     coef: float | Tensor = 0.04
+    """A float or a 0-dim tensor, which is not copied to the host."""
     ratio: Literal["token", "objective"] = "token"
+    """What multiplies "k3-unbiased": each token's ratio, or the objective's (at sequence levels, the response's)."""
     weighted: bool = False
+    """Whether omega multiplies the term too, as it does the gate's."""
 
     def __post_init__(self) -> None:
         kinds = [k for k in KL_FORMULAS if k != "none"]
@@ -81,23 +80,22 @@ def _check_bounds(low_name: str, low: float, high_name: str, high: float) -> Non
 class RolloutCorrection:
     """A detached weight of the policy term, from rho: how much likelier the old policy finds what the engine sampled.
 
-    level: rho is `exp(old - rollout)` of each token ("token"), the product of these over the response's valid tokens
-    ("sequence", the unbiased one, whose spread grows with the length), or their geometric mean ("sequence-mean", which
-    is biased, and of one size whatever the length). A response's tokens share its rho.
-
-    mode: "truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0.
-
-    reject: bounds (low, high) outside which the weight is 0, whatever the mode; None rejects nothing. As all weights
+    An upper bound may be infinity. No weight is more than e^max_log_ratio, as every exponent is clamped. As all weights
     of tokens, it takes nothing out of denominators, nor out of a KL or entropy term.
-
-    An upper bound may be infinity. No weight is more than e^max_log_ratio, as every exponent is clamped.
     """
 
     level: CorrectionLevel = "token"
+    """What rho is of: `exp(old - rollout)` of each token ("token"), the product of these over the response's valid
+    tokens ("sequence", the unbiased one, whose spread grows with the length), or their geometric mean ("sequence-mean",
+    which is biased, and of one size whatever the length). A response's tokens share its rho."""
     mode: Literal["truncate", "mask"] = "truncate"
+    """"truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0."""
     low: float = 0.0
+    """At least 0, the lower bound."""
     high: float = 2.0
+    """Above low, the upper bound."""
     reject: tuple[float, float] | None = None
+    """Bounds (low, high) outside which the weight is 0, whatever the mode; None rejects nothing."""
 
     def __post_init__(self) -> None:
         if self.level not in CORRECTION_LEVELS:
@@ -135,17 +133,22 @@ class FutureKL:
     """FIPO's detached weight of a token, `clip(exp(sum_{k >= t} gamma^(k - t) M_k log r_k), low, high)`.
 
     arXiv:2603.19835. The sum runs over the response's tokens from t on, gamma is `0.5 ** (1 / half_life)`, r_k the
-    token's own ratio whatever the objective's level, and M_k is 0 where `r_k > max_ratio` (None: always 1). A token
-    with A < 0 and `r_t > safe_ratio` then gets its weight clipped to [0.8, 1], as the authors' code does; None leaves
-    that out. half_life is in tokens: masked tokens are skipped and add nothing to the distance k - t, whereas the
-    authors' code counts them. low <= 1 <= high, so that the weight is 1 on-policy.
+    token's own ratio whatever the objective's level, and M_k is 0 where `r_k > max_ratio`. low <= 1 <= high, so that
+    the weight is 1 on-policy.
     """
 
     half_life: float = 32.0
+    """Above 0, in tokens: masked tokens are skipped and add nothing to the distance k - t, whereas the authors' code
+    counts them."""
     low: float = 1.0
+    """From 0 to 1, the lower bound."""
     high: float = 1.2
+    """At least 1, the upper bound."""
     max_ratio: float | None = None
+    """Above 1, the ratio above which a token does not count in the sums; None: all count."""
     safe_ratio: float | None = None
+    """Above 1: a token with A < 0 and `r_t > safe_ratio` gets its weight clipped to [0.8, 1], as in the authors' code;
+    None leaves that out."""
 
     def __post_init__(self) -> None:
         check_number("FutureKL.half_life", self.half_life, 0.0, strict=True)
@@ -173,18 +176,20 @@ class CovarianceClip:
     the call (over a cp_group, of all ranks) whose probability is not 0; `max(1, floor(fraction * tokens))` are drawn,
     all if fewer are between the bounds, which are excluded. As in the authors' code, tokens that the gate clips are not
     drawn.
-
-    generator: a torch.Generator on any device; None: the default one of the inputs' device. Every call draws once from
-    it, float64 numbers in [0, 1), one for each token, masked or not, with a gradient or without: the smallest numbers
-    win, and every evaluation of the objective within the call uses the same. Over a group, generators must be in the
-    same state on all ranks. Activation checkpointing repeats a call: only draws of a default generator, which it
-    restores, are then the same.
     """
 
     fraction: float = 2e-4
+    """The share of the valid tokens that is drawn, above 0 and up to 1."""
     low: float = 1.0
+    """The lower bound on the covariance."""
     high: float = 5.0
+    """Above low, the upper bound."""
     generator: torch.Generator | None = None
+    """A torch.Generator on any device; None: the default one of the inputs' device. Every call draws once from it,
+    float64 numbers in [0, 1), one for each token, masked or not, with a gradient or without: the smallest numbers win,
+    and every evaluation of the objective within the call uses the same. Over a group, generators must be in the same
+    state on all ranks. Activation checkpointing repeats a call: only draws of a default generator, which it restores,
+    are then the same."""
 
     def __post_init__(self) -> None:
         _check_fraction("CovarianceClip.fraction", self.fraction)
@@ -201,11 +206,13 @@ class CovarianceKL:
     """KL-Cov: the tokens with the largest covariance get `+ coef |log r_t|` in their policy term (arXiv:2505.22617).
 
     The covariance is `CovarianceClip`'s; `max(1, floor(fraction * tokens))` tokens are chosen, of equal ones the first.
-    The paper writes KL(old || new); |log r_t| is the authors' code. coef: a float or a 0-dim tensor.
+    The paper writes KL(old || new); |log r_t| is the authors' code.
     """
 
     fraction: float = 2e-4
+    """The share of the valid tokens that is chosen, above 0 and up to 1."""
     coef: float | Tensor = 1.0
+    """A float or a 0-dim tensor."""
 
     def __post_init__(self) -> None:
         _check_fraction("CovarianceKL.fraction", self.fraction)
@@ -216,27 +223,37 @@ class CovarianceKL:
 class Objective:
     """A policy objective, `sum_t m_t w_t (omega_t f_t + beta kl_t - alpha H_t)`.
 
-    gate: f; ratio: the level of the ratio that the gate reads; kl: the term beta kl, or None; entropy_coef: alpha, a
-    float or a 0-dim tensor; aggregate: w, which in the seq-mean ones divides by the number of all responses, those
-    without a valid token too, and in "prompt-mean" (ScaleRL, arXiv:2510.13786) by the number of prompts and by that of
-    the valid tokens of a prompt's responses; max_length: L_max of "seq-mean-token-sum-norm", in tokens; max_log_ratio:
-    every exponent is clamped to [-max_log_ratio, max_log_ratio]; rollout_correction, off_policy_delta (nats),
-    top_entropy_fraction (0 to 1) and future_kl are factors of omega; a CovarianceClip makes f of some tokens 0, a
-    CovarianceKL adds to it.
+    The factors of omega are token_weights, and those of rollout_correction, off_policy_delta, top_entropy_fraction and
+    future_kl.
     """
 
     gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default
+    """f."""
     ratio: RatioLevel = "token"
+    """The level of the ratio that the gate reads."""
     kl: KL | None = None
+    """The term beta kl, or None."""
     entropy_coef: float | Tensor = 0.0
+    """alpha, a float or a 0-dim tensor."""
     aggregate: Aggregation = "token-mean"
+    """w, which in the seq-mean ones divides by the number of all responses, those without a valid token too, and in
+    "prompt-mean" (ScaleRL, arXiv:2510.13786) by the number of prompts and by that of the valid tokens of a prompt's
+    responses."""
     max_length: int | None = None
+    """L_max of "seq-mean-token-sum-norm", in tokens."""
     max_log_ratio: float = 20.0
+    """Above 0 and up to 80: every exponent is clamped to [-max_log_ratio, max_log_ratio]."""
     rollout_correction: RolloutCorrection | None = None
+    """A weight of each token for the distance of the rollout policy from the old one."""
     off_policy_delta: float | None = None
+    """In nats: a response's tokens with A < 0 have no policy term where its `mean_t(rollout - logp)` exceeds it;
+    without rollout_logprobs, `mean_t(old - logp)`."""
     top_entropy_fraction: float | None = None
+    """Above 0 and up to 1: only this share of the valid tokens, those with the largest entropy, has a policy term."""
     future_kl: FutureKL | None = None
+    """FIPO's weight of each token."""
     covariance: CovarianceClip | CovarianceKL | None = None
+    """A CovarianceClip makes f of some tokens 0, a CovarianceKL adds to it."""
 
     def __post_init__(self) -> None:
         if not issubclass(type(self.gate), Gate):
@@ -275,5 +292,15 @@ class Objective:
         return isinstance(self.entropy_coef, Tensor) or self.entropy_coef != 0.0
 
     def replace(self, **changes: Any) -> Objective:
-        """Returns a copy with the given fields changed."""
+        """Returns a copy with the given fields changed.
+
+        Args:
+            **changes: fields and their new values.
+
+        Returns:
+            The copy.
+
+        Raises:
+            TypeError, ValueError: a field of the wrong type or value.
+        """
         return dataclasses.replace(self, **changes)

@@ -27,22 +27,26 @@ _READS = {
 class Preference:
     """A preference objective: a loss per pair of responses, `formula(chosen score, rejected score, beta)`.
 
-    formula: a key of `fastrl.objectives.preference_formulas.PREFERENCE_FORMULAS`, where each is written out; beta: > 0;
-    label_smoothing: the share of pairs assumed to be labelled the wrong way round, at least 0 and below 0.5; gamma: the
-    margin that beta times the difference of scores should exceed; tau: > 0, the width of DiscoPOP's blend; nll_coef:
-    what the negative log-likelihood of the chosen responses, a mean over the batch's tokens in nats, is multiplied by
-    before it is added; average: whether a score is a mean over the response's tokens, not a sum; reference: whether the
-    reference's log-probability is subtracted. A field that the formula does not read keeps its default.
+    A field that the formula does not read keeps its default.
     """
 
     formula: str = "sigmoid"
+    """A key of `fastrl.objectives.preference_formulas.PREFERENCE_FORMULAS`, where each is written out."""
     beta: float = 0.1
+    """Above 0, multiplies the scores."""
     label_smoothing: float = 0.0
+    """The share of pairs assumed to be labelled the wrong way round, at least 0 and below 0.5."""
     gamma: float = 0.0
+    """The margin that beta times the difference of scores should exceed."""
     tau: float = 0.05
+    """Above 0, the width of DiscoPOP's blend."""
     nll_coef: float = 0.0
+    """At least 0: what the negative log-likelihood of the chosen responses, a mean over the batch's tokens in nats, is
+    multiplied by before it is added."""
     average: bool = False
+    """Whether a score is a mean over the response's tokens, not a sum."""
     reference: bool = True
+    """Whether the reference's log-probability is subtracted."""
 
     def __post_init__(self) -> None:
         if self.formula not in PREFERENCE_FORMULAS:
@@ -77,7 +81,15 @@ class Preference:
                 )
 
     def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """The loss of each pair (pairs,) from the scores of its responses, float64 (pairs,) each."""
+        """The loss of each pair, without the likelihood term.
+
+        Args:
+            chosen: (B,) float64, the chosen responses' scores.
+            rejected: (B,) float64, the rejected responses' scores.
+
+        Returns:
+            float64 (B,).
+        """
         options = {name: getattr(self, name) for name in _READS[self.formula]}
         return PREFERENCE_FORMULAS[self.formula](chosen, rejected, self.beta, **options)
 
@@ -87,7 +99,17 @@ class Preference:
         return self.average or self.nll_coef != 0
 
     def replace(self, **changes: Any) -> Preference:
-        """Returns a copy with the given fields changed."""
+        """Returns a copy with the given fields changed.
+
+        Args:
+            **changes: fields and their new values.
+
+        Returns:
+            The copy.
+
+        Raises:
+            TypeError, ValueError: a field of the wrong type or value.
+        """
         return dataclasses.replace(self, **changes)
 
 
@@ -100,6 +122,17 @@ def DPO(beta: float = 0.1, label_smoothing: float = 0.0, **fields: Any) -> Prefe
 
     With `label_smoothing` e it is cDPO, `-(1 - e) log sigmoid(b) - e log sigmoid(-b)` (Mitchell, 2023). TRL's
     `sigmoid_norm` has `average=True`.
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        label_smoothing: e, at least 0 and below 0.5.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "sigmoid", beta=beta, label_smoothing=label_smoothing)
 
@@ -109,6 +142,16 @@ def IPO(beta: float = 0.1, **fields: Any) -> Preference:
 
     The log-ratios are means over each response's tokens, as in TRL, whose authors report that the paper's did so too;
     the paper's text does not say it. `average=False` takes sums.
+
+    Args:
+        beta: above 0.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "ipo", beta=beta, average=True)
 
@@ -117,6 +160,16 @@ def Hinge(beta: float = 0.1, **fields: Any) -> Preference:
     """`max(0, 1 - b)`, with b as in DPO: the hinge of RSO (arXiv:2309.06657), as in TRL and Liger.
 
     SLiC-HF (arXiv:2305.10425) has it without the reference: `reference=False`, and `nll_coef` for its second term.
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "hinge", beta=beta)
 
@@ -125,6 +178,17 @@ def RobustDPO(beta: float = 0.1, label_smoothing: float = 0.1, **fields: Any) ->
     """Robust DPO: DPO's loss without the bias of labels flipped with probability e (arXiv:2403.00409).
 
     `(-(1 - e) log sigmoid(b) + e log sigmoid(-b)) / (1 - 2 e)`, which may be negative.
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        label_smoothing: e, at least 0 and below 0.5.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "robust", beta=beta, label_smoothing=label_smoothing)
 
@@ -133,6 +197,16 @@ def APOZero(beta: float = 0.1, **fields: Any) -> Preference:
     """APO-zero: raises the chosen and lowers the rejected response, `1 - sigmoid(b_w) + sigmoid(b_l)`.
 
     b_w and b_l are beta times each response's log-ratio (arXiv:2408.06266, eq. 7, plus 1, as in TRL).
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "apo-zero", beta=beta)
 
@@ -141,6 +215,16 @@ def APODown(beta: float = 0.1, **fields: Any) -> Preference:
     """APO-down: lowers both responses, the rejected one more, `sigmoid(b_w) + 1 - sigmoid(b_w - b_l)`.
 
     b_w and b_l are beta times each response's log-ratio (arXiv:2408.06266, eq. 8, plus 1, as in TRL).
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "apo-down", beta=beta)
 
@@ -150,6 +234,16 @@ def SPPO(beta: float = 0.1, **fields: Any) -> Preference:
 
     beta is the paper's 1 / eta, and a chosen response is preferred with probability 1, a rejected one with 0: TRL's and
     Liger's `sppo_hard`. The paper estimates these probabilities by a preference model.
+
+    Args:
+        beta: above 0.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "sppo", beta=beta)
 
@@ -158,6 +252,18 @@ def SimPO(beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, *
     """SimPO: `-log sigmoid(beta (mean logp_w - mean logp_l) - gamma)`, without a reference (arXiv:2405.14734, eq. 6).
 
     gamma is the paper's; its authors' code takes gamma / beta. TRL's and Liger's `gamma` is the paper's too.
+
+    Args:
+        beta: above 0, multiplies the mean log-probabilities.
+        gamma: the margin.
+        label_smoothing: as in `DPO`.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     own = {"beta": beta, "gamma": gamma, "label_smoothing": label_smoothing}
     return _preference(fields, "sigmoid", average=True, reference=False, **own)
@@ -167,6 +273,18 @@ def CPO(beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0, 
     """CPO: `-log sigmoid(beta (logp_w - logp_l))` without a reference, plus the chosen responses' NLL.
 
     The NLL is a mean over the batch's tokens, as in the authors' code, TRL and Liger (arXiv:2401.08417, eq. 3).
+
+    Args:
+        beta: above 0, multiplies the log-probabilities.
+        label_smoothing: as in `DPO`.
+        nll_coef: at least 0, the NLL's weight.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     own = {"beta": beta, "label_smoothing": label_smoothing, "nll_coef": nll_coef}
     return _preference(fields, "sigmoid", reference=False, **own)
@@ -177,12 +295,35 @@ def ORPO(beta: float = 0.1, nll_coef: float = 1.0, **fields: Any) -> Preference:
 
     odds = p / (1 - p) with p = exp(mean logp); beta is the paper's lambda. The NLL is that of the response; the
     authors' code, and TRL, count the prompt's tokens in it: `nll_mask` of `linear_preference_loss`.
+
+    Args:
+        beta: above 0, the weight of the odds' term.
+        nll_coef: at least 0, the NLL's weight.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "odds-ratio", beta=beta, nll_coef=nll_coef, average=True, reference=False)
 
 
 def EXOPair(beta: float = 0.1, label_smoothing: float = 1e-3, **fields: Any) -> Preference:
-    """EXO for pairs: the reverse KL from the policy's choice to labels smoothed by e > 0 (arXiv:2402.00856, eq. 16)."""
+    """EXO for pairs: the reverse KL from the policy's choice to labels smoothed by e > 0 (arXiv:2402.00856, eq. 16).
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        label_smoothing: e, above 0 and below 0.5.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _preference(fields, "exo-pair", beta=beta, label_smoothing=label_smoothing)
 
 
@@ -190,6 +331,16 @@ def NCAPair(beta: float = 0.1, **fields: Any) -> Preference:
     """NCA for pairs: `-log sigmoid(b_w) - (log sigmoid(-b_w) + log sigmoid(-b_l)) / 2` (arXiv:2402.05369).
 
     b_w and b_l are beta times each response's log-ratio.
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "nca-pair", beta=beta)
 
@@ -198,16 +349,37 @@ def BCOPair(beta: float = 0.1, **fields: Any) -> Preference:
     """BCO for pairs: `-log sigmoid(b_w) - log sigmoid(-b_l)`, b as in NCAPair (arXiv:2404.04656).
 
     As TRL's and Liger's `bco_pair`: without the paper's shift of the rewards by a running mean.
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "bco-pair", beta=beta)
 
 
 def DiscoPOP(beta: float = 0.1, tau: float = 0.05, **fields: Any) -> Preference:
-    """DiscoPOP: `-(1 - s) log sigmoid(b) + s exp(-b)` with s = sigmoid(b / tau) (arXiv:2406.08414, eq. 5)."""
+    """DiscoPOP: `-(1 - s) log sigmoid(b) + s exp(-b)` with s = sigmoid(b / tau) (arXiv:2406.08414, eq. 5).
+
+    Args:
+        beta: above 0, multiplies the log-ratios.
+        tau: above 0, the width of the blend.
+        **fields: fields of `Preference`, in place of the preset's.
+
+    Returns:
+        The `Preference`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _preference(fields, "discopop", beta=beta, tau=tau)
 
 
-#: Every preset by name; the command line and the tests read this table.
 PREFERENCES: dict[str, Callable[..., Preference]] = {
     preset.__name__: preset
     for preset in (
@@ -227,3 +399,4 @@ PREFERENCES: dict[str, Callable[..., Preference]] = {
         DiscoPOP,
     )
 }
+"""Every preset by name; the command line and the tests read this table."""

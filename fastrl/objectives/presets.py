@@ -33,90 +33,293 @@ def _kl(kind: str, coef: float | Tensor, weighted: bool = False) -> KL | None:
 
 
 def REINFORCE(**fields: Any) -> Objective:
-    """`-A logp`, token-mean (Williams, 1992)."""
+    """`-A logp`, token-mean (Williams, 1992).
+
+    Args:
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=NoGate(ratio=False))
 
 
 def GPG(**fields: Any) -> Objective:
-    """Group policy gradient: `-A logp` with group advantages, token-mean (arXiv:2504.02546)."""
+    """Group policy gradient: `-A logp` with group advantages, token-mean (arXiv:2504.02546).
+
+    Args:
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=NoGate(ratio=False))
 
 
 def CPI(**fields: Any) -> Objective:
-    """The surrogate `-r A` of conservative policy iteration and TRPO, token-mean (Kakade and Langford, 2002)."""
+    """The surrogate `-r A` of conservative policy iteration and TRPO, token-mean (Kakade and Langford, 2002).
+
+    Args:
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=NoGate(ratio=True))
 
 
 def PPO(clip: float = 0.2, clip_high: float | None = None, dual_clip: float | None = None, **fields: Any) -> Objective:
-    """PPO's clipped surrogate, token-mean (arXiv:1707.06347); `dual_clip` as in arXiv:1912.09729."""
+    """PPO's clipped surrogate, token-mean (arXiv:1707.06347); `dual_clip` as in arXiv:1912.09729.
+
+    Args:
+        clip: the ratio's bounds are `1 - clip` and `1 + clip`.
+        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        dual_clip: above 1: the loss of a negative advantage is at most `-dual_clip A`; None: no such bound.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high, dual=dual_clip))
 
 
 def PPOKL(coef: float | Tensor, **fields: Any) -> Objective:
-    """PPO with a KL penalty instead of the clip: `-r A + coef KL(old || new)`, token-mean (arXiv:1707.06347)."""
+    """PPO with a KL penalty instead of the clip: `-r A + coef KL(old || new)`, token-mean (arXiv:1707.06347).
+
+    Args:
+        coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=NoGate(ratio=True), kl=_kl("old-new", coef))
 
 
 def GRPO(clip: float = 0.2, clip_high: float | None = None, kl_coef: float | Tensor = 0.04, **fields: Any) -> Objective:
-    """GRPO: PPO's clip, a k3 KL term, the mean over responses of each response's mean (arXiv:2402.03300)."""
+    """GRPO: PPO's clip, a k3 KL term, the mean over responses of each response's mean (arXiv:2402.03300).
+
+    Args:
+        clip: the ratio's bounds are `1 - clip` and `1 + clip`.
+        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        kl_coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     gate = Clip(clip, clip if clip_high is None else clip_high)
     return _objective(fields, gate=gate, kl=_kl("k3", kl_coef), aggregate="seq-mean-token-mean")
 
 
 def DrGRPO(max_length: int, clip: float = 0.2, **fields: Any) -> Objective:
-    """Dr. GRPO: PPO's clip, sums over tokens divided by a constant length, no KL (arXiv:2503.20783)."""
+    """Dr. GRPO: PPO's clip, sums over tokens divided by a constant length, no KL (arXiv:2503.20783).
+
+    Args:
+        max_length: the constant length, in tokens.
+        clip: the ratio's bounds are `1 - clip` and `1 + clip`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip, clip), aggregate="seq-mean-token-sum-norm", max_length=max_length)
 
 
 def BNPO(clip: float = 0.2, clip_high: float | None = None, **fields: Any) -> Objective:
-    """GRPO's gate, averaged over the batch's tokens, no KL (TRL's `loss_type="bnpo"`)."""
+    """GRPO's gate, averaged over the batch's tokens, no KL (TRL's `loss_type="bnpo"`).
+
+    Args:
+        clip: the ratio's bounds are `1 - clip` and `1 + clip`.
+        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high))
 
 
 def DAPO(clip_low: float = 0.2, clip_high: float = 0.28, **fields: Any) -> Objective:
-    """DAPO: a higher upper clip, token-mean, no KL (arXiv:2503.14476)."""
+    """DAPO: a higher upper clip, token-mean, no KL (arXiv:2503.14476).
+
+    Args:
+        clip_low: the ratio's lower bound is `1 - clip_low`.
+        clip_high: its upper bound is `1 + clip_high`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip_low, clip_high))
 
 
 def GSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
-    """GSPO: PPO's clip on the response's geometric-mean ratio (arXiv:2507.18071)."""
+    """GSPO: PPO's clip on the response's geometric-mean ratio (arXiv:2507.18071).
+
+    Args:
+        clip_low: the ratio's lower bound is `1 - clip_low`.
+        clip_high: its upper bound is `1 + clip_high`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-mean")
 
 
 def GSPOToken(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
-    """GSPO-token: the response's ratio, each token's own gradient, per-token advantages (arXiv:2507.18071)."""
+    """GSPO-token: the response's ratio, each token's own gradient, per-token advantages (arXiv:2507.18071).
+
+    Args:
+        clip_low: the ratio's lower bound is `1 - clip_low`.
+        clip_high: its upper bound is `1 + clip_high`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence-token", aggregate="seq-mean-token-mean")
 
 
 def SAPO(tau_pos: float = 1.0, tau_neg: float = 1.05, **fields: Any) -> Objective:
-    """SAPO: a soft gate, weight sech^2, instead of the clip (arXiv:2511.20347)."""
+    """SAPO: a soft gate, weight sech^2, instead of the clip (arXiv:2511.20347).
+
+    Args:
+        tau_pos: above 0, the gate's tau for A > 0.
+        tau_neg: above 0, the gate's tau for A <= 0.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=SoftGate(tau_pos, tau_neg), aggregate="seq-mean-token-mean")
 
 
 def CISPO(cap: float = 5.0, low: float | None = None, **fields: Any) -> Objective:
-    """CISPO: REINFORCE weighted by the clipped, detached ratio, token-mean (arXiv:2506.13585)."""
+    """CISPO: REINFORCE weighted by the clipped, detached ratio, token-mean (arXiv:2506.13585).
+
+    Args:
+        cap: above 0, the ratio's upper bound.
+        low: its lower bound; None: 0.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=StopGradientClip(cap, low))
 
 
 def GMPO(clip: float = 0.4, **fields: Any) -> Objective:
-    """GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673)."""
+    """GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673).
+
+    Args:
+        clip: above 0, the bound on each token's log-ratio.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=GeometricMean(clip), aggregate="seq-mean-token-mean")
 
 
 def LUSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
-    """LUSPO: GSPO with each response weighted by its length (aggregate "seq-mean-token-sum")."""
+    """LUSPO: GSPO with each response weighted by its length, aggregate "seq-mean-token-sum" (arXiv:2602.05261).
+
+    Args:
+        clip_low: the ratio's lower bound is `1 - clip_low`.
+        clip_high: its upper bound is `1 + clip_high`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-sum")
 
 
 def VESPO(
     k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, **fields: Any
 ) -> Objective:
-    """VESPO: REINFORCE weighted by a gamma-shaped function of the product of the response's ratios, token-mean."""
+    """VESPO: REINFORCE weighted by a gamma-shaped function of the product of the response's ratios (arXiv:2602.10693).
+
+    Token-mean.
+
+    Args:
+        k_pos: k for A >= 0, see `GammaWeight`.
+        lam_pos: lam for A >= 0.
+        k_neg: k for A < 0.
+        lam_neg: lam for A < 0.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(fields, gate=GammaWeight(k_pos, lam_pos, k_neg, lam_neg), ratio="sequence-product")
 
 
 def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta: float, **fields: Any) -> Objective:
-    """DeepSeek-V3.2's GRPO: the unbiased k3 KL term and off-policy sequence masking (arXiv:2512.02556)."""
+    """DeepSeek-V3.2's GRPO: the unbiased k3 KL term and off-policy sequence masking (arXiv:2512.02556).
+
+    Args:
+        clip: the ratio's bounds are `1 - clip` and `1 + clip`.
+        kl_coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
+        off_policy_delta: in nats, the field of `Objective`.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
+    """
     return _objective(
         fields,
         gate=Clip(clip, clip),
@@ -140,6 +343,22 @@ def FIPO(
 
     The weight is `FutureKL`'s, in which ratios above dual_clip do not count. Numbers are those of the authors' 32B run.
     Their code also drops a response with more than one token that the dual clip stops; this has no such rule.
+
+    Args:
+        clip_low: the ratio's lower bound is `1 - clip_low`.
+        clip_high: its upper bound is `1 + clip_high`.
+        dual_clip: as in `PPO`; also the ratio above which a token does not count in the sums.
+        half_life: of the sums' weights, in tokens.
+        low: the weight's lower bound.
+        high: the weight's upper bound.
+        safe_ratio: the ratio above which a token with A < 0 is not weighted up, see `FutureKL`; None: none.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(
         fields,
@@ -160,6 +379,21 @@ def ClipCov(
     """Clip-Cov: PPO's clip, without a random few of the tokens that lower the entropy most (arXiv:2505.22617).
 
     Token-mean; the tokens and the generator are `CovarianceClip`'s.
+
+    Args:
+        clip: the ratio's bounds are `1 - clip` and `1 + clip`.
+        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        fraction: the share of the valid tokens that is drawn.
+        cov_low: the covariance's lower bound.
+        cov_high: the covariance's upper bound.
+        generator: what draws them, see `CovarianceClip`; None: the default one of the inputs' device.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     gate = Clip(clip, clip if clip_high is None else clip_high)
     return _objective(fields, gate=gate, covariance=CovarianceClip(fraction, cov_low, cov_high, generator))
@@ -169,6 +403,17 @@ def KLCov(fraction: float = 2e-4, coef: float | Tensor = 1.0, **fields: Any) -> 
     """KL-Cov: `-r A`, `+ coef |log r|` for the tokens that lower the entropy most, token-mean (arXiv:2505.22617).
 
     No token is clipped, as in the paper and the authors' code; `gate=Clip()` adds PPO's clip. See `CovarianceKL`.
+
+    Args:
+        fraction: the share of the valid tokens that is chosen.
+        coef: the weight of `|log r|`, a float or a 0-dim tensor.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=NoGate(ratio=True), covariance=CovarianceKL(fraction, coef))
 
@@ -184,6 +429,19 @@ def DPPO(
 
     The trust region is one of binary divergence, see `DivergenceMask`; token-mean. low and high are by default the
     authors' thresholds, 0.15 for kind "tv" and 0.05 for "kl"; they train with DrGRPO's aggregation.
+
+    Args:
+        kind: "tv" or "kl".
+        low: the bound for A <= 0, in nats for "kl"; None: the authors'.
+        high: the bound for A > 0; None: the authors'.
+        cap: above 0, the ratio's upper bound.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     threshold = {"tv": 0.15, "kl": 0.05}.get(kind, 0.0)
     gate = DivergenceMask(kind, threshold if low is None else low, threshold if high is None else high, cap)
@@ -194,6 +452,17 @@ def IcePop(low: float = 0.5, high: float = 2.0, **fields: Any) -> Objective:
     """IcePop on the current ratio: REINFORCE weighted by the ratio to the rollout policy, 0 outside [low, high].
 
     Token-mean, INTELLECT-3's form (arXiv:2512.16144); for Ring-1T's see `RatioMask`.
+
+    Args:
+        low: the smallest ratio that is kept.
+        high: the largest ratio that is kept.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=RatioMask(low, high))
 
@@ -203,6 +472,17 @@ def TOPR(low: float = 0.0, high: float = 1.0, **fields: Any) -> Objective:
 
     The paper's form: the ratio is the product over a response, and responses are summed over their tokens. Others'
     code has each token's own, which is `TOPR(ratio="token")`.
+
+    Args:
+        low: the ratio's lower bound for A <= 0.
+        high: its upper bound.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Tapered(low, high), ratio="sequence-product", aggregate="seq-mean-token-sum")
 
@@ -212,11 +492,20 @@ def DRO(beta: float | Tensor, **fields: Any) -> Objective:
 
     verl's form, in which each token's log-ratio is squared; the papers square a response's. The square is the
     objective's KL term, of kind "old-new-k2", which token weights multiply too: a `kl` given beside beta replaces it.
+
+    Args:
+        beta: a float or a 0-dim tensor; the float 0 leaves the square out.
+        **fields: fields of `Objective`, in place of the preset's.
+
+    Returns:
+        The `Objective`.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=NoGate(ratio=False), kl=_kl("old-new-k2", beta, weighted=True))
 
 
-#: Every preset by name; the command line, the tests and the plots read this table.
 PRESETS: dict[str, Callable[..., Objective]] = {
     preset.__name__: preset
     for preset in (
@@ -246,6 +535,7 @@ PRESETS: dict[str, Callable[..., Objective]] = {
         DRO,
     )
 }
+"""Every preset by name; the command line, the tests and the plots read this table."""
 
 
 def any_numbers(name: str) -> Objective:

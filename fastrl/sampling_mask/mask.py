@@ -80,9 +80,13 @@ class SamplingMask:
                 these; and any of these as JSON text.
             device: the device of the mask; None = CPU.
 
+        Returns:
+            A mask with one row per token.
+
         Raises:
             ValueError: if ids are not integers in [0, 2^31); if a whole completion is None (JSON's null), with the
-                option that makes SGLang record. TypeError: for any other input.
+                option that makes SGLang record.
+            TypeError: for any other input.
         """
         return cls(*sampling_sources.listed_record(lists).csr(device))
 
@@ -101,15 +105,29 @@ class SamplingMask:
                 are one completion, three deep several. Only a completion without tokens may have no mask.
             device: the device of the mask; None = CPU.
 
+        Returns:
+            A mask with one row per token.
+
         Raises:
             ValueError: if a mask is None or null, with the option that makes vLLM record; if ids are not integers in
-                [0, 2^31); if the number of rows is not the number of tokens. TypeError: for any other input.
+                [0, 2^31); if the number of rows is not the number of tokens.
+            TypeError: for any other input.
         """
         return cls(*sampling_sources.vllm_record(mask).csr(device))
 
     @classmethod
     def from_dense(cls, kept: Tensor) -> SamplingMask:
-        """From bool (..., V), True = kept. Raises ValueError if a row keeps nothing."""
+        """From a dense mask of the vocabulary.
+
+        Args:
+            kept: (..., V) bool, True = kept.
+
+        Returns:
+            A mask of the flattened rows, on the same device.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype or shape; a row that keeps nothing.
+        """
         return cls._made(*sampling_sources.support_of_dense(kept))
 
     @classmethod
@@ -117,7 +135,16 @@ class SamplingMask:
         """From `generate(..., output_scores=True, return_dict_in_generate=True).scores`: T steps of (B, V).
 
         Entries that the warpers left above -inf are kept. A row that keeps everything is stored as not recorded, which
-        means the same. Rows are (B, T), flattened. Raises ValueError, naming the row, if a row keeps nothing.
+        means the same.
+
+        Args:
+            scores: T tensors (B, V), floating point, one per step.
+
+        Returns:
+            A mask of B T rows, those of (B, T), flattened.
+
+        Raises:
+            TypeError, ValueError: wrong scores; a row, which is named, that keeps nothing.
         """
         return interleave([cls._made(*step) for step in sampling_sources.support_of_scores(scores)])
 
@@ -136,7 +163,10 @@ class SamplingMask:
             top_p: in (0, 1]; the most likely entries whose probabilities sum to at least this; 1 = off.
             top_k: the k largest entries, and those tied with the k-th; 0 = off.
             min_p: in [0, 1]; the entries with at least this fraction of the largest probability; 0 = off.
-            temperature: > 0, divides the logits first.
+            temperature: above 0, divides the logits first.
+
+        Returns:
+            A mask of the flattened rows, on the same device.
 
         Raises:
             TypeError, ValueError: if an option is wrong; if a row, which is named, holds a NaN, +inf or only -inf (rows
@@ -172,7 +202,15 @@ class SamplingMask:
     __hash__ = None  # type: ignore[assignment]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SamplingMask:
-        """The same mask on another device."""
+        """The same mask on another device.
+
+        Args:
+            device: the device.
+            non_blocking: as in `torch.Tensor.to`.
+
+        Returns:
+            A new mask.
+        """
         token_ids = self.token_ids.to(device, non_blocking=non_blocking)
         return self._made(token_ids, self.offsets.to(device, non_blocking=non_blocking), self._facts)
 
@@ -181,7 +219,18 @@ class SamplingMask:
         return {"token_ids": self.token_ids, "offsets": self.offsets}
 
     def index(self, rows: Tensor) -> SamplingMask:
-        """Select rows by integer indices (any order, repeats allowed, negative from the end) or by a bool mask (N,)."""
+        """Select rows by their indices, or by a mask.
+
+        Args:
+            rows: int64 or int32 indices of any shape and order (repeats allowed, negative from the end), or bool (N,).
+
+        Returns:
+            A mask of the selected rows.
+
+        Raises:
+            TypeError, ValueError: rows of the wrong dtype or shape.
+            IndexError: an index outside [-N, N).
+        """
         rows = checks.tensor("rows", rows, (torch.bool, torch.int64, torch.int32))
         if rows.dtype == torch.bool:
             checks.shape("rows", rows.reshape(-1), (len(self),), "one per row of the mask")
@@ -200,7 +249,17 @@ class SamplingMask:
 
     @classmethod
     def concat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """Concatenate the rows of all masks."""
+        """Concatenate the rows of all masks.
+
+        Args:
+            masks: at least one SamplingMask, all on one device.
+
+        Returns:
+            A mask of all their rows.
+
+        Raises:
+            TypeError, ValueError: no masks, something else among them, or another device.
+        """
         masks = list(masks)
         if not masks:
             raise ValueError("masks must hold at least one SamplingMask, got none")
@@ -219,7 +278,18 @@ class SamplingMask:
 
     @classmethod
     def padded(cls, masks: Sequence[SamplingMask], length: int) -> SamplingMask:
-        """B responses' masks as the rows of a padded batch (B, length); padding rows are not recorded."""
+        """B responses' masks as the rows of a padded batch; padding rows are not recorded.
+
+        Args:
+            masks: one SamplingMask per response, of at most `length` rows.
+            length: of the batch, in tokens.
+
+        Returns:
+            A mask of the rows (B, length), flattened.
+
+        Raises:
+            TypeError, ValueError: as `concat`; a wrong length, or a mask that is longer.
+        """
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"length must be an int, got {type(length).__name__}")
         for i, mask in enumerate(masks):
@@ -232,7 +302,17 @@ class SamplingMask:
         return cls._made(joined.token_ids, offsets_of(lengths.view(-1)))
 
     def to_dense(self, vocab_size: int) -> Tensor:
-        """bool (N, V), True = kept; rows that were not recorded are all True. Large: for inspection and tests."""
+        """The dense mask. Large: for inspection and tests.
+
+        Args:
+            vocab_size: V.
+
+        Returns:
+            bool (N, V), True = kept; rows that were not recorded are all True.
+
+        Raises:
+            ValueError: a wrong vocab_size, or an id outside it.
+        """
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"vocab_size must be an int of at least 1, got {vocab_size!r}")
         self.check_vocab(vocab_size)
@@ -243,7 +323,15 @@ class SamplingMask:
     def with_targets(self, targets: Tensor, mask: Tensor | None = None) -> SamplingMask:
         """The same mask with each recorded row's target added to its support, for tokens that were forced, not drawn.
 
-        targets: int64, one per row, in any shape; not read where the mask (bool or 0/1, the same shape) is 0.
+        Args:
+            targets: int64, one per row, in any shape.
+            mask: bool or 0/1, shaped like targets; targets where it is 0 are not read.
+
+        Returns:
+            A new mask.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong type, shape, device or value.
         """
         with checks.check_inputs():  # what follows waits for the device too
             valid = None if mask is None else checks.mask(mask, checks.tensor("targets", targets, (torch.int64,)))
@@ -271,7 +359,14 @@ class SamplingMask:
         return self._facts.unrecorded
 
     def check_vocab(self, vocab: int) -> None:
-        """Raise ValueError, naming the first row, if an id is outside [0, vocab)."""
+        """Check that all ids are in a vocabulary.
+
+        Args:
+            vocab: the size of the vocabulary.
+
+        Raises:
+            ValueError: an id is outside [0, vocab); the message names the first row.
+        """
         if self._facts.largest_id >= vocab:
             entry = int((self.token_ids >= vocab).nonzero()[0])
             row = int(torch.searchsorted(self.offsets, entry, right=True)) - 1

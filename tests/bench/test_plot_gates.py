@@ -103,6 +103,17 @@ def test_the_same_figure_is_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name", [name for name in fastrl.PRESETS if not isinstance(any_numbers(name).gate, fastrl.NoGate)]
+)
+def test_a_page_can_have_the_figure_of_one_preset(name, tmp_path):
+    path = tmp_path / f"{name.lower()}.svg"
+    plot_gates.draw_one(name, path)
+    text = path.read_text(encoding="utf-8")
+    assert f">{name}<" in text and text.count("A &gt; 0") == 1  # in the legend
+    assert len(text) < 30_000
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--presets", "sapo,sap"], ["--presets", "'sap'", "REINFORCE", "DeepSeekV32"]),

@@ -26,7 +26,7 @@ from fastrl.planning.plans import Call, use_plan
 from fastrl.planning.tiling import PIECE_BYTES, Needs, Pass, Teacher, Tile
 
 MIB = 2**20
-README = Path(__file__).resolve().parents[2] / "README.md"
+PLANS = Path(__file__).resolve().parents[2] / "docs" / "functions" / "plans.md"
 calls = st.builds(
     Call,
     rows=st.integers(0, 200_000),
@@ -102,7 +102,7 @@ def test_the_published_example() -> None:
         return f"{plans.chosen.name} {plans.chosen.units}U"
 
     table = fastrl.plan_memory(8192, 4096, 151936, budget="512MiB", device="cuda")
-    assert f"--vocab 151936 --budget 512MiB --device cuda\n{table}\n```" in README.read_text()
+    assert f"```text\n{table}\n```" in PLANS.read_text()
     assert chosen("8GiB") == "forward-gradient 3U"
     assert chosen("512MiB") == "recompute 4U"
     assert chosen("64MiB") == "two-pass 5U"

@@ -2,18 +2,16 @@
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from doc_pages import page_of
 from mistakes import error_of
-from places import ROOT
 
 from fastrl.base.errors import UserError
 from fastrl.training.common import reward_worker, worker_pool
@@ -344,9 +342,8 @@ def test_a_bad_result_names_the_sample_as_in_this_process(functions):
 
 def test_the_code_that_the_documentation_runs(mine, functions):
     """A program that passes, one that fails, that never ends, that forks, and that fills the memory."""
-    page = (ROOT / "docs" / "rewards.md").read_text()
-    (block,) = re.findall(r"^    import subprocess.*?(?=^\S)", page, re.MULTILINE | re.DOTALL)
-    mine.write_text(textwrap.dedent(block))
+    (source,) = (block.text for block in page_of("docs/rewards.md").of("python") if "import subprocess" in block.text)
+    mine.write_text(source)
     made = functions("runs", timeout=2.0, memory_limit="512MiB")
     programs = ["x = 1", "x = 2", "x = 1\nwhile True: pass", "import os\nos.fork()\nos.wait()", "x = 'a' * 10**9"]
     texts = [f"I write\n```python\n{program}\n```" for program in programs]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from digit_models import EXAMPLE, TOKENIZER, narrowed
-from places import ROOT
+from doc_pages import page_of
 from run_files import records
 
 from fastrl.base.errors import UserError
@@ -24,8 +24,6 @@ from fastrl.training.engines.transformers import TransformersEngine
 from fastrl.training.engines.vllm_server import VLLMServer
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.train import train
-
-PAGE = ROOT / "docs" / "engines.md"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def policy(model: ModelConfig) -> Policy:
 @pytest.fixture
 def page_engine(tmp_path: Path) -> str:
     """The page's engine as a file, and its function."""
-    (source,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "my_engine" in block]
+    (source,) = [block.text for block in page_of("docs/engines.md").of("python") if "my_engine" in block.text]
     (tmp_path / "my_engine.py").write_text(source)
     return f"{tmp_path}/my_engine.py:make"
 

@@ -1,12 +1,10 @@
 """Reward functions: TRL's signature, None, and errors that name function, file and index."""
 
-import re
-import textwrap
 from dataclasses import replace
 
 import pytest
+from doc_pages import page_of
 from mistakes import error_of
-from places import ROOT
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
@@ -57,10 +55,9 @@ def test_what_the_prompt_opened_is_passed_to_functions_that_name_it(load):
 
 
 def test_the_function_of_the_page_on_data_reads_what_its_config_gives_it(tmp_path):
-    page = (ROOT / "docs" / "data.md").read_text()
-    (block,) = re.findall(r"^    # reward.py.*?(?=^\S)", page, re.MULTILINE | re.DOTALL)
-    assert "system_prompt" in page.partition(block)[0]  # so the prompt is one of messages
-    (tmp_path / "reward.py").write_text(textwrap.dedent(block))
+    config, function = (block.text for block in page_of("docs/data.md").blocks[:2])
+    assert "system_prompt" in config  # so the prompt is one of messages
+    (tmp_path / "reward.py").write_text(function)
     rows = [Example([{"role": "user", "content": "?"}], {"answer": "6 * 200\n#### 1,200"}, [1])] * 3
     reward = load_reward(f"{tmp_path / 'reward.py'}:last_number")
     assert reward(rows, ["#### 1200", "#### 12", "1200"]) == [1.0, 0.0, 0.0]

@@ -1,11 +1,10 @@
 """Rollouts of several turns: whose turn it is, what engine and tools are asked, what the rollout says of tokens."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-from places import ROOT
+from doc_pages import page_of
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
@@ -362,10 +361,9 @@ def test_a_template_may_quote_an_answer(policy, draw, write_tools):
 
 
 def test_the_code_that_the_documentation_runs(tmp_path):
-    page = (ROOT / "docs" / "rollouts_with_tools.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (block,) = page_of("docs/rollouts_with_tools.md").of("python")
     namespace = {}
-    exec(block, namespace)
+    exec(block.text, namespace)
     texts = ["I take <calc>2 + 3</calc>", "5", "<calc>-7-40</calc>", "<calc>1/0</calc>", "<calc>1+1</calc> so 2"]
     answers = [" = 5\n", None, " = -47\n", " = error\n", None]
     assert namespace["tools"](prompts=["?"] * 5, completions=texts, answer=["a"] * 5) == answers

@@ -1,0 +1,33 @@
+"""docs/config/ is what docs/site/config_pages.py writes: each field of each command's config."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+from places import ROOT
+
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+import config_pages
+
+PAGES = config_pages.config_pages()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_page_is_current(path):
+    assert path.read_text(encoding="utf-8") == PAGES[path], "write it anew: python docs/site/config_pages.py"
+
+
+@pytest.mark.parametrize("command", config_pages.CONFIGS)
+def test_every_option_of_the_command_line_has_its_heading(command, capsys):
+    from fastrl.cli import main
+
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = capsys.readouterr().out.split()
+    options = {word.removeprefix("--").rstrip(",") for word in words if word.startswith("--") and "." in word}
+    page = PAGES[config_pages.FOLDER / f"{command.replace('-', '_')}.md"]
+    headings = Counter(line.removeprefix("### ") for line in page.splitlines() if line.startswith("### "))
+    assert options - {"--section.field", "section.field"} == set(headings)
+    assert set(headings.values()) == {1}
