@@ -31,8 +31,8 @@ _MENTION = re.compile(
 # What leads to another page of the folder: a link, or the name of a public function.
 _NAMED = re.compile(r"\]\(([\w.]+)\.md[#)]|`fastrl\.(\w+)")
 _ALGORITHMS = {*fastrl.PRESETS, *fastrl.PREFERENCES}
-_FRONT = "---\nhide: [navigation, toc]\n---\n"
-_UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
+# How much a page of a folder weighs in the search: what explains comes before what lists.
+_BOOSTS = {"config": 0.001, "guides": 2, "algorithms": 1.5}
 _FETCHED = re.compile(
     r"""<(?:script|img|iframe)\b[^>]*\ssrc=["']?(?:https?:)?//[^>]*>|<link\b[^>]*stylesheet[^>]*//[^>]*>"""
 )
@@ -61,7 +61,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if is_page(path):
             waiting |= linked(path) - seen
     for name in _unwritten_functions():
-        text = f"# fastrl.{name}\n\n::: fastrl.{name}\n"
+        text = f"---\nsearch: {{boost: 0.1}}\n---\n# fastrl.{name}\n\n::: fastrl.{name}\n"
         files.append(File.generated(config, f"functions/{name}.md", content=text))
     for preset in {name for file in files.documentation_pages() for name in _GATE.findall(file.content_string)}:
         files.append(File.generated(config, f"algorithms/{preset.lower()}.svg", content=_figure(preset)))
@@ -69,9 +69,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to their places within the site, and show the gates' figures."""
-    shown = _shown.get(page.file.src_uri)
-    return markdown if shown is None else _GATE.sub(_picture, rewritten(markdown, shown))
+    """Lead links to their places within the site, show the gates' figures, weigh the page in the search."""
+    here = page.file.src_uri
+    if here not in _shown:
+        return markdown
+    folder = here.partition("/")[0]
+    if here == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    page.meta["search"] = {"exclude": True} if folder == "repository" else {"boost": _BOOSTS.get(folder, 1)}
+    return _GATE.sub(_picture, rewritten(markdown, _shown[here]))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -99,8 +105,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def _file(path: str, config: MkDocsConfig) -> File:
     if not is_page(path):
         return File.generated(config, place(path), abs_src_path=str(ROOT / path))
-    front = _FRONT if path == "README.md" else _UNSEARCHED
-    return File.generated(config, place(path), content=front + content(path))
+    return File.generated(config, place(path), content=content(path))
 
 
 def _page_of(name: str | None, files: Files) -> File | None:
