@@ -68,6 +68,7 @@ def test_the_plans_of_objectives(capsys: pytest.CaptureFixture[str]) -> None:
         assert cell.startswith(f"{found}, {units}" if found != "sparse" else "sparse:"), (change, chosen)
 
 
+@pytest.mark.slow
 def test_the_script_of_a_named_objective_trains(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(code("custom_objective", "# train.py"), encoding="utf-8")
