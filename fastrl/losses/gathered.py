@@ -145,7 +145,7 @@ def gathered_logprobs(
     """Computes the log-probabilities of several entries per row, from logits, without an (N, V) float32 tensor.
 
     The result for `ids[t, k]` is what `token_logprobs` returns for that target: normalised over the whole vocabulary,
-    or over the row's support in `sampling_mask`, and with all its digits when it is close to 0. K entries of a row cost
+    or over the row's support in `sampling_mask`, and with all its digits also close to 0. K entries of a row cost
     one pass over it, not K.
 
     Args:

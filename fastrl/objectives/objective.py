@@ -86,8 +86,8 @@ class RolloutCorrection:
 
     level: CorrectionLevel = "token"
     """"token": rho is `exp(old - rollout)` of each token. "sequence": the product of these over the response's valid
-    tokens, which is unbiased, and spreads the more the longer the response is. "sequence-mean": their geometric mean,
-    which is biased, and has one scale at any length. At the last two, a response's tokens share its rho."""
+    tokens, which is unbiased, with a spread that grows with the length. "sequence-mean": their geometric mean, which is
+    biased, and has the same scale at any length. At the last two levels, a response's tokens share its rho."""
     mode: Literal["truncate", "mask"] = "truncate"
     """"truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0."""
     low: float = 0.0
