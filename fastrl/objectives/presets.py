@@ -82,7 +82,7 @@ def PPO(clip: float = 0.2, clip_high: float | None = None, dual_clip: float | No
 
     Args:
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
-        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
         dual_clip: above 1: the loss of a negative advantage is at most `-dual_clip A`; None: no such bound.
         **fields: fields of `Objective`, in place of the preset's.
 
@@ -116,7 +116,7 @@ def GRPO(clip: float = 0.2, clip_high: float | None = None, kl_coef: float | Ten
 
     Args:
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
-        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
         kl_coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
         **fields: fields of `Objective`, in place of the preset's.
 
@@ -152,7 +152,7 @@ def BNPO(clip: float = 0.2, clip_high: float | None = None, **fields: Any) -> Ob
 
     Args:
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
-        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -169,7 +169,7 @@ def DAPO(clip_low: float = 0.2, clip_high: float = 0.28, **fields: Any) -> Objec
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
-        clip_high: its upper bound is `1 + clip_high`.
+        clip_high: the ratio's upper bound is `1 + clip_high`.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -186,7 +186,7 @@ def GSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Obje
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
-        clip_high: its upper bound is `1 + clip_high`.
+        clip_high: the ratio's upper bound is `1 + clip_high`.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -203,7 +203,7 @@ def GSPOToken(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) ->
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
-        clip_high: its upper bound is `1 + clip_high`.
+        clip_high: the ratio's upper bound is `1 + clip_high`.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -237,7 +237,7 @@ def CISPO(cap: float = 5.0, low: float | None = None, **fields: Any) -> Objectiv
 
     Args:
         cap: above 0, the ratio's upper bound.
-        low: its lower bound; None: 0.
+        low: the ratio's lower bound; None: 0.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -270,7 +270,7 @@ def LUSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Obj
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
-        clip_high: its upper bound is `1 + clip_high`.
+        clip_high: the ratio's upper bound is `1 + clip_high`.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -290,10 +290,10 @@ def VESPO(
     Token-mean.
 
     Args:
-        k_pos: k for A >= 0, see `GammaWeight`.
-        lam_pos: lam for A >= 0.
-        k_neg: k for A < 0.
-        lam_neg: lam for A < 0.
+        k_pos: k of `GammaWeight` for A >= 0.
+        lam_pos: lam of `GammaWeight` for A >= 0.
+        k_neg: k of `GammaWeight` for A < 0.
+        lam_neg: lam of `GammaWeight` for A < 0.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -346,12 +346,12 @@ def FIPO(
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
-        clip_high: its upper bound is `1 + clip_high`.
-        dual_clip: as in `PPO`; also the ratio above which a token does not count in the sums.
-        half_life: the half-life of the weights in the sums, in tokens.
-        low: the weight's lower bound.
-        high: the weight's upper bound.
-        safe_ratio: the ratio above which a token with A < 0 is not weighted up, see `FutureKL`; None: none.
+        clip_high: the ratio's upper bound is `1 + clip_high`.
+        dual_clip: as in `PPO`, and the ratio above which a token does not count in the weights' sums; None: neither.
+        half_life: the distance, in tokens, at which a later token counts half in a token's weight.
+        low: the lower bound of a token's weight.
+        high: the upper bound of a token's weight.
+        safe_ratio: the ratio above which a token with A < 0 is not weighted up, see `FutureKL`; None: no such ratio.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -382,10 +382,10 @@ def ClipCov(
 
     Args:
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
-        clip_high: the upper bound is `1 + clip_high`; None: `1 + clip`.
+        clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
         fraction: the share of the valid tokens that is drawn.
-        cov_low: the covariance's lower bound.
-        cov_high: the covariance's upper bound.
+        cov_low: the lower bound of the covariance of tokens that may be drawn.
+        cov_high: the upper bound of the covariance of tokens that may be drawn.
         generator: what draws them, see `CovarianceClip`; None: the default one of the inputs' device.
         **fields: fields of `Objective`, in place of the preset's.
 
@@ -431,9 +431,9 @@ def DPPO(
     authors' thresholds, 0.15 for kind "tv" and 0.05 for "kl"; they train with DrGRPO's aggregation.
 
     Args:
-        kind: "tv" or "kl".
-        low: the bound for A <= 0, in nats for "kl"; None: the authors'.
-        high: the bound for A > 0; None: the authors'.
+        kind: the binary divergence, "tv" (total variation) or "kl".
+        low: the divergence's bound for A <= 0, in nats for "kl"; None: the authors'.
+        high: the divergence's bound for A > 0; None: the authors'.
         cap: above 0, the ratio's upper bound.
         **fields: fields of `Objective`, in place of the preset's.
 
@@ -475,7 +475,7 @@ def TOPR(low: float = 0.0, high: float = 1.0, **fields: Any) -> Objective:
 
     Args:
         low: the ratio's lower bound for A <= 0.
-        high: its upper bound.
+        high: the ratio's upper bound for A <= 0.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:
@@ -494,7 +494,7 @@ def DRO(beta: float | Tensor, **fields: Any) -> Objective:
     objective's KL term, of kind "old-new-k2", which token weights multiply too: a `kl` given beside beta replaces it.
 
     Args:
-        beta: a float or a 0-dim tensor; the float 0 leaves the square out.
+        beta: the square's weight, a float or a 0-dim tensor; the float 0 leaves it out.
         **fields: fields of `Objective`, in place of the preset's.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 
@@ -31,3 +32,10 @@ def test_every_option_of_the_command_line_has_its_heading(command, capsys):
     headings = Counter(line.removeprefix("### ") for line in page.splitlines() if line.startswith("### "))
     assert options - {"--section.field", "section.field"} == set(headings)
     assert set(headings.values()) == {1}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_table_and_field_says_what_it_is(path):
+    texts = re.findall(r"^(##+ .+)\n\n(.*)\n", re.sub(r"(### .+\n\n).+\n\n", r"\1", PAGES[path]), re.MULTILINE)
+    assert len(texts) > 20
+    assert not [heading for heading, text in texts if not re.search(r"[a-z]{2}.*[a-z]", text)]

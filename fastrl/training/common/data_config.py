@@ -19,17 +19,18 @@ class DatasetConfig(Section):
     """The rows."""
 
     path: Annotated[str, _AS_TEXT, _LOCATION]
-    """Rows with a field "prompt" (a string, or chat messages) and what is read beside it: a JSONL file, a .parquet
-    file, or the name (or directory) of a dataset on the Hugging Face hub. The last two need the extra datasets."""
+    """The rows: a JSONL file, a .parquet file, or the name or directory of a dataset on the Hugging Face hub (the last
+    two need the extra datasets). Each row has a field "prompt", a string or chat messages, and the fields that the
+    command reads beside it."""
     subset: str | None = None
     """The subset (config) of a hub's dataset."""
     split: str | None = None
-    """The split of a hub's dataset; the default is train."""
+    """The split of a hub's dataset. The default is train."""
     fields: dict[str, str] = Field({})
-    """Columns by other names, such as { prompt = "question" }; columns that it does not name keep their own."""
+    """New names of columns, such as { prompt = "question" }. Columns that are not named here keep their names."""
     system_prompt: str | None = None
-    """A system message before the prompt, which makes chat messages of a string. With an empty text a string becomes a
-    user's message alone."""
+    """A system message before the prompt. A prompt that is a string becomes a user's message behind it. An empty text
+    adds no system message, and a string becomes a user's message alone."""
     chat_template_kwargs: dict[str, Any] = Field({})
     """Arguments of the tokenizer's chat template, such as { enable_thinking = false }."""
 
@@ -65,18 +66,21 @@ class PromptsConfig(DatasetConfig):
     """Prompts that completions are sampled for."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """The longest prompt, in tokens; the default is what the context of the model, and of its teacher, leaves."""
+    """The most tokens of a prompt. The default, and the limit in any case, is what rollout.max_new_tokens leaves of the
+    context of the model and of its teacher."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What becomes of longer ones: an error that names the first, or they are left out and counted."""
+    """What happens to longer prompts. error: the run stops and names the first one; drop: they are left out and
+    counted."""
 
 
 class HeldOutConfig(DatasetConfig):
     """The rows, and held-out ones."""
 
     eval_path: Annotated[str | None, _AS_TEXT, _LOCATION] = None
-    """Held-out rows of the same form, for the evaluation; the default is path if eval_split is given, else none."""
+    """Held-out rows of the same form, for evaluation. The default is path if eval_split is given, else there are
+    none."""
     eval_split: str | None = None
-    """The split of a hub's dataset with the held-out rows; with an eval_path the default is test."""
+    """The split of a hub's dataset with the held-out rows. With an eval_path the default is test."""
 
     @property
     def paths(self) -> list[str]:

@@ -4,12 +4,13 @@ class _LossBase(PresetConfig):
     known = Presets.of(PREFERENCES, Preference, without=("formula",))
     name: str = "dpo"
 
-LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields())
+LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields(texts))
 """
 
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -47,20 +48,44 @@ class Presets(NamedTuple):
             except ValidationError as error:
                 raise ValueError(f"{dotted}: {error.errors()[0]['msg']}, got {value!r}") from error
 
-    def fields(self) -> dict[str, Any]:
-        """The options of all presets as fields of a table, None where they are not given."""
-        fields: dict[str, Any] = {}
-        for preset, options in self.options.items():
+    def fields(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """The options of all presets as fields of a table, None where they are not given.
+
+        `texts` says what the options of every preset mean; the presets' docstrings say it of their own.
+        """
+        hints: dict[str, Any] = {}
+        for options in self.options.values():
             for name, hint in options.items():
-                known, presets = fields.get(name, (types.NoneType, []))
-                fields[name] = (known | hint, [*presets, preset])
-
-        def used_by(presets: list[str]) -> str:
-            return "any preset" if len(presets) == len(self.options) else ", ".join(presets)
-
+                hints[name] = hints.get(name, types.NoneType) | hint
         return {
-            n: (hint | None, Field(None, description=f"Option of {used_by(p)}.")) for n, (hint, p) in fields.items()
+            name: (hint | None, Field(None, description=self._described(name, texts.get(name))))
+            for name, hint in hints.items()
         }
+
+    def _described(self, option: str, shared: str | None) -> str:
+        """What an option means, `shared` or what the docstrings of the presets say of it, with its defaults."""
+        presets: dict[tuple[str, str], list[str]] = {}
+        for preset, function in self.functions.items():
+            if (parameter := inspect.signature(function).parameters.get(option)) is None:
+                continue
+            listed = (inspect.getdoc(function) or "").partition("Args:\n")[2]
+            found = re.search(rf"^ +{option}: (.+)$", listed, re.MULTILINE)
+            text = found[1].replace(", a float or a 0-dim tensor", "") if found else ""
+            default = f"default {parameter.default}"
+            if parameter.default is parameter.empty:
+                default = "required"
+            elif parameter.default is None:
+                text, default = text.replace("None:", "left out:"), ""
+            else:  # TOML has no None, so nothing can put it in the default's place
+                text = re.sub(r"; None: .*", ".", text)
+            presets.setdefault((shared or text, default), []).append(preset)
+        if shared is not None:
+            defaults = (f"{default.capitalize()} for {', '.join(of)}." for (_, default), of in presets.items())
+            return " ".join([shared, *defaults])
+        return "\n".join(
+            f"For {', '.join(of)}{f' ({default})' if default else ''}: {text}"
+            for (text, default), of in presets.items()
+        )
 
 
 def _scalar(hint: Any) -> Any:
@@ -89,9 +114,9 @@ class PresetConfig(Section):
     known: ClassVar[Presets]
 
     name: str
-    """The preset."""
+    """The preset, in any case."""
     presets: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Options for one preset; they win over the options above."""
+    """Options for one preset: those of presets.NAME hold if name is NAME, and win over the other options."""
 
     @model_validator(mode="after")
     def _buildable(self) -> "PresetConfig":

@@ -24,33 +24,36 @@ Budget = Annotated[str | None, AfterValidator(_budget)]
 
 
 class ModelConfig(Section):
-    """The policy that is trained."""
+    """The model that is trained, or that completions are drawn from."""
 
     path: ModelLocation = None
-    """A local directory or a hub name, with weights, or with peft's adapters, which are merged into their base."""
+    """A model with weights: a local directory or a hub name. If it holds peft's adapters, they are merged into their
+    base."""
     config: Annotated[Path | None, Location()] = None
-    """A model config.json: start from scratch with random weights (then tokenizer is needed)."""
+    """A model's config.json, to start from random weights. It needs tokenizer."""
     tokenizer: ModelLocation = None
-    """A tokenizer directory or hub name; the default is model.path."""
+    """A tokenizer's directory or hub name. The default is model.path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of the matrix products. Weights and the optimizer's moments stay float32: a step of 1e-6 would be
-    rounded away in bfloat16."""
+    """The type of the matrix products. Weights and the optimizer's moments are float32 in any case, because bfloat16
+    would round away an update of size 1e-6."""
     logits_dtype: Literal["float32"] | None = None
-    """With bfloat16 products: "float32" keeps the float32 sums of the head's product as logits, in every loss and
-    log-probability, of a teacher too; the default rounds them to bfloat16. Sampling has the model's own logits."""
+    """For bfloat16 products: "float32" keeps the head's logits in float32, in every loss and log-probability, a
+    teacher's too. The default rounds them to bfloat16. The logits that completions are drawn from do not change."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
+    """Run Python code that comes with the model. Set it only for models whose code you have read."""
     attention: str | None = None
-    """transformers' attn_implementation, such as "sdpa" or "flash_attention_2"; the default is transformers' own."""
+    """The attn_implementation of transformers, such as "sdpa" or "flash_attention_2". The default is that of
+    transformers."""
     gradient_checkpointing: bool = False
-    """Keep only a layer's input, and compute the layer again in the backward: less memory, a third more time."""
+    """Store only the input of each layer, and compute the layer again in the backward. It takes less memory and a third
+    more time."""
     lora_rank: int | None = Field(None, ge=1)
-    """Train low-rank adapters of this rank (needs peft) in place of the weights. The head stays frozen, so the losses
-    skip its gradient, and the reference of a KL term is the model without its adapters."""
+    """Train low-rank adapters of this rank instead of the weights (needs peft). The head stays frozen, so the losses
+    skip its gradient. The reference of a KL term is the model without its adapters."""
     lora_alpha: int = Field(16, ge=1)
-    """The adapters' scale is lora_alpha / lora_rank."""
+    """The adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str | list[str] = "all-linear"
-    """Which modules get adapters: names, or all linear ones but the head."""
+    """Which modules get adapters: a list of names, or "all-linear" for all linear modules but the head."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":
@@ -62,97 +65,102 @@ class ModelConfig(Section):
 
 
 class MachineConfig(Section):
-    """Where a command runs, and its randomness."""
+    """The device and the random seed."""
 
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seeds Python, NumPy and torch."""
+    """The seed of the random numbers of Python, NumPy and torch."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes cuda if there is one."""
+    """cpu, cuda, cuda:1 and so on. auto takes cuda if there is a GPU."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads of torch, whose default is the number of cores. A tiny model is as fast with 1, and far faster on a
-    machine that has other work; numbers repeat exactly only for the same number of threads."""
+    """The number of torch's CPU threads. The default is torch's, the number of cores. With 1 a tiny model is as fast,
+    and on a machine that has other work far faster. Numbers repeat exactly only for the same number of threads."""
 
 
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
     lr: float = Field(1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """The learning rate after the warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW's moment decays."""
+    """AdamW's decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
-    """Gradients are scaled down to this global L2 norm; inf switches it off."""
+    """Gradients are scaled down to this global L2 norm. inf switches that off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: constant, or a decay to 0 over the run."""
+    """The learning rate after the warm-up: constant, or a linear or cosine decay to 0 at the end of the run."""
     warmup_updates: int = Field(0, ge=0)
-    """Optimizer updates of linear warm-up from 0."""
+    """The number of optimizer updates over which the learning rate rises linearly from 0."""
 
 
 class RolloutConfig(Section):
     """How completions are sampled."""
 
     engine: Annotated[str, Location(dotted=True)] = "transformers"
-    """What samples: transformers (its generate, in this process), vllm, sglang, or path/to/file.py:function, which is
-    called with the policy and these settings and returns an engine."""
+    """What draws completions: transformers (generate, in this process), vllm, sglang, or path/to/file.py:function,
+    which is called with the policy and this table and returns an engine."""
     url: str | None = None
-    """The engine's server, such as "http://127.0.0.1:8000". Without it vllm runs in this process."""
+    """The address of the engine's server, such as "http://127.0.0.1:8000". Without it, vllm runs in processes that the
+    command starts. sglang needs it."""
     api_key_file: Annotated[Path | None, Location()] = None
-    """A file with the key that the server was started with (--api-key), and nothing else. What a run writes names the
-    file, and nothing that is in it."""
+    """A file that holds the server's key (--api-key) and nothing else. Logs, checkpoints and saved configs have the
+    file's name, never the key."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds to wait for an engine that does not answer, before the run ends; what is saved can be resumed."""
+    """Seconds to wait for an engine that does not answer. After that the run saves what it has and ends, and can be
+    resumed."""
     ahead: int = Field(0, ge=0, le=1)
-    """1: the engine draws the next step's completions while the policy is updated, so they are one step old."""
+    """1: the engine draws the next step's completions while the policy is updated, with weights that are one step old.
+    It needs an objective or a [rollout_correction] that corrects for that."""
     sleep: bool = False
-    """The engine frees its memory while the policy is updated, where both use one GPU."""
+    """The engine frees its memory while the policy is updated, for an engine and a trainer on one GPU."""
     engine_options: dict[str, Any] = Field({})
-    """For vllm in this process: arguments of vllm.LLM."""
+    """For vllm without a url: arguments of vllm.LLM."""
     stop: list[str] = Field([])
-    """Texts that end a completion, or with tools the policy's turn, besides EOS. They are part of it."""
+    """Texts that end a completion, or with tools the policy's turn, as EOS does. They are part of the completion."""
     tools: Annotated[str | None, Location()] = None
-    """path/to/file.py:function with the signature (prompts, completions, **columns), which answers turns of the policy:
-    for each completion that ended a list with None, or with what follows it before the policy goes on: a text, or for a
-    chat prompt a list of messages. Answers are not trained on."""
+    """path/to/file.py:function with the signature (prompts, completions, **columns). It is called when the policy has
+    ended a turn, and returns for each completion what follows: None (the completion ends), a text, or for a chat prompt
+    a list of messages. What it returns is not trained on."""
     tool_workers: int = Field(1, ge=0, le=1024)
-    """Processes that call the function, with one completion at a time. 0: this process calls it once per turn with all
-    completions, without a limit of time or memory, so a call that never ends holds up the run for ever."""
+    """How many processes call the tool, each with one completion at a time. 0: the trainer's own process calls it once
+    per turn with all completions, without limits of time and memory, so a call that never returns blocks the run."""
     tool_timeout: float = Field(10.0, gt=0)
-    """Seconds that a tool's call may take. One that takes longer is killed, and its completion ends there; as does one
-    whose call runs out of memory, or ends its process."""
+    """Seconds that a tool's call in a worker may take. A call that takes longer, runs out of memory or ends its process
+    is killed, and its completion ends there."""
     tool_memory_limit: Budget = None
-    """The address space of a tool's worker and of each process that it starts; the default is no limit."""
+    """The address space of a tool's worker and of each process that it starts. The default is no limit."""
     max_turns: int = Field(8, ge=1)
     """With tools: the most turns of the policy in a completion. The last one is not answered."""
     prompts_per_step: int = Field(128, ge=1)
-    """Prompts per step."""
+    """The number of prompts per step."""
     num_generations: int = Field(8, ge=1)
-    """Completions per prompt (the group)."""
+    """The number of completions per prompt, which form a group."""
     max_new_tokens: int = Field(256, ge=1)
-    """The longest completion, EOS and tools' answers included."""
+    """The most tokens of a completion, EOS and the answers of tools included."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; training uses the same."""
+    """The sampling temperature. Training uses the same."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest entries with at least this probability together; 1 = off. Which entries top_p, top_k
-    and min_p leave for each token is recorded, and training normalises over the same ones."""
+    """Sample from the likeliest entries whose probabilities add up to at least this. 1 switches it off. The entries
+    that top_p, top_k and min_p leave for each token are recorded, and training normalises over the same ones."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many of the likeliest entries; 0 = off."""
+    """Sample from this many of the likeliest entries. 0 switches it off."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from entries at least this likely, relative to the likeliest; 0 = off."""
+    """Sample from the entries whose probability is at least this share of the likeliest one's. 0 switches it off."""
     batch_size: int | None = Field(None, ge=1)
-    """Sequences generated at a time; the default is all of them."""
+    """For transformers: how many completions are drawn at a time. The default is all of them."""
     dynamic_sampling: bool = False
-    """DAPO's: groups whose rewards are all equal are left out, and other prompts sampled in their place. Compared is
-    what the reward functions earned together, before reward.overlong_cache takes its price of length."""
+    """DAPO's: leave out groups whose rewards are all equal, and sample other prompts in their place. The compared
+    reward is the sum over functions and reward model, before reward.overlong_cache lowers it."""
     dynamic_sampling_reward: str | None = None
-    """Compare the rewards of this function alone, such as "exact"; the others differ in every group, or nearly so."""
+    """With dynamic_sampling: compare the rewards of this function alone, such as "exact", if those of the others differ
+    in nearly every group."""
     max_refills: int = Field(3, ge=0)
-    """How often dynamic sampling may do so in a step; after that the step uses the groups it has."""
+    """The most times that a step samples other prompts for dynamic_sampling. After that it uses the groups that it
+    has."""
     keep_routing: bool = False
-    """Record which experts of a mixture each token took, and take the same in training."""
+    """For mixtures of experts: record which experts each token took, and route it to the same ones in training."""
 
     @model_validator(mode="after")
     def _has_engine(self) -> "RolloutConfig":
@@ -187,37 +195,39 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """The reward: functions and a reward model, summed with their weights, and a length penalty."""
+    """The reward: the weighted sum of functions and of a reward model, less a price of length."""
 
     function: Annotated[str | list[str], Location(dotted=True)] = Field([])
-    """path/to/file.py:function with the signature (prompts, completions, **columns) -> list[float | None] (async too),
-    or a built-in one: fastrl.rewards.exact, regex, length, format or math; or several. A completion for which all
-    return None is left out of its group."""
+    """One or several reward functions. Each is path/to/file.py:function with the signature (prompts, completions,
+    **columns) -> list[float | None], async if you like, or a built-in one: fastrl.rewards.exact, regex, length, format
+    or math. A completion for which all of them return None is left out of its group."""
     arguments: dict[str, dict[str, Any]] = Field({})
-    """Keyword arguments by the function's name, such as [reward.arguments.regex] pattern = "..."; for reward.steps and
-    evaluation.metrics too."""
+    """Keyword arguments for each function, by its name, such as [reward.arguments.regex] pattern = "...". They hold for
+    reward.steps and evaluation.metrics too."""
     workers: int = Field(0, ge=0, le=1024)
-    """Processes that call the functions, those of reward.steps and evaluation.metrics too, with one completion at a
-    time. 0: this process calls each once with all completions, without a limit of time or memory."""
+    """How many processes call the functions (those of reward.steps and evaluation.metrics too), each with one
+    completion at a time. 0: the trainer's own process calls each function once with all completions, without limits of
+    time and memory."""
     timeout: float = Field(10.0, gt=0)
-    """Seconds that a worker's call may take, thus a completion. One that takes longer is killed and gets the lowest
-    reward of its function in the batch, at most 0; as does one that runs out of memory, or ends its process."""
+    """Seconds that a call in a worker may take. A call that takes longer, runs out of memory or ends its process is
+    killed, and its completion gets the lowest reward of that function in the batch, at most 0."""
     memory_limit: Budget = None
-    """The address space of a worker and of each process that it starts, such as "1GiB"; the default is no limit."""
+    """The address space of a worker and of each process that it starts, such as "1GiB". The default is no limit."""
     weights: list[float] | None = None
-    """One per function; the default is 1 for each."""
+    """The weight of each function. The default is 1."""
     model: ModelLocation = None
     """A reward model: the directory or hub name of a sequence classifier with one label."""
     model_weight: float = 1.0
-    """Its weight beside the functions'."""
+    """The weight of the reward model."""
     steps: Annotated[str | None, Location(dotted=True)] = None
-    """A function that rewards steps, for advantages.estimator = "process": for each completion a list of pairs (end,
-    reward), end the number of characters up to the end of the step."""
+    """A function that rewards steps, for advantages.estimator = "process". It returns a list of pairs (end, reward) for
+    each completion, where end is the number of the completion's characters up to the end of the step."""
     overlong_cache: int | None = Field(None, ge=0)
-    """DAPO's soft punishment: the reward falls by up to 1 over this many tokens before rollout.max_new_tokens."""
+    """DAPO's soft punishment of length: the reward falls, by up to 1, over this many tokens before
+    rollout.max_new_tokens."""
     overlong_filter: bool = False
-    """DAPO's filter: no token of a completion that was cut off at rollout.max_new_tokens enters the loss. The number of
-    completions by which the seq-mean aggregations divide still counts it."""
+    """DAPO's filter: no token of a completion that was cut off at rollout.max_new_tokens enters the loss. The seq-mean
+    aggregations still count the completion in their denominator."""
 
     @property
     def functions(self) -> list[str]:
@@ -239,10 +249,10 @@ class TeacherConfig(Section):
     """Distillation: a frozen teacher, and the divergence between its next tokens and the policy's."""
 
     teacher: Annotated[str, Location(hub=True)]
-    """The teacher: the directory or hub name of a model whose tokenizer is the policy's."""
+    """The teacher: the directory or hub name of a model with the same tokenizer."""
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """forward_kl: KL(teacher || policy); reverse_kl: KL(policy || teacher); jsd: the generalised Jensen-Shannon
-    divergence (GKD)."""
+    """The divergence between the teacher and the trained model. forward_kl: KL(teacher || model); reverse_kl: KL(model
+    || teacher); jsd: the generalised Jensen-Shannon divergence (GKD)."""
     beta: float = Field(0.5, gt=0, lt=1)
     """For jsd: the teacher's weight in the mixture that both are compared with."""
     coef: float = Field(1.0, gt=0)
@@ -253,21 +263,22 @@ class LoggingConfig(Section):
     """What a run writes."""
 
     output_dir: FileLocation = Path("runs/default")
-    """Metrics, plots, the report and checkpoints go here."""
+    """The folder for metrics, plots, the report and checkpoints."""
     overwrite: bool = False
-    """Replace the run that output_dir holds; without it that is an error. A run with checkpoints is kept in its folder
-    replaced/, in place of the one replaced before it."""
+    """Replace the run in output_dir, which is otherwise an error. A replaced run with checkpoints is moved to the
+    folder's replaced/, and the one that was there before is deleted."""
     tensorboard: bool = True
-    """Write TensorBoard event files too."""
+    """Write TensorBoard event files."""
     wandb: str | None = None
-    """Log to this project of Weights & Biases too (needs wandb, and an account or WANDB_MODE=offline)."""
+    """A project of Weights & Biases to log to (needs wandb, and an account or WANDB_MODE=offline)."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Save a checkpoint every this many steps, besides once at the end, after an error, and at SIGTERM, SIGHUP or
-    Ctrl-C. Those of other steps are removed when there is a newer one."""
+    """Save a checkpoint every this many steps. One is also saved at the end, after an error, and at SIGTERM, SIGHUP or
+    Ctrl-C; it is removed when there is a newer one, unless its step is a multiple of checkpoint_every."""
     checkpoint_minutes: float | None = Field(30.0, gt=0)
-    """Save one too after the step at which this many minutes have passed since the last."""
+    """Save a checkpoint also after a step that ends this many minutes or more after the last checkpoint."""
     keep_checkpoints: int | None = Field(None, ge=1)
-    """Keep only this many of the newest checkpoints; the default is all those of checkpoint_every, and the newest."""
+    """Keep only this many of the newest checkpoints. The default keeps all those of checkpoint_every, and the
+    newest."""
 
 
 def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:

@@ -27,37 +27,38 @@ class DataConfig(HeldOutConfig, PromptsConfig):
     """The prompts. A row's other columns go to the reward function."""
 
     streaming: bool = False
-    """Read rows of data.path as they are needed, and hold few of them: for files larger than memory."""
+    """Read rows of data.path as they are needed and hold few of them, for data larger than memory."""
     shuffle_buffer: int = Field(10_000, ge=1)
-    """For streaming: each prompt is drawn from this many of the next rows; 1 keeps the dataset's order."""
+    """For streaming: each prompt is drawn from this many of the next rows. 1 keeps the dataset's order."""
 
 
 class AdvantagesConfig(Section):
-    """From rewards to advantages."""
+    """How rewards become advantages."""
 
     estimator: Literal[
         "group", "rloo", "maxrl", "opo", "pass_at_k", "decoupled", "batch", "process", "optimal_token_baseline", "gae"
     ] = "group"
-    """group: relative to the prompt's group (GRPO); rloo: leave-one-out; maxrl: relative to the group's mean (MaxRL);
-    opo: a baseline weighted by length (OPO); pass_at_k: what a completion adds to the best of k; decoupled: each reward
-    normalised by itself (GDPO); batch: rewards to go, whitened over the batch (REINFORCE++); process: step rewards,
-    normalised in the group (GRPO); optimal_token_baseline: a baseline at each token, weighted by squared gradients;
-    gae: with the critic's values (PPO)."""
+    """group: the reward relative to the prompt's group (GRPO). rloo: less the mean of the group's others. maxrl:
+    relative to the group's mean (MaxRL). opo: less a mean weighted by length (OPO). pass_at_k: what a completion adds
+    to the best of k. decoupled: each reward function normalised by itself (GDPO). batch: rewards to go, whitened over
+    the batch (REINFORCE++). process: step rewards, normalised in the group (GRPO). optimal_token_baseline: a baseline
+    at each token, weighted by squared gradients. gae: with the values of a critic (PPO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """For group, process and decoupled: divide by the group's standard deviation, the batch's, or not at all (Dr.GRPO,
-    GPG)."""
+    """For group, process and decoupled: divide by the standard deviation of the group or of the batch, or not at all
+    (Dr. GRPO, GPG)."""
     ddof: int = Field(0, ge=0, le=1)
-    """0 for the population's standard deviation, 1 for the sample's."""
+    """For group, process and decoupled: 0 for the population's standard deviation, 1 for the sample's."""
     k: int | None = Field(None, ge=2)
-    """For pass_at_k: how many completions the best is taken of; the default is all of the prompt's."""
+    """For pass_at_k: the k. The default is the number of the prompt's completions."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """The discount per token, for batch and gae."""
+    """For batch and gae: the discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
-    """The decay of generalised advantage estimation."""
+    """For gae: the decay lambda of generalised advantage estimation."""
     lam_alpha: float | None = Field(None, gt=0)
-    """For gae: a decay for each completion, 1 - 1 / (lam_alpha * its tokens), in place of lam (VAPO's; 0.05 there)."""
+    """For gae: in place of lam, a decay for each completion of 1 - 1 / (lam_alpha * its tokens). VAPO has lam_alpha =
+    0.05."""
     lam_critic: float | None = Field(None, ge=0, le=1)
-    """For gae: the decay in the critic's targets (VAPO: 1); the default is that of the advantages."""
+    """For gae: the decay in the critic's targets. The default is the decay of the advantages; VAPO has 1."""
     whiten: bool = True
     """For gae: shift and scale the batch's token advantages to mean 0 and standard deviation 1."""
 
@@ -83,36 +84,36 @@ class CriticConfig(Section):
     """The value function of advantages.estimator = "gae": a linear head on a decoder."""
 
     shared: bool = False
-    """The head uses the policy's own decoder instead of a copy of it."""
+    """Put the head on the policy's own decoder, instead of on a copy of it."""
     lr: float | None = Field(None, gt=0)
-    """Learning rate of the critic's weights; the default is optimizer.lr."""
+    """The learning rate of the critic's weights. The default is optimizer.lr."""
     clip: float | None = Field(0.2, gt=0)
-    """How far values may move from the rollout's before their loss is clipped."""
+    """How far a value may move from the rollout's before its loss is clipped."""
     coef: float = Field(0.5, gt=0)
-    """The weight of the value loss beside the policy's."""
+    """The weight of the value loss beside the policy's loss."""
 
 
 class KLConfig(Section):
     """A KL term, in place of the preset's own."""
 
     place: Literal["loss", "reward"] = "loss"
-    """In the loss (GRPO), or subtracted from each token's reward (PPO)."""
+    """loss: a term of the loss (GRPO). reward: subtracted from each token's reward (PPO)."""
     kind: Literal["k1", "k2", "k3", "k3-unbiased", "k1+", "k3+", "forward", "old-new", "old-new-k2"] = "k3"
-    """The estimator; in the reward k1, k2 or k3. Against the reference, which is the policy that the run starts from;
-    old-new and old-new-k2 against the policy before the step."""
+    """The estimator. In the reward it is k1, k2 or k3. old-new and old-new-k2 compare with the policy before the step,
+    all others with the reference: the policy at the start of the run, or with sync_every a later one."""
     coef: float = Field(0.04, ge=0)
-    """Its weight beta, or the start value of an adaptive one."""
+    """The weight beta of the term. With adaptive it is the value at the start."""
     ratio: Literal["token", "objective"] = "token"
-    """For k3-unbiased: the ratio that corrects it, the token's own or the objective's."""
+    """For k3-unbiased: the ratio that corrects it, each token's own or the objective's."""
     adaptive: Literal["schulman", "rlhf"] | None = None
-    """schulman: halve beta where the KL is below target / 1.5, double it above target * 1.5; rlhf: proportional, over
-    `horizon` responses."""
+    """Adapt beta after each step. schulman: halve it if the KL is below target / 1.5, and double it if the KL is above
+    1.5 times the target. rlhf: change it in proportion to KL / target - 1."""
     target: float | None = Field(None, gt=0)
-    """Nats: per token for schulman, per response for rlhf."""
+    """For adaptive: the KL to keep, in nats per token for schulman, per response for rlhf."""
     horizon: int = Field(10_000, ge=1)
-    """Responses over which rlhf may double beta."""
+    """For rlhf: a step with n responses changes beta by at most 20 % times n / horizon."""
     sync_every: int | None = Field(None, ge=1)
-    """Make the policy the new reference every this many steps."""
+    """Replace the reference by the current policy every this many steps."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "KLConfig":
@@ -126,19 +127,20 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """A weight from exp(old - rollout), the training path's log-probabilities against the sampler's own."""
+    """Weights exp(old - rollout): the trainer's probability of a token over that of the engine that drew it."""
 
     level: Literal["token", "sequence", "sequence-mean"] = "token"
-    """One weight per token; one per response, the product over its tokens; or their geometric mean."""
+    """token: each token has its own weight. sequence: a response has one, the product over its tokens. sequence-mean: a
+    response has one, the geometric mean over its tokens."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """truncate (TIS): held within [low, high]; mask (MIS, IcePop): 0 outside them."""
+    """truncate (TIS): a weight is held within [low, high]. mask (MIS, IcePop): a weight outside of [low, high] is set
+    to 0."""
     low: float = Field(0.0, ge=0)
-    """The least weight."""
+    """The lower bound."""
     high: float = Field(2.0, gt=0, allow_inf_nan=True)
-    """The largest weight; may be inf."""
+    """The upper bound, which may be inf."""
     reject: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] | None = None
-    """Bounds outside which the weight is 0, whatever the mode, such as 0.1,10 on a command line and [0.1, inf] in a
-    file."""
+    """Two bounds outside of which the weight is 0, in either mode: [0.1, inf] in a file, 0.1,10 on a command line."""
 
     @model_validator(mode="after")
     def _buildable(self) -> "CorrectionConfig":
@@ -151,30 +153,30 @@ class CorrectionConfig(Section):
 
 
 class EntropyConfig(Section):
-    """A learned entropy coefficient (SAC's): it starts at objective.entropy_coef and steers the entropy to a target."""
+    """A learned entropy coefficient, as in SAC. It starts at objective.entropy_coef and aims at a target."""
 
     target: float = Field(ge=0)
-    """Nats per token."""
+    """The entropy to reach, in nats per token."""
     lr: float = Field(1e-2, gt=0)
-    """Learning rate (Adam) of the coefficient's logarithm."""
+    """The learning rate (Adam) of the coefficient's logarithm."""
 
 
 class DistillationConfig(TeacherConfig):
     """On-policy distillation: the policy learns from a frozen teacher on the completions that it samples itself."""
 
     form: Literal["full", "top-k", "sampled"] = "full"
-    """full: the divergence over the whole vocabulary; top-k: over the teacher's top_k likeliest entries, and one that
-    stands for all others; sampled: each sampled token's log-probability under the teacher less the policy's, an
-    estimate of the reverse KL, is an advantage in the objective."""
+    """full: the divergence over the whole vocabulary. top-k: the divergence over the teacher's top_k likeliest entries,
+    and one entry that stands for all others. sampled: log p_teacher - log p_policy of each sampled token, an estimate
+    of the reverse KL, is the token's advantage in the objective."""
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """forward_kl: KL(teacher || policy); reverse_kl: KL(policy || teacher); jsd: the generalised Jensen-Shannon
     divergence (GKD). The form sampled estimates reverse_kl."""
     top_k: int = Field(64, ge=1)
-    """For top-k: how many entries."""
+    """For top-k: the number of entries."""
     policy_coef: float = Field(0.0, ge=0)
-    """The weight of what is learned from rewards: of the objective's loss, its KL and entropy terms included, or for
-    sampled of the rewards' advantages. 0: distillation alone, which needs no [reward], and only for sampled an
-    [objective]."""
+    """The weight of what is learned from rewards: of the objective's loss with its KL and entropy terms, or for sampled
+    of the rewards' advantages. With 0 there is distillation alone, which needs no [reward], and an [objective] only for
+    sampled."""
 
     @model_validator(mode="after")
     def _estimated(self) -> "DistillationConfig":
@@ -184,50 +186,52 @@ class DistillationConfig(TeacherConfig):
 
 
 class PretrainingConfig(Section):
-    """PPO-ptx: cross-entropy on pretraining text beside the policy's loss."""
+    """PPO-ptx: the cross-entropy of pretraining text, added to the policy's loss."""
 
     path: FileLocation
     """A text file."""
     coef: float = Field(1.0, gt=0)
     """The weight of the cross-entropy."""
     batch_size: int = Field(8, ge=1)
-    """Sequences per update."""
+    """The number of sequences per update."""
     length: int = Field(512, ge=2)
-    """Tokens per sequence."""
+    """The number of tokens per sequence."""
 
 
 class TrainingConfig(MachineConfig):
-    """The loop."""
+    """Steps, updates and memory."""
 
     steps: int = Field(100, ge=1)
-    """Rollouts in the run."""
+    """The number of steps, each with one rollout."""
     epochs: int = Field(1, ge=1)
-    """Passes over each rollout."""
+    """The number of passes over each rollout."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer updates per pass: the rollout is shuffled and split into this many."""
+    """Optimizer updates per pass: the rollout is shuffled and split into this many minibatches."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Sequences in one forward and backward, gradients accumulate over a minibatch; the default is all of it."""
+    """Sequences in one forward and backward. Gradients are added up over a minibatch. The default is the whole
+    minibatch."""
     packing: bool = False
-    """Concatenate a micro-batch's sequences without padding."""
+    """Concatenate the sequences of a micro-batch, without padding."""
     memory_budget: Budget = None
-    """The most temporary memory of the fused losses, such as "512MiB"; default: a sixteenth of the device's."""
+    """The most temporary memory of the fused losses, such as "512MiB". The default is a sixteenth of the device's
+    memory."""
     max_skipped_updates: int = Field(10, ge=1)
     """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
-    its batch is saved under output_dir/skipped. After this many in a row the run stops."""
+    the batch is saved under output_dir/skipped. After this many skipped updates in a row the run stops."""
 
 
 class EvaluationConfig(Section):
     """Scores on held-out prompts."""
 
     every: int | None = Field(None, ge=1)
-    """Evaluate (greedy decoding on data.eval_path) every this many steps, besides once at the end."""
+    """Evaluate with greedy decoding on data.eval_path every this many steps. The run also does so at its end."""
     metrics: Annotated[list[str], Location(dotted=True)] = Field([])
-    """More functions like reward.function; each one's mean is reported as eval/<its name>."""
+    """Functions like those of reward.function. The mean of each is reported as eval/<its name>."""
     samples: int = Field(0, ge=0)
-    """Completions per prompt, sampled as in the rollout, for the two scores below; 0 = none."""
+    """For pass@k and maj@k: completions per prompt, sampled as in the rollout. 0: none."""
     k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
-    """Report for each metric eval/<name>/pass@k (a prompt is solved if one of k samples gets 1) and eval/<name>/maj@k
-    (the most frequent of k completions gets 1), for these k."""
+    """For samples: the values of k. eval/<name>/pass@k is the share of prompts that one of k samples solves,
+    eval/<name>/maj@k the share that the most frequent of k completions solves. A value of 1 or more means solved."""
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "EvaluationConfig":
@@ -240,7 +244,7 @@ class LoggingConfig(CommonLogging):
     """What a run writes."""
 
     samples: int = Field(4, ge=0)
-    """Completions per step that samples.jsonl and the report keep."""
+    """How many completions of each step samples.jsonl and the report keep."""
 
 
 class Config(Section):

@@ -15,30 +15,32 @@ from fastrl.training.common.settings import Section
 
 
 class TrainingConfig(MachineConfig):
-    """The loop."""
+    """Epochs, updates and memory."""
 
     epochs: int = Field(1, ge=1)
-    """Passes over the data, each in a new random order."""
+    """The number of passes over the data, each in a new random order."""
     batch_size: int = Field(32, ge=1)
     """Rows of the data per update."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Rows in one forward and backward, gradients accumulate over the update; the default is all of them."""
+    """Rows in one forward and backward. Gradients are added up over an update. The default is all rows of the
+    update."""
     max_length: int | None = Field(None, ge=2)
-    """The most tokens of a prompt and its completion together; a longer row is an error. The default is the model's
+    """The most tokens of a prompt and its completion together. A longer row is an error. The default is the model's
     context."""
 
 
 class TokenTrainingConfig(TrainingConfig):
-    """The loop, with a loss over the vocabulary."""
+    """Epochs, updates and memory."""
 
     packing: bool = False
-    """Concatenate a micro-batch's sequences without padding."""
+    """Concatenate the sequences of a micro-batch, without padding."""
     memory_budget: Budget = None
-    """The most temporary memory of the fused loss, such as "512MiB"; default: a sixteenth of the device's."""
+    """The most temporary memory of the fused loss, such as "512MiB". The default is a sixteenth of the device's
+    memory."""
 
 
 class DataConfig(HeldOutConfig):
-    """The training data. Over held-out rows there are the loss, and what is logged beside it, after each epoch."""
+    """The training data. On held-out rows the loss and the metrics beside it are computed after each epoch."""
 
 
 class StageConfig(Section):

@@ -29,12 +29,12 @@ from fastrl.training.stages.rows import Reader, Tokens, as_rollout
 
 
 class _LossBase(PresetConfig):
-    """The loss: a preference."""
+    """The loss: a preset of fastrl.PREFERENCES and its options. An option that is not given has the preset's value."""
 
     known = Presets.of(PREFERENCES, Preference, without=("formula",))
 
     name: str = "dpo"
-    """The preset."""
+    """The preset, in any case."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +51,16 @@ class _LossBase(PresetConfig):
         return preference
 
 
-LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields())
+_TEXTS = {
+    "beta": "Multiplies the scores.",
+    "label_smoothing": "The share of pairs that are assumed to be labelled the wrong way round.",
+    "gamma": "The margin that beta times the difference of the scores should exceed.",
+    "tau": "The width of DiscoPOP's blend of losses.",
+    "nll_coef": "The weight of the chosen completions' negative log-likelihood per token.",
+    "average": "Whether a score is the mean over a completion's tokens, instead of the sum.",
+    "reference": "Whether the reference's log-probability is subtracted from the policy's.",
+}
+LossConfig = create_model("LossConfig", __base__=_LossBase, __doc__=_LossBase.__doc__, **_LossBase.known.fields(_TEXTS))
 
 
 class Config(TokenStageConfig):

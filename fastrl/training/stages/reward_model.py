@@ -31,7 +31,7 @@ class DataConfig(shared.DataConfig):
     """The training data."""
 
     reference_path: Annotated[Path | None, Location()] = None
-    """Rows {"prompt", "completion"} over which the mean score shall be 0; the default is the training responses."""
+    """Rows {"prompt", "completion"} whose mean score shall be 0. The default is the training responses."""
 
 
 class Config(shared.StageConfig):

@@ -42,12 +42,13 @@ class OutputConfig(Section):
     """The output file."""
 
     path: FileLocation = Path("runs/samples.jsonl")
-    """The file, JSONL; while it is being written its name ends in ".unfinished"."""
+    """The JSONL file to write. Until it is complete its name ends in ".unfinished"."""
     overwrite: bool = False
-    """Replace the file if it is there; without it that is an error."""
+    """Replace the file if it exists, which is otherwise an error."""
     best: int | None = Field(None, ge=1)
-    """Write only this many completions of each prompt, those with the highest rewards. A text counts once, and one that
-    has no reward or was cut off never: what trains on it would learn to stop there. The default is to write all."""
+    """Write only this many completions of each prompt, those with the highest rewards. Equal texts count once.
+    Completions that were cut off or have no reward are left out, because a model trained on them would learn to stop
+    there. The default writes all completions."""
 
 
 class Config(Section):

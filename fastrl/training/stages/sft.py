@@ -23,10 +23,10 @@ from fastrl.training.stages.rows import Reader, Tokens, as_rollout
 
 
 class DistillationConfig(TeacherConfig):
-    """Distillation on the data: a frozen teacher, and the divergence of the model's next tokens from its."""
+    """Distillation on the data: the model learns the next-token distributions of a frozen teacher."""
 
     coef: float = Field(1.0, gt=0, le=1)
-    """The loss is coef times the divergence, and 1 - coef times the cross-entropy."""
+    """The loss is coef times the divergence, plus 1 - coef times the cross-entropy."""
 
 
 class Config(TokenStageConfig):
