@@ -1,5 +1,6 @@
 # Two commands matter: `make demo` trains a small model, `make test` runs the test suite. Both create .venv first.
 # `make slow` runs a share of the slow tests, `make slow SHARE=all` every one. `make faults` tries the tests themselves.
+# `make docs` builds the site into build/site; open index.html there, no server is needed.
 # `make engine` creates .venv-engine, in which vLLM runs on a CPU for the tests marked `engine`.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo test slow faults engine lint format bench clean
+.PHONY: demo test slow faults docs engine lint format bench clean
 
 # A stamp that a later line of its rule failed after would pass for a whole environment.
 .DELETE_ON_ERROR:
@@ -35,6 +36,9 @@ slow: $(VENV)/.installed-test
 
 faults: $(VENV)/.installed-test
 	$(BIN)/python tests/support/run_faults.py $(ONLY)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --clean
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -66,6 +70,9 @@ $(VENV)/.installed-test: $(REQUIREMENTS) Makefile
 	$(BIN)/python -c 'from fastrl.backend.cuda.nvrtc import why_unavailable as why; exit(why())' 2>/dev/null \
 		|| $(PIP) install --quiet $(NVRTC)
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/share/fastrl-peers $(ANY_PYTHON) $(PEERS)
+
+$(VENV)/.installed-docs: $(REQUIREMENTS)
+	$(call install,train$(COMMA)docs)
 
 $(VENV)/.installed-bench: $(REQUIREMENTS)
 	$(call install,bench$(COMMA)train)

@@ -90,8 +90,8 @@ def gae(
         mask: bool or 0/1, shaped like `rewards`, 1 = valid.
         gamma: the discount per token, in [0, 1].
         lam: the decay of the estimator, in [0, 1]: a number, or a floating-point tensor `(B,)` with one for each
-            response, as from `length_adaptive_lambda`. A tensor's values are checked where they may be read: on the
-            CPU, and inside `check_inputs()`.
+            response, as from `length_adaptive_lambda`. A tensor's values are checked on the CPU, and
+            inside `check_inputs()` on a GPU too.
         bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
             0 for all of them by default.
         cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
@@ -148,7 +148,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
 
     Length-adaptive GAE (VAPO, Yue et al., 2025, arXiv:2504.05118), where alpha is 0.05: the weights
     `lambda^l` of GAE then sum to about `alpha length`. The paper's lambda is negative below `1 / alpha` tokens; here it
-    is 0 there. Its critic learns from returns with lambda 1: those of a second call of `gae`.
+    is 0 there. VAPO's critic learns from returns with lambda 1, which a second call of `gae` gives.
 
     Args:
         lengths: `(B,)` integers, the number of tokens of each response.

@@ -17,9 +17,9 @@ from fastrl.base.responses import INTEGER_DTYPES, discounted_sum
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
     """Maximum-likelihood advantages `(R - mean) / mean`, with the mean over the responses to one prompt.
 
-    MaxRL (Tajwar et al., 2026, arXiv:2602.02710): for rewards of 0 and 1 the gradient of `log p(success)`, of which
-    hard prompts have more than in that of `p`. The authors' code adds an epsilon to the divisor; here it is the mean
-    itself, and the advantages of a group whose mean is 0 are 0.
+    MaxRL (Tajwar et al., 2026, arXiv:2602.02710): for rewards of 0 and 1 this gives the gradient of `log p(success)`,
+    in which hard prompts weigh more than in the gradient of `p(success)`. The authors' code adds an epsilon to the
+    divisor; here it is the mean itself, and the advantages of a group whose mean is 0 are 0.
 
     Args:
         rewards: `(B,)`, one per response, any real dtype, >= 0 (not checked: a negative mean turns the signs round).

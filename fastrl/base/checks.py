@@ -19,13 +19,13 @@ _always = False
 
 @contextmanager
 def check_inputs() -> Iterator[None]:
-    """Check the values of targets on a GPU too inside this context, as is always done on the CPU.
+    """Check the values of targets, masks and lengths on a GPU too inside this context, as is always done on the CPU.
 
-    An unmasked target outside `[0, V)` then raises IndexError before any kernel runs; otherwise a GPU gives that token
-    a NaN log-probability. Costs one host synchronisation per call.
+    An unmasked target outside `[0, V)` then raises IndexError before any kernel runs; otherwise its log-probability is
+    NaN on a GPU. Each check costs a host synchronisation.
 
     Returns:
-        A context manager; it holds for the whole process.
+        A context manager. It applies to the whole process.
     """
     global _always
     before, _always = _always, True

@@ -106,7 +106,7 @@ def plan_memory(
         unrecorded: number of tokens that take the dense kernels although others have a recorded support: tokens
             without a support, or with one wider than 1/10 of the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40
             and 1/150).
-        device: "cuda" or "cpu"; None: the GPU if there is one. "cuda" where there is none is an H100.
+        device: "cuda" or "cpu"; None: the GPU if there is one. "cuda" without one means an H100.
         teacher_hidden: width of the teacher's hidden states, of the same dtype: the call is `linear_divergence`, to
             which objective, on_policy, longest and kept do not apply.
         gathered: number of ids whose log-probabilities are asked for, over all tokens: if not 0, the call is

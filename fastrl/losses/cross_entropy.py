@@ -54,9 +54,9 @@ def linear_cross_entropy(
         softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
         vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if known; saves a host synchronisation on a GPU.
 

@@ -71,7 +71,7 @@ def linear_divergence(
     num_tokens: int | None = None,
     vocab_size: int | None = None,
 ) -> DivergenceLoss:
-    """Computes the mean divergence between the vocabulary distributions of two heads, of which neither exists whole.
+    """Computes the mean divergence between the vocabulary distributions of two heads, without holding all logits.
 
     With p the student's distribution of a token, q the teacher's and `m = beta q + (1 - beta) p`:
 
@@ -83,7 +83,7 @@ def linear_divergence(
     in the student's hidden, weight and bias; the teacher's are constants, even if they are the student's own. Tiles of
     both logits are formed side by side, and the forward forms the gradients with them: three products of the student,
     3U, and one of the teacher. With a smaller `memory_budget` the backward forms both logits again (4U or 5U, two or
-    three products of the teacher). Masked rows enter no product, and rows of weight 0 enter none of the gradients'.
+    three products of the teacher). Masked rows enter no product, and rows of weight 0 none of the gradients' products.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16, the student's.
@@ -91,15 +91,15 @@ def linear_divergence(
         teacher_hidden: (..., H_t), in a dtype of its own; H_t may differ from H. It must not require a gradient.
         teacher_weight: (V, H_t), with teacher_hidden's dtype; one that requires a gradient gets none.
         kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: for "jsd", between 0 and 1, both excluded. With the formula above the limits are 0. (TRL and Liger compute
+        beta: for "jsd", between 0 and 1, both excluded: at both limits the formula above is 0. (TRL and Liger compute
             forward_kl at their beta = 0 and reverse_kl at 1.)
         bias: (V,) with hidden's dtype.
         teacher_bias: (V,), like teacher_weight.
-        mask: (...) bool or 0/1, 1 = valid. The tokens of a masked row count nowhere, and are not read.
-        temperature: above 0, a number or a floating tensor (...), of the student; as in `linear_token_logprobs`. No
-            factor temperature^2 is applied, as some authors do.
+        mask: (...) bool or 0/1, 1 = valid. Masked rows do not count, and their tokens are not read.
+        temperature: above 0, a number or a floating tensor (...), of the student; as in `linear_token_logprobs`. The
+            loss is not multiplied by temperature^2, as some authors do.
         logit_scale: above 0, multiplies the student's logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound; of the student.
+        softcap: above 0, bounds the student's logits smoothly; None: no bound.
         teacher_temperature: of the teacher; None: the student's.
         teacher_logit_scale: of the teacher; None: the student's.
         teacher_softcap: of the teacher; None: the student's; 0: none.
@@ -109,16 +109,16 @@ def linear_divergence(
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`, of both sides' logits.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
         num_tokens: the number of valid tokens, if the caller knows it, as in `linear_policy_loss`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`, of both heads, which may
-            then have different numbers of rows.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`, of both heads,
+            which may then have different numbers of rows.
 
     Returns:
-        DivergenceLoss. The loss is float32. A token whose p is 0 where its q is not has an infinite forward KL, one
-        whose q is 0 where its p is not an infinite reverse KL (with a gradient of NaN); a JSD is always finite. NaN in
-        either side's logits gives that token NaN. No valid tokens: 0, with gradients of 0.
+        DivergenceLoss. The loss is float32. A token's forward KL is infinite if p is 0 for an entry for which q
+        is not; its reverse KL is infinite, with a gradient of NaN, if q is 0 and p is not. A JSD is always finite. NaN
+        in either side's logits gives that token NaN. No valid tokens: 0, with gradients of 0.
 
     Raises:
-        TypeError, ValueError: a wrong argument, by its name: different numbers of rows or vocabulary entries, a
+        TypeError, ValueError: a wrong argument, which is named: different numbers of rows or vocabulary entries, a
             teacher_hidden that requires a gradient, a budget too small for any plan (with the smallest that works).
     """
     tp = TensorParallel(vocab_size=vocab_size)

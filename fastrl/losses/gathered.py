@@ -144,24 +144,24 @@ def gathered_logprobs(
 ) -> Tensor:
     """Computes the log-probabilities of several entries per row, from logits, without an (N, V) float32 tensor.
 
-    What is returned for `ids[t, k]` is what `token_logprobs` returns for it as a target: normalised over the whole
-    vocabulary, or over the row's support in `sampling_mask`; exact also where it is close to 0. K entries of a row cost
+    The result for `ids[t, k]` is what `token_logprobs` returns for that target: normalised over the whole vocabulary,
+    or over the row's support in `sampling_mask`, and with all its digits also close to 0. K entries of a row cost
     one pass over it, not K.
 
     Args:
         logits: (..., V) float32, bfloat16 or float16, with any leading strides.
-        ids: (..., K) int64 in [0, V), or -1: nothing is there. Ids may repeat; each has its own number. Or a
-            `SamplingMask`, whose rows are those of the logits: as many ids in each row as it holds.
+        ids: (..., K) int64 in [0, V), or -1 for no entry. Ids may repeat. Or a `SamplingMask` with one row per row of
+            logits, whose ids are the entries; rows may have different numbers of them.
         mask: (...) bool or 0/1, 1 = valid; ids of other rows are not read.
         temperature: above 0, a number or a floating tensor (...); as in `token_logprobs`.
         sampling_mask: a `SamplingMask` with one row per row of logits; as in `token_logprobs`.
         logit_scale: above 0, multiplies the logits.
         softcap: above 0, bounds the logits smoothly; None: no bound.
         inplace: as in `token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `token_logprobs`; ids are of the whole
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `token_logprobs`; ids are of the whole
             vocabulary, without its padding. The forward makes a second collective, of 4 bytes per id.
         vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `token_logprobs`.
         reduce_hidden_grad: has no effect, as in `token_logprobs`.
 
     Returns:
@@ -171,7 +171,7 @@ def gathered_logprobs(
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or option.
         IndexError: a valid id outside [0, V) other than -1, on the CPU or inside `check_inputs()`; otherwise, on a GPU,
-            its number is NaN, and so is the gradient of its row.
+            its result is NaN, and so is the gradient of its row.
         ValueError: an id outside its row's support, under the same conditions.
         RuntimeError, ValueError, NotImplementedError: over a tp_group, as `token_logprobs`.
     """
@@ -224,8 +224,8 @@ def linear_gathered_logprobs(
     """Computes `gathered_logprobs` of `hidden @ weight.T + bias` in chunks of rows, without an (N, V) tensor.
 
     It is differentiable in hidden, weight and bias, and its plans and their costs are those of `linear_token_logprobs`:
-    the K entries of a row cost one row. So a tree of completions with a shared prefix takes one row of hidden states
-    for each token of the tree, and the tokens that follow it as ids.
+    K entries of a row cost what one costs. A tree of completions with a shared prefix needs one row of hidden states
+    for each token of the tree; the ids of the row are the tokens that follow.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
@@ -239,10 +239,10 @@ def linear_gathered_logprobs(
         softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`. The forward makes
-            a second collective, of 4 bytes per id, and a frozen head has no plan of its own.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`. The forward
+            makes a second collective, of 4 bytes per id, and a frozen head has no plan of its own.
         vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:

@@ -52,15 +52,15 @@ def kto_loss(
             Differentiable.
         ref_logprobs: (B,), the same under the reference; they get no gradient.
         desirable: (B,), bool or 0/1.
-        kl: None for z = 0; z itself, in nats, as a number or a 0-dim tensor, which is taken as it is; or (M,), the
-            log-ratios `logp - ref` of responses put to prompts that they do not answer (each response to the next
-            prompt of the batch, in the paper): z is then their mean, or 0 if that is negative or M is 0.
+        kl: None: z is 0. A number or a 0-dim tensor: z itself, in nats. (M,): the log-ratios `logp - ref` of mismatched
+            responses, each put to a prompt that it does not answer (in the paper, the next prompt of the batch); z is
+            their mean, or 0 if that is negative or M is 0.
         beta: above 0.
         desirable_weight: above 0; the paper keeps its ratio to undesirable_weight, times that of the numbers of
             responses, between 1 and 4/3.
         undesirable_weight: above 0.
         denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of them
-            only if it is given).
+            only if you pass it).
 
     Returns:
         KTOLoss. The loss of no responses is 0.
@@ -118,7 +118,7 @@ def linear_kto_loss(
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (B,), log-probabilities under the reference, summed over each response's valid tokens.
         desirable: (B,), bool or 0/1.
-        kl: z or what it is the mean of, in nats, as in `kto_loss`.
+        kl: z, or the log-ratios of mismatched responses, in nats; as in `kto_loss`.
         beta: above 0.
         desirable_weight: above 0; as in `kto_loss`.
         undesirable_weight: above 0; as in `kto_loss`.
@@ -132,9 +132,9 @@ def linear_kto_loss(
         softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
         vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:

@@ -70,15 +70,15 @@ def token_logprobs(
         softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
         inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
             RuntimeError. Nothing else may read the logits after the backward. It has no effect under torch.compile.
-        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: logits (..., V_r) are this
-            rank's columns, which follow those of the earlier ranks; V_r may differ between ranks and be 0. Targets,
-            mask, temperature and sampling_mask are of the whole vocabulary and the same on every rank, and so are the
-            results, to the bit. The gradient is that of this rank's columns, of a loss that every rank computes. The
-            forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per token and rank,
-            the backward none. Differentiable once, and not under torch.compile.
+        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary is split: logits (..., V_r) are
+            this rank's columns, which follow those of the earlier ranks; V_r may differ between ranks and be 0.
+            Targets, mask, temperature and sampling_mask are of the whole vocabulary and the same on every rank, and so
+            are the results, to the bit. The gradient is that of this rank's columns, of a loss that every rank
+            computes. The forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per
+            token and rank, the backward none. Differentiable once, and not under torch.compile.
         vocab_start: the id of this rank's first column, checked; None = where the columns of the earlier ranks end.
-        vocab_size: of the whole vocabulary, with or without a tp_group; columns beyond it are padding, which is not
-            read, has no probability and gets a gradient of 0. Targets and sampling masks with ids in it are errors.
+        vocab_size: the size of the whole vocabulary, with or without a tp_group; columns beyond it are padding, which
+            is not read, has no probability and gets a gradient of 0. Targets and sampling masks must not hold its ids.
             None = all columns of all ranks.
         reduce_hidden_grad: has no effect, as there are no hidden states; it is an argument so that the functions from
             logits and from hidden states take the same ones.
@@ -157,8 +157,8 @@ def linear_token_logprobs(
     in useful tiles is used (`fastrl.plan_memory` shows the plans). It costs U = 2 N V H operations if no input needs a
     gradient, 2U for a frozen head (3U with the entropy), and otherwise 4U, because the backward computes the logits
     again (5U with the least memory). Gradients of weight and bias are summed in float32. Masked rows enter no matrix
-    product, and rows without an upstream gradient enter none of the backward's. On a GPU each of the two costs a host
-    synchronisation beside a mask; without one there is none, and the backward computes all rows.
+    product, and rows without an upstream gradient enter none of the backward's. With a mask, each of the two costs a
+    GPU a host synchronisation. Without a mask there is none, and the backward computes all rows.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
@@ -173,27 +173,27 @@ def linear_token_logprobs(
         entropy: whether to return entropies; as in `token_logprobs`.
         logit_scale: above 0, multiplies the logits.
         softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None, or torch.float32: the logits are the products' float32 sums, unrounded, whatever the head's
-            dtype, as in an inference engine that computes its head in float32. A tile then takes twice the bytes and,
-            where it becomes a gradient, as much again in the head's dtype, in which the products of the backward stay.
-            Without it the sums are rounded to the head's dtype, except those of a sampling_mask's entries. A CPU forms
-            float32 products of copies, slower than in 16 bits where it has instructions for these; a float32 head is
-            not affected.
+        logits_dtype: None, or torch.float32: the logits are the float32 sums of the products, not rounded to the head's
+            dtype, as in an inference engine that computes its head in float32. A tile of logits then takes 4 bytes an
+            entry, and its gradient another tile in the head's dtype, in which the products of the backward stay. With
+            None the sums are rounded to the head's dtype, except those of a sampling_mask's entries. A CPU forms
+            float32 products of copies, slower than 16-bit products if it has instructions for these. With a float32
+            head nothing changes.
         memory_budget: bytes, or text such as "256MiB": the limit on the temporary memory that the call and its backward
             use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
             means a sixteenth of the memory of the tensors' device, or what the plan that needs least takes if that is
             more.
-        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary lies: weight and bias are this
+        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary is split: weight and bias are this
             rank's consecutive rows of the head, (V_r, H) and (V_r,), V_r >= 0; a DTensor in such shards is taken too.
             All else is the same on every rank, and so are the results, to the bit. The head's gradient is that of the
             rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
             frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
             torch.compile.
-        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`, of rows.
-        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`, of rows. Heads are often padded to
-            a multiple (Qwen: 151,936 rows for 151,669 tokens), and an inference engine that never samples the padding
-            leaves it out of the softmax. It costs neither a product nor a copy of the head; its gradient is formed in
-            place.
+        vocab_start: the id of this rank's first row of the head, checked; as in `token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without the head's padding rows. Heads are often padded to a
+            multiple (Qwen: 151,936 rows for 151,669 tokens), and an inference engine that never samples the padding
+            leaves it out of the softmax. The padding costs neither a product nor a copy of the head, whose gradient is
+            formed in place.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
         extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
             with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;

@@ -177,12 +177,11 @@ def logits_policy_loss(
     The loss and the gradient are those of `policy_loss(token_logprobs(logits, targets))`. For a row-local objective
     (each token's loss depends on that token only) the forward reads every row once and computes the gradient, which
     activation checkpointing drops and computes again. For other objectives, for float16, with a sampling mask and over
-    a tp_group, the backward computes it. With `inplace=True`, logits that need a gradient are overwritten by it, by
-    this call already if its forward computes it: nothing may read them afterwards, and checkpointing must compute them
-    anew.
-    Without it the gradient has its own buffer. The loss is differentiable once (no create_graph=True). A second
-    backward (retain_graph=True) raises RuntimeError if the first has handed over what the forward had computed, or the
-    logits.
+    a tp_group, the backward computes it. With `inplace=True` the gradient overwrites logits that need one, in the
+    forward already if that computes it. Nothing may read them afterwards, and checkpointing must compute them
+    anew. Without it the gradient has its own buffer. Second derivatives (create_graph=True) are not supported. A second
+    backward (retain_graph=True) raises RuntimeError if the forward computed the gradient, or if the first backward
+    overwrote the logits.
 
     Over a tp_group every rank gets the whole loss, to the bit: everything but the logits is the same on all ranks.
 
@@ -206,9 +205,9 @@ def logits_policy_loss(
         logit_scale: above 0, multiplies the logits.
         softcap: above 0, bounds the logits smoothly; None: no bound.
         inplace: whether the gradient overwrites the logits, if they need one.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `token_logprobs`.
         vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `token_logprobs`.
         reduce_hidden_grad: has no effect, as in `token_logprobs`.
         cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`.
         position_ids: shaped like targets, integers; as in `policy_loss`.
@@ -341,13 +340,14 @@ def linear_policy_loss(
     """Computes `policy_loss` from hidden states and the output head in chunks of rows, without an (N, V) tensor.
 
     The loss and the gradients are those of `policy_loss(linear_token_logprobs(hidden, weight, targets))`. The plan with
-    the fewest products that fits `memory_budget` in useful tiles is used (`fastrl.plan_memory` shows the plans). If the
-    objective's tokens or responses do not depend on each other, the forward computes the gradients while it holds the
-    logits (3U, U = 2 N V H operations); otherwise the backward computes them again (4U or 5U). Gradients of weight and
+    the fewest products that fits `memory_budget` in useful tiles is used (`fastrl.plan_memory` shows the plans). If
+    tokens, or responses, do not depend on each other, the forward computes the gradients while it holds the logits
+    (3U, U = 2 N V H operations); otherwise the backward computes the logits again (4U or 5U). Gradients of weight and
     bias are summed in float32. Masked rows enter no matrix product. Idle rows, whose gradient is 0 (A = 0 without a KL
-    or an entropy term, or clipped if that is known in time), enter none of the backward's. A weight that needs no
-    gradient costs no product for it. The loss is differentiable once, and walked back twice (retain_graph=True) only
-    if its backward computes the logits again: `policy_loss` of `linear_token_logprobs` always is.
+    or an entropy term, or clipped if that is known in time), enter none of the products of the gradients. A weight that
+    needs no gradient costs no product for it. Second derivatives (create_graph=True) are not supported. A second
+    backward (retain_graph=True) raises RuntimeError if the forward has computed the gradients; `policy_loss` of
+    `linear_token_logprobs` always allows it.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16; `hidden[t]` predicts `targets[t]`.
@@ -372,15 +372,15 @@ def linear_policy_loss(
         bias: (V,) with hidden's dtype.
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
         vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
-        num_tokens: the number of valid tokens, if the caller knows it. On a GPU it saves the host synchronisations that
-            leaving rows out costs beside a mask (one here, one in a backward that computes the logits again); there a
-            wrong number makes the loss NaN, and idle rows are not left out, as without a mask. If a sampling_mask has a
-            row that is not recorded, a GPU still synchronises for the number of such rows, and without num_tokens for
-            the lengths of packed responses that depend on each other. With a cp_group, of this rank's tokens.
+        num_tokens: the number of valid tokens, if the caller knows it; with a cp_group, of this rank's. On a GPU with a
+            mask it saves the host synchronisations for counting rows (one here, one in a backward that computes the
+            logits again). A wrong number then makes the loss NaN, and idle rows are not left out, as without a mask. If
+            a sampling_mask has rows that are not recorded, a GPU still synchronises for their number. Without
+            num_tokens, it also does for the lengths of packed responses whose tokens depend on each other.
         cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`. The gradients of
             weight and bias are this rank's part. Objectives that are not row-local then compute the logits again in the
             backward (4U), and so do those of a sequence ratio on-policy.

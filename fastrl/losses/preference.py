@@ -75,9 +75,9 @@ def preference_loss(
         chosen: (B,) floating point, the policy's log-probabilities of the chosen responses, in nats, summed over each
             response's tokens. Differentiable.
         rejected: (B,), the same of the rejected responses.
-        ref_chosen: (B,), chosen's under the reference policy, without a gradient; required if `objective.reference`,
-            and not used without.
-        ref_rejected: (B,), rejected's, likewise.
+        ref_chosen: (B,), the reference policy's log-probabilities of the chosen responses; no gradient. Required if
+            `objective.reference`, otherwise not used.
+        ref_rejected: (B,), the same of the rejected responses.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         chosen_lengths: (B,), the number of tokens of each chosen response; required if `objective.average`, or if it
             has an `nll_coef`. The mean over a response without tokens is 0, and so is its likelihood, whatever its
@@ -244,9 +244,10 @@ def linear_preference_loss(
 ) -> PreferenceLoss:
     """Computes `preference_loss` from hidden states and the head in chunks of rows, without an (N, V) tensor.
 
-    A chunk holds the logits of whole pairs until their loss is known, so that they are formed once (3U, U = 2 N V H
-    operations); in float16, with a sampling mask, under torch.compile and in a budget too small for a pair the backward
-    forms them again (4U). On a GPU the host waits once, for the pairs' lengths. The loss is differentiable once.
+    A chunk holds the logits of whole pairs until their loss is known, so that logits are formed once (3U, U = 2 N V H
+    operations). In float16, with a sampling mask, under torch.compile and in a budget too small for a pair, the
+    backward forms them again (4U). On a GPU the host waits once, for the pairs' lengths. The loss is differentiable
+    once.
 
     Args:
         hidden: (2B, T, H), or (N, H) packed, float32, bfloat16 or float16: the chosen responses first, then the
@@ -255,7 +256,7 @@ def linear_preference_loss(
         targets: (2B, T) or (N,) int64 in [0, V), in the order of hidden; not read where the mask is 0.
         mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
         ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
-            if `objective.reference`, and not used without. The mean over a response without tokens is 0 here too.
+            if `objective.reference`, otherwise not used. The mean over a response without tokens is 0 here too.
         objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
         cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
             tokens behind, as at the end of padded packs.
@@ -270,9 +271,9 @@ def linear_preference_loss(
         softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
         vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:
@@ -381,9 +382,9 @@ def linear_dpo_loss(
         softcap: above 0, bounds the logits smoothly; None: no bound.
         logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
         memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary lies; as in `linear_token_logprobs`.
+        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
         vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: of the whole vocabulary, without padding; as in `linear_token_logprobs`.
+        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
         reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
 
     Returns:

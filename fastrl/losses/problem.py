@@ -35,9 +35,9 @@ class PolicyLoss(NamedTuple):
     over valid tokens; ratio_max; ratio_clamped, masked_off_policy, tokens, and for Clip-Cov and KL-Cov
     chosen_by_covariance: numbers of tokens.
 
-    With a rollout correction also, of rho before any bound (its logarithm from -30 to 30), each valid token with its
-    own or its response's: rollout_weight_mean and rollout_log_weight_mean; rollout_ess, the effective sample size
-    `(sum rho)^2 / (n sum rho^2)` as a share of the tokens; rollout_frac_low, rollout_frac_high and
+    With a rollout correction also statistics of rho before any bound (its logarithm from -30 to 30) over valid tokens,
+    each with its own rho or its response's: rollout_weight_mean and rollout_log_weight_mean; rollout_ess, the effective
+    sample size `(sum rho)^2 / (n sum rho^2)` as a share of the tokens; rollout_frac_low, rollout_frac_high and
     rollout_frac_rejected, the shares below low, above high, and whose weight is 0. rollout_abs_log_weight_max is the
     largest size of log rho, wherever it lies.
     """

@@ -23,10 +23,10 @@ def topk_divergence(
 ) -> Tensor:
     """Computes each row's divergence between two distributions that are known on K vocabulary entries.
 
-    With `tail`, all other entries are one more, whose probability is 1 less the sum of the K: a distribution over K + 1
-    entries, whose divergence is at most that over the vocabulary. Without it, the result is the sum of the K entries'
-    terms in the formulas of `linear_divergence`, which may be negative; for distributions that are renormalised over
-    the K, pass log_softmax of both.
+    With `tail`, all other entries count as one more, whose probability is 1 minus the sum of the K. The divergence of
+    these distributions over K + 1 entries is at most that over the vocabulary. Without it, the result is the sum of the
+    K entries' terms in the formulas of `linear_divergence`, which may be negative; for distributions that are
+    renormalised over the K, pass log_softmax of both.
 
     Args:
         logprobs: (..., K) float32, float64, bfloat16 or float16, the student's log-probabilities of K distinct entries,

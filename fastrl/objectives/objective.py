@@ -51,7 +51,7 @@ class KL:
     ratio: Literal["token", "objective"] = "token"
     """What multiplies "k3-unbiased": each token's ratio, or the objective's (at sequence levels, the response's)."""
     weighted: bool = False
-    """Whether omega multiplies the term too, as it does the gate's."""
+    """Whether omega multiplies this term too, not only the gate's."""
 
     def __post_init__(self) -> None:
         kinds = [k for k in KL_FORMULAS if k != "none"]
@@ -78,16 +78,16 @@ def _check_bounds(low_name: str, low: float, high_name: str, high: float) -> Non
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """A detached weight of the policy term, from rho: how much likelier the old policy finds what the engine sampled.
+    """A detached weight of the policy term, from rho, the ratio of the old policy to the engine on sampled tokens.
 
-    An upper bound may be infinity. No weight is more than e^max_log_ratio, as every exponent is clamped. As all weights
-    of tokens, it takes nothing out of denominators, nor out of a KL or entropy term.
+    An upper bound may be infinity. No weight is more than e^max_log_ratio, as every exponent is clamped. Like all
+    weights of tokens, it changes no denominator, and no KL or entropy term.
     """
 
     level: CorrectionLevel = "token"
-    """What rho is of: `exp(old - rollout)` of each token ("token"), the product of these over the response's valid
-    tokens ("sequence", the unbiased one, whose spread grows with the length), or their geometric mean ("sequence-mean",
-    which is biased, and of one size whatever the length). A response's tokens share its rho."""
+    """"token": rho is `exp(old - rollout)` of each token. "sequence": the product of these over the response's valid
+    tokens, which is unbiased, with a spread that grows with the length. "sequence-mean": their geometric mean, which is
+    biased, and has the same scale at any length. At the last two levels, a response's tokens share its rho."""
     mode: Literal["truncate", "mask"] = "truncate"
     """"truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0."""
     low: float = 0.0
@@ -228,7 +228,7 @@ class Objective:
     """
 
     gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default
-    """f."""
+    """The gate, which gives f."""
     ratio: RatioLevel = "token"
     """The level of the ratio that the gate reads."""
     kl: KL | None = None
@@ -236,8 +236,8 @@ class Objective:
     entropy_coef: float | Tensor = 0.0
     """alpha, a float or a 0-dim tensor."""
     aggregate: Aggregation = "token-mean"
-    """w, which in the seq-mean ones divides by the number of all responses, those without a valid token too, and in
-    "prompt-mean" (ScaleRL, arXiv:2510.13786) by the number of prompts and by that of the valid tokens of a prompt's
+    """w. The seq-mean ones divide by the number of all responses, also of those without a valid token. "prompt-mean"
+    (ScaleRL, arXiv:2510.13786) divides by the number of prompts, and by the number of valid tokens of the prompt's
     responses."""
     max_length: int | None = None
     """L_max of "seq-mean-token-sum-norm", in tokens."""
@@ -246,14 +246,14 @@ class Objective:
     rollout_correction: RolloutCorrection | None = None
     """A weight of each token for the distance of the rollout policy from the old one."""
     off_policy_delta: float | None = None
-    """In nats: a response's tokens with A < 0 have no policy term where its `mean_t(rollout - logp)` exceeds it;
-    without rollout_logprobs, `mean_t(old - logp)`."""
+    """In nats: tokens with A < 0 have no policy term if `mean_t(rollout - logp)` of their response exceeds this number;
+    without rollout_logprobs, if `mean_t(old - logp)` does."""
     top_entropy_fraction: float | None = None
     """Above 0 and up to 1: only this share of the valid tokens, those with the largest entropy, has a policy term."""
     future_kl: FutureKL | None = None
     """FIPO's weight of each token."""
     covariance: CovarianceClip | CovarianceKL | None = None
-    """A CovarianceClip makes f of some tokens 0, a CovarianceKL adds to it."""
+    """A CovarianceClip makes f of some tokens 0, a CovarianceKL adds a penalty to it."""
 
     def __post_init__(self) -> None:
         if not issubclass(type(self.gate), Gate):

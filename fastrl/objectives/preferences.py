@@ -41,8 +41,8 @@ class Preference:
     tau: float = 0.05
     """Above 0, the width of DiscoPOP's blend."""
     nll_coef: float = 0.0
-    """At least 0: what the negative log-likelihood of the chosen responses, a mean over the batch's tokens in nats, is
-    multiplied by before it is added."""
+    """At least 0: the weight of the negative log-likelihood of the chosen responses, a mean over the batch's tokens, in
+    nats."""
     average: bool = False
     """Whether a score is a mean over the response's tokens, not a sum."""
     reference: bool = True

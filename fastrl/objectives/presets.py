@@ -339,7 +339,7 @@ def FIPO(
     safe_ratio: float | None = 10.0,
     **fields: Any,
 ) -> Objective:
-    """FIPO: DAPO's clip, each token weighted by where its response's later ratios went, token-mean (arXiv:2603.19835).
+    """FIPO: DAPO's clip, each token weighted by its response's later ratios, token-mean (arXiv:2603.19835).
 
     The weight is `FutureKL`'s, in which ratios above dual_clip do not count. Numbers are those of the authors' 32B run.
     Their code also drops a response with more than one token that the dual clip stops; this has no such rule.
@@ -348,7 +348,7 @@ def FIPO(
         clip_low: the ratio's lower bound is `1 - clip_low`.
         clip_high: its upper bound is `1 + clip_high`.
         dual_clip: as in `PPO`; also the ratio above which a token does not count in the sums.
-        half_life: of the sums' weights, in tokens.
+        half_life: the half-life of the weights in the sums, in tokens.
         low: the weight's lower bound.
         high: the weight's upper bound.
         safe_ratio: the ratio above which a token with A < 0 is not weighted up, see `FutureKL`; None: none.

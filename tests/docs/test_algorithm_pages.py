@@ -25,7 +25,7 @@ from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import any_numbers
 
 PAGES = ROOT / "docs" / "algorithms"
-SECTIONS = ["When to use it", "Formula", "Use", "Defaults", "In `fastrl train`"]  # and then Notes, or nothing
+SECTIONS = ["When to use it", "Formula", "Use", "Defaults", "With `fastrl train`"]  # and then Notes, or nothing
 by_preset = pytest.mark.parametrize("preset", fastrl.PRESETS)
 
 
