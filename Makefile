@@ -72,7 +72,7 @@ $(VENV)/.installed-test: $(REQUIREMENTS) Makefile
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/share/fastrl-peers $(ANY_PYTHON) $(PEERS)
 
 $(VENV)/.installed-docs: $(REQUIREMENTS)
-	$(call install,train$(COMMA)docs)
+	$(call install,docs)
 
 $(VENV)/.installed-bench: $(REQUIREMENTS)
 	$(call install,bench$(COMMA)train)

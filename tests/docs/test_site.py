@@ -1,4 +1,4 @@
-"""The site's build finds its links: docs/site/links.py."""
+"""The site's build finds its links: docs/site/site_links.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from places import ROOT
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
-import links
+import site_links as links
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,9 @@ class RolloutConfig(Section):
     stop: list[str] = Field([])
     """Texts that end a completion, or with tools the policy's turn, as EOS does. They are part of the completion."""
     tools: Annotated[str | None, Location()] = None
-    """path/to/file.py:function with the signature (prompts, completions, **columns). It is called when the policy has
-    ended a turn, and returns for each completion what follows: None (the completion ends), a text, or for a chat prompt
-    a list of messages. What it returns is not trained on."""
+    """path/to/file.py:function with the signature `(prompts, completions, **columns)`. It is called when the policy
+    has ended a turn, and returns for each completion what follows: None (the completion ends), a text, or for a chat
+    prompt a list of messages. What it returns is not trained on."""
     tool_workers: int = Field(1, ge=0, le=1024)
     """How many processes call the tool, each with one completion at a time. 0: the trainer's own process calls it once
     per turn with all completions, without limits of time and memory, so a call that never returns blocks the run."""
@@ -198,9 +198,10 @@ class RewardConfig(Section):
     """The reward: the weighted sum of functions and of a reward model, less a price of length."""
 
     function: Annotated[str | list[str], Location(dotted=True)] = Field([])
-    """One or several reward functions. Each is path/to/file.py:function with the signature (prompts, completions,
-    **columns) -> list[float | None], async if you like, or a built-in one: fastrl.rewards.exact, regex, length, format
-    or math. A completion for which all of them return None is left out of its group."""
+    """One or several reward functions. Each is path/to/file.py:function with the signature
+    `(prompts, completions, **columns) -> list[float | None]`, async if you like, or a built-in one:
+    fastrl.rewards.exact, regex, length, format or math. A completion for which all of them return None is left out of
+    its group."""
     arguments: dict[str, dict[str, Any]] = Field({})
     """Keyword arguments for each function, by its name, such as [reward.arguments.regex] pattern = "...". They hold for
     reward.steps and evaluation.metrics too."""

@@ -12,12 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from links import ROOT, content, is_page, linked, place, rewritten
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
+from site_links import ROOT, content, is_page, linked, place, rewritten
 
 import fastrl
 from fastrl.bench.plot_gates import draw_one
