@@ -41,20 +41,20 @@ def missing(completions, digits):
 QUICK = ["--logging.tensorboard", "false"]
 #: How each mistake of the table is made: arguments behind `fastrl train`.
 MISTAKES = {
-    "a field's name, in the file": "typo.toml",
-    "a field's name, on the command line": "my_config.toml --rollout.num_generation 4",
-    "the folder has a run already": "my_config.toml",
-    "no such model directory": "my_config.toml --model.path ./modle",
+    "a wrong field name in the file": "typo.toml",
+    "a wrong field name on the command line": "my_config.toml --rollout.num_generation 4",
+    "the output folder already holds a run": "my_config.toml",
+    "the model directory does not exist": "my_config.toml --model.path ./modle",
     "a file without the column": "my_config.toml --data.path questions.jsonl",
-    "a chat prompt, and a tokenizer without a template": "my_config.toml --data.system_prompt Sort.",
-    "no such function": "my_config.toml --reward.function my_reward.py:sort",
-    "the reward's parameter is no column": "my_config.toml --reward.function bad.py:wrong_name",
-    "the reward does not take `prompts` and `completions`": "my_config.toml --reward.function bad.py:missing",
-    "one number for all (in step 1)": "my_config.toml --reward.function bad.py:short",
-    "the reward raises (in step 1)": "my_config.toml --reward.function bad.py:raises",
+    "a chat prompt for a tokenizer without a chat template": "my_config.toml --data.system_prompt Sort.",
+    "the file has no such function": "my_config.toml --reward.function my_reward.py:sort",
+    "a parameter of the reward function is not a column": "my_config.toml --reward.function bad.py:wrong_name",
+    "the reward function does not take `prompts` and `completions`": "my_config.toml --reward.function bad.py:missing",
+    "one number for all completions (in step 1)": "my_config.toml --reward.function bad.py:short",
+    "the reward function raises (in step 1)": "my_config.toml --reward.function bad.py:raises",
     "a prompt that is too long": "my_config.toml --data.max_prompt_tokens 3",
     "a budget that no plan fits": "my_config.toml --training.memory_budget 1KiB",
-    "another config at a resume": "my_config.toml --resume --optimizer.lr 1e-4",
+    "`--resume` with a changed config": "my_config.toml --resume --optimizer.lr 1e-4",
 }
 
 
@@ -107,7 +107,7 @@ def test_the_mistakes_have_the_messages_of_the_page(
     table = dict(re.findall(r"(?m)^\| (.+?) \| `(.+)` \|$", PAGE.partition("## Typical first mistakes")[2]))
     assert set(table) == set(MISTAKES)
     words = MISTAKES[mistake].split()
-    in_the_folder = mistake in ("the folder has a run already", "another config at a resume")
+    in_the_folder = mistake in ("the output folder already holds a run", "`--resume` with a changed config")
     status: object
     try:
         status = main(
