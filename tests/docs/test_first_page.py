@@ -11,7 +11,7 @@ from places import ROOT
 def test_the_first_page_is_one_screen_with_four_doors() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text) <= 7000
-    doors = text.split("## Four doors\n")[1].split("\n## ")[0]
+    doors = text.split("## Where to start\n")[1].split("\n## ")[0]
     assert re.findall(r"(?m)^- \*\*(.+?)\.\*\*", doors) == [
         "Drop it into a trainer",
         "Bound the memory",
