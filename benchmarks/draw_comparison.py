@@ -25,7 +25,8 @@ RESULTS = ROOT / "benchmarks/results/h200/bfloat16/linear.json"
 WORKLOAD = "loss and gradients"
 _OURS, _OTHERS, _LIMIT, _INK = "#0868ac", "#a9b1b8", "#c1272d", "#222222"
 #: Bars end at so many times eager torch's time, with a mark: one contender would hide the differences of the others.
-_CUT = 1.75
+#: Of several such bars the longest ends there, and each of the others a step before the next one.
+_CUT, _STEP = 1.75, 0.15
 #: How contenders are called beside a bar.
 _NAMES = {
     "Liger LigerFusedLinearGRPOLoss": "Liger\n(GRPO class)",
@@ -71,7 +72,11 @@ def draw(found: list[dict[str, Any]], limit: float, title: str) -> Figure:
     most = _CUT * next(bar["ms"] for bar in found if bar["name"] == "eager torch")
     colours = [_OURS if bar["name"] == "fastrl" else _OTHERS for bar in found]
     for panel, of, text, end in ((panels[0], "ms", _time, most), (panels[1], "GiB", _memory, None)):
-        lengths = [min(bar[of], end or bar[of]) for bar in found]
+        cut = sorted(bar[of] for bar in found if end is not None and bar[of] > end)
+        lengths = [
+            end * (1 - _STEP * (len(cut) - 1 - cut.index(bar[of]))) if end and bar[of] in cut else bar[of]
+            for bar in found
+        ]
         panel.barh(range(len(found)), lengths, height=0.7, color=colours)
         for place, (bar, length) in enumerate(zip(found, lengths, strict=True)):
             if length < bar[of]:  # cut

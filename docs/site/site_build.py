@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     folder = here.partition("/")[0]
     if here == "index.md":
-        page.meta["hide"] = ["navigation", "toc"]
+        page.meta["hide"] = ["navigation"]
     page.meta["search"] = {"exclude": True} if folder == "repository" else {"boost": _BOOSTS.get(folder, 1)}
     return _GATE.sub(_picture, rewritten(markdown, _shown[here]))
 
