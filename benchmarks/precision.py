@@ -12,6 +12,7 @@ gradients the largest of any input's, as a share of its largest entry.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -28,6 +29,7 @@ from fastrl.bench import machine, plain, preference
 from fastrl.bench.problems import Problem, linear_problem, logits_problem, normal_head
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "precision.md"
+RESULTS = Path(__file__).parent / "results" / "epyc-2-cores"
 DTYPES = ("float32", "bfloat16", "float16")
 #: An error may be so much above eager torch's: a value's, relative to max(1, |exact|); a gradient's, by dtype.
 VALUES, GRADIENTS = 4e-6, {"float32": 4e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -169,44 +171,59 @@ def measured(case: Case, backends: Sequence[str]) -> tuple[Errors, list[str]]:
     return by, [name for name in backends if not (by[name][0] <= most and by[name][1] <= more)]
 
 
-def report(shape: tuple[int, int, int], backends: Sequence[str]) -> tuple[str, list[str]]:
-    """Markdown: machine, versions, commit, and a table for each dtype; and what is above the margin."""
+def measure(shape: tuple[int, int, int], backends: Sequence[str], command: str) -> tuple[dict[str, Any], list[str]]:
+    """Machine, versions, commit, command and the errors of each dtype's cases; and which are above the margin."""
     facts, wrong = machine.describe([]), []
-    where, versions = facts["machine"], facts["versions"]
-    used = [f"{name} {versions[name]}" for name in ("python", "torch", *(x for x in backends if x == "triton"))]
-    n, h, v = shape
-    on = f"{where['cpu']}, {where['cpu_cores']} cores; {', '.join(used)}; commit {facts['commit']}; {facts['date']}."
-    text = [f"{n} tokens, hidden {h}, vocabulary {v}; {on}"]
-    names = [*backends, "eager"]
-    head = ["function", "of", f"value: {names[0]}", *names[1:], f"gradient: {names[0]}", *names[1:]]
+    found: dict[str, Any] = {**facts, "command": command, "shape": shape, "errors": {}}
     for dtype in DTYPES:
         torch.manual_seed(0)
-        lines = [head, ["---"] * len(head)]
+        rows = found["errors"][dtype] = []
         for case in cases(shape, getattr(torch, dtype)):
             errors, above = measured(case, backends)
             wrong += [f"{case.function}, {case.of}, {dtype}, {name}: {errors}" for name in above]
-            numbers = [f"{errors[name][i]:.1e}" for i in (0, 1) for name in names]
-            lines.append([f"`{case.function}`", case.of, *numbers])
+            rows.append({"function": case.function, "of": case.of, "errors": errors})
+    return found, wrong
+
+
+def results(backends: Sequence[str]) -> Path:
+    """The file of these backends' errors."""
+    return RESULTS / f"precision-{'-'.join(backends)}.json"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Markdown of what was measured: the command, the conditions, and a table for each dtype."""
+    where, versions, (n, h, v) = found["machine"], found["versions"], found["shape"]
+    names = list(found["errors"][DTYPES[0]][0]["errors"])
+    used = [f"{name} {versions[name]}" for name in ("python", "torch", *(x for x in names if x == "triton"))]
+    on = f"{where['cpu']}, {where['cpu_cores']} cores; {', '.join(used)}; commit {found['commit']}; {found['date']}."
+    text = [f"```sh\n{found['command']}\n```", f"{n} tokens, hidden {h}, vocabulary {v}; {on}"]
+    head = ["function", "of", f"value: {names[0]}", *names[1:], f"gradient: {names[0]}", *names[1:]]
+    for dtype, rows in found["errors"].items():
+        lines = [head, ["---"] * len(head)]
+        for row in rows:
+            numbers = [f"{row['errors'][name][i]:.1e}" for i in (0, 1) for name in names]
+            lines.append([f"`{row['function']}`", row["of"], *numbers])
         text += [f"**{dtype}**", "\n".join(f"| {' | '.join(cells)} |" for cells in lines)]
-    return "\n\n".join(text), wrong
+    return "\n\n".join(text)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="256x256x32768", help="tokens x hidden x vocabulary")
     parser.add_argument("--backends", nargs="+", default=["cpp", "torch"], choices=["cpp", "torch", "triton"])
-    parser.add_argument("--write", action="store_true", help="replace the tables of these backends in the page")
+    parser.add_argument("--write", action="store_true", help="replace the results of these backends, and their tables")
     options = parser.parse_args(argv)
     n, h, v = map(int, options.shape.split("x"))
-    text, wrong = report((n, h, v), options.backends)
     interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") else ""
-    command = f"```sh\n{interpreted}{shlex.join(['python', 'benchmarks/precision.py', *argv])}\n```"
-    print(text, *(f"above the margin: {line}" for line in wrong), sep="\n")
+    command = interpreted + shlex.join(["python", "benchmarks/precision.py", *argv])
+    found, wrong = measure((n, h, v), options.backends, command)
+    print(tables(found), *(f"above the margin: {line}" for line in wrong), sep="\n")
     if options.write:
+        results(options.backends).write_text(json.dumps(found, indent=1) + "\n")
         start = f"<!-- precision: {' '.join(options.backends)} -->"
         page = PAGE.read_text()
         assert start in page, f"{PAGE} has no {start}"
-        new = f"{start}\n\n{command}\n\n{text}\n\n"
+        new = f"{start}\n\n{tables(found)}\n\n"
         PAGE.write_text(re.sub(rf"{start}.*?(?=<!-- end -->)", lambda _: new, page, flags=re.S))
     return int(bool(wrong))
 
