@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
-import importlib.util
 import inspect
 import math
 import re
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from page_tables import first_table, trl_folder
 from peer_cases import folder_of
 from places import EXAMPLES, ROOT
 
@@ -42,16 +41,8 @@ def text_of(preset: str) -> str:
     return (PAGES / f"{preset.lower()}.md").read_text(encoding="utf-8")
 
 
-def rows_after(text: str, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its first two lines."""
-    _, found, rest = text.partition(f"\n## {heading}\n")
-    assert found, f"no heading {heading!r}"
-    lines = re.findall(r"(?m)(?:^\|.*\n)+", rest)[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
 def defaults(preset: str) -> list[Row]:
-    return [Row(*cells) for cells in rows_after(text_of(preset), "Defaults")]
+    return [Row(*cells) for cells in first_table(text_of(preset), "Defaults")]
 
 
 def literal(text: str) -> Any:
@@ -78,7 +69,7 @@ def overview() -> str:
 
 def test_the_overview_has_each_preset_once():
     names = [
-        re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", cells[0]).groups() for cells in rows_after(overview(), "Presets")
+        re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", cells[0]).groups() for cells in first_table(overview(), "Presets")
     ]
     assert sorted(names) == sorted((name, name.lower()) for name in fastrl.PRESETS)
 
@@ -86,7 +77,7 @@ def test_the_overview_has_each_preset_once():
 @by_preset
 def test_the_overview_says_what_the_preset_is(preset):
     objective = any_numbers(preset)
-    (cells,) = (cells for cells in rows_after(overview(), "Presets") if f"[`{preset}`]" in cells[0])
+    (cells,) = (cells for cells in first_table(overview(), "Presets") if f"[`{preset}`]" in cells[0])
     _, ratio, gate, kl, aggregate = cells
     reads_ratio = objective.gate != NoGate(ratio=False)
     detached = reads_ratio and objective.gate.formula in DETACHED_GATES
@@ -100,14 +91,14 @@ def test_the_overview_says_what_the_preset_is(preset):
 def test_the_overview_names_a_use_for_each_preset():
     used = {
         name
-        for cells in rows_after(overview(), "Choosing an algorithm")
+        for cells in first_table(overview(), "Choosing an algorithm")
         for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", cells[1])
     }
     assert used == set(fastrl.PRESETS)
 
 
 def test_the_overview_has_each_field_of_an_objective_with_its_default():
-    shown = {cells[0].strip("`"): cells[1] for cells in rows_after(overview(), "Options of every preset")}
+    shown = {cells[0].strip("`"): cells[1] for cells in first_table(overview(), "Options of every preset")}
     assert list(shown) == [field.name for field in fields(Objective)]
     for field in fields(Objective):
         default = field.default if field.default is not MISSING else field.default_factory()
@@ -235,14 +226,6 @@ def default_of(value: ast.expr | None) -> Any:
         return None if value is None else ast.literal_eval(value)
     except ValueError:
         return ast.unparse(value)
-
-
-@functools.cache
-def trl_folder() -> Path:
-    spec = importlib.util.find_spec("trl")
-    if spec is None or importlib.metadata.version("trl") != "1.16.0":
-        pytest.skip("TRL 1.16.0 is not installed")
-    return Path(spec.submodule_search_locations[0])
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_tables import table
 from places import EXAMPLES, ROOT
 from python import python
 
@@ -27,17 +28,6 @@ def code(page: str, first_line: str) -> str:
     return str(found)
 
 
-def table(page: str, first_heading: str) -> list[list[str]]:
-    lines = text(page).splitlines()
-    (start,) = [i for i, line in enumerate(lines) if line.startswith(f"| {first_heading} |")]
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
-
-
 def test_the_plans_of_a_callable() -> None:
     (source,) = re.findall(r"(?ms)^def spo\(.*?(?=^\n\nspo\.row_local)", text("custom_objective"))
     namespace: dict[str, Any] = {}
@@ -45,7 +35,7 @@ def test_the_plans_of_a_callable() -> None:
     local, whole = namespace["spo"], namespace["spo"].__class__(namespace["spo"].__code__, {})
     local.row_local = True
     objectives = {"`fastrl.PPO()`": fastrl.PPO(), "`spo`, `row_local`": local, "`spo` without it": whole}
-    rows = table("custom_objective", "objective")
+    rows = table(text("custom_objective"), "objective")
     assert [cells[0] for cells in rows] == list(objectives)
     calls: list[dict[str, Any]] = [{}, {"gradients": ("hidden",)}, {"budget": "4GiB"}]
     for name, *cells in rows:
@@ -58,7 +48,7 @@ def test_the_plans_of_a_callable() -> None:
 
 def test_the_plans_of_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--tokens", "32768", "--hidden", "4096", "--vocab", "151936", "--device", "h100"]
-    for change, cell in table("long_responses", "change"):
+    for change, cell in table(text("long_responses"), "change"):
         name = (re.findall(r"\b(GSPO)\b", change) or ["DAPO"])[0]
         options = " ".join(re.findall(r"`(--[^`]*)`", change)).split()
         options = options if "--objective" in options else [*options, "--objective", name]

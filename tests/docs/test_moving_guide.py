@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from page_tables import table
 from peer_cases import folder_of
 from places import ROOT
 
@@ -18,18 +19,6 @@ import fastrl
 from fastrl.training.rl.config import Config
 
 PAGE = (ROOT / "docs" / "guides" / "moving.md").read_text(encoding="utf-8")
-
-
-def rows(first_heading: str) -> list[list[str]]:
-    """The cells of a table, which is found by its first heading."""
-    lines = PAGE.splitlines()
-    (start,) = [i for i, line in enumerate(lines) if line.startswith(f"| {first_heading} |")]
-    table = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        table.append([cell.strip() for cell in line.strip("|").split("|")])
-    return table
 
 
 def names(cell: str) -> list[str]:
@@ -59,8 +48,8 @@ def check_here(cells: list[str]) -> None:
     assert here == (defaults or here), cells
 
 
-TRL = rows("`trl.GRPOConfig`")
-VERL = rows("verl's config")
+TRL = table(PAGE, "`trl.GRPOConfig`")
+VERL = table(PAGE, "verl's config")
 
 
 @pytest.mark.parametrize("cells", TRL, ids=lambda cells: cells[0])
@@ -75,7 +64,7 @@ def test_trl(cells: list[str]) -> None:
 def test_trl_s_loss_types() -> None:
     from fastrl.integrations.grpo_options import LOSS_TYPES
 
-    listed = rows("TRL's `loss_type`")
+    listed = table(PAGE, "TRL's `loss_type`")
     assert {names(cells[0])[0] for cells in listed} == set(LOSS_TYPES)
     for name in re.findall(r"`trl\.(\w+)`", PAGE):
         assert hasattr(pytest.importorskip("trl"), name)
@@ -105,7 +94,7 @@ def test_the_presets_are_the_objectives_of_trl_s_options(loss_type: str) -> None
         "cispo": {"cap": 5.0},
         "luspo": {"clip_low": 0.2, "clip_high": 0.2},
     }
-    (cells,) = [cells for cells in rows("TRL's `loss_type`") if names(cells[0]) == [loss_type]]
+    (cells,) = [cells for cells in table(PAGE, "TRL's `loss_type`") if names(cells[0]) == [loss_type]]
     chosen = also.get(loss_type, {})
     assert all(name in cells[2] for name in chosen)
     preset = {name.lower(): preset for name, preset in fastrl.PRESETS.items()}[names(cells[1])[0]]
@@ -132,14 +121,14 @@ def test_verl(cells: list[str]) -> None:
 def test_verl_s_names() -> None:
     source = (folder_of("verl") / "trainer" / "ppo" / "core_algos.py").read_text()
     modes = set(re.findall(r'@register_policy_loss\("(\w+)"\)', source)) - {"bypass_mode"}
-    listed = [(mode, names(cells[1])[0]) for cells in rows("verl's `loss_mode`") for mode in names(cells[0])]
+    listed = [(mode, names(cells[1])[0]) for cells in table(PAGE, "verl's `loss_mode`") for mode in names(cells[0])]
     assert {mode for mode, _ in listed} == modes
     assert all(preset in fastrl.PRESETS for _, preset in listed)
     estimators = set(re.findall(r'(?m)^    [A-Z_]+ = "(\w+)"$', source))
     known = typing.get_args(
         section_of(Config.model_fields["advantages"].annotation).model_fields["estimator"].annotation
     )
-    for theirs, ours in ((names(cells[0])[0], names(cells[1])[0]) for cells in rows("`adv_estimator`")):
+    for theirs, ours in ((names(cells[0])[0], names(cells[1])[0]) for cells in table(PAGE, "`adv_estimator`")):
         assert theirs in estimators and ours in known
 
 
@@ -147,12 +136,12 @@ def test_liger() -> None:
     theirs = pytest.importorskip("liger_kernel.chunked_loss")
     import fastrl.integrations.liger as ours
 
-    for cells in rows("`liger_kernel.chunked_loss`"):
+    for cells in table(PAGE, "`liger_kernel.chunked_loss`"):
         assert hasattr(theirs, names(cells[0])[0]) and hasattr(ours, names(cells[0])[0])
         assert names(cells[1])[0] in fastrl.__all__
     options = inspect.signature(theirs.LigerFusedLinearGRPOLoss).parameters
     loss = {*inspect.signature(fastrl.linear_policy_loss).parameters, "ratio"}
-    for cells in rows("argument of `LigerFusedLinearGRPOLoss`"):
+    for cells in table(PAGE, "argument of `LigerFusedLinearGRPOLoss`"):
         assert str(options[names(cells[0])[0]].default) == names(cells[1])[0], cells
         assert set(re.findall(r"(?<!\()\b(\w+)=(?!\.)", cells[2])) - {"kl"} <= loss, cells
 

@@ -1,4 +1,4 @@
-"""What the algorithms' pages say, for the tests that hold it to the code: tables, formulas, printed values.
+"""What pages say, for the tests that hold it to the code: tables, formulas, printed values, other packages' options.
 
 A formula is written as in a paper: `-(1 - e) ls(b) - e ls(-b)`. A space multiplies, `^` is a power, and a name before a
 parenthesis without a space is a function.
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,21 @@ def section(text: str, heading: str) -> str:
 
 def table(text: str, first: str) -> list[list[str]]:
     """The rows of the one table whose first column has this title, as lists of cells, without the title's row."""
-    lines = text.splitlines()
-    (head,) = [i for i, line in enumerate(lines) if line.startswith(f"| {first} |")]
-    rows = []
-    for line in lines[head + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+    (found,) = [lines for lines in _tables(text) if lines[0].startswith(f"| {first} |")]
+    return _cells(found)
+
+
+def first_table(text: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading of the second level, without the title's row."""
+    return _cells(_tables(section(text, heading))[0])
+
+
+def _tables(text: str) -> list[list[str]]:
+    return [lines.splitlines() for lines in re.findall(r"(?m)(?:^\|.*\n?)+", text)]
+
+
+def _cells(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def code(cell: str) -> list[str]:
@@ -105,12 +113,17 @@ def check_printed_values(text: str) -> None:
 # --- the source of other packages, without importing them -------------------------------------------------------------
 
 
+def trl_folder() -> Path:
+    """Where TRL lies, if it is the version that the pages speak of."""
+    spec = find_spec("trl")
+    if spec is None or not spec.submodule_search_locations or version("trl") != "1.16.0":
+        pytest.skip("TRL 1.16.0 is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
 def trl(path: str) -> ast.Module:
     """A file of the installed TRL."""
-    spec = find_spec("trl")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("TRL is not installed")
-    return source(Path(spec.submodule_search_locations[0]) / path)
+    return source(trl_folder() / path)
 
 
 def source(path: Path) -> ast.Module:
