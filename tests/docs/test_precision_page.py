@@ -32,40 +32,40 @@ def readers() -> set[str]:
     return {name for name, given in taken.items() if "logits" in given or {"hidden", "weight"} <= given} - NO_NUMBERS
 
 
-def tables(backends: str) -> list[list[list[str]]]:
-    """The cells of the page's tables for these backends, by dtype."""
-    (text,) = re.findall(rf"<!-- precision: {backends} -->(.*?)<!-- end -->", PAGE.read_text(), re.S)
-    parts = re.split(r"^\*\*(?:float32|bfloat16|float16)\*\*$", text, flags=re.M)[1:]
-    lines = [[line for line in part.splitlines() if line.startswith("| `")] for part in parts]
-    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in part] for part in lines]
+def errors_of(backends: str) -> dict[str, Any]:
+    """What was measured of these backends."""
+    found: dict[str, Any] = json.loads(precision.results(backends.split()).read_text())
+    return found
 
 
 @pytest.mark.parametrize("backends", ["cpp torch", "triton"])
-def test_the_page_has_every_function_within_the_margin(backends: str) -> None:
-    found = tables(backends)
-    assert len(found) == 3
-    for dtype, rows in zip(precision.DTYPES, found, strict=True):
-        assert {row[0].strip("`") for row in rows} == readers(), dtype
-        for name, of, *numbers in rows:
-            half = len(numbers) // 2
-            values, gradients = (list(map(float, part)) for part in (numbers[:half], numbers[half:]))
-            scale = 20 if "log-prob" in of or "four" in of else 10  # no exact value of these inputs is larger
-            assert max(values[:-1]) <= values[-1] + scale * precision.VALUES, (name, of, dtype)
-            assert max(gradients[:-1]) <= gradients[-1] + precision.GRADIENTS[dtype], (name, of, dtype)
+def test_the_page_has_what_was_measured(backends: str) -> None:
+    (text,) = re.findall(rf"<!-- precision: {backends} -->(.*?)<!-- end -->", PAGE.read_text(), re.S)
+    assert text.strip() == precision.tables(errors_of(backends))
+
+
+@pytest.mark.parametrize("backends", ["cpp torch", "triton"])
+def test_every_function_was_within_the_margin(backends: str) -> None:
+    for dtype, rows in errors_of(backends)["errors"].items():
+        assert {row["function"] for row in rows} == readers(), dtype
+        for row in rows:
+            values, gradients = zip(*row["errors"].values(), strict=True)
+            scale = 20 if "log-prob" in row["of"] or "four" in row["of"] else 10  # no exact value here is larger
+            assert max(values[:-1]) <= values[-1] + scale * precision.VALUES, (row, dtype)
+            assert max(gradients[:-1]) <= gradients[-1] + precision.GRADIENTS[dtype], (row, dtype)
 
 
 @pytest.mark.parametrize("dtype", precision.DTYPES)
 def test_no_error_is_above_the_margin(dtype: str) -> None:
     torch.manual_seed(0)
-    names, rows = set(), []
+    found = []
     for case in precision.cases((16, 8, 260), getattr(torch, dtype)):
         errors, above = precision.measured(case, ["cpp", "torch"])
         assert above == [], (case.function, case.of, errors)
         assert set(errors) == {"cpp", "torch", "eager"}
-        names.add(case.function)
-        rows.append([f"`{case.function}`", case.of])
-    assert names == readers()
-    assert rows == [row[:2] for row in tables("cpp torch")[precision.DTYPES.index(dtype)]], "the page is of other cases"
+        found.append((case.function, case.of))
+    rows = errors_of("cpp torch")["errors"][dtype]
+    assert found == [(row["function"], row["of"]) for row in rows], "the page is of other cases"
 
 
 def test_an_error_above_the_margin_is_told() -> None:
