@@ -300,7 +300,9 @@ TESTED_IN: dict[str, tuple[str | None, ...]] = {
     "`model.lora_rank = 8`": (
         "training/rl/test_controllers.py::test_an_adaptive_run_resumes_bit_for_bit",
         "training/engines/test_vllm.py::test_log_probabilities_are_the_policys_after_each_update",
-        *["training/engines/test_weights.py::test_adapters_are_merged_into_the_checkpoints_weights"] * 3,
+        None,
+        None,
+        None,
     ),
     "`rollout.top_k = 50`": (
         "training/rl/test_sampling_masks.py::test_logprobs_are_the_samplers_and_without_the_mask_lack_the_lost_mass",
