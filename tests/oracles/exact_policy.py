@@ -98,7 +98,7 @@ class _Evaluation:
         self.magnitude = {name: torch.zeros((), dtype=torch.float64) for name in terms}
         self.weights, self.c_magnitude = torch.zeros_like(logp), torch.zeros_like(logp)
         names = ("kl", "entropy", "ratio", "gate", "approx_kl", "side", "clamped", "off_policy", "chosen")
-        names += ("rho", "log_rho", "rejected")
+        names += ("rho", "log_rho", "log_rho_terms", "rejected")
         self.token: dict[str, Tensor] = {name: torch.zeros_like(logp) for name in names}
         self.top = self._top_entropy()
         self.weight_of_future, self.pull = self._future(), torch.zeros_like(logp)
@@ -277,8 +277,10 @@ class _Evaluation:
         correction = objective.rollout_correction
         if correction is not None:
             log = old - batch.rollout[rows]
-            log = {"token": log, "sequence": log.sum(), "sequence-mean": log.mean()}[correction.level].expand(len(rows))
-            self.token["log_rho"][rows] = log
+            reduced = {"token": lambda x: x, "sequence": Tensor.sum, "sequence-mean": Tensor.mean}[correction.level]
+            # Terms of both signs may cancel in a response: its rounding errors are relative to these.
+            self.token["log_rho_terms"][rows] = reduced(log.abs()).expand(len(rows))
+            self.token["log_rho"][rows] = log = reduced(log).expand(len(rows))
             log = self._clamp(log, rows)
             bounds = (correction.low, correction.high)
             for bound in (*bounds, *(correction.reject or ())):
@@ -418,7 +420,13 @@ class _Evaluation:
         if self.objective.rollout_correction is not None:
             metrics |= self._of_raw_weights(token)
         scales = {name: metrics[name].abs() for name in metrics}
-        scales |= {"kl": absolute["kl"], "approx_kl": mean["ratio"] + 1, "rollout_log_weight_mean": absolute["log_rho"]}
+        scales |= {
+            "kl": absolute["kl"],
+            "approx_kl": mean["ratio"] + 1,
+            "rollout_log_weight_mean": absolute["log_rho_terms"],
+        }
+        if "rollout_abs_log_weight_max" in metrics and self.batch.tokens:
+            scales["rollout_abs_log_weight_max"] = token["log_rho_terms"].max()
         return metrics, scales
 
     def _of_raw_weights(self, token: dict[str, Tensor]) -> dict[str, Tensor]:
