@@ -16,7 +16,6 @@ from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
 from fastrl.advantages.token_baseline import optimal_token_baseline_advantages
 from fastrl.backend.choice import backends, use_backend
 from fastrl.base.checks import check_inputs
-from fastrl.ledger.plans import MemoryPlans, plan_memory
 from fastrl.losses.cross_entropy import linear_cross_entropy
 from fastrl.losses.divergence import DivergenceLoss, linear_divergence
 from fastrl.losses.gathered import gathered_logprobs, linear_gathered_logprobs
@@ -91,6 +90,7 @@ from fastrl.objectives.presets import (
     IcePop,
     KLCov,
 )
+from fastrl.planning.memory import MemoryPlans, plan_memory
 from fastrl.sampling_mask.mask import SamplingMask
 
 __version__ = "0.1.0"

@@ -74,7 +74,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "bench": ("bench", "measure the losses on this machine, beside their peers"),
     "doctor": ("doctor", "versions, devices, backends, and why one is missing"),
-    "plan": ("ledger.command", "which memory plan a linear loss would take within a budget, and what it costs"),
+    "plan": ("planning.command", "which memory plan a linear loss would take within a budget, and what it costs"),
     "plot-gates": ("bench.plot_gates", "draw what each algorithm makes of the ratio: the weight on grad log pi"),
 }
 #: The modules that must be installed for a command.

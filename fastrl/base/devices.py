@@ -1,4 +1,4 @@
-"""What a device can do: the only table of such numbers, by which the ledger and the tables of plans are priced.
+"""What a device can do: the only table of such numbers, by which plans are priced, and the ledgers of `benchmarks/`.
 
 Prices are modelled, not measured. They are ceilings of one device, and these assumptions (`docs/performance.md` says
 where they come from):
@@ -9,27 +9,11 @@ where they come from):
 - The kernel that forms statistics and gradient in one visit takes a fixed time for each row between its two sweeps, and
   its second sweep finds in the L2 cache what fits of the rows in flight.
 - Each launch takes a fixed time in addition.
-- A collective runs along rings, as NCCL's own model of its times has it: a fixed time, a time for each step, and its
-  bytes at the speed of the links (`docs/scaling.md`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-
-class Collective(NamedTuple):
-    """What one collective moves and takes, for each rank."""
-
-    nvlink: float = 0.0  # bytes that the rank sends to GPUs of its node
-    network: float = 0.0  # bytes that it sends to other nodes
-    latency: float = 0.0  # seconds, whatever the bytes
-    wire: float = 0.0  # seconds of the bytes
-
-    @property
-    def seconds(self) -> float:
-        """The time from its start to its end."""
-        return self.latency + self.wire
 
 
 class Device(NamedTuple):
@@ -44,9 +28,6 @@ class Device(NamedTuple):
     memory: int  # bytes
     multiprocessors: int = 1
     l2: int = 0  # bytes of the cache that all multiprocessors share
-    node: int = 1  # GPUs that NVLink joins
-    nvlink: float = 0.0  # bytes per second that a GPU's collectives move over it, each way
-    network: float = 0.0  # the same to other nodes
 
     def seconds(self, size: float) -> float:
         """The time of moving this many bytes, read and written together."""
@@ -81,28 +62,7 @@ class Device(NamedTuple):
         missed = max(0.0, 1 - self.l2 / (in_flight * row_bytes))
         return self.row_kernel(size + missed * rows * row_bytes) + rows * _BETWEEN_SWEEPS / in_flight
 
-    def collective(self, size: float, ranks: int, stride: int = 1, rounds: int = 1) -> Collective:
-        """An all-gather or reduce-scatter (one round), or an all-reduce (two), over every `stride`-th GPU.
 
-        size: bytes of what is gathered from all ranks, or of what each rank has to reduce.
-        """
-        if ranks == 1:
-            return Collective()
-        # Each rank of the group in a node is the door to the network of one ring.
-        inside = min(ranks, max(self.node // stride, 1))
-        nodes = -(-ranks // inside)
-        sent = rounds * (ranks - 1) / ranks * size
-        network = sent / inside if nodes > 1 else 0.0
-        wire = max((sent - network) / self.nvlink, network / self.network)
-        between = rounds * (nodes - 1)
-        within = rounds * (ranks - 1) - between
-        options = ((start + within * near + between * far, wire / share) for start, near, far, share in _PROTOCOLS)
-        return Collective(sent - network, network, *min(options, key=sum))
-
-
-#: NCCL's protocols LL and Simple on rings: seconds of a call, of a step over NVLink, of a step over the network, and
-#: the share of the links' speed. The faster one is taken.
-_PROTOCOLS = ((6.6e-6, 0.6e-6, 2.7e-6, 0.25), (8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 #: The share of the copy's speed that row kernels reach with 64 KiB in flight: 1.03 to 1.08 times its time.
 _ROW_KERNELS = 1 / 1.06
 #: Seconds for a row between its sweeps: 10,600 instructions and 14 barriers, of which nothing else hides the time.
@@ -110,8 +70,8 @@ _BETWEEN_SWEEPS = 2.0e-6
 #: The share of a product's traffic for float32 sums that its operations do not hide: 0.4 to 1.
 _EXPOSED = 0.7
 
-H100 = Device("H100", "cuda", 3.0e12, 730e12, 50e12, 3e-6, 80 << 30, 132, 50 << 20, 8, 370e9, 46e9)
-H200 = Device("H200", "cuda", 4.3e12, 790e12, 50e12, 3e-6, 141 << 30, 132, 50 << 20, 8, 370e9, 46e9)
+H100 = Device("H100", "cuda", 3.0e12, 730e12, 50e12, 3e-6, 80 << 30, 132, 50 << 20)
+H200 = Device("H200", "cuda", 4.3e12, 790e12, 50e12, 3e-6, 141 << 30, 132, 50 << 20)
 #: Two cores of a Xeon; a launch stands for the Python of one call.
 CPU = Device("CPU", "cpu", 20e9, 400e9, 400e9, 6.25e-6, 16 << 30)
 DEVICES = {device.name: device for device in (H100, H200, CPU)}

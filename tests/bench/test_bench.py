@@ -372,7 +372,8 @@ def test_the_plan_is_the_one_of_the_rows_own_budget() -> None:
 
 
 def test_want_of_memory_changes_the_plan_that_is_taken_but_not_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastrl.planning.plans.default_budget", lambda device, index: 5 << 20)
+    for module in ("memory", "plans"):  # of what is told, and of the call
+        monkeypatch.setattr(f"fastrl.planning.{module}.default_budget", lambda *_: 5 << 20)
     section = suites.run_plans(replace(bench("plans", 64, 512, 16384), dtype=torch.bfloat16))
     rows = {row.contender: row for row in section.rows}
     unlimited, recompute = rows["fastrl, no budget"], rows["fastrl, recompute"]

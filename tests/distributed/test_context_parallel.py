@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,15 +12,19 @@ import torch
 import torch.distributed as dist
 from cut import CUTS, part, whole
 from objectives import OBJECTIVES
+from places import BENCHMARKS
 from problem import CLOSE, Found, Problem, assert_same
 from ranks import Ranks, group_of
 
 import fastrl
 from fastrl.base.devices import H100
 from fastrl.distributed import groups
-from fastrl.ledger.plans import call_of
-from fastrl.ledger.scaling import Layout, share_of
+from fastrl.planning.memory import call_of
 from fastrl.planning.plans import use_plan
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from scaling import Layout, over_ranks, share_of
 
 SIZE = B, T, H, V = 4, 9, 8, 37
 # The second response has tokens at its end alone, the last has none.
@@ -296,8 +301,8 @@ def test_bytes_are_those_modelled(ranks: Ranks, name: str) -> None:
         "kept": 0,
         "unrecorded": 0,
     }
-    call = call_of(B * T, H, V, torch.float32, objective=EVERY[name], device="cuda", over_ranks=True, **options)
-    modelled = share_of(call, Layout(1, 4, 4), H100, 1 << 30).exchanges
+    call = call_of(B * T, H, V, torch.float32, objective=EVERY[name], device="cuda", **options)
+    modelled = share_of(over_ranks(call, EVERY[name]), Layout(1, 4, 4), H100, 1 << 30).exchanges
     each = sorted(round(x.each.nvlink / 3) for x in modelled for _ in range(x.count))  # to each of three others
     for found in ranks.run(bytes_sent, name):
         assert sorted(found) == each

@@ -13,7 +13,7 @@ from places import EXAMPLES, ROOT
 from python import python
 
 import fastrl
-from fastrl.ledger.command import main as plan
+from fastrl.planning.command import main as plan
 
 GUIDES = ROOT / "docs" / "guides"
 

@@ -216,14 +216,15 @@ def test_what_an_h200_said_of_the_model() -> None:
 
 def test_what_the_model_says_of_an_h200() -> None:
     pytest.importorskip("triton")
-    from fastrl.ledger import calls
+    sys.path.insert(0, str(BENCHMARKS))
+    import ledger
 
     rows = [row for row in results("h200/bfloat16/plans") if row["shape"]["H"] == 4096]
     median = {row["contender"]: row["milliseconds_median"] for row in rows}
     found = {cells["call"]: cells for cells in tables("### What an H200 said of the model")}
     for call, (contender, _, gradients, options) in SAID.items():
         given = {"objective": fastrl.PPO(), "gradients": tuple(gradients.split()), **options}
-        modelled = 1e3 * calls.linear(8192, 4096, 151936, torch.bfloat16, H200, **given).seconds(H200)
+        modelled = 1e3 * ledger.linear(8192, 4096, 151936, torch.bfloat16, H200, **given).seconds(H200)
         assert rounds_to(modelled, found[call]["modelled ms"]), (call, modelled)
         assert rounds_to(median[contender] / modelled, found[call]["measured / modelled"]), call
 

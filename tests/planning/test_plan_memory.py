@@ -257,6 +257,8 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line.split()[0] for line in lines[1:4]] == ["forward-gradient", "->", "two-pass"]
     assert lines[2].split()[1:3] == ["recompute", "4U"]
     assert re.fullmatch(r"budget 512 MiB of temporary memory; the smallest possible is .*\(two-pass\)", lines[-1])
+    assert main([*arguments[:-1], "h200"]) == 0  # which need not be here
+    assert "budget 8.813 GiB" in capsys.readouterr().out  # a sixteenth of 141 GiB
     told = {"1MiB": "too small for 8192 tokens x 4096 x 151936 in bfloat16", "lots": "such as '256MiB'"}
     for budget, words in told.items():
         assert main([*arguments, "--budget", budget]) == 2

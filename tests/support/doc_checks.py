@@ -348,7 +348,6 @@ _WORK = {
     "report": "training.common.report.write_report",
     "bench": "bench.machine.describe",
     "doctor": "bench.machine.describe",
-    "plan": "ledger.command._plans",
     "plot-gates": "bench.plot_gates.figure",
 }
 
@@ -366,7 +365,7 @@ def _wrong_fastrl(words: list[str], page: Page, folder: Path, monkeypatch: pytes
     else:
         monkeypatch.chdir(folder)
     # Plans are made: that takes no time, and finds what is wrong with their numbers.
-    if command in _WORK and (command != "plan" or "--ledger" in words):
+    if command in _WORK:
         module, _, name = _WORK[command].rpartition(".")
         monkeypatch.setattr(import_module(f"fastrl.{module}"), name, stop)
     if command == "bench":

@@ -394,11 +394,11 @@ FAULTS = (
         "bench/test_free_memory.py",
     ),
     Fault(
-        "fastrl/ledger/scaling.py",
+        "benchmarks/scaling.py",
         "rows, all_rows, longest = (-(-n // self.cp) for n",
         "rows, all_rows, longest = (n // self.cp for n",
         "a rounding: the rank with most tokens",
-        "ledger/test_scaling.py::test_the_rank_that_has_most_is_modelled",
+        "bench/test_bench_scaling.py::test_the_rank_that_has_most_is_modelled",
     ),
     Fault(
         "fastrl/backend/choice.py",
@@ -422,11 +422,11 @@ FAULTS = (
         "planning/test_plan_memory.py::test_a_pass_over_one_chunk_holds_no_more_than_was_planned",
     ),
     Fault(
-        "fastrl/base/devices.py",
+        "benchmarks/scaling.py",
         "nodes = -(-ranks // inside)",
         "nodes = ranks // inside",
         "a rounding: the nodes of 12 devices",
-        "ledger/test_scaling.py::test_a_collective_by_hand",
+        "bench/test_bench_scaling.py::test_a_collective_by_hand",
     ),
     # --- operators ----------------------------------------------------------------------------------------------------
     Fault(

@@ -18,7 +18,6 @@ LEVELS = (
     "sampling_mask",
     "linear",
     "losses",
-    "ledger",
     "models",
     "integrations",
     "training",

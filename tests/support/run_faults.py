@@ -55,7 +55,7 @@ def folders_of(path: str) -> tuple[str, ...]:
     Kernels are part of the backends, and have a folder of their own.
     """
     top, *rest = Path(path).parts
-    level = "backend" if top in ("kernels", "csrc") else rest[0]
+    level = {"kernels": "backend", "csrc": "backend", "benchmarks": "bench"}.get(top, rest[0])
     own = {"kernels": ("kernels", "backend"), "csrc": ("backend", "kernels")}.get(top)
     if own is None:
         own = ("/".join(rest[:2]), level) if level == "training" else (level,)

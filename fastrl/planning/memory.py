@@ -10,12 +10,12 @@ import torch
 
 from fastrl.base import checks
 from fastrl.base.devices import CPU, H100
-from fastrl.ledger.prices import plan_seconds
 from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
 from fastrl.planning.budget import default_budget, parse_budget, text
 from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, plan_within
+from fastrl.planning.prices import plan_seconds
 from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
 
 #: The dtypes of hidden states and weight, by name.
@@ -140,14 +140,18 @@ def plan_memory(
         gathered=gathered,
         logits_dtype=logits_dtype,
     )
-    requested = parse_budget(budget, "budget")
-    chosen = choose(call, requested)
+    return plans_of(call, parse_budget(budget, "budget"), default_budget(device))
+
+
+def plans_of(call: Call, budget: int | None, share: int) -> MemoryPlans:
+    """The plans for a call. budget: in bytes, or None; share: what may be taken without one."""
+    chosen = choose(call, budget, share)
     # Without a budget, what the plan that needs least takes is allowed whatever that is.
-    size = max(default_budget(device), chosen.temporary_bytes) if requested is None else requested
+    size = max(share, chosen.temporary_bytes) if budget is None else budget
     least = {name: least_budget(call, name) for name in applicable(call)}
-    within = [plan_within(call, name, size, named=requested is not None) for name in least]
+    within = [plan_within(call, name, size, named=budget is not None) for name in least]
     fitting = tuple(plan for plan in within if plan is not None) or (chosen,)
-    priced = H100 if device == "cuda" else CPU
+    priced = H100 if call.device == "cuda" else CPU
     return MemoryPlans(size, chosen, fitting, least, {plan.name: plan_seconds(call, plan, priced) for plan in fitting})
 
 
@@ -167,12 +171,8 @@ def call_of(
     teacher_hidden: int | None = None,
     gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
-    over_ranks: bool = False,
 ) -> Call:
-    """What the planner knows of a call with these arguments of `plan_memory`, which are checked.
-
-    over_ranks: whether the tokens of a response lie over the ranks of a group.
-    """
+    """What the planner knows of a call with these arguments of `plan_memory`, which are checked."""
     counts = (
         ("tokens", tokens),
         ("hidden", hidden),
@@ -214,13 +214,13 @@ def call_of(
         teacher=teacher,
         gathered=gathered,
         float32_logits=wide,
-        **({"scope": TOKEN} if teacher.hidden else _objective(None if gathered else objective, on_policy, over_ranks)),
+        **({"scope": TOKEN} if teacher.hidden else _objective(None if gathered else objective, on_policy)),
     )
 
 
-def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool, over_ranks: bool) -> dict[str, Any]:
+def _objective(objective: Objective | Callable[..., Any] | None, on_policy: bool) -> dict[str, Any]:
     if objective is None:
         return {"scope": ANY}
     if not callable(objective) and not isinstance(objective, Objective):
         raise TypeError(f"objective must be an Objective, a callable or None, got {type(objective).__name__}")
-    return {"scope": scope(objective, Given(old=not on_policy, over_ranks=over_ranks)), "slopes": slopes(objective)}
+    return {"scope": scope(objective, Given(old=not on_policy)), "slopes": slopes(objective)}

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ledger_traffic import Traffic, of_kernel, of_operation
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -27,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from fastrl.backend import choice
 from fastrl.backend.cuda.row_forward_gradient import use_clusters
 from fastrl.base.devices import Device
-from fastrl.ledger.traffic import Traffic, of_kernel, of_operation
 from fastrl.operators.operator import body
 
 #: A number that no machine's GPU has: nothing that is remembered about a real one is mixed up with it.

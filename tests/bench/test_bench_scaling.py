@@ -1,33 +1,38 @@
-"""The model of a loss over many GPUs: its formulas at points computed by hand, its page, and the command."""
+"""benchmarks/scaling.py: its formulas at points computed by hand, its page, and its command."""
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from places import BENCHMARKS, ROOT
 from refused import refused
 
 from fastrl.backend.contract import Statistics
 from fastrl.backend.torch.rows import row_terms
-from fastrl.base.devices import CPU, H100, H200
-from fastrl.cli import main
+from fastrl.base.devices import H100, H200
 from fastrl.distributed import sums
 from fastrl.distributed.responses import SpreadResponses
-from fastrl.ledger import scaling
-from fastrl.ledger.prices import plan_seconds, times
-from fastrl.ledger.scaling import GPUS, TOKENS, TP, Layout, Share, share_of
 from fastrl.objectives.dependence import ANY, RESPONSE, SPREAD
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.operators.combined import Combined
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.plans import Call, use_plan
+from fastrl.planning.prices import plan_seconds, times
 from fastrl.planning.tiling import Needs, Pass, Tile, combined_rows
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
+sys.path.insert(0, str(BENCHMARKS))
+
+import scaling
+from scaling import GPUS, TOKENS, TP, Layout, Share, collective, share_of
+
+PAGE = ROOT / "docs" / "scaling.md"
 GRPO = Call(1, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
 WIDE = replace(GRPO, hidden=8192)
 CHUNKED = replace(GRPO, rows=1 << 20, all_rows=1 << 20, longest=1 << 20)
@@ -103,29 +108,29 @@ def test_what_the_page_says_limits() -> None:
 @pytest.mark.parametrize(("tp", "most"), [(2, 19), (4, 6), (8, 2)])
 def test_when_the_sum_of_dl_dhidden_is_hidden(tp: int, most: int) -> None:
     """By operations and bytes alone, up to so many chunks of equal size."""
-    assert int(GRPO.vocab / (4 * (tp - 1) * H100.flops / H100.nvlink)) == most
+    assert int(GRPO.vocab / (4 * (tp - 1) * H100.flops / scaling.NVLINK)) == most
     rows = 8192
     product = 2 * rows * (GRPO.vocab / tp) * GRPO.hidden / H100.flops
     for chunks in (most, most + 1):
-        wire = H100.collective(4 * rows * GRPO.hidden, tp, rounds=2).wire
+        wire = collective(4 * rows * GRPO.hidden, tp, rounds=2).wire
         assert (wire <= product / chunks) == (chunks == most)
 
 
 def test_a_collective_by_hand() -> None:
     """8 ranks in a node; 16 in two; 12 in two; 4 with one in each node. 1 GB each."""
     size = 1e9
-    inside = H100.collective(size, 8)
+    inside = collective(size, 8)
     assert inside.nvlink == pytest.approx(7 / 8 * size) and inside.network == 0
     assert inside.seconds == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 7 / 8 * size / 370e9)
-    both = H100.collective(size, 16, rounds=2)
+    both = collective(size, 16, rounds=2)
     assert both.network == pytest.approx(2 * 15 / 16 * size / 8) and both.nvlink == pytest.approx(7 * both.network)
     assert both.wire == pytest.approx(both.network / 46e9)  # 8 adapters at 46 GB/s are slower than 370
     assert both.latency == pytest.approx(8.4e-6 + 28 * 3.4e-6 + 2 * 14e-6)
-    assert H100.collective(size, 12).network == pytest.approx(11 / 12 * size / 8)
-    apart = H100.collective(size, 4, stride=8)
+    assert collective(size, 12).network == pytest.approx(11 / 12 * size / 8)
+    apart = collective(size, 4, stride=8)
     assert apart.nvlink == 0 and apart.wire == pytest.approx(3 / 4 * size / 46e9)
-    assert H100.collective(8, 4, stride=8).latency == pytest.approx(6.6e-6 + 3 * 2.7e-6)  # LL, for few bytes
-    assert H100.collective(size, 1).seconds == 0
+    assert collective(8, 4, stride=8).latency == pytest.approx(6.6e-6 + 3 * 2.7e-6)  # LL, for few bytes
+    assert collective(size, 1).seconds == 0
 
 
 def test_the_rank_that_has_most_is_modelled() -> None:
@@ -154,7 +159,7 @@ def test_a_share_by_hand() -> None:
     assert share.sent.seconds == pytest.approx(sum(x.count * x.each.seconds for x in share.exchanges))
 
 
-def test_products_around_a_gather_hide_it() -> None:
+def test_products_around_a_gather_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the gradients before and of the logits after it; dL/dhidden is summed behind the last chunk only."""
     share = share_of(CHUNKED, Layout(8, 1, 8), H100, 20 << 30)
     gather, d_hidden = share.exchanges
@@ -163,10 +168,10 @@ def test_products_around_a_gather_hide_it() -> None:
     assert gather.count == -(-CHUNKED.rows // tile.rows) > 1 and gather.exposed == 0
     product = 2 * last * 18992 * 4096 / 730e12
     assert d_hidden.exposed == pytest.approx(d_hidden.each.seconds - product, rel=0.01)
-    slow = H100._replace(nvlink=H100.nvlink / 1e5)
-    gather = share_of(CHUNKED, Layout(8, 1, 8), slow, 20 << 30).exchanges[0]
-    one, ends = 2 * tile.rows * 18992 * 4096 / 730e12, slow.collective(16 * last * 8, 8).seconds
-    middle = slow.collective(16 * tile.rows * 8, 8).seconds
+    monkeypatch.setattr(scaling, "NVLINK", scaling.NVLINK / 1e5)
+    gather = share_of(CHUNKED, Layout(8, 1, 8), H100, 20 << 30).exchanges[0]
+    one, ends = 2 * tile.rows * 18992 * 4096 / 730e12, collective(16 * last * 8, 8).seconds
+    middle = collective(16 * tile.rows * 8, 8).seconds
     hidden = one + 3 * (gather.count - 3) * one + (2 * one + product) + 2 * one  # the first, the next, two at the end
     assert gather.exposed == pytest.approx((gather.count - 1) * middle + ends - hidden, rel=1e-3)
 
@@ -320,56 +325,45 @@ def test_what_does_not_fit() -> None:
     ({"cp": -1}, ValueError, "--cp must be at least 1, got -1"),
     ({"tp": 3, "gpus": 3}, ValueError, "--tp must divide the 8 GPUs of a node or be a multiple, got 3"),
     ({"tp": 2, "cp": 2, "gpus": 6}, ValueError, "--gpus must be a multiple of --tp x --cp, 4, got 6"),
-    ({"device": CPU}, ValueError, "--tp and --cp need a --device with NVLink, got cpu"),
 )
 def test_bad_layouts(changes: dict[str, Any]) -> None:
-    device = changes.pop("device", H100)
-    Layout(**changes).checked(device)
+    Layout(**changes).checked()
 
 
-ARGUMENTS = ("plan", "--tokens", "131072", "--hidden", "4096", "--vocab", "151936")
+def printed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    scaling.main(shlex.split(line))
+    return capsys.readouterr().out
+
+
+CALL = "--tokens 131072 --hidden 4096 --vocab 151936"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--tp", "8", "--cp", "4", "--device", "h100"]) == 0
-    text = capsys.readouterr().out
-    share, layout = made(1 << 17, Layout(8, 4, 32)), Layout(8, 4, 32)
-    assert text == scaling.report(share, layout, H100) + "\n"
-    assert text in PAGE.read_text()
-    assert "modelled on 32 H100" in text and "nothing is measured" in text and "3.5 MiB" in text
-    assert main([*ARGUMENTS, "--cp", "2", "--gpus", "64", "--device", "H200", "--objective", "logprobs"]) == 0
-    text = capsys.readouterr().out
+    page, layout = PAGE.read_text(), Layout(8, 4, 32)
+    ((line, quoted),) = re.findall(r"(?ms)^```sh\npython benchmarks/scaling.py (.*?)\n```\n+```text\n(.*?)^```$", page)
+    assert printed(line, capsys) == quoted == scaling.report(made(1 << 17, layout), layout, H100) + "\n"
+    text = printed(f"{CALL} --cp 2 --gpus 64 --device H200 --objective logprobs", capsys)
     assert "modelled on 64 H200" in text and "head gradient" in text and "metrics" not in text
-    page = PAGE.read_text()
-    for objective in (["GSPO"], ["GSPO", "--on-policy"]):
-        assert main([*ARGUMENTS, "--tp", "8", "--cp", "4", "--device", "h100", "--objective", *objective]) == 0
-        text = capsys.readouterr().out
+    for objective in ("GSPO", "GSPO --on-policy"):
+        text = printed(f"{line} --objective {objective}", capsys)
         assert "recompute, 4U" in text and text.split("sums over each response")[1].split()[0] == "2"
         assert text.split("\n")[2].startswith("33 ms") and "(8.2%)" in text
     assert "33.0 ms in place of 23.4" in page
-    assert main([*ARGUMENTS, "--tp", "8", "--objective", "GSPO", "--longest", "8192"]) == 0
-    assert "whole-response, 3U" in capsys.readouterr().out
-    assert main([*ARGUMENTS, "--tp", "1", "--gradients", "none", "--objective", "logprobs"]) == 0
-    assert capsys.readouterr().out.endswith("no collectives\n")
-
-
-def test_a_named_device_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--device", "h200"]) == 0
-    assert "budget 8.813 GiB" in capsys.readouterr().out  # a sixteenth of 141 GiB
+    assert "whole-response, 3U" in printed(f"{CALL} --tp 8 --objective GSPO --longest 8192", capsys)
+    assert printed(f"{CALL} --gradients none --objective logprobs", capsys).endswith("no collectives\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("options", "words"),
     [
-        (["--tp", "3"], "--tp must divide"),
-        (["--cp", "4", "--device", "cpu"], "--device with NVLink, got cpu"),
-        (["--tp", "8", "--budget", "1MiB"], "too small for 131072 tokens x 4096 x 18992"),
-        (["--tp", "8", "--budget", "much"], "--budget must be a number of bytes"),
-        (["--tp", "2", "--kept", "3"], "go without --kept, got 3"),
-        (["--gpus", "8", "--ledger"], "--ledger lists the launches on one GPU"),
-        (["--device", "h200", "--ledger", "H100"], "H100, got --device h200"),
+        ("--tp 3", "--tp must divide"),
+        ("--cp 4 --device cpu", "invalid choice: 'cpu'"),
+        ("--tp 8 --budget 1MiB", "too small for 131072 tokens x 4096 x 18992"),
+        ("--tp 8 --budget much", "--budget must be a number of bytes"),
+        ("--tp 2 --kept 3", "calls with --kept, --gathered or --teacher-hidden are not modelled"),
     ],
 )
-def test_bad_options(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, *arguments]) == 2
+def test_bad_options(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        scaling.main(shlex.split(f"{CALL} {options}"))
     assert words in capsys.readouterr().err

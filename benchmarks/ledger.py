@@ -1,23 +1,36 @@
-"""The calls that a ledger is made of: a loss with its gradients, at a shape, from tensors without data."""
+"""The ledger of a call: what it launches on a GPU, counted and priced without data and without a GPU.
+
+    python benchmarks/ledger.py --tokens 8192 --hidden 4096 --vocab 151936 --objective PPO --device h100
+
+prints the plans of a linear loss, as `fastrl plan` does, and below them the kernel launches of the chosen plan and its
+backward, with their bytes, operations and modelled times. docs/performance.md says how to read them.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from ledger_record import GPU, Launch, Ledger, record
 from torch import Tensor
 
 from fastrl.base.devices import Device
-from fastrl.ledger.record import GPU, Ledger, record
 from fastrl.losses.divergence import linear_divergence
 from fastrl.losses.gathered import linear_gathered_logprobs
 from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.losses.policy import linear_policy_loss, logits_policy_loss
 from fastrl.objectives.objective import Objective
-from fastrl.planning.plans import use_plan
+from fastrl.planning.budget import parse_budget, text
+from fastrl.planning.command import NAMED_GPUS, call_arguments, call_parser
+from fastrl.planning.memory import call_of, plans_of
+from fastrl.planning.plans import Plan, use_plan
 from fastrl.sampling_mask.mask import SamplingMask, _Facts
+
+#: Kernels and operations that take a smaller share of the time share a line.
+_SMALL = 0.01
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32, needs: bool = False) -> Tensor:
@@ -155,3 +168,53 @@ def _ids(rows: tuple[int, int], vocab: int, gathered: int) -> Tensor | SamplingM
 def _answer(tokens: int, responses: int) -> Callable[[int], int]:
     """What the host reads: the number of tokens that count, or (for more than two numbers) that of each response."""
     return lambda count: tokens if count <= 2 else tokens // responses
+
+
+def text_of(ledger: Ledger, plan: Plan, device: Device, itemsize: int) -> str:
+    """The ledger of a call that takes this plan, for operands of `itemsize` bytes."""
+    total, floor = ledger.seconds(device), plan.floor(device, itemsize)
+    by_name: dict[str, list[Launch]] = {}
+    for launch in ledger.launches:
+        by_name.setdefault(launch.name, []).append(launch)
+    seconds = {name: Ledger(launches, []).seconds(device) for name, launches in by_name.items()}
+    large = sorted((name for name in by_name if seconds[name] >= _SMALL * total), key=lambda name: -seconds[name])
+    others = [launch for name in by_name if name not in large for launch in by_name[name]]
+    groups = [*((name, by_name[name]) for name in large), ("others", others), ("all", ledger.launches)]
+    return "\n".join(
+        [
+            f"modelled on an {device.name}: {device.bytes_a_second / 1e12:g} TB/s copy,"
+            f" {device.peak(itemsize) / 1e12:g} TFLOP/s, {device.launch * 1e6:g} us a launch; nothing is measured",
+            _ROW.format("launches", "kernel or operation of torch", "read", "written", "TFLOP", "ms"),
+            *(_row(name, Ledger(launches, []), device) for name, launches in groups),
+            "",
+            f"the host waits: {', '.join(f'for {wait}' for wait in ledger.syncs) or 'none'}",
+            f"{plan.name}: {total * 1e3:.4g} ms modelled, {total / floor:.3f} x its floor of {floor * 1e3:.4g} ms",
+        ]
+    )
+
+
+_ROW = "{:>8}  {:<55}  {:>9}  {:>9}  {:>6}  {:>7}"
+
+
+def _row(name: str, part: Ledger, device: Device) -> str:
+    read, written, flops = (sum(getattr(x.traffic, key) for x in part.launches) for key in ("read", "written", "flops"))
+    tera = f"{flops / 1e12:.3g}" if flops else ""
+    return _ROW.format(part.count, name, text(read), text(written), tera, f"{part.seconds(device) * 1e3:.3f}")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = call_parser("benchmarks/ledger.py", "The plans of a linear loss, and the launches of the chosen one.")
+    parser.add_argument("--device", type=str.lower, choices=NAMED_GPUS, default="h100", help="default: %(default)s")
+    options = parser.parse_args(argv)
+    device, given = NAMED_GPUS[options.device], call_arguments(options)
+    try:
+        call = call_of(**given, unrecorded=0, device="cuda")
+        plans = plans_of(call, parse_budget(options.budget, "budget"), device.memory // 16)
+    except ValueError as error:
+        parser.error(str(error))
+    ledger = linear(**given, device=device, budget=options.budget)
+    print(plans, text_of(ledger, plans.chosen, device, call.dtype.itemsize), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

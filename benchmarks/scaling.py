@@ -1,23 +1,34 @@
 """What one rank of a linear loss over several GPUs computes, exchanges and waits for; all modelled.
 
+    python benchmarks/scaling.py --tokens 131072 --hidden 4096 --vocab 151936 --tp 8 --cp 4 --device h100
+
 `docs/scaling.md` has the formulas, the assumptions and tables that this module makes. Ranks are numbered with the
 vocabulary (tp) inside, the tokens (cp) around it, and whole copies of both outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fastrl.base.devices import Collective, Device
-from fastrl.ledger.prices import times
-from fastrl.objectives.dependence import ANY, SPREAD, TOKEN
+from fastrl.base.devices import Device
+from fastrl.objectives.dependence import ANY, SPREAD, TOKEN, Given, scope
 from fastrl.objectives.rows import TERMS
-from fastrl.planning.budget import text
+from fastrl.planning.budget import parse_budget, text
+from fastrl.planning.command import NAMED_GPUS, call_arguments, call_parser
+from fastrl.planning.memory import call_of
 from fastrl.planning.plans import Call, Plan, choose, passes
+from fastrl.planning.prices import times
 from fastrl.planning.tiling import combined_rows
+
+#: GPUs that NVLink joins; bytes a second that the collectives of each move over it and to other nodes, each way.
+NODE, NVLINK, NETWORK = 8, 370e9, 46e9
+#: NCCL's protocols LL and Simple on rings: seconds of a call, of a step over NVLink, of a step over the network, and
+#: the share of the links' speed. The faster one is taken.
+_PROTOCOLS = ((6.6e-6, 0.6e-6, 2.7e-6, 0.25), (8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
 #: Bytes that a rank sends for each row: log-probability, entropy, maximum and log-sum in float32.
 _ROW_BYTES = 16
@@ -40,15 +51,13 @@ class Layout(NamedTuple):
     cp: int = 1
     gpus: int = 1
 
-    def checked(self, device: Device) -> Layout:
-        """Itself; ValueError names the option of `fastrl plan` that is wrong."""
+    def checked(self) -> Layout:
+        """Itself; ValueError names the option that is wrong."""
         for name, value in self._asdict().items():
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
-        if not device.nvlink:
-            raise ValueError(f"--tp and --cp need a --device with NVLink, got {device.name.lower()}")
-        if device.node % self.tp and self.tp % device.node:
-            raise ValueError(f"--tp must divide the {device.node} GPUs of a node or be a multiple, got {self.tp}")
+        if NODE % self.tp and self.tp % NODE:
+            raise ValueError(f"--tp must divide the {NODE} GPUs of a node or be a multiple, got {self.tp}")
         if self.gpus % (self.tp * self.cp):
             raise ValueError(f"--gpus must be a multiple of --tp x --cp, {self.tp * self.cp}, got {self.gpus}")
         return self
@@ -59,6 +68,39 @@ class Layout(NamedTuple):
         vocab, shared = -(-call.vocab // self.tp), self.tp > 1
         own = replace(call, rows=rows, all_rows=all_rows, longest=longest, vocab=vocab)
         return replace(own, shards=self.tp, partial=shared)
+
+
+class Collective(NamedTuple):
+    """What one collective moves and takes, for each rank."""
+
+    nvlink: float = 0.0  # bytes that the rank sends to GPUs of its node
+    network: float = 0.0  # bytes that it sends to other nodes
+    latency: float = 0.0  # seconds, whatever the bytes
+    wire: float = 0.0  # seconds of the bytes
+
+    @property
+    def seconds(self) -> float:
+        """The time from its start to its end."""
+        return self.latency + self.wire
+
+
+def collective(size: float, ranks: int, stride: int = 1, rounds: int = 1) -> Collective:
+    """An all-gather or reduce-scatter (one round), or an all-reduce (two), over every `stride`-th GPU.
+
+    size: bytes of what is gathered from all ranks, or of what each rank has to reduce.
+    """
+    if ranks == 1:
+        return Collective()
+    # Each rank of the group in a node is the door to the network of one ring.
+    inside = min(ranks, max(NODE // stride, 1))
+    nodes = -(-ranks // inside)
+    sent = rounds * (ranks - 1) / ranks * size
+    network = sent / inside if nodes > 1 else 0.0
+    wire = max((sent - network) / NVLINK, network / NETWORK)
+    between = rounds * (nodes - 1)
+    within = rounds * (ranks - 1) - between
+    options = ((start + within * near + between * far, wire / share) for start, near, far, share in _PROTOCOLS)
+    return Collective(sent - network, network, *min(options, key=sum))
 
 
 @dataclass(frozen=True)
@@ -136,13 +178,13 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
     Args:
         call: of all ranks, without recorded supports. With cp > 1 its scope is that over ranks: TOKEN, SPREAD or ANY.
         layout: how it lies over GPUs.
-        device: a GPU with links.
+        device: the kind of GPU.
         budget: of each rank in bytes; None: a sixteenth of the device's memory, as in every call.
 
     Raises BudgetTooSmall if it does not suffice.
     """
     assert layout.cp == 1 or call.scope in (TOKEN, SPREAD, ANY), call.scope
-    over_tokens = _over_tokens(call, layout, device)
+    over_tokens = _over_tokens(call, layout)
     call = layout.part(call)
     plan = choose(call, budget, share=device.memory // 16)
     chunks = _chunks(call, plan)
@@ -160,22 +202,22 @@ def share_of(call: Call, layout: Layout, device: Device, budget: int | None = No
 
     exchanges = []
     if layout.tp > 1:
-        exchanges.append(_statistics(call, plan, chunks, layout, device, spent[0].products))
+        exchanges.append(_statistics(call, plan, chunks, layout.tp, spent[0].products))
         if call.needs.hidden:
-            exchanges.append(_hidden(call, plan, chunks, layout, device, spent[-1].products))
+            exchanges.append(_hidden(call, plan, chunks, layout.tp, spent[-1].products))
     exchanges += over_tokens
     size = 4 * call.vocab * call.hidden if call.needs.weight else 0
-    head = device.collective(size, layout.gpus // layout.tp, layout.tp) if size else Collective()
+    head = collective(size, layout.gpus // layout.tp, layout.tp) if size else Collective()
     return Share(call, plan, operations, traffic, launches, tuple(exchanges), head)
 
 
-def _statistics(call: Call, plan: Plan, chunks: list[int], layout: Layout, device: Device, products: float) -> Exchange:
+def _statistics(call: Call, plan: Plan, chunks: list[int], tp: int, products: float) -> Exchange:
     """The gathers of row statistics. While one is under way, the gradients of the chunk before are formed, and the
     logits of the next. A frozen head's chunks wait.
 
     products: seconds of the products of all chunks.
     """
-    gathers = [device.collective(_ROW_BYTES * rows * layout.tp, layout.tp) for rows in chunks]
+    gathers = [collective(_ROW_BYTES * rows * tp, tp) for rows in chunks]
     hidden = [0.0] * len(chunks)
     if plan.name != "frozen-head":
         product = products / plan.units / call.rows  # of a row
@@ -186,7 +228,7 @@ def _statistics(call: Call, plan: Plan, chunks: list[int], layout: Layout, devic
     return Exchange("gather of statistics", len(gathers), mean, exposed)
 
 
-def _hidden(call: Call, plan: Plan, chunks: list[int], layout: Layout, device: Device, products: float) -> Exchange:
+def _hidden(call: Call, plan: Plan, chunks: list[int], tp: int, products: float) -> Exchange:
     """The sums of dL/dhidden. Where gradients are formed in the forward, dL/dweight of the last chunk hides it.
 
     products: seconds of the products of the last pass.
@@ -199,11 +241,11 @@ def _hidden(call: Call, plan: Plan, chunks: list[int], layout: Layout, device: D
     elif plan.name in _BY_CHUNK and call.needs.weight:
         behind = products / plan.units * chunks[-1] / call.rows
     size = 4 * call.rows * call.hidden * (call.slopes if plan.name == "frozen-head" else 1)
-    each = device.collective(size / count, layout.tp, rounds=2)
+    each = collective(size / count, tp, rounds=2)
     return Exchange("sum of dL/dhidden", count, each, count * max(0.0, each.seconds - behind))
 
 
-def _over_tokens(call: Call, layout: Layout, device: Device) -> list[Exchange]:
+def _over_tokens(call: Call, layout: Layout) -> list[Exchange]:
     """The sums over cp ranks, each a gather of float32. What depends on its response makes GSPO's: one, and back."""
     if layout.cp == 1 or call.scope == ANY:
         return []
@@ -215,7 +257,7 @@ def _over_tokens(call: Call, layout: Layout, device: Device) -> list[Exchange]:
         ("sums over each response", sums, responses),
         ("loss and metrics", 1, _TOTALS),
     ):
-        each = device.collective(4 * numbers * layout.cp, layout.cp, layout.tp)
+        each = collective(4 * numbers * layout.cp, layout.cp, layout.tp)
         exchanges.append(Exchange(name, count, each, count * each.seconds))
     return [x for x in exchanges if x.count]
 
@@ -236,8 +278,8 @@ def report(share: Share, layout: Layout, device: Device) -> str:
     fits = "" if share.fits(device) else ", which beside inputs and gradients does not fit"
     return "\n".join(
         [
-            f"modelled on {layout.gpus} {device.name}, {device.node} in a node: {device.nvlink / 1e9:g} GB/s each way"
-            f" over NVLink, {device.network / 1e9:g} GB/s a GPU between nodes; nothing is measured",
+            f"modelled on {layout.gpus} {device.name}, {NODE} in a node: {NVLINK / 1e9:g} GB/s each way"
+            f" over NVLink, {NETWORK / 1e9:g} GB/s a GPU between nodes; nothing is measured",
             f"each rank: {call.rows} tokens x {call.hidden} x {call.vocab}, {plan.name}, {plan.units}U, {chunks} chunk"
             f"{'s' * (chunks > 1)}, {text(share.plan.temporary_bytes)} of temporary memory{fits}",
             f"{share.seconds * ms:.4g} ms: operations {share.operations * ms:.4g}, memory traffic beyond them"
@@ -316,3 +358,35 @@ def _line(tokens: int, layout: Layout, share: Share | None) -> tuple[str, ...]:
         ", ".join(list(share.parts)[:2]),
         *(f"{head.network / 1e6:.1f}", f"{head.seconds * 1e3:.2f}"),
     )
+
+
+def over_ranks(call: Call, objective: Any, on_policy: bool = False) -> Call:
+    """The call if the tokens of a response lie over the ranks of a group."""
+    given = Given(old=not on_policy, over_ranks=True)
+    return call if objective is None else replace(call, scope=scope(objective, given))
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = call_parser("benchmarks/scaling.py", "What each GPU of several computes and exchanges for a linear loss.")
+    parser.add_argument("--device", type=str.lower, choices=NAMED_GPUS, default="h100", help="default: %(default)s")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs over which the vocabulary lies")
+    parser.add_argument("--cp", type=int, default=1, help="GPUs over which the tokens lie")
+    parser.add_argument("--gpus", type=int, help="all GPUs, over which the head's gradient is summed; default: tp x cp")
+    options = parser.parse_args(argv)
+    if options.kept or options.gathered or options.teacher_hidden is not None:
+        parser.error("calls with --kept, --gathered or --teacher-hidden are not modelled")
+    device, given = NAMED_GPUS[options.device], call_arguments(options)
+    layout = Layout(options.tp, options.cp, options.tp * options.cp if options.gpus is None else options.gpus)
+    try:
+        layout = layout.checked()
+        call = call_of(**given, unrecorded=0, device="cuda")
+        if layout.cp > 1:
+            call = over_ranks(call, given["objective"], options.on_policy)
+        share = share_of(call, layout, device, parse_budget(options.budget, "--budget"))
+    except ValueError as error:
+        parser.error(str(error))
+    print(report(share, layout, device))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

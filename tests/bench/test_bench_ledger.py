@@ -1,26 +1,32 @@
-"""The ledger: its numbers are those of a real call, and by it no default exceeds its limit."""
+"""benchmarks/ledger.py: its numbers are those of a real call, and by it no default exceeds its limit."""
 
 from __future__ import annotations
 
 import ast
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import BENCHMARKS, ROOT
 from torch import Tensor
 
 import fastrl
 from fastrl.base.devices import H100, H200
-from fastrl.cli import main
 from fastrl.objectives.presets import any_numbers
 from fastrl.planning.plans import use_plan
 
 pytest.importorskip("triton")
 
-from triton.runtime.jit import KernelInterface
+sys.path.insert(0, str(BENCHMARKS))
 
-from fastrl.ledger import calls, record, traffic
+import ledger as calls
+import ledger_record as record
+import ledger_traffic as traffic
+from triton.runtime.jit import KernelInterface
 
 PPO = fastrl.PPO()
 TARGET = (8192, 4096, 151936)
@@ -34,7 +40,7 @@ SHAPES = {
 }
 MIB = 1 << 20
 BOTH, FROZEN = ("hidden", "weight"), ("hidden",)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "performance.md"
 
 
 def linear(shape: tuple[int, int, int], objective: Any = PPO, **options: Any) -> record.Ledger:
@@ -265,8 +271,10 @@ def test_nothing_pretends_afterwards() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "151936"]
-    assert main([*arguments, "--objective", "PPO", "--ledger", "H200"]) == 0
+    """That of the page, and others."""
+    (line,) = re.findall(r"(?m)^python benchmarks/ledger.py (.*?)(?:  #.*)?$", PAGE.read_text())[:1]
+    arguments = shlex.split(line)
+    calls.main([*arguments, "--device", "h200"])
     table, ledger, waits = capsys.readouterr().out.strip().split("\n\n")[-3:]
     assert table.startswith("budget") and "modelled on an H200: 4.3 TB/s copy, 790 TFLOP/s" in ledger
     assert "row_forward_gradient_kernel" in ledger and "the host waits: none" in waits
@@ -275,11 +283,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--teacher-hidden", "5120"), "row_divergence_kernel"),
         (("--gathered", "524288", "--gradients", "hidden"), "segment_sums_kernel"),
     ):
-        assert main([*arguments, "--ledger", *option]) == 0
+        calls.main([*arguments, *option])
         assert kernel in capsys.readouterr().out
-    assert main([*arguments, "--ledger", "--device", "cpu"]) == 2
-    assert main([*arguments, "--ledger", "--kept", "9", "--unrecorded", "5"]) == 2
-    assert "--unrecorded" in capsys.readouterr().err
+    for option, words in ((("--budget", "1MiB"), "too small for 8192 tokens"), (("--device", "cpu"), "invalid choice")):
+        with pytest.raises(SystemExit, match="2"):
+            calls.main([*arguments, *option])
+        assert words in capsys.readouterr().err
 
 
 def stored(kernel: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> set[str]:

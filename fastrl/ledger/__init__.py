@@ -1,1 +1,0 @@
-"""What a call costs, without data: its plans, the kernels that it launches, their bytes, operations and times."""

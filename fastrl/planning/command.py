@@ -1,0 +1,114 @@
+"""`fastrl plan`: the plans of a linear loss within a memory budget."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastrl.base.devices import DEVICES
+from fastrl.objectives.presets import PRESETS, any_numbers
+from fastrl.planning.budget import default_budget, parse_budget
+from fastrl.planning.memory import DTYPES, MemoryPlans, call_of, plans_of
+
+#: Those that a table of devices has, as the command line names them.
+NAMED_GPUS = {name.lower(): device for name, device in DEVICES.items() if device.kind == "cuda"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `fastrl plan` with these arguments and returns the exit status."""
+    parser = call_parser(
+        "fastrl plan",
+        "Which plan a fused linear loss takes within a budget of temporary memory, and what the others"
+        " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (of tokens without a recorded support if"
+        " others have one); estimated times are relative to the chosen plan's.",
+    )
+    parser.add_argument(
+        "--unrecorded",
+        type=int,
+        default=0,
+        help="tokens without a recorded support (or with a very wide one) beside those that have one",
+    )
+    parser.add_argument(
+        "--device",
+        type=str.lower,
+        choices=("cuda", *NAMED_GPUS, "cpu"),
+        help="a GPU that is named need not be here; default: the GPU if there is one",
+    )
+    options = parser.parse_args(argv)
+    try:
+        print(_plans(options))
+    except ValueError as error:
+        print(f"fastrl plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plans(options: argparse.Namespace) -> MemoryPlans:
+    """Raises ValueError for a wrong option."""
+    named = NAMED_GPUS.get(options.device)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if named is not None:
+        device = named.kind
+    call = call_of(**call_arguments(options), unrecorded=options.unrecorded, device=device)
+    share = default_budget(device) if named is None else named.memory // 16
+    return plans_of(call, parse_budget(options.budget, "budget"), share)
+
+
+def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `plan_memory` that say what the call is, from the options of `call_parser`."""
+    return {
+        "tokens": options.tokens,
+        "hidden": options.hidden,
+        "vocab": options.vocab,
+        "dtype": DTYPES[options.dtype],
+        "objective": None if options.objective == "logprobs" else any_numbers(options.objective),
+        "gradients": [x for x in options.gradients.split(",") if x not in ("", "none")],
+        "on_policy": options.on_policy,
+        "longest": options.longest,
+        "kept": options.kept,
+        "teacher_hidden": options.teacher_hidden,
+        "gathered": options.gathered,
+        "logits_dtype": None if options.logits_dtype is None else DTYPES[options.logits_dtype],
+    }
+
+
+def call_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser of what a call is and of its budget; a program adds what it plans or models beside that."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    add = parser.add_argument
+    add("--tokens", type=int, required=True, help="unmasked tokens")
+    add("--hidden", type=int, required=True, help="width of the hidden states")
+    add("--vocab", type=int, required=True, help="entries of the vocabulary")
+    add("--budget", help="such as 512MiB; default: a sixteenth of the device's memory")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--logits-dtype", choices=("float32",), help="of the logits, unrounded sums; default: that of the head")
+    names = [*PRESETS, "logprobs"]
+    add(
+        "--objective",
+        choices=names,
+        default="GRPO",
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)}; or logprobs, for log-probabilities alone; default: %(default)s",
+    )
+    add("--gradients", default="hidden,weight", help="some of hidden,weight,bias, or none; default: %(default)s")
+    add("--on-policy", action="store_true", help="without old log-probabilities")
+    add("--longest", type=int, help="tokens of the longest response; default: all")
+    add("--kept", type=int, default=0, help="recorded ids of all tokens' sampling masks together; default: no masks")
+    add(
+        "--teacher-hidden",
+        type=int,
+        help="width of a teacher's hidden states: plans linear_divergence, whatever --objective says; U counts the"
+        " student's products, TFLOP the teacher's too",
+    )
+    add(
+        "--gathered",
+        type=int,
+        default=0,
+        help="ids whose log-probabilities are asked for, of all tokens together: plans linear_gathered_logprobs,"
+        " whatever --objective says",
+    )
+    return parser
