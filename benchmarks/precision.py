@@ -29,7 +29,9 @@ from fastrl.bench import machine, plain, preference
 from fastrl.bench.problems import Problem, linear_problem, logits_problem, normal_head
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "precision.md"
-RESULTS = Path(__file__).parent / "results" / "epyc-2-cores"
+RESULTS = Path(__file__).parent / "results"
+#: Whose tables the page has.
+MACHINE = "epyc-2-cores"
 DTYPES = ("float32", "bfloat16", "float16")
 #: An error may be so much above eager torch's: a value's, relative to max(1, |exact|); a gradient's, by dtype.
 VALUES, GRADIENTS = 4e-6, {"float32": 4e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -185,9 +187,15 @@ def measure(shape: tuple[int, int, int], backends: Sequence[str], command: str) 
     return found, wrong
 
 
-def results(backends: Sequence[str]) -> Path:
-    """The file of these backends' errors."""
-    return RESULTS / f"precision-{'-'.join(backends)}.json"
+def folder(where: dict[str, Any]) -> str:
+    """The name of a machine's folder of results, such as "epyc-2-cores"."""
+    words = re.findall(r"\w+", where["cpu"].lower().replace("(r)", ""))
+    return f"{words[1] if len(words) > 1 else 'cpu'}-{where['cpu_cores']}-cores"
+
+
+def results(machine: str, backends: Sequence[str]) -> Path:
+    """The file of these backends' errors on a machine."""
+    return RESULTS / machine / f"precision-{'-'.join(backends)}.json"
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -211,7 +219,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="256x256x32768", help="tokens x hidden x vocabulary")
     parser.add_argument("--backends", nargs="+", default=["cpp", "torch"], choices=["cpp", "torch", "triton"])
-    parser.add_argument("--write", action="store_true", help="replace the results of these backends, and their tables")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="replace this machine's results of these backends, and their tables if the page is of this machine",
+    )
     options = parser.parse_args(argv)
     n, h, v = map(int, options.shape.split("x"))
     interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") else ""
@@ -219,7 +231,12 @@ def main(argv: Sequence[str]) -> int:
     found, wrong = measure((n, h, v), options.backends, command)
     print(tables(found), *(f"above the margin: {line}" for line in wrong), sep="\n")
     if options.write:
-        results(options.backends).write_text(json.dumps(found, indent=1) + "\n")
+        path = results(folder(found["machine"]), options.backends)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        if path.parent.name != MACHINE:
+            print(f"{path} is new; {PAGE} keeps the tables of {MACHINE}", file=sys.stderr)
+            return int(bool(wrong))
         start = f"<!-- precision: {' '.join(options.backends)} -->"
         page = PAGE.read_text()
         assert start in page, f"{PAGE} has no {start}"

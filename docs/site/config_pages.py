@@ -12,7 +12,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from fastrl.base.json_text import to_json
 from fastrl.training.common.settings import Section, json_values
@@ -83,7 +82,7 @@ def _entry(table: str, name: str, field: FieldInfo) -> list[str]:
         default = "required"
     else:
         value = field.get_default(call_default_factory=True)
-        default = "optional" if value is None or value is PydanticUndefined else f"default `{_toml(value)}`"
+        default = "optional" if value is None else f"default `{_toml(value)}`"
     bounds = [
         f"`{sign} {getattr(limit, name)}`"
         for limit in field.metadata

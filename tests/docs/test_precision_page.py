@@ -34,7 +34,7 @@ def readers() -> set[str]:
 
 def errors_of(backends: str) -> dict[str, Any]:
     """What was measured of these backends."""
-    found: dict[str, Any] = json.loads(precision.results(backends.split()).read_text())
+    found: dict[str, Any] = json.loads(precision.results(precision.MACHINE, backends.split()).read_text())
     return found
 
 
@@ -46,7 +46,9 @@ def test_the_page_has_what_was_measured(backends: str) -> None:
 
 @pytest.mark.parametrize("backends", ["cpp torch", "triton"])
 def test_every_function_was_within_the_margin(backends: str) -> None:
-    for dtype, rows in errors_of(backends)["errors"].items():
+    found = errors_of(backends)
+    assert tuple(found["errors"]) == precision.DTYPES and precision.folder(found["machine"]) == precision.MACHINE
+    for dtype, rows in found["errors"].items():
         assert {row["function"] for row in rows} == readers(), dtype
         for row in rows:
             values, gradients = zip(*row["errors"].values(), strict=True)
