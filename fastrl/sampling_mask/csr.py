@@ -19,6 +19,17 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
+def sorted_csr(rows: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """token_ids int32, ascending and distinct, and offsets of `count` rows, from the row and the id of each entry."""
+    keys = ((rows << 32) | ids).unique(sorted=True)  # sorts by row first, then by id
+    return (keys & INT32_MAX).to(torch.int32), offsets_of(torch.bincount(keys >> 32, minlength=count))
+
+
+def row_of(offsets: Tensor, entry: int) -> int:
+    """The row in which an entry lies."""
+    return int(torch.searchsorted(offsets, entry, right=True)) - 1
+
+
 def integers(name: str, ids: Any) -> list[int]:
     """Token ids or offsets from any sequence or array, as Python integers; [] for None."""
     if ids is None:
@@ -41,10 +52,9 @@ def check_layout(token_ids: object, offsets: object, where: str = "") -> None:
     checks.same_device("offsets", offsets, token_ids, "token_ids")
     if offsets.shape[0] == 0:
         raise ValueError(f"{where}offsets must have shape (N + 1,), got (0,)")
-    nnz = token_ids.shape[0]
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0:
-        raise ValueError(f"{where}offsets must begin with 0, got {first}")
+    nnz, last = token_ids.shape[0], int(offsets[-1])
+    if offsets[0] != 0:
+        raise ValueError(f"{where}offsets must begin with 0, got {int(offsets[0])}")
     falls = offsets.diff() < 0
     if bool(falls.any()):
         row = int(falls.nonzero()[0])
@@ -55,5 +65,5 @@ def check_layout(token_ids: object, offsets: object, where: str = "") -> None:
     bad = (token_ids < 0) | (token_ids > INT32_MAX)
     if bool(bad.any()):
         entry = int(bad.nonzero()[0])
-        row = int(torch.searchsorted(offsets, entry, right=True)) - 1
+        row = row_of(offsets, entry)
         raise ValueError(f"{where}token_ids of row {row} must be in [0, 2^31), got {int(token_ids[entry])}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastrl.backend.contract import entry_rows
 from fastrl.base import checks
 from fastrl.sampling_mask import sources as sampling_sources
-from fastrl.sampling_mask.csr import INT32_MAX, check_layout, offsets_of
+from fastrl.sampling_mask.csr import INT32_MAX, check_layout, offsets_of, row_of, sorted_csr
 
 
 class _Facts(NamedTuple):
@@ -45,20 +45,13 @@ class SamplingMask:
     def __init__(self, token_ids: Tensor, offsets: Tensor) -> None:
         check_layout(token_ids, offsets)
         token_ids, offsets = token_ids.detach(), offsets.detach().long().contiguous()
-        lengths = offsets.diff()
         rows = entry_rows(offsets, token_ids.shape[0])
-        if token_ids.shape[0]:
-            # One composite key sorts by row first, then by id.
-            keys = (rows << 32) | token_ids.long()
-            if bool((keys.diff() <= 0).any()):
-                keys = keys.unique(sorted=True)
-                token_ids, rows = keys & INT32_MAX, keys >> 32
-                lengths = torch.bincount(rows, minlength=lengths.shape[0])
-                offsets = offsets_of(lengths)
+        if bool((((rows << 32) | token_ids).diff() <= 0).any()):
+            token_ids, offsets = sorted_csr(rows, token_ids, offsets.shape[0] - 1)
         # Copies: the checked values must not change with the caller's memory.
         self.token_ids = token_ids.to(torch.int32, copy=True).contiguous()
         self.offsets = offsets.clone()
-        self._facts = _facts(self.token_ids, lengths)
+        self._facts = _facts(self.token_ids, self.lengths)
 
     @classmethod
     def _made(cls, token_ids: Tensor, offsets: Tensor, facts: _Facts | None = None) -> SamplingMask:
@@ -146,7 +139,7 @@ class SamplingMask:
         Raises:
             TypeError, ValueError: wrong scores; a row, which is named, that keeps nothing.
         """
-        return interleave([cls._made(*step) for step in sampling_sources.support_of_scores(scores)])
+        return cls._made(*sampling_sources.support_of_scores(scores))
 
     @classmethod
     def from_logits(
@@ -317,7 +310,7 @@ class SamplingMask:
             raise ValueError(f"vocab_size must be an int of at least 1, got {vocab_size!r}")
         self.check_vocab(vocab_size)
         kept = (self.lengths == 0)[:, None].repeat(1, vocab_size)
-        kept[entry_rows(self.offsets, self.token_ids.shape[0]), self.token_ids.long()] = True
+        kept[self._rows(), self.token_ids.long()] = True
         return kept
 
     def with_targets(self, targets: Tensor, mask: Tensor | None = None) -> SamplingMask:
@@ -343,10 +336,8 @@ class SamplingMask:
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(f"targets[{row}] must be a token id in [0, 2^31), got {int(targets[row])}")
-        rows = torch.cat([entry_rows(self.offsets, self.token_ids.shape[0]), recorded.nonzero()[:, 0]])
-        keys = ((rows << 32) | torch.cat([self.token_ids.long(), targets[recorded]])).unique(sorted=True)
-        lengths = torch.bincount(keys >> 32, minlength=len(self))
-        return self._made((keys & INT32_MAX).to(torch.int32), offsets_of(lengths))
+        rows = torch.cat([self._rows(), recorded.nonzero()[:, 0]])
+        return self._made(*sorted_csr(rows, torch.cat([self.token_ids, targets[recorded]]), len(self)))
 
     @property
     def longest(self) -> int:
@@ -369,18 +360,12 @@ class SamplingMask:
         """
         if self._facts.largest_id >= vocab:
             entry = int((self.token_ids >= vocab).nonzero()[0])
-            row = int(torch.searchsorted(self.offsets, entry, right=True)) - 1
-            raise ValueError(
-                f"sampling_mask row {row} has token id {int(self.token_ids[entry])}, outside the vocabulary"
-                f" [0, {vocab})"
-            )
+            row, token = row_of(self.offsets, entry), int(self.token_ids[entry])
+            raise ValueError(f"sampling_mask row {row} has token id {token}, outside the vocabulary [0, {vocab})")
 
-
-def interleave(steps: Sequence[SamplingMask]) -> SamplingMask:
-    """T steps of B rows each -> rows (B, T), flattened."""
-    count = len(steps[0])
-    order = torch.arange(count * len(steps), device=steps[0].device).view(len(steps), count).t()
-    return SamplingMask.concat(steps).index(order.reshape(-1))
+    def _rows(self) -> Tensor:
+        """(nnz,) int64: the row of each id."""
+        return entry_rows(self.offsets, self.token_ids.shape[0])
 
 
 def _facts(token_ids: Tensor, lengths: Tensor) -> _Facts:

@@ -22,7 +22,7 @@ from fastrl.backend.choice import forced, kernels
 from fastrl.base import checks
 from fastrl.operators import consumed
 from fastrl.operators.rows import as_rows
-from fastrl.sampling_mask.csr import check_layout, integers, offsets_of
+from fastrl.sampling_mask.csr import check_layout, integers, offsets_of, sorted_csr
 
 _VLLM = (
     "vLLM records sets where the engine is made with LLM(..., return_sampling_mask=True), or vllm serve"
@@ -60,25 +60,23 @@ def vllm_record(source: Any, name: str = "mask") -> Record:
             return Record([], [])  # aborted before its first token: nothing is missing
         record = vllm_record(mask, f"{name}.sampling_mask")
         if tokens is not None and len(tokens) != len(record.lengths):
-            raise ValueError(
-                f"{name}.sampling_mask must have a set for each of the completion's {len(tokens)} tokens, got"
-                f" {len(record.lengths)}"
-            )
+            expected = f"a set for each of the completion's {len(tokens)} tokens"
+            raise ValueError(f"{name}.sampling_mask must have {expected}, got {len(record.lengths)}")
         return record
     if has_field(source, "token_ids"):
         ids = _plain(f"{name}.token_ids", field_of(source, "token_ids"))
         offsets = field_of(source, "offsets")
         return _flat(name, ids, offsets) if offsets is not None else _nested(name, ids)
     if not isinstance(source, list | tuple):
-        got = f"a dict with {', '.join(map(repr, source))}" if isinstance(source, Mapping) else type(source).__name__
-        raise TypeError(f"{name} must have token_ids, as vLLM's SamplingMask, or be nested lists of ids, got {got}")
+        expected = "have token_ids, as vLLM's SamplingMask, or be nested lists of ids"
+        raise TypeError(f"{name} must {expected}, got {_kind(source)}")
     for i, part in enumerate(source):
         if part is None:
             raise ValueError(f"{name}[{i}] must be a recorded sampling mask, got None. {_VLLM}")
         if isinstance(part, Integral):
             raise TypeError(f"{name} must hold a list of ids for each token, or completions, got {source!r:.80}")
     if all(_is_row(part) for part in source):
-        return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(source)])
+        return _rows(name, source)
     return _joined([vllm_record(part, f"{name}[{i}]") for i, part in enumerate(source)])
 
 
@@ -91,18 +89,15 @@ def listed_record(source: Any, name: str = "lists") -> Record:
         if has_field(source, inner):
             return listed_record(field_of(source, inner), f"{name}.{inner}")
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
-        got = f"a dict with {', '.join(map(repr, source))}" if isinstance(source, Mapping) else type(source).__name__
-        raise TypeError(f"{name} must hold a list of token ids for each token, got {got}")
+        raise TypeError(f"{name} must hold a list of token ids for each token, got {_kind(source)}")
     parts = list(source)
-    if any(
-        isinstance(part, str | bytes | Mapping) or has_field(part, "meta_info") or _is_nested(part) for part in parts
-    ):
+    if any(isinstance(p, str | bytes | Mapping) or has_field(p, "meta_info") or _is_nested(p) for p in parts):
         return _joined([listed_record(part, f"{name}[{i}]") for i, part in enumerate(parts)])
     if parts and all(part is None for part in parts):  # responses, none of them recorded
         raise ValueError(
             f"{name} must hold a list of token ids for each token ([] where none were recorded), got None. {_SGLANG}"
         )
-    return _rows([integers(f"{name}[{i}]", ids) for i, ids in enumerate(parts)])
+    return _rows(name, parts)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -113,6 +108,10 @@ def _plain(name: str, value: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is text, got {value!r:.60} ({error})") from error
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _kind(value: Any) -> str:
+    return f"a dict with {', '.join(map(repr, value))}" if isinstance(value, Mapping) else type(value).__name__
 
 
 def has_field(record: Any, field: str) -> bool:
@@ -161,10 +160,11 @@ def _nested(name: str, ids: Any) -> Record:
                 f"{name}.token_ids[{i}] must be a list of ids, got {row!r:.40}. Flat token_ids need offsets; those of a"
                 f" completion without a sampling_mask are no sets. {_VLLM}"
             )
-    return _rows([integers(f"{name}.token_ids[{i}]", row) for i, row in enumerate(ids)])
+    return _rows(f"{name}.token_ids", ids)
 
 
-def _rows(rows: list[list[int]]) -> Record:
+def _rows(name: str, parts: Iterable[Any]) -> Record:
+    rows = [integers(f"{name}[{i}]", ids) for i, ids in enumerate(parts)]
     return Record([x for row in rows for x in row], [len(row) for row in rows])
 
 
@@ -188,11 +188,11 @@ def support_of_dense(kept: Any) -> tuple[Tensor, Tensor]:
     return flat.nonzero()[:, 1].to(torch.int32), offsets_of(lengths)
 
 
-def support_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
-    """T steps (B, V) -> token_ids and offsets of each step's B rows; a row that keeps everything is not recorded."""
+def support_of_scores(scores: Any) -> tuple[Tensor, Tensor]:
+    """T steps (B, V) -> sorted token_ids, and offsets of rows (B, T); a row that keeps everything is not recorded."""
     if not isinstance(scores, list | tuple) or not scores:
         raise ValueError(f"scores must be a list or tuple of steps (B, V), at least one, got {scores!r:.60}")
-    steps = []
+    rows, ids = [], []
     for t, step in enumerate(scores):
         checks.shape(f"scores[{t}]", checks.tensor(f"scores[{t}]", step), scores[0].shape, "the shape of scores[0]")
         kept = step > -torch.inf
@@ -200,8 +200,10 @@ def support_of_scores(scores: Any) -> list[tuple[Tensor, Tensor]]:
         if bool(nothing.any()):
             raise ValueError(f"scores[{t}] row {int(nothing.nonzero()[0])} keeps nothing: all -inf or NaN")
         kept &= ~kept.all(-1, keepdim=True)
-        steps.append((kept.nonzero()[:, 1].to(torch.int32), offsets_of(kept.sum(-1))))
-    return steps
+        row, token = kept.nonzero(as_tuple=True)
+        rows.append(row * len(scores) + t)
+        ids.append(token)
+    return sorted_csr(torch.cat(rows), torch.cat(ids), scores[0].shape[0] * len(scores))
 
 
 def support_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, temperature: float) -> tuple[Tensor, Tensor]:
